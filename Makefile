@@ -1,0 +1,54 @@
+# Two commands matter: `make train` and `make test`. Each creates .venv and installs what is missing first.
+
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3.14 python3; do \
+	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$python"; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+# Pins hold for what is installed and for what builds it (older pip reads the first name, newer pip both).
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Linux without a GPU: `make train TORCH_INDEX=…` takes torch's small CPU build; the README says which address.
+PIP := $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+DEV_TOOLS := pytest pytest-timeout hypothesis ruff mypy import-linter
+
+.PHONY: help train test test-full lint format clean
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+train: $(VENV)/.installed ## Train the 16-layer MLP on handwritten digits with 4 ranks (ARGS="--ranks 2 …" to change it)
+	@$(BIN)/microparallel train $(if $(ARGS),$(ARGS),--ranks 4)
+
+test: $(VENV)/.installed-dev ## Run the tests
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-full: $(VENV)/.installed-dev ## Run the tests and the slow ones
+	@$(BIN)/python -m pytest -m 'slow or not slow' $(ARGS)
+
+lint: $(VENV)/.installed-dev ## Check style, types and the direction of imports
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(VENV)/.installed-dev ## Rewrite the code in the project's style
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+clean: ## Remove what the other commands created (not runs/)
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; install one, or run make PYTHON=/path/to/python3" >&2; exit 2; }
+	@echo "creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing microparallel into $(VENV) (the first time takes a minute or two)"
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "installing the development tools"
+	@$(PIP) $(DEV_TOOLS)
+	@touch $@

@@ -1,0 +1,66 @@
+"""Distributed training you can read, run, trust and see.
+
+    import microparallel as mp
+
+    def hello(comms):
+        return comms.all_gather(torch.tensor(comms.rank))
+
+    print(mp.launch(hello, ranks=4))
+
+Names load when they are first used, so that `import microparallel` is quick and does not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+# public name → the module it lives in
+_HOMES = {
+    "Comms": "microparallel.comms",
+    "Request": "microparallel.comms",
+    "Pool": "microparallel.world",
+    "connect": "microparallel.world",
+    "launch": "microparallel.world",
+    "ShardedSampler": "microparallel.train.sampler",
+    "naive_data_parallel_step": "microparallel.data_parallel",
+    **dict.fromkeys(
+        [
+            "MicroparallelError",
+            "UsageError",
+            "ConfigError",
+            "DataError",
+            "PartitionError",
+            "LaunchError",
+            "RankFailed",
+            "RanksTimedOut",
+            "CommsError",
+            "PeerLost",
+            "Mismatch",
+            "CommsTimeout",
+            "CheckpointError",
+        ],
+        "microparallel.errors",
+    ),
+}
+_MODULES = ("models",)
+
+__all__ = [*sorted(_HOMES), *_MODULES]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name in _MODULES:
+        return importlib.import_module(f"microparallel.{name}")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'microparallel' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted([*globals(), *__all__])

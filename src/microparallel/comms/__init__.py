@@ -1,0 +1,1 @@
+"""Talk: every communication primitive, over any transport."""

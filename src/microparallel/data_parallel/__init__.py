@@ -1,0 +1,1 @@
+"""Replicas: the same model on every rank, the batch split between them."""

@@ -1,0 +1,90 @@
+"""Every error microparallel raises on purpose, in one tree.
+
+```
+MicroparallelError
+├── UsageError (ValueError)      what the caller asked for cannot be done; the command line exits with 2
+│   ├── ConfigError              a flag, or a key of a configuration file
+│   ├── DataError                a file or dataset that is missing, empty or of the wrong kind
+│   └── PartitionError           a model that cannot be cut that way
+├── LaunchError                  a world of ranks that did not come to its end
+│   ├── RankFailed               .rank raised, exited or was killed; the traceback is in the text
+│   └── RanksTimedOut            .ranks had not finished in time; the text says where each stood
+├── CommsError                   a conversation between ranks that broke off
+│   ├── PeerLost                 .ranks went away during .call
+│   ├── Mismatch                 ranks made different calls, or the same call with different tensors
+│   └── CommsTimeout             a call waited longer than its timeout
+└── CheckpointError              a checkpoint that cannot be written or read
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MicroparallelError(Exception):
+    """The root of every error in this library."""
+
+
+class UsageError(MicroparallelError, ValueError):
+    """What the caller asked for cannot be done: the text names the value, the place and the fix."""
+
+
+class ConfigError(UsageError):
+    """A flag, or a key of a configuration file, has a value that cannot work."""
+
+
+class DataError(UsageError):
+    """A file or a dataset is missing, empty or of the wrong kind."""
+
+
+class PartitionError(UsageError):
+    """A model cannot be cut into the pieces that were asked for."""
+
+
+class LaunchError(MicroparallelError):
+    """A world of ranks did not come to its end."""
+
+
+class RankFailed(LaunchError):
+    """One rank raised, exited or was killed, and the others were ended."""
+
+    def __init__(self, rank: int, reason: str, traceback: str = "") -> None:
+        self.rank = rank
+        self.reason = reason
+        self.traceback = traceback
+        details = f"\n\nrank {rank}'s own traceback:\n{traceback}" if traceback else ""
+        super().__init__(f"rank {rank} {reason}{details}")
+
+
+class RanksTimedOut(LaunchError, TimeoutError):
+    """Some ranks had not finished when the time was up."""
+
+    def __init__(self, ranks: Sequence[int], message: str) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(message)
+
+
+class CommsError(MicroparallelError, RuntimeError):
+    """A conversation between ranks broke off."""
+
+
+class PeerLost(CommsError):
+    """Another rank went away in the middle of a call."""
+
+    def __init__(self, ranks: Sequence[int], call: str, message: str) -> None:
+        self.ranks = tuple(ranks)
+        self.call = call
+        super().__init__(message)
+
+
+class Mismatch(CommsError):
+    """Ranks made different calls, or the same call with different tensors."""
+
+
+class CommsTimeout(CommsError, TimeoutError):
+    """A call waited longer than its timeout."""
+
+
+class CheckpointError(MicroparallelError):
+    """A checkpoint cannot be written or read."""

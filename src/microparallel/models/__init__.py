@@ -1,0 +1,1 @@
+"""The subjects of the course: models small enough to read."""

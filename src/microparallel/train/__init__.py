@@ -1,0 +1,1 @@
+"""Compose: configuration, data, loop and checkpoints of a training run."""
