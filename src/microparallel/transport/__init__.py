@@ -1,1 +1,5 @@
 """Move bytes between ranks."""
+
+from microparallel.transport.base import Transport, Work
+
+__all__ = ["Transport", "Work"]

@@ -1,0 +1,83 @@
+"""A call that every rank of a group is expected to make, in words that ranks can compare."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+HEADER_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a Comms primitive, as its caller wrote it.
+
+    Ranks whose calls belong together have the same `agreement`: for a collective that is the whole call, for a message
+    only what the sender and the receiver both state.
+    """
+
+    text: str
+    agreement: str
+    collective: bool = True
+
+    def __str__(self) -> str:
+        return self.text
+
+    @staticmethod
+    def of_all(name: str, *details: str) -> Call:
+        """A collective: every rank must make it with the same details."""
+        text = f"{name}({', '.join(details)})"
+        return Call(text, text)
+
+    @staticmethod
+    def of_two(name: str, content: str, peer: str) -> Call:
+        """One end of a message: the content must agree, the name and the peer differ."""
+        return Call(f"{name}({content}, {peer})", content, collective=False)
+
+    def to_bytes(self) -> bytes:
+        """The call as JSON of a fixed size, so that a receiver knows how many bytes to expect."""
+        header = json.dumps([_shortened(self.text), _shortened(self.agreement), self.collective]).encode()
+        return header.ljust(HEADER_BYTES)
+
+    @staticmethod
+    def from_bytes(header: bytes) -> Call:
+        """Read a call back from the bytes a peer sent."""
+        text, agreement, collective = json.loads(header)
+        return Call(text, agreement, collective)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """A tensor's dtype and shape, as in `float32[4, 128]`."""
+    return describe_content(tensor.dtype, tensor.shape)
+
+
+def describe_content(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """A dtype and a shape, as in `float32[4, 128]`."""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def describe_list(tensors: Iterable[torch.Tensor]) -> str:
+    """The dtypes and shapes of several tensors, counted where they are all alike."""
+    texts = [describe(tensor) for tensor in tensors]
+    if len(set(texts)) == 1:
+        return f"{len(texts)} × {texts[0]}"
+    return f"[{', '.join(texts)}]"
+
+
+def _shortened(text: str, limit: int = 400) -> str:
+    # A list of many shapes may outgrow the header. The digest keeps different texts different.
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 20]}… #{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def content_bytes(content: str) -> int:
+    """How many bytes a tensor described by `describe` takes."""
+    name, _, shape = content.partition("[")
+    dtype: torch.dtype = getattr(torch, name)
+    return math.prod(json.loads(f"[{shape.partition(']')[0]}]")) * dtype.itemsize

@@ -1,0 +1,351 @@
+"""Comms: how one rank talks to the others.
+
+Every primitive follows the same three steps, and that is all there is to read here:
+make the tensors fit for the wire, start the transfer, and bring the result back when it is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+
+from microparallel.comms.calls import Call, describe, describe_content, describe_list
+from microparallel.comms.checking import Checker
+from microparallel.comms.failures import named_failures
+from microparallel.comms.headers import read_headers, write_headers
+from microparallel.comms.reductions import check_reduction, finish_reduction, stand_in, wire_reduction
+from microparallel.comms.request import Request, Result
+from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
+from microparallel.errors import UsageError
+from microparallel.transport.base import Work
+from microparallel.transport.torch_distributed import TorchTransport
+
+
+class Comms:
+    """One rank's end of the conversation with all others of its group.
+
+    Get one from `mp.launch` or `mp.connect`. Collectives must be called by every rank of the group, in the same order;
+    messages between two ranks arrive in the order they were sent. Any strided tensor will do: any shape, contiguous or
+    not, empty, on the CPU or on a GPU.
+
+    Attributes:
+        rank: the number of this rank, from 0.
+        world_size: how many ranks there are.
+        local_rank: the number of this rank on its own machine.
+        device: where received tensors are put: this rank's GPU when it has one to itself, else the CPU.
+        process_group: the torch process group beneath, for torch's own wrappers.
+    """
+
+    def __init__(
+        self,
+        transport: TorchTransport,
+        *,
+        device: torch.device,
+        local_rank: int,
+        check: bool = False,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.local_rank = local_rank
+        self.device = device
+        self._transport = transport
+        self._checker = Checker(transport) if check and transport.world_size > 1 else None
+        self._on_close = on_close
+
+    # ── who is where ────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def next_rank(self) -> int | None:
+        """The rank after this one; None on the last."""
+        return self.rank + 1 if self.rank + 1 < self.world_size else None
+
+    @property
+    def prev_rank(self) -> int | None:
+        """The rank before this one; None on the first."""
+        return self.rank - 1 if self.rank > 0 else None
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The torch process group beneath, for torch's own wrappers."""
+        return self._transport.group
+
+    # ── from one rank to another ────────────────────────────────────────────────────────────────────────────────
+
+    def send_tensor(self, tensor: torch.Tensor, dest: int) -> None:
+        """Send a tensor, and return when it may be changed again."""
+        self._send("send_tensor", tensor, dest).wait()
+
+    def isend(self, tensor: torch.Tensor, dest: int) -> Request[None]:
+        """Start sending a tensor; do not change it before the request has been waited for."""
+        return self._send("isend", tensor, dest)
+
+    def recv_tensor(self, shape: Sequence[int], src: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Wait for the next tensor from `src` and return it."""
+        return self._recv("recv_tensor", shape, src, dtype).wait()
+
+    def irecv(self, shape: Sequence[int], src: int, dtype: torch.dtype = torch.float32) -> Request[torch.Tensor]:
+        """Start receiving the next tensor from `src`; the request's `wait()` returns it."""
+        return self._recv("irecv", shape, src, dtype)
+
+    def _send(self, name: str, tensor: torch.Tensor, dest: int) -> Request[None]:
+        self._require_peer(name, "dest", dest)
+        wire = to_wire(tensor, self._transport.carries)
+        call = Call.of_two(name, self._content(wire), f"dest={dest}")
+
+        def start() -> list[Work]:
+            announced = [self._checker.announce(call, dest)] if self._checker else []
+            return [*announced, self._transport.isend(as_bytes(wire), dest)]
+
+        return self._start(call, start, lambda: None)
+
+    def _recv(self, name: str, shape: Sequence[int], src: int, dtype: torch.dtype) -> Request[torch.Tensor]:
+        self._require_peer(name, "src", src)
+        wire = empty_on_wire(shape, dtype, self.device, self._transport.carries)
+        call = Call.of_two(name, self._content(wire), f"src={src}")
+
+        def start() -> list[Work]:
+            if self._checker:
+                return [self._checker.receive(call, as_bytes(wire), src)]
+            return [self._transport.irecv(as_bytes(wire), src)]
+
+        return self._start(call, start, lambda: wire.to(self.device))
+
+    # ── from one rank to all, and back ──────────────────────────────────────────────────────────────────────────
+
+    def barrier(self) -> None:
+        """Wait until every rank has come here."""
+        # Nobody can know the sum before everybody has added to it.
+        token = torch.zeros(1, device=self.device)
+        self._all_reduce(Call.of_all("barrier"), token, "sum").wait()
+        if token.is_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
+        """Copy the tensor of `src` over everybody else's, in place."""
+        self._require_rank("broadcast", "src", src)
+        require_writable(tensor, "broadcast")
+        wire = to_wire(tensor, self._transport.carries)
+        call = Call.of_all("broadcast", self._content(wire), f"src={src}")
+        request = self._collective(
+            call, lambda: [self._transport.broadcast(as_bytes(wire), src)], lambda: from_wire(wire, tensor)
+        )
+        return request.wait()
+
+    def scatter(self, tensors: Sequence[torch.Tensor] | None, src: int = 0) -> torch.Tensor:
+        """Hand out the list of `src`, one tensor to each rank, and return this rank's; the others pass None.
+
+        The tensors may differ in shape and dtype: they are described to their receivers first.
+        """
+        self._require_rank("scatter", "src", src)
+        call = Call.of_all("scatter", f"src={src}")
+        wires: list[torch.Tensor] = []
+        if self.rank == src:
+            if tensors is None or len(tensors) != self.world_size:
+                given = "None" if tensors is None else f"{len(tensors)} tensors"
+                raise UsageError(f"scatter: rank {src} must give one tensor for each of {self.world_size} ranks, not {given}")
+            wires = [to_wire(tensor, self._transport.carries) for tensor in tensors]
+        headers = write_headers(wires, self.world_size)
+        self._collective(call, lambda: [self._transport.broadcast(headers, src)], lambda: None).wait()
+        contents = read_headers(headers)
+
+        # The backends scatter equal sizes only, so every message is as long as the longest.
+        most = max(shape.numel() * dtype.itemsize for dtype, shape in contents)
+        device = self.device if self.device.type in self._transport.carries else torch.device("cpu")
+        mine = torch.empty(most, dtype=torch.uint8, device=device)
+        padded = [torch.empty_like(mine) for _ in wires]
+        for row, wire in zip(padded, wires, strict=True):
+            row[: wire.nbytes].copy_(as_bytes(wire))
+        request = self._start(call, lambda: [self._transport.scatter(mine, padded or None, src)], lambda: mine)
+        dtype, shape = contents[self.rank]
+        return request.wait()[: shape.numel() * dtype.itemsize].view(dtype).reshape(shape).to(self.device, copy=True)
+
+    def gather(self, tensor: torch.Tensor, dst: int = 0) -> list[torch.Tensor] | None:
+        """Collect everybody's tensor on `dst`, which gets the list in rank order; the others get None."""
+        self._require_rank("gather", "dst", dst)
+        wire = to_wire(tensor, self._transport.carries)
+        call = Call.of_all("gather", self._content(wire), f"dst={dst}")
+        outputs = self._outputs(wire) if self.rank == dst else None
+        rows = None if outputs is None else [as_bytes(output) for output in outputs]
+        request = self._collective(
+            call,
+            lambda: [self._transport.gather(as_bytes(wire), rows, dst)],
+            lambda: None if outputs is None else [output.to(tensor.device) for output in outputs],
+        )
+        return request.wait()
+
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Collect everybody's tensor on every rank, as a list in rank order."""
+        wire = to_wire(tensor, self._transport.carries)
+        call = Call.of_all("all_gather", self._content(wire))
+        outputs = self._outputs(wire)
+        request = self._collective(
+            call,
+            lambda: [self._transport.all_gather(as_bytes(wire), [as_bytes(output) for output in outputs])],
+            lambda: [output.to(tensor.device) for output in outputs],
+        )
+        return request.wait()
+
+    # ── combining everybody's tensor ────────────────────────────────────────────────────────────────────────────
+
+    def reduce(self, tensor: torch.Tensor, dst: int = 0, op: str = "sum") -> torch.Tensor:
+        """Combine everybody's tensor on `dst`, in place; the tensors of the others stay as they are."""
+        self._require_rank("reduce", "dst", dst)
+        check_reduction(op, tensor.dtype, "reduce")
+        call = Call.of_all("reduce", describe(tensor), f"dst={dst}", f"op={op!r}")
+        wire = to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype))
+        if self.rank == dst:
+            require_writable(tensor, "reduce")
+        else:
+            wire = wire.clone()  # the backend uses it as scratch
+
+        def finish() -> torch.Tensor:
+            if self.rank != dst:
+                return tensor
+            return from_wire(finish_reduction(wire, op, self.world_size), tensor)
+
+        return self._collective(call, lambda: [self._transport.reduce(wire, dst, wire_reduction(op))], finish).wait()
+
+    def reduce_scatter(self, tensors: Sequence[torch.Tensor], op: str = "sum") -> torch.Tensor:
+        """Combine the lists of all ranks position by position; rank r gets position r.
+
+        The positions may differ in shape, as long as every rank's list has the same shapes.
+        """
+        if len(tensors) != self.world_size:
+            raise UsageError(f"reduce_scatter: the list needs one tensor for each of {self.world_size} ranks, not {len(tensors)}")
+        for tensor in tensors:
+            check_reduction(op, tensor.dtype, "reduce_scatter")
+        call = Call.of_all("reduce_scatter", describe_list(tensors), f"op={op!r}")
+        mine = tensors[self.rank]
+        wires = [to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype)) for tensor in tensors]
+        alike = len({(wire.shape, wire.dtype) for wire in wires}) == 1
+        output = torch.empty_like(wires[self.rank]) if alike else wires[self.rank].clone()
+
+        def start() -> list[Work]:
+            if alike:
+                return [self._transport.reduce_scatter(output, wires, wire_reduction(op))]
+            buffers = [output if rank == self.rank else wire.clone() for rank, wire in enumerate(wires)]
+            return [self._transport.reduce(buffer, rank, wire_reduction(op)) for rank, buffer in enumerate(buffers)]
+
+        def finish() -> torch.Tensor:
+            return finish_reduction(output, op, self.world_size).to(device=mine.device, dtype=mine.dtype)
+
+        return self._collective(call, start, finish).wait()
+
+    @overload
+    def all_reduce(
+        self, tensor: torch.Tensor, op: str = ..., algorithm: str = ..., async_op: Literal[False] = ...
+    ) -> torch.Tensor: ...
+    @overload
+    def all_reduce(
+        self, tensor: torch.Tensor, op: str = ..., algorithm: str = ..., *, async_op: Literal[True]
+    ) -> Request[torch.Tensor]: ...
+    def all_reduce(
+        self, tensor: torch.Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False
+    ) -> torch.Tensor | Request[torch.Tensor]:
+        """Combine everybody's tensor, in place, on every rank, with bit-identical results.
+
+        Args:
+            tensor: this rank's contribution, overwritten with the result.
+            op: "sum", "mean", "min", "max" or "product".
+            algorithm: "auto" leaves the choice to the transport.
+            async_op: return a `Request` at once; its `wait()` returns the tensor.
+        """
+        if algorithm != "auto":
+            raise UsageError(f"all_reduce: there is no algorithm {algorithm!r}; choose 'auto'")
+        call = Call.of_all("all_reduce", describe(tensor), f"op={op!r}")
+        request = self._all_reduce(call, tensor, op)
+        return request if async_op else request.wait()
+
+    def all_reduce_mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Average everybody's tensor, in place, on every rank."""
+        return self.all_reduce(tensor, op="mean")
+
+    def _all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Request[torch.Tensor]:
+        check_reduction(op, tensor.dtype, "all_reduce")
+        require_writable(tensor, "all_reduce")
+        wire = to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype))
+        return self._collective(
+            call,
+            lambda: [self._transport.all_reduce(wire, wire_reduction(op))],
+            lambda: from_wire(finish_reduction(wire, op, self.world_size), tensor),
+        )
+
+    # ── smaller worlds ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def group(self, ranks: Iterable[int]) -> Comms | None:
+        """A Comms of some of these ranks, numbered from 0 in ascending order; None on a rank that is not among them.
+
+        Every rank of this Comms calls it with the same ranks.
+        """
+        members = sorted(ranks)
+        if not members or len(set(members)) != len(members):
+            raise UsageError(f"group: {members} must name at least one rank, and each only once")
+        for rank in members:
+            self._require_rank("group", "rank", rank)
+        call = Call.of_all("group", str(members))
+        if self._checker:
+            self._collective(call, list, lambda: None).wait()
+        transport = self._transport.subgroup(members)
+        if transport is None:
+            return None
+        return Comms(
+            transport,
+            device=self.device,
+            local_rank=self.local_rank,
+            check=self._checker is not None,
+            on_close=transport.close,
+        )
+
+    def close(self) -> None:
+        """Leave the conversation; closing twice is fine."""
+        if self._on_close is not None:
+            self._on_close()
+            self._on_close = None
+
+    def __enter__(self) -> Comms:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Comms rank {self.rank} of {self.world_size} on {self.device}>"
+
+    # ── the steps that all primitives share ─────────────────────────────────────────────────────────────────────
+
+    def _collective(self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]) -> Request[Result]:
+        """Start a call that every rank makes, after checking that they do."""
+        if self._checker is not None:
+            with named_failures(call, self._transport):
+                self._checker.agree(call)
+        return self._start(call, start, finish)
+
+    def _start(self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]) -> Request[Result]:
+        """Start transfers; a connection that is already gone fails here rather than in `wait()`."""
+        with named_failures(call, self._transport):
+            works = start()
+        return Request(call, works, finish, self._transport)
+
+    def _outputs(self, wire: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.empty_like(wire) for _ in range(self.world_size)]
+
+    def _content(self, wire: torch.Tensor) -> str:
+        # Where two backends work side by side, both ends must mean the same one.
+        place = f" on {wire.device.type}" if len(self._transport.carries) > 1 else ""
+        return describe_content(wire.dtype, wire.shape) + place
+
+    def _require_rank(self, name: str, argument: str, rank: int) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise UsageError(f"{name}: {argument}={rank!r} is not a rank of this world; ranks are 0 to {self.world_size - 1}")
+
+    def _require_peer(self, name: str, argument: str, rank: int) -> None:
+        self._require_rank(name, argument, rank)
+        if rank == self.rank:
+            raise UsageError(f"{name}: {argument}={rank} is this rank itself; a message needs another one")

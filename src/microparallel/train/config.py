@@ -1,0 +1,230 @@
+"""Everything a training run can be told, checked before anything starts.
+
+Each key is a flag of the command line: `save_every = 100` in a TOML file is `--save-every 100`. Torch is not imported
+here, so that `--help` and a mistyped value are answered at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from microparallel.errors import ConfigError
+
+MODELS = ("mlp", "gpt")
+LOSSES = ("cross-entropy", "mse")
+STRATEGIES = ("auto", "single", "naive")
+OPTIMIZERS = ("adam", "adamw", "sgd")
+
+# What a model trains with when nothing else is said. A size that is missing here means nothing to that model.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "mlp": {"data": "digits", "dim": 128, "depth": 16, "epochs": 30, "batch": 64, "lr": 1e-3, "optimizer": "adam"},
+    "gpt": {
+        **{"data": "text", "dim": 128, "depth": 4, "heads": 4, "context": 64},
+        **{"steps": 300, "batch": 32, "lr": 1e-3, "optimizer": "adamw"},
+    },
+    # your own; it may train on text, so it has a context
+    "module:function": {"context": 64, "epochs": 10, "batch": 32, "lr": 1e-3, "optimizer": "adam"},
+}
+
+_CHOICES = {
+    "strategy": STRATEGIES,
+    "optimizer": OPTIMIZERS,
+    "dtype": ("float32", "float64"),
+    "device": ("auto", "cpu", "cuda"),
+    "transport": ("auto", "gloo", "nccl"),
+}
+_CHOICES_OR_YOUR_OWN = {"model": MODELS, "loss": LOSSES}  # or "module:function"
+_WORDS = {"int": "a whole number", "float": "a number", "str": "text in quotes", "bool": "true or false"}
+_RANKS_PER_CORE = 64  # far beyond what is of use; past it a machine only swaps
+_LARGEST_SEED = 2**32 - 1  # the largest that Python, torch and numpy all take
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """The settings of one training run; None stands for the model's own default, which `resolved` fills in."""
+
+    model: str = "mlp"  # or gpt, or module:function
+    data: str | None = None  # digits, text, a UTF-8 file or folder, or module:function
+    loss: str | None = None  # cross-entropy, mse, or module:function
+    dim: int | None = None
+    depth: int | None = None
+    heads: int | None = None
+    context: int | None = None  # bytes of text the model sees at once
+    ranks: int = 1
+    strategy: str = "auto"  # single for one rank, naive for more
+    steps: int | None = None  # steps or epochs, not both
+    epochs: int | None = None
+    batch: int | None = None  # samples a step, over all ranks together
+    lr: float | None = None
+    optimizer: str | None = None
+    momentum: float = 0.0  # of sgd
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "auto"
+    transport: str = "auto"
+    validate_every: int | None = None  # steps; None: once an epoch and at the end
+    save_every: int | None = None  # steps; None: only at the end
+    keep: int = 3  # checkpoints
+    out: str | None = None  # None: runs/<time>-<model>
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            _check_value(name, value)
+        _check_together(self)
+
+    def resolved(self) -> TrainConfig:
+        """Return the same settings with every default of the model filled in, and the strategy that "auto" means."""
+        defaults = dict(_defaults(self.model))
+        if self.steps is not None or self.epochs is not None:
+            defaults.pop("steps", None)
+            defaults.pop("epochs", None)
+        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
+        if self.strategy == "auto":
+            missing["strategy"] = "single" if self.ranks == 1 else "naive"
+        return replace(self, **missing)
+
+
+_TYPES = {field.name: str(field.type) for field in fields(TrainConfig)}  # such as "int | None"
+
+
+def read_config(path: Path | str) -> dict[str, Any]:
+    """Read the settings in a TOML file, each checked on its own; errors name the file, the key and the fix."""
+    place = f"--config {path}"
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{place}: there is no such file; check the name, or leave --config out") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{place}: not UTF-8 text, so not TOML (byte {error.start}); is it another file?") from error
+    except OSError as error:
+        raise ConfigError(f"{place}: cannot be read: {error.strerror or error}; name a file you may read") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f'{place}: not valid TOML: {error}; lines look like  batch = 64  or  model = "mlp"'
+        ) from error
+    for name, value in values.items():
+        if name not in _TYPES:
+            raise ConfigError(f"{place}: unknown key {name!r}; {_nearest(name, _TYPES)}")
+        _check_value(name, value, file=str(path))
+    return values
+
+
+def config_text(config: TrainConfig) -> str:
+    """Return a configuration as TOML, in the order of the fields; None is left out, so it reads back the same."""
+    return tomli_w.dumps({name: value for name, value in asdict(config).items() if value is not None})
+
+
+def merge(file_values: Mapping[str, Any], flag_values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a file with the flags that were given (those that are not None) put over them."""
+    flags = {name: value for name, value in flag_values.items() if value is not None}
+    # One length replaces the other: `epochs` in the file must not collide with --steps.
+    replaced = {"steps", "epochs"} if {"steps", "epochs"} & flags.keys() else set()
+    return {name: value for name, value in file_values.items() if name not in replaced} | flags
+
+
+def _defaults(model: str) -> dict[str, Any]:
+    return DEFAULTS[model if model in DEFAULTS else "module:function"]
+
+
+def _check_value(name: str, value: Any, file: str | None = None) -> None:
+    """Raise a ConfigError if this value cannot be right whatever the others are."""
+    given = _shown(name, value, file)
+    kind, optional = _TYPES[name].removesuffix(" | None"), _TYPES[name].endswith("None")
+    if value is None and optional:
+        return
+    actual = type(value).__name__
+    if actual != kind and (actual, kind) != ("int", "float"):
+        example = {"int": "4", "float": "0.001", "str": '"mlp"'}[kind]
+        raise ConfigError(
+            f"{given}: {_WORDS[kind]} is needed, and this is {_WORDS.get(actual, actual)}; it looks like  {example}"
+        )
+    if kind == "str":
+        _check_text(name, value, given)
+    elif kind == "int":
+        _check_whole_number(name, value, given)
+    elif name == "lr" and not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{given}: the learning rate must be above 0 and finite; try 0.001")
+    elif name == "momentum" and not 0 <= value < 1:
+        raise ConfigError(f"{given}: momentum must be at least 0 and below 1; try 0.9")
+
+
+def _check_text(name: str, value: str, given: str) -> None:
+    if not value or re.search("[\0\ud800-\udfff]", value):  # halves of characters, which UTF-8 cannot store
+        raise ConfigError(f"{given!r}: empty, or with characters that cannot be written down; try a plain name")
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise ConfigError(f"{given}: {_nearest(value, _CHOICES[name])}")
+    own = _CHOICES_OR_YOUR_OWN.get(name)
+    if own and value not in own and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", value):
+        raise ConfigError(f"{given}: {_nearest(value, own)}, or your own as my_module:my_function")
+
+
+def _check_whole_number(name: str, value: int, given: str) -> None:
+    if name == "seed":
+        if not 0 <= value <= _LARGEST_SEED:
+            raise ConfigError(f"{given}: a seed is a whole number from 0 to {_LARGEST_SEED}; try 0")
+    elif value < 1:
+        raise ConfigError(f"{given}: must be at least 1; try 1, or leave it out")
+    elif name == "ranks" and value > _RANKS_PER_CORE * (cores := _cores()):
+        raise ConfigError(
+            f"{given}: this machine has {cores} core{'s' * (cores > 1)}, "
+            f"and more than {_RANKS_PER_CORE} ranks a core cannot work; try {cores}"
+        )
+
+
+def _check_together(config: TrainConfig) -> None:
+    """Raise a ConfigError if values that are each right cannot be right together."""
+    defaults = _defaults(config.model)
+    used: dict[str, Any] = {
+        name: defaults.get(name) if value is None else value for name, value in asdict(config).items()
+    }
+    if config.steps is not None and config.epochs is not None:
+        raise ConfigError(f"--steps {config.steps} and --epochs {config.epochs} both set the length; give one of them")
+    if config.strategy == "single" and config.ranks > 1:
+        raise ConfigError(f"--strategy single is for one rank, and --ranks is {config.ranks}; try --strategy naive")
+    if used["batch"] < config.ranks:
+        raise ConfigError(
+            f"--batch {used['batch']} is smaller than --ranks {config.ranks}: every rank needs at least one sample; "
+            f"try --batch {config.ranks} or --ranks {used['batch']}"
+        )
+    if config.momentum and used["optimizer"] != "sgd":
+        raise ConfigError(
+            f"--momentum {config.momentum} is for sgd, and --optimizer is {used['optimizer']}; try --optimizer sgd"
+        )
+    for name in ("dim", "depth", "heads", "context"):
+        if used[name] is not None and name not in defaults:
+            raise ConfigError(f"--{name} {used[name]} means nothing to --model {config.model}; leave it out")
+    if used["data"] is None:
+        raise ConfigError(f"--model {config.model} has no data of its own; try --data digits, --data text or a path")
+    if used["heads"] and used["dim"] % used["heads"]:
+        nearest = used["dim"] // used["heads"] * used["heads"] or used["heads"]
+        raise ConfigError(
+            f"--dim {used['dim']} cannot be split evenly over --heads {used['heads']}; try --dim {nearest}"
+        )
+
+
+def _shown(name: str, value: Any, file: str | None = None) -> str:
+    """Write a setting as the user gave it: a flag, or a line of a file."""
+    if file is None:
+        return f"--{name.replace('_', '-')} {value}"
+    return f"{name} = {value!r} in {file}"
+
+
+def _nearest(value: str, choices: Iterable[str]) -> str:
+    """Name the choice the user probably meant, or all of them."""
+    close = difflib.get_close_matches(value, list(choices), n=1)
+    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
+
+
+def _cores() -> int:
+    """Count the cores this process may use, which in a container are fewer than the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,159 @@
+"""The folder a training run leaves behind.
+
+```
+runs/20250131-093000-mlp/
+  config.toml      what it was told; `--config` takes it again
+  metrics.jsonl    one JSON object a line, as training goes on
+  summary.json     how it ended
+  checkpoints/     what `--resume` goes on from
+```
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from microparallel.errors import ConfigError, MicroparallelError
+from microparallel.train.atomic import sync_folder, write_atomically
+from microparallel.train.config import TrainConfig, config_text
+
+
+class RunFolder:
+    """One run's folder: `create` a new one or `open` an old one, write into it, and `close` it (or use `with`)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config_file = path / "config.toml"
+        self.metrics_file = path / "metrics.jsonl"
+        self.summary_file = path / "summary.json"
+        self.checkpoints = path / "checkpoints"
+        self._metrics: TextIO | None = None
+
+    @classmethod
+    def create(cls, out: Path | str | None, config: TrainConfig) -> RunFolder:
+        """Make the folder of a new run, `default_path` where `out` is None, and write the configuration into it."""
+        try:
+            path = _new_default_folder(config) if out is None else _new_folder(Path(out))
+            write_atomically(path / "config.toml", config_text(config).encode("utf-8"))
+            sync_folder(path.parent)
+        except OSError as error:
+            folder = "runs" if out is None else f"--out {out}"
+            raise ConfigError(
+                f"{folder} cannot be written: {error.strerror or error}; choose an --out that you may write to"
+            ) from error
+        return cls(path)
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunFolder:
+        """Take up the folder of an earlier run, to resume it."""
+        run = cls(Path(path))
+        if not run.config_file.is_file():
+            what = "there is no config.toml in it" if run.path.is_dir() else "there is no such folder"
+            raise ConfigError(f"{path} is not the folder of a run: {what}; name one such as runs/20250131-093000-mlp")
+        return run
+
+    @staticmethod
+    def default_path(config: TrainConfig, now: datetime) -> Path:
+        """Return runs/<time>-<model>, with a number behind it where that folder is already there."""
+        model = re.sub(r"[^\w.-]", "-", config.model)
+        name = f"{now:%Y%m%d-%H%M%S}-{model}"
+        candidates = (Path("runs", name + (f"-{number}" if number > 1 else "")) for number in itertools.count(1))
+        return next(path for path in candidates if not path.exists())
+
+    def append_metrics(self, record: dict[str, Any]) -> None:
+        """Add one line to metrics.jsonl, to be seen at once by whoever follows the file.
+
+        A number that is not finite becomes null, since JSON has no word for it.
+        """
+        line = json.dumps(_without_nan(record), allow_nan=False) + "\n"
+        with _failing_in_one_line(self.metrics_file):
+            if self._metrics is None:
+                self._metrics = self.metrics_file.open("a", encoding="utf-8")
+            self._metrics.write(line)
+            self._metrics.flush()
+
+    def truncate_metrics(self, after_step: int) -> None:
+        """Drop the records of steps beyond this one, which the resumed run will write again.
+
+        Lines that are not JSON are dropped too: a crash may have cut the last one in two.
+        """
+        self.close()
+        if not self.metrics_file.exists():
+            return
+        with _failing_in_one_line(self.metrics_file):
+            lines = self.metrics_file.read_bytes().splitlines()
+            kept = [line + b"\n" for line in lines if _is_record_up_to(after_step, line)]
+            write_atomically(self.metrics_file, b"".join(kept))
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Write how the run ended to summary.json, all of it or nothing."""
+        text = json.dumps(_without_nan(summary), indent=2, allow_nan=False) + "\n"
+        with _failing_in_one_line(self.summary_file):
+            write_atomically(self.summary_file, text.encode("utf-8"))
+
+    def close(self) -> None:
+        """Close metrics.jsonl; appending opens it again."""
+        if self._metrics is not None:
+            metrics, self._metrics = self._metrics, None
+            metrics.close()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _new_default_folder(config: TrainConfig) -> Path:
+    while True:
+        path = RunFolder.default_path(config, datetime.now())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir()  # only one of two runs that start in the same second can make it
+        except FileExistsError:
+            continue
+        return path
+
+
+def _new_folder(path: Path) -> Path:
+    if (path / "config.toml").exists():
+        raise ConfigError(f"--out {path} holds a run already; go on with it by --resume, or choose another --out")
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"--out {path} is a file, not a folder; choose another --out")
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise ConfigError(f"--out {path} holds other files; choose a new or an empty folder")
+    return path
+
+
+def _is_record_up_to(step: int, line: bytes) -> bool:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(record, dict) and record.get("step", 0) <= step
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def _failing_in_one_line(path: Path) -> Iterator[None]:
+    """Turn what the system says about a full disk or a lost folder into an error that names the file."""
+    try:
+        yield
+    except OSError as error:
+        raise MicroparallelError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,81 @@
+"""Import what a user names as `module:name`, such as `my_data:make_dataset`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from microparallel.errors import UsageError
+
+
+def load(spec: str, what: str) -> Callable[..., Any]:
+    """Import `module:name` and return the function or class it names.
+
+    The module may lie in the current directory or be installed. `what` says in errors what was being looked for, such
+    as "dataset" or "model".
+    """
+    module_name, _, name = spec.partition(":")
+    if not (module_name and name):
+        raise UsageError(
+            f"{what} {spec!r} does not name a function: write module:function, as in my_module:make_{what}"
+        )
+    if module_name.endswith(".py") or "/" in module_name:
+        raise UsageError(
+            f"{what} {spec!r} names a file: name the module instead, "
+            f"{Path(module_name).stem}:{name}, from the folder it lies in"
+        )
+    module = _import(module_name, spec, what)
+    if not hasattr(module, name):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UsageError(f"{what} {spec!r}: module {module_name} has no {name!r}{_nearest(name, functions)}")
+    found = getattr(module, name)
+    if not callable(found):
+        raise UsageError(
+            f"{what} {spec!r} is {type(found).__name__}, not a function: name a function that returns the {what}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def call(function: Callable[..., Any], place: str, *arguments: Any) -> Any:
+    """Call a user's function; if it raises, say so beneath the name of the place, with the traceback chained behind."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise UsageError(f"{place} raised {type(error).__name__}: {error}") from error
+
+
+def _import(module_name: str, spec: str, what: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        # A module that exists but imports a missing one is a different mistake, and falls through to the next line.
+        if error.name is not None and (module_name == error.name or module_name.startswith(error.name + ".")):
+            nearby = [path.stem for path in Path(here).glob("*.py")]
+            raise UsageError(
+                f"{what} {spec!r}: there is no module {error.name!r} in {here} "
+                f"nor among the installed ones{_nearest(error.name, nearby)}"
+            ) from error
+        raise _import_failed(error, module_name, spec, what) from error
+    except Exception as error:
+        raise _import_failed(error, module_name, spec, what) from error
+
+
+def _import_failed(error: Exception, module_name: str, spec: str, what: str) -> UsageError:
+    return UsageError(f"{what} {spec!r}: importing {module_name} raised {type(error).__name__}: {error}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """Offer the nearest name there is, or list what there is when none is near."""
+    names = sorted(known)
+    if close := difflib.get_close_matches(name, names, n=1):
+        return f"; did you mean {close[0]!r}?"
+    return f"; there is {', '.join(names[:8])}" if names else ""

@@ -1,0 +1,137 @@
+"""Move tensors with torch.distributed: gloo (TCP) for the CPU, NCCL for GPUs.
+
+Tensors handed to this module are contiguous and on a device the backend carries; `Comms` sees to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+Reduction = Literal["sum", "min", "max", "product"]
+
+_REDUCE_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_PROBE_TAG = 3
+_FIRST_LOSS = "microparallel/first-loss"
+
+
+class TorchWork:
+    """A torch.distributed transfer, with the tensors it reads or writes kept alive."""
+
+    def __init__(self, work: dist.Work | None, *tensors: torch.Tensor) -> None:
+        self._work = work
+        self._tensors = tensors
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the transfer is complete (on CUDA: when the current stream may rely on it)."""
+        if self._work is None:
+            return
+        if timeout is None:
+            self._work.wait()
+        else:
+            self._work.wait(timedelta(seconds=timeout))
+        self._work = None
+
+
+class TorchTransport:
+    """One torch process group as a transport, which also knows collectives of its own.
+
+    Ranks are numbered within the group. `carries` names the device types whose tensors need no staging.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: dist.Store | None, carries: frozenset[str]) -> None:
+        self.group = group
+        self.carries = carries
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+        self.world_ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
+        self._store = store
+
+    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> TorchWork:
+        """Start sending a contiguous tensor."""
+        return TorchWork(dist.isend(tensor, group=self.group, group_dst=to, tag=tag), tensor)
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> TorchWork:
+        """Start receiving into a contiguous tensor."""
+        return TorchWork(dist.irecv(tensor, group=self.group, group_src=source, tag=tag), tensor)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> TorchWork:
+        """Start copying the source's tensor over everybody else's."""
+        return TorchWork(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True), tensor)
+
+    def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, source: int) -> TorchWork:
+        """Start handing the source's inputs out, one to each rank, all of one size."""
+        work = dist.scatter(output, inputs, group=self.group, group_src=source, async_op=True)
+        return TorchWork(work, output, *(inputs or ()))
+
+    def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, to: int) -> TorchWork:
+        """Start collecting everybody's tensor on one rank."""
+        work = dist.gather(tensor, outputs, group=self.group, group_dst=to, async_op=True)
+        return TorchWork(work, tensor, *(outputs or ()))
+
+    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> TorchWork:
+        """Start collecting everybody's tensor on every rank."""
+        return TorchWork(dist.all_gather(outputs, tensor, group=self.group, async_op=True), tensor, *outputs)
+
+    def reduce(self, tensor: torch.Tensor, to: int, op: Reduction) -> TorchWork:
+        """Start combining everybody's tensor on one rank; what the others' tensors hold afterwards is undefined."""
+        work = dist.reduce(tensor, op=_REDUCE_OPS[op], group=self.group, group_dst=to, async_op=True)
+        return TorchWork(work, tensor)
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: Reduction) -> TorchWork:
+        """Start combining the ranks' inputs position by position; rank r gets position r."""
+        work = dist.reduce_scatter(output, inputs, op=_REDUCE_OPS[op], group=self.group, async_op=True)
+        return TorchWork(work, output, *inputs)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> TorchWork:
+        """Start combining everybody's tensor, in place, on every rank."""
+        return TorchWork(dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self.group, async_op=True), tensor)
+
+    def subgroup(self, ranks: list[int]) -> TorchTransport | None:
+        """Make a group of some of these ranks; only they need to call this. None on a rank that is not among them."""
+        if self.rank not in ranks:
+            return None
+        world_ranks = [self.world_ranks[rank] for rank in ranks]
+        # Members alone wait for each other, so that groups can be made inside groups.
+        group = dist.new_group(world_ranks, use_local_synchronization=True)
+        return TorchTransport(group, self._store, self.carries)
+
+    def lost_peers(self) -> list[int]:
+        """Find the ranks whose connection has gone, after a call has failed.
+
+        The first rank to notice a loss writes it down in the store. Later ones also see connections that were closed
+        by ranks which merely gave up after that loss, so they believe the note rather than their own probe.
+        """
+        lost = [peer for peer in range(self.world_size) if peer != self.rank and not self._answers(peer)]
+        if not lost or self._store is None:
+            return lost
+        mine = json.dumps([self.world_ranks[peer] for peer in lost])
+        # The store itself may have died with its rank; then our own probe is the best there is.
+        with contextlib.suppress(RuntimeError, ValueError):
+            first = json.loads(self._store.compare_set(_FIRST_LOSS, "", mine))
+            known = [self.world_ranks.index(rank) for rank in first if rank in self.world_ranks]
+            return known or lost
+        return lost
+
+    def _answers(self, peer: int) -> bool:
+        # gloo refuses at once to send on a connection that has been closed. Nobody receives the probe: after a failed
+        # call the group is not used again.
+        try:
+            dist.isend(torch.zeros(1), group=self.group, group_dst=peer, tag=_PROBE_TAG)
+        except RuntimeError:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Leave the group."""
+        dist.destroy_process_group(self.group)

@@ -1,0 +1,148 @@
+"""One rank: the program that `launch` and `Pool` start in a fresh process.
+
+It reads jobs from its parent, runs each in a world of its own and reports what came of it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+# How long a rank that has finished keeps its connections open for the others. After that, a rank which still waits for
+# it learns that it has gone.
+LINGER = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A function to run as one rank of a world."""
+
+    rank: int
+    world_size: int
+    port: int
+    name: str  # tells the worlds apart that meet in one store
+    transport: str
+    device: str
+    timeout: float
+    check: bool
+    call: bytes  # the function with its arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a rank's function returned."""
+
+    result: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """What a rank's function raised. A secondary error merely follows from another rank's."""
+
+    reason: str
+    traceback: str
+    secondary: bool
+
+
+def main(parent_fd: int, lifeline_fd: int, answers_fd: int) -> None:
+    """Run jobs until the parent hangs up."""
+    from microparallel.world import whereabouts
+
+    # Ctrl-C before the job has begun ends the process without a word; the parent has the word.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    whereabouts.answer_in(answers_fd)
+    threading.Thread(target=_end_with_parent, args=(lifeline_fd,), daemon=True).start()
+    parent = Connection(parent_fd)
+    while True:
+        try:
+            message = pickle.loads(parent.recv_bytes())
+        except EOFError:
+            return
+        if isinstance(message, Job):
+            _run(message, parent)
+
+
+def _run(job: Job, parent: Connection) -> None:
+    import cloudpickle
+
+    from microparallel.errors import PeerLost, UsageError
+
+    try:
+        comms = _join(job)
+        function, arguments, named_arguments = pickle.loads(job.call)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        result = function(comms, *arguments, **named_arguments)
+        report: Finished | Raised = Finished(_dumps_result(cloudpickle, result))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except SystemExit as error:
+        sys.exit(error.code if error.code is not None else 0)
+    except BaseException as error:  # the parent decides what to do about it
+        reason = str(error) if isinstance(error, UsageError) else f"raised {type(error).__name__}: {error}"
+        report = Raised(reason, traceback.format_exc(), isinstance(error, PeerLost))
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        parent.send_bytes(pickle.dumps(report))
+        parent.poll(LINGER)  # the parent's next word says that all ranks are done
+    except OSError:
+        sys.exit(1)  # the parent has hung up: another rank failed, and it is about to end this one
+    _leave()
+
+
+def _join(job: Job) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from microparallel.world.connect import join
+    from microparallel.world.cores import threads_per_rank
+    from microparallel.world.placement import Placement
+
+    os.environ.update(
+        RANK=str(job.rank),
+        LOCAL_RANK=str(job.rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(job.port),
+    )
+    torch.set_num_threads(threads_per_rank(job.world_size))
+    client = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=job.timeout))
+    placement = Placement(job.rank, job.world_size, local_rank=job.rank, local_world_size=job.world_size)
+    return join(
+        placement,
+        dist.PrefixStore(job.name, client),
+        transport=job.transport,
+        device=job.device,
+        timeout=job.timeout,
+        check=job.check,
+    )
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _dumps_result(cloudpickle: Any, result: object) -> bytes:
+    try:
+        pickled: bytes = cloudpickle.dumps(result)
+    except Exception as error:
+        raise TypeError(f"the result, a {type(result).__name__}, cannot be sent to the parent: {error}") from error
+    return pickled
+
+
+def _end_with_parent(lifeline_fd: int) -> None:
+    """Wait for the pipe whose other end only the parent holds; when it closes, nobody needs this rank any more."""
+    os.read(lifeline_fd, 1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # this rank and whatever it has started
+

@@ -1,0 +1,169 @@
+"""Join the world this process belongs to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from microparallel.comms import Comms
+from microparallel.errors import CommsTimeout, UsageError
+from microparallel.transport.torch_distributed import TorchTransport
+from microparallel.world.cores import threads_per_rank
+from microparallel.world.placement import Placement, find_placement
+
+TRANSPORTS = ("auto", "gloo", "nccl")
+DEVICES = ("auto", "cpu", "cuda")
+DEFAULT_TIMEOUT = 1800.0
+
+
+def connect(
+    transport: str = "auto", *, device: str = "auto", timeout: float = DEFAULT_TIMEOUT, check: bool = False
+) -> Comms:
+    """Join the world that torchrun or Slurm describes in environment variables; without them, a world of one.
+
+    Args:
+        transport: "gloo" (CPU), "nccl" (a GPU for every rank), or "auto": nccl where it can work, else gloo.
+        device: where received tensors go: "cpu", "cuda", or "auto": the GPU with nccl, else the CPU.
+        timeout: seconds a rank waits for the others, when joining and in each call.
+        check: compare calls between ranks before each one, so that a mismatch is an error and not a hang.
+
+    Example:
+        ```python
+        with mp.connect() as comms:  # torchrun --nproc-per-node=4 script.py
+            print(comms.all_reduce(torch.ones(3)))
+        ```
+    """
+    placement = find_placement(os.environ)
+    if dist.is_initialized():
+        return _adopt(placement, device, check)
+    _use_fair_share_of_cores(placement)
+    with _meeting_errors(placement, timeout):
+        store = _meet(placement, timeout)
+        return join(placement, store, transport=transport, device=device, timeout=timeout, check=check)
+
+
+def join(
+    placement: Placement,
+    store: dist.Store,
+    *,
+    transport: str = "auto",
+    device: str = "auto",
+    timeout: float = DEFAULT_TIMEOUT,
+    check: bool = False,
+) -> Comms:
+    """Become a rank of the world whose ranks meet in this store."""
+    backend = _choose_backend(transport, placement, store)
+    chosen_device = _choose_device(device, backend, placement)
+    if chosen_device.type == "cuda":
+        torch.cuda.set_device(chosen_device)
+    dist.init_process_group(
+        # With NCCL, gloo stands beside it: it carries CPU tensors, and the headers of checked mode.
+        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+        store=store,
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=timedelta(seconds=timeout),
+    )
+    return _comms_of_the_world(placement, chosen_device, check, store, owned=True)
+
+
+def _adopt(placement: Placement, device: str, check: bool) -> Comms:
+    """Talk through the process group that the caller's program has already made, and leave it to its owner."""
+    backend = "nccl" if "nccl" in str(dist.get_backend_config()) else "gloo"
+    return _comms_of_the_world(placement, _choose_device(device, backend, placement), check, None, owned=False)
+
+
+def _comms_of_the_world(
+    placement: Placement, device: torch.device, check: bool, store: dist.Store | None, *, owned: bool
+) -> Comms:
+    world = dist.group.WORLD
+    if world is None:
+        raise UsageError("this process belongs to no torch process group; call mp.connect() first")
+    devices = str(dist.get_backend_config(world))
+    carries = frozenset(kind for kind, backend in (("cpu", "gloo"), ("cuda", "nccl")) if f"{kind}:{backend}" in devices)
+    return Comms(
+        TorchTransport(world, store, carries),
+        device=device,
+        local_rank=placement.local_rank,
+        check=check,
+        # destroying the world's group destroys every sub-group with it
+        on_close=dist.destroy_process_group if owned else None,
+    )
+
+
+def _meet(placement: Placement, timeout: float) -> dist.Store:
+    if placement.world_size == 1 and placement.port == 0:
+        return dist.HashStore()
+    store = dist.TCPStore(
+        placement.address,
+        placement.port,
+        is_master=placement.hosts_store,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+    )
+    return dist.PrefixStore(f"microparallel/{placement.attempt}", store)
+
+
+@contextmanager
+def _meeting_errors(placement: Placement, timeout: float) -> Iterator[None]:
+    place = f"{placement.address}:{placement.port}"
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).lower()
+        if "eaddrinuse" in reason or "address already in use" in reason:
+            raise UsageError(
+                f"port {placement.port} on {placement.address} is in use by another program; "
+                "choose a free one with MASTER_PORT (or torchrun's --master-port)"
+            ) from error
+        if "timed out" in reason or "timeout" in reason:
+            raise CommsTimeout(
+                f"rank {placement.rank} waited {timeout:g} s at {place} for the other {placement.world_size - 1} ranks; "
+                "were all of them started, and can they reach that address?"
+            ) from error
+        raise
+
+
+def _choose_backend(transport: str, placement: Placement, store: dist.Store) -> str:
+    if transport not in TRANSPORTS:
+        raise UsageError(f"there is no transport {transport!r}; choose one of {', '.join(TRANSPORTS)}")
+    obstacle = _obstacle_to_nccl(placement)
+    if transport == "nccl" and obstacle:
+        raise UsageError(f"transport 'nccl' cannot work here: {obstacle}; use transport='gloo'")
+    if transport != "auto":
+        return transport
+    # Machines may differ, and all ranks must choose alike.
+    store.set(f"nccl/{placement.rank}", "no" if obstacle else "yes")
+    answers = [store.get(f"nccl/{rank}") for rank in range(placement.world_size)]
+    return "nccl" if all(answer == b"yes" for answer in answers) else "gloo"
+
+
+def _obstacle_to_nccl(placement: Placement) -> str | None:
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    if not dist.is_nccl_available():
+        return "this build of torch comes without NCCL"
+    gpus, ranks = torch.cuda.device_count(), placement.local_world_size
+    return f"NCCL needs a GPU for every rank, and {ranks} ranks share {gpus}" if ranks > gpus else None
+
+
+def _choose_device(device: str, backend: str, placement: Placement) -> torch.device:
+    if device not in DEVICES:
+        raise UsageError(f"there is no device {device!r}; choose one of {', '.join(DEVICES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device 'cuda' was asked for, and torch sees no GPU; use device='cpu'")
+    if device == "cuda" or (device == "auto" and backend == "nccl"):
+        return torch.device("cuda", placement.local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _use_fair_share_of_cores(placement: Placement) -> None:
+    # torchrun sets OMP_NUM_THREADS=1 unless its user has set it; a share of the cores is what a user would want.
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if placement.world_size > 1 and (chosen is None or (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ)):
+        torch.set_num_threads(threads_per_rank(placement.local_world_size))

@@ -1,0 +1,28 @@
+"""How many cores may this process use, and how many of them each rank gets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def available_cores() -> int:
+    """The cores this process may run on, also inside a container with a smaller share."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, min(cores, _container_cores() or cores))
+
+
+def threads_per_rank(ranks_on_this_machine: int) -> int:
+    """An equal share of the cores; ranks that outnumber the cores get one thread each."""
+    return max(1, available_cores() // ranks_on_this_machine)
+
+
+def _container_cores(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int | None:
+    try:
+        quota, period = limit_file.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else max(1, int(quota) // int(period))

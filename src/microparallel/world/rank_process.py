@@ -1,0 +1,98 @@
+"""One rank's process, seen from its parent."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+
+from microparallel.world import whereabouts
+from microparallel.world.cores import threads_per_rank
+
+
+class RankProcess:
+    """A fresh Python process that runs jobs, in a process group of its own so that it ends with all it has started."""
+
+    def __init__(self, lifeline_fd: int, ranks: int) -> None:
+        self.connection, theirs = multiprocessing.Pipe()
+        self._answers = tempfile.TemporaryFile()
+        fds = (theirs.fileno(), lifeline_fd, self._answers.fileno())
+        # The child finds modules where its parent found them.
+        path = [os.path.abspath(folder) for folder in sys.path]
+        program = f"import sys; sys.path[:] = {path!r}; from microparallel.world.child import main; main{fds}"
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-c", program],
+            pass_fds=fds,
+            stdin=subprocess.DEVNULL,
+            env=_environment(ranks),
+            process_group=0,
+        )
+        theirs.close()
+
+    def send(self, message: bytes) -> None:
+        """Send a message; a process that has died is noticed by who waits for its answer."""
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(message)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process still runs."""
+        return self._process.poll() is None
+
+    def where(self) -> str:
+        """Where the process stands, in one line."""
+        if not self.alive:
+            return self.how_it_ended()
+        return whereabouts.ask(self._process.pid, self._answers)
+
+    def how_it_ended(self) -> str:
+        """Why there will be no answer, in words that follow "rank 2 …"."""
+        self.wait(5.0)
+        code = self._process.poll()
+        if code is None:
+            return "closed its connection without a result"
+        if code >= 0:
+            return f"exited with code {code} before its function had returned"
+        name = signal.Signals(-code).name
+        hint = " (was the machine out of memory?)" if -code == signal.SIGKILL else ""
+        return f"was killed by {name}{hint}"
+
+    def wait(self, patience: float) -> None:
+        """Wait for the process to end, but not for long."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(patience)
+
+    def hang_up(self) -> None:
+        """Let an idle process know that there is nothing more to do."""
+        self.connection.close()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process itself."""
+        if self.alive:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End the process and everything it has started, at once."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._answers.close()
+
+
+def _environment(ranks: int) -> dict[str, str]:
+    """The child's environment: its share of the cores, and no network but this machine's own."""
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
+    if loopback is not None:
+        environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = loopback
+    # torchrun's own variables would make the child believe it belongs to another world.
+    for name in list(environment):
+        if name.startswith(("TORCHELASTIC_", "SLURM_")) or name in ("GROUP_RANK", "ROLE_RANK"):
+            del environment[name]
+    return environment
