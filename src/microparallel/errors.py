@@ -47,12 +47,20 @@ class LaunchError(MicroparallelError):
 
 
 class RankFailed(LaunchError):
-    """One rank raised, exited or was killed, and the others were ended."""
+    """One rank raised, exited or was killed, and the others were ended.
 
-    def __init__(self, rank: int, reason: str, traceback: str = "") -> None:
+    Attributes:
+        rank: which one.
+        reason: what happened to it, in a line.
+        traceback: the rank's own, when it raised.
+        refusal: the text of the `UsageError` it raised, if it was one: then the caller's request was wrong.
+    """
+
+    def __init__(self, rank: int, reason: str, traceback: str = "", refusal: str | None = None) -> None:
         self.rank = rank
         self.reason = reason
         self.traceback = traceback
+        self.refusal = refusal
         details = f"\n\nrank {rank}'s own traceback:\n{traceback}" if traceback else ""
         super().__init__(f"rank {rank} {reason}{details}")
 

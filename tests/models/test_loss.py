@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from microparallel.data_parallel import mean_loss
 from microparallel.errors import UsageError
-from microparallel.models import FullMLP, cross_entropy, mean_loss
+from microparallel.models import FullMLP, cross_entropy
 
 
 def test_every_position_counts_the_same():

@@ -65,7 +65,7 @@ def describe_list(tensors: Iterable[torch.Tensor]) -> str:
     """The dtypes and shapes of several tensors, counted where they are all alike."""
     texts = [describe(tensor) for tensor in tensors]
     if len(set(texts)) == 1:
-        return f"{len(texts)} × {texts[0]}"
+        return f"{len(texts)} times {texts[0]}"
     return f"[{', '.join(texts)}]"
 
 
@@ -80,4 +80,5 @@ def content_bytes(content: str) -> int:
     """How many bytes a tensor described by `describe` takes."""
     name, _, shape = content.partition("[")
     dtype: torch.dtype = getattr(torch, name)
-    return math.prod(json.loads(f"[{shape.partition(']')[0]}]")) * dtype.itemsize
+    sizes: list[int] = json.loads(f"[{shape.partition(']')[0]}]")
+    return math.prod(sizes) * dtype.itemsize

@@ -147,7 +147,9 @@ class Comms:
         if self.rank == src:
             if tensors is None or len(tensors) != self.world_size:
                 given = "None" if tensors is None else f"{len(tensors)} tensors"
-                raise UsageError(f"scatter: rank {src} must give one tensor for each of {self.world_size} ranks, not {given}")
+                raise UsageError(
+                    f"scatter: rank {src} must give one tensor for each of {self.world_size} ranks, not {given}"
+                )
             wires = [to_wire(tensor, self._transport.carries) for tensor in tensors]
         headers = write_headers(wires, self.world_size)
         self._collective(call, lambda: [self._transport.broadcast(headers, src)], lambda: None).wait()
@@ -216,7 +218,9 @@ class Comms:
         The positions may differ in shape, as long as every rank's list has the same shapes.
         """
         if len(tensors) != self.world_size:
-            raise UsageError(f"reduce_scatter: the list needs one tensor for each of {self.world_size} ranks, not {len(tensors)}")
+            raise UsageError(
+                f"reduce_scatter: the list needs one tensor for each of {self.world_size} ranks, not {len(tensors)}"
+            )
         for tensor in tensors:
             check_reduction(op, tensor.dtype, "reduce_scatter")
         call = Call.of_all("reduce_scatter", describe_list(tensors), f"op={op!r}")
@@ -320,7 +324,9 @@ class Comms:
 
     # ── the steps that all primitives share ─────────────────────────────────────────────────────────────────────
 
-    def _collective(self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]) -> Request[Result]:
+    def _collective(
+        self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]
+    ) -> Request[Result]:
         """Start a call that every rank makes, after checking that they do."""
         if self._checker is not None:
             with named_failures(call, self._transport):
@@ -343,7 +349,9 @@ class Comms:
 
     def _require_rank(self, name: str, argument: str, rank: int) -> None:
         if not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise UsageError(f"{name}: {argument}={rank!r} is not a rank of this world; ranks are 0 to {self.world_size - 1}")
+            raise UsageError(
+                f"{name}: {argument}={rank!r} is not a rank of this world; ranks are 0 to {self.world_size - 1}"
+            )
 
     def _require_peer(self, name: str, argument: str, rank: int) -> None:
         self._require_rank(name, argument, rank)

@@ -12,8 +12,7 @@ from microparallel.errors import UsageError
 def to_wire(tensor: torch.Tensor, carries: frozenset[str]) -> torch.Tensor:
     """A contiguous tensor with the same values on a device the transport carries; the same memory where possible."""
     wire = tensor.detach()
-    if wire.layout != torch.strided:
-        raise UsageError(f"a {wire.layout} tensor of shape {list(wire.shape)} cannot be sent; use tensor.to_dense()")
+    _require_strided(tensor)
     if wire.device.type not in carries:
         wire = wire.cpu()  # gloo moves host memory only: a CUDA tensor is staged through it
     return wire.contiguous()
@@ -26,7 +25,9 @@ def from_wire(wire: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def empty_on_wire(shape: Sequence[int], dtype: torch.dtype, device: torch.device, carries: frozenset[str]) -> torch.Tensor:
+def empty_on_wire(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, carries: frozenset[str]
+) -> torch.Tensor:
     """A fresh tensor to receive into: on its final device where the transport carries that, else on the host."""
     return torch.empty(tuple(shape), dtype=dtype, device=device if device.type in carries else "cpu")
 
@@ -39,8 +40,14 @@ def as_bytes(wire: torch.Tensor) -> torch.Tensor:
 
 def require_writable(tensor: torch.Tensor, call: str) -> None:
     """Refuse to write into a tensor whose elements share memory with each other."""
+    _require_strided(tensor)
     if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise UsageError(
             f"{call} writes into its tensor, and this one of shape {list(tensor.shape)} is expanded: "
             "its elements share memory; pass tensor.clone()"
         )
+
+
+def _require_strided(tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise UsageError(f"a {tensor.layout} tensor of shape {list(tensor.shape)} cannot travel; use tensor.to_dense()")

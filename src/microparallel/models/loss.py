@@ -1,21 +1,11 @@
-"""The loss: one number that says how wrong a model is.
-
-Every model of this package is called as `model(inputs)` for its outputs, or as `model(inputs, targets)` for its loss.
-A model from elsewhere usually knows only the first; `mean_loss` calls either kind.
-"""
+"""The loss: one number that says how wrong a model is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-from torch import nn
 from torch.nn import functional
 
 from microparallel.errors import UsageError
-
-LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -30,11 +20,3 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             f"cross-entropy needs one class number per position, so targets of shape {tuple(outputs.shape[:-1])}"
         )
     return functional.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
-
-
-def mean_loss(model: nn.Module, inputs: Any, targets: Any, loss_fn: LossFunction | None = None) -> torch.Tensor:
-    """Compute a model's mean loss on a batch, with `loss_fn` where one is given, else with the model's own."""
-    if loss_fn is not None:
-        return loss_fn(model(inputs), targets)
-    loss: torch.Tensor = model(inputs, targets)
-    return loss

@@ -73,7 +73,7 @@ class ShardedMLP(nn.Module):
     Rank 0 takes the inputs, every other rank what the rank before it returned; the last rank takes targets too.
     """
 
-    def __init__(  # noqa: PLR0917 (the order FullMLP has, then rank and world_size)
+    def __init__(
         self,
         dim: int,
         depth: int = 16,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -19,26 +18,36 @@ from typing import Any
 import tomli_w
 
 from microparallel.errors import ConfigError
+from microparallel.topology import available_cores
+from microparallel.train import user_code
 
 MODELS = ("mlp", "gpt")
 LOSSES = ("cross-entropy", "mse")
-STRATEGIES = ("auto", "single", "naive")
+STRATEGIES = ("auto", "single", "naive", "torch-ddp")
 OPTIMIZERS = ("adam", "adamw", "sgd")
+LR_SCHEDULES = ("constant", "linear")
 
 # What a model trains with when nothing else is said. A size that is missing here means nothing to that model.
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "mlp": {"data": "digits", "dim": 128, "depth": 16, "epochs": 30, "batch": 64, "lr": 1e-3, "optimizer": "adam"},
+    "mlp": {
+        **{"data": "digits", "dim": 128, "depth": 16},
+        **{"epochs": 15, "batch": 64, "lr": 3e-3, "lr_schedule": "linear", "optimizer": "adamw"},
+    },
     "gpt": {
         **{"data": "text", "dim": 128, "depth": 4, "heads": 4, "context": 64},
-        **{"steps": 300, "batch": 32, "lr": 1e-3, "optimizer": "adamw"},
+        **{"steps": 300, "batch": 32, "lr": 1e-3, "lr_schedule": "linear", "optimizer": "adamw"},
     },
     # your own; it may train on text, so it has a context
-    "module:function": {"context": 64, "epochs": 10, "batch": 32, "lr": 1e-3, "optimizer": "adam"},
+    "module:function": {
+        **{"context": 64, "epochs": 10, "batch": 32},
+        **{"lr": 1e-3, "lr_schedule": "constant", "optimizer": "adamw"},
+    },
 }
 
 _CHOICES = {
     "strategy": STRATEGIES,
     "optimizer": OPTIMIZERS,
+    "lr_schedule": LR_SCHEDULES,
     "dtype": ("float32", "float64"),
     "device": ("auto", "cpu", "cuda"),
     "transport": ("auto", "gloo", "nccl"),
@@ -66,6 +75,7 @@ class TrainConfig:
     epochs: int | None = None
     batch: int | None = None  # samples a step, over all ranks together
     lr: float | None = None
+    lr_schedule: str | None = None  # linear: up for a tenth of the steps, then down to nothing; or constant
     optimizer: str | None = None
     momentum: float = 0.0  # of sgd
     seed: int = 0
@@ -164,7 +174,7 @@ def _check_text(name: str, value: str, given: str) -> None:
     if name in _CHOICES and value not in _CHOICES[name]:
         raise ConfigError(f"{given}: {_nearest(value, _CHOICES[name])}")
     own = _CHOICES_OR_YOUR_OWN.get(name)
-    if own and value not in own and not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", value):
+    if own and value not in own and not user_code.is_spec(value):
         raise ConfigError(f"{given}: {_nearest(value, own)}, or your own as my_module:my_function")
 
 
@@ -174,7 +184,7 @@ def _check_whole_number(name: str, value: int, given: str) -> None:
             raise ConfigError(f"{given}: a seed is a whole number from 0 to {_LARGEST_SEED}; try 0")
     elif value < 1:
         raise ConfigError(f"{given}: must be at least 1; try 1, or leave it out")
-    elif name == "ranks" and value > _RANKS_PER_CORE * (cores := _cores()):
+    elif name == "ranks" and value > _RANKS_PER_CORE * (cores := available_cores()):
         raise ConfigError(
             f"{given}: this machine has {cores} core{'s' * (cores > 1)}, "
             f"and more than {_RANKS_PER_CORE} ranks a core cannot work; try {cores}"
@@ -223,8 +233,3 @@ def _nearest(value: str, choices: Iterable[str]) -> str:
     """Name the choice the user probably meant, or all of them."""
     close = difflib.get_close_matches(value, list(choices), n=1)
     return f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"
-
-
-def _cores() -> int:
-    """Count the cores this process may use, which in a container are fewer than the machine's."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,14 +124,22 @@ def _new_default_folder(config: TrainConfig) -> Path:
         return path
 
 
-def _new_folder(path: Path) -> Path:
+def check_new(path: Path) -> None:
+    """Refuse a folder that a new run must not write into, without touching it."""
     if (path / "config.toml").exists():
         raise ConfigError(f"--out {path} holds a run already; go on with it by --resume, or choose another --out")
     if path.exists() and not path.is_dir():
         raise ConfigError(f"--out {path} is a file, not a folder; choose another --out")
-    path.mkdir(parents=True, exist_ok=True)
-    if any(path.iterdir()):
+    if path.exists() and any(path.iterdir()):
         raise ConfigError(f"--out {path} holds other files; choose a new or an empty folder")
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"--out {path} cannot be written: {there} is not a folder that you may write to")
+
+
+def _new_folder(path: Path) -> Path:
+    check_new(path)
+    path.mkdir(parents=True, exist_ok=True)
     return path
 
 

@@ -23,6 +23,8 @@ import torch
 from microparallel.errors import DataError, UsageError
 from microparallel.train.data import Split
 
+_MOST_HELD_BACK = 1000  # windows: measuring on more takes longer and tells no more
+
 
 class TextData:
     """Windows of text; the bytes are kept as bytes, and become the 64-bit numbers that models take batch by batch."""
@@ -44,7 +46,7 @@ class TextData:
 
 
 def text(path: Path | str | None = None, context: int = 64) -> Split:
-    """Cut text into windows of `context` bytes: the first 90 % to train on, the last 10 % held back.
+    """Cut text into windows of `context` bytes: the last tenth, at most 1000 windows, is held back.
 
     A folder gives all files below it, in the order of their paths; hidden ones, `__pycache__` and those that are not
     UTF-8 are left out. No path at all gives the sources of the running Python's standard library, so that there is
@@ -66,7 +68,7 @@ def text(path: Path | str | None = None, context: int = 64) -> Split:
             f"{2 * context + 1}: give a longer text or a shorter context"
         )
     windows = torch.frombuffer(corpus, dtype=torch.uint8).unfold(0, context + 1, context)
-    held_back = max(1, count // 10)
+    held_back = max(1, min(_MOST_HELD_BACK, count // 10))
     return Split(
         training=TextData(windows[:-held_back]),
         validation=TextData(windows[-held_back:]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,6 +12,11 @@ from types import ModuleType
 from typing import Any
 
 from microparallel.errors import UsageError
+
+
+def is_spec(text: str) -> bool:
+    """Whether a text has the form `module:name`."""
+    return re.fullmatch(r"\w+(\.\w+)*:\w+", text) is not None
 
 
 def load(spec: str, what: str) -> Callable[..., Any]:

@@ -45,11 +45,12 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What a rank's function raised. A secondary error merely follows from another rank's."""
+    """What a rank's function raised. A secondary error merely follows from another rank's; see also `RankFailed`."""
 
     reason: str
     traceback: str
-    secondary: bool
+    secondary: bool = False
+    refusal: str | None = None
 
 
 def main(parent_fd: int, lifeline_fd: int, answers_fd: int) -> None:
@@ -86,8 +87,12 @@ def _run(job: Job, parent: Connection) -> None:
     except SystemExit as error:
         sys.exit(error.code if error.code is not None else 0)
     except BaseException as error:  # the parent decides what to do about it
-        reason = str(error) if isinstance(error, UsageError) else f"raised {type(error).__name__}: {error}"
-        report = Raised(reason, traceback.format_exc(), isinstance(error, PeerLost))
+        report = Raised(
+            f"raised {type(error).__name__}: {error}",
+            traceback.format_exc(),
+            secondary=isinstance(error, PeerLost),
+            refusal=str(error) if isinstance(error, UsageError) else None,
+        )
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         parent.send_bytes(pickle.dumps(report))
@@ -101,8 +106,8 @@ def _join(job: Job) -> Any:
     import torch
     import torch.distributed as dist
 
+    from microparallel.topology import threads_per_rank
     from microparallel.world.connect import join
-    from microparallel.world.cores import threads_per_rank
     from microparallel.world.placement import Placement
 
     os.environ.update(
@@ -145,4 +150,3 @@ def _end_with_parent(lifeline_fd: int) -> None:
     """Wait for the pipe whose other end only the parent holds; when it closes, nobody needs this rank any more."""
     os.read(lifeline_fd, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # this rank and whatever it has started
-

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from microparallel.comms import Comms
 from microparallel.errors import CommsTimeout, UsageError
+from microparallel.topology import threads_per_rank
 from microparallel.transport.torch_distributed import TorchTransport
-from microparallel.world.cores import threads_per_rank
 from microparallel.world.placement import Placement, find_placement
 
 TRANSPORTS = ("auto", "gloo", "nccl")
@@ -123,7 +123,8 @@ def _meeting_errors(placement: Placement, timeout: float) -> Iterator[None]:
             ) from error
         if "timed out" in reason or "timeout" in reason:
             raise CommsTimeout(
-                f"rank {placement.rank} waited {timeout:g} s at {place} for the other {placement.world_size - 1} ranks; "
+                f"rank {placement.rank} waited {timeout:g} s at {place} "
+                f"for the other {placement.world_size - 1} ranks; "
                 "were all of them started, and can they reach that address?"
             ) from error
         raise

@@ -24,7 +24,9 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise UsageError(f"rank {self.rank} of a world of {self.world_size} makes no sense; see RANK and WORLD_SIZE")
+            raise UsageError(
+                f"rank {self.rank} of a world of {self.world_size} makes no sense; see RANK and WORLD_SIZE"
+            )
 
 
 ALONE = Placement(rank=0, world_size=1, local_rank=0, local_world_size=1)

@@ -148,13 +148,13 @@ class _Watch:
         for rank in self._pending:
             # A process may die while a child of its own still holds the connection open.
             if not self._processes[rank].alive and not self._processes[rank].connection.poll():
-                self._failures[rank] = Raised(self._processes[rank].how_it_ended(), "", secondary=False)
+                self._failures[rank] = Raised(self._processes[rank].how_it_ended(), "")
 
     def _hear(self, rank: int) -> None:
         try:
             report: Finished | Raised = pickle.loads(self._processes[rank].connection.recv_bytes())
         except (EOFError, OSError):
-            self._failures[rank] = Raised(self._processes[rank].how_it_ended(), "", secondary=False)
+            self._failures[rank] = Raised(self._processes[rank].how_it_ended(), "")
             return
         if isinstance(report, Raised):
             self._failures[rank] = report
@@ -170,7 +170,7 @@ class _Watch:
                 break
         rank = min(self._failures, key=lambda rank: (self._failures[rank].secondary, rank))
         failure = self._failures[rank]
-        return RankFailed(rank, failure.reason, failure.traceback)
+        return RankFailed(rank, failure.reason, failure.traceback, failure.refusal)
 
     def _timed_out(self) -> RanksTimedOut:
         late = self._pending
@@ -182,7 +182,7 @@ class _Watch:
         return RanksTimedOut(late, "\n".join([headline, *rows]))
 
     def _let_ranks_stop(self) -> None:
-        """Pass Ctrl-C on, and give ranks that handle it (to save their work) a moment; a second Ctrl-C cuts it short."""
+        """Pass Ctrl-C on, and give ranks that save their work a moment; a second Ctrl-C cuts it short."""
         for rank in self._pending:
             self._processes[rank].signal(signal.SIGINT)
         deadline = time.monotonic() + _GRACE_AFTER_INTERRUPT

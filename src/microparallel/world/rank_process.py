@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
+from microparallel.topology import threads_per_rank
 from microparallel.world import whereabouts
-from microparallel.world.cores import threads_per_rank
 
 
 class RankProcess:
@@ -20,10 +21,10 @@ class RankProcess:
 
     def __init__(self, lifeline_fd: int, ranks: int) -> None:
         self.connection, theirs = multiprocessing.Pipe()
-        self._answers = tempfile.TemporaryFile()
+        self._answers = tempfile.TemporaryFile()  # noqa: SIM115  (closed by kill)
         fds = (theirs.fileno(), lifeline_fd, self._answers.fileno())
         # The child finds modules where its parent found them.
-        path = [os.path.abspath(folder) for folder in sys.path]
+        path = [str(Path(folder).absolute()) for folder in sys.path]
         program = f"import sys; sys.path[:] = {path!r}; from microparallel.world.child import main; main{fds}"
         self._process = subprocess.Popen(
             [sys.executable, "-u", "-c", program],

@@ -49,4 +49,10 @@ def summarise(dump: str) -> str:
 
 
 def _is_library(file: str) -> bool:
-    return _OUR_CODE in file or "site-packages" in file or "dist-packages" in file or file.startswith("<") or "/lib/python" in file
+    return (
+        _OUR_CODE in file
+        or "site-packages" in file
+        or "dist-packages" in file
+        or file.startswith("<")
+        or "/lib/python" in file
+    )

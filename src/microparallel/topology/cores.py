@@ -8,10 +8,7 @@ from pathlib import Path
 
 def available_cores() -> int:
     """The cores this process may run on, also inside a container with a smaller share."""
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _container_cores() or cores))
 
 

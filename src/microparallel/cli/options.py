@@ -1,0 +1,82 @@
+"""The flags that several verbs share. None means "not given": the configuration file or the model decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_SUBJECT, _STEPS, _WORLD = "What to train", "How to train", "Where to train"
+
+Model = Annotated[
+    str | None,
+    typer.Option(help="mlp, gpt, or your own as my_module:make_model.", show_default="mlp", rich_help_panel=_SUBJECT),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="digits, text (Python's own sources), a UTF-8 file or folder, or your own as my_module:make_dataset.",
+        show_default="digits for mlp, text for gpt",
+        rich_help_panel=_SUBJECT,
+    ),
+]
+Loss = Annotated[
+    str | None,
+    typer.Option(
+        help="cross-entropy, mse, or your own as my_module:my_loss.",
+        show_default="what fits the model and data",
+        rich_help_panel=_SUBJECT,
+    ),
+]
+Dim = Annotated[int | None, typer.Option(help="Width of the model.", rich_help_panel=_SUBJECT)]
+Depth = Annotated[int | None, typer.Option(help="Layers of the model.", rich_help_panel=_SUBJECT)]
+Heads = Annotated[int | None, typer.Option(help="Attention heads of gpt.", rich_help_panel=_SUBJECT)]
+Context = Annotated[int | None, typer.Option(help="Bytes of text seen at once.", rich_help_panel=_SUBJECT)]
+
+Steps = Annotated[int | None, typer.Option(help="Length in steps.", rich_help_panel=_STEPS)]
+Epochs = Annotated[int | None, typer.Option(help="Length in passes over the data.", rich_help_panel=_STEPS)]
+Batch = Annotated[int | None, typer.Option(help="Samples a step, over all ranks together.", rich_help_panel=_STEPS)]
+LearningRate = Annotated[float | None, typer.Option("--lr", help="Learning rate.", rich_help_panel=_STEPS)]
+LearningRateSchedule = Annotated[
+    str | None,
+    typer.Option(
+        "--lr-schedule",
+        help="linear (a tenth of the steps up, the rest down to 0) or constant.",
+        rich_help_panel=_STEPS,
+    ),
+]
+Optimizer = Annotated[str | None, typer.Option(help="adam, adamw or sgd.", rich_help_panel=_STEPS)]
+Momentum = Annotated[float | None, typer.Option(help="Momentum of sgd.", rich_help_panel=_STEPS)]
+Seed = Annotated[int | None, typer.Option(help="Seed of weights and order.", show_default="0", rich_help_panel=_STEPS)]
+DType = Annotated[
+    str | None, typer.Option("--dtype", help="float32 or float64.", show_default="float32", rich_help_panel=_STEPS)
+]
+
+Ranks = Annotated[
+    int | None,
+    typer.Option(help="How many processes share each batch.", show_default="1", rich_help_panel=_WORLD),
+]
+Strategy = Annotated[
+    str | None,
+    typer.Option(
+        help="single, naive, or torch-ddp (torch's own, to compare with).",
+        show_default="single for 1 rank, else naive",
+        rich_help_panel=_WORLD,
+    ),
+]
+Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default="auto", rich_help_panel=_WORLD)]
+TransportName = Annotated[
+    str | None, typer.Option("--transport", help="auto, gloo or nccl.", show_default="auto", rich_help_panel=_WORLD)
+]
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for scripts.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="A TOML file with these settings; flags win over it.")
+]
+
+
+def examples(*lines: tuple[str, str]) -> str:
+    """The end of a verb's help: commands to copy, each with what it does."""
+    return "**Examples**\n\n" + "\n\n".join(f"`{command}`  \n{meaning}" for command, meaning in lines)

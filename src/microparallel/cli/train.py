@@ -1,0 +1,145 @@
+"""`microparallel train`: train a model on one rank or many, and keep what came of it."""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from microparallel.cli import options
+from microparallel.errors import ConfigError
+from microparallel.train.config import TrainConfig, merge, read_config
+from microparallel.train.run_folder import RunFolder, check_new
+
+EXAMPLES = options.examples(
+    ("microparallel train --ranks 4", "a 16-layer MLP on handwritten digits, the batch shared by 4 processes"),
+    ("microparallel train --model gpt --data notes/ --steps 500 --ranks 2", "a small GPT on your own text"),
+    ("microparallel train --model my_module:make_model --data my_module:make_dataset", "your own model and data"),
+    ("microparallel train --resume runs/20260131-093000-mlp", "go on where an earlier run stopped"),
+    ("torchrun --nproc-per-node=4 -m microparallel train", "the same, started by torchrun"),
+)
+# A resumed run goes on bit for bit, so only what does not change its course may be changed.
+_CHANGEABLE = ("steps", "epochs", "ranks", "strategy", "device", "transport", "validate_every", "save_every", "keep")
+
+
+def train(
+    model: options.Model = None,
+    data: options.Data = None,
+    loss: options.Loss = None,
+    dim: options.Dim = None,
+    depth: options.Depth = None,
+    heads: options.Heads = None,
+    context: options.Context = None,
+    steps: options.Steps = None,
+    epochs: options.Epochs = None,
+    batch: options.Batch = None,
+    lr: options.LearningRate = None,
+    lr_schedule: options.LearningRateSchedule = None,
+    optimizer: options.Optimizer = None,
+    momentum: options.Momentum = None,
+    seed: options.Seed = None,
+    dtype: options.DType = None,
+    ranks: options.Ranks = None,
+    strategy: options.Strategy = None,
+    device: options.Device = None,
+    transport: options.TransportName = None,
+    out: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Where the run is kept.", show_default="runs/<time>-<model>")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints.", show_default="at the end")
+    ] = None,
+    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep.", show_default="3")] = None,
+    validate_every: Annotated[
+        int | None, typer.Option(help="Steps between measurements on held-back data.", show_default="once an epoch")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with an earlier run's folder.")] = None,
+    config: options.ConfigFile = None,
+    quiet: options.Quiet = False,
+    json: options.Json = False,
+) -> int:
+    """Train a model on one rank or many.
+
+    The global batch is split between the ranks, so any number of ranks computes the same thing. Each run keeps its
+    configuration, metrics, checkpoints and summary in a folder.
+    """
+    given = {name: value for name, value in locals().items() if name in TrainConfig.__dataclass_fields__}
+    chosen = _choose(given, config, resume)
+    summary = _run(chosen, resume, quiet)
+    if summary is None:  # another rank of torchrun's world speaks
+        return 0
+    print(json_format.dumps(summary, indent=2) if json else _sentence(summary))
+    return 130 if summary["stopped_early"] else 0
+
+
+def _choose(given: dict[str, Any], file: Path | None, resume: Path | None) -> TrainConfig:
+    """Put the flags over the configuration file's values, or over those of the run that goes on."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if resume is None:
+        values = merge(read_config(file) if file is not None else {}, given)
+    else:
+        values = merge(_values_of_run(resume, file, given), given)
+    world = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
+    if world is not None and world.isdigit() and int(world) > 1:
+        if values.get("ranks", int(world)) != int(world) and "ranks" in given:
+            raise ConfigError(
+                f"--ranks {given['ranks']}: this process was started in a world of {world} ranks; leave --ranks out"
+            )
+        values["ranks"] = int(world)
+        if values.get("strategy") == "single":
+            values["strategy"] = "auto"
+    return TrainConfig(**values).resolved()
+
+
+def _values_of_run(resume: Path, file: Path | None, given: dict[str, Any]) -> dict[str, Any]:
+    if file is not None:
+        raise ConfigError(
+            f"--config {file} and --resume {resume}: a run goes on with its own settings; give one of them"
+        )
+    values = read_config(RunFolder.open(resume).config_file)
+    for name, value in given.items():
+        if name not in _CHANGEABLE and value != values.get(name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} {value} would change a run that began with {values.get(name)}; "
+                f"leave it out, or start a new run (--resume allows: {', '.join(_CHANGEABLE).replace('_', '-')})"
+            )
+    if values.get("strategy") == "single" and given.get("ranks", 1) != 1:
+        values["strategy"] = "auto"
+    return values
+
+
+def _run(config: TrainConfig, resume: Path | None, quiet: bool) -> dict[str, Any] | None:
+    if resume is None and config.out is not None:
+        check_new(Path(config.out))
+    from microparallel.train.build import check
+    from microparallel.train.loop import train as train_rank
+    from microparallel.world import connect, launch
+
+    check(config)
+    if config.ranks == 1 or "WORLD_SIZE" in os.environ or "SLURM_NTASKS" in os.environ:
+        with connect(config.transport, device=config.device) as comms:
+            summary = train_rank(comms, config, resume, quiet)
+            return summary if comms.rank == 0 else None
+    if not quiet:
+        print(f"starting {config.ranks} ranks …", file=sys.stderr)
+    results = launch(train_rank, config.ranks, config, resume, quiet, transport=config.transport, device=config.device)
+    first: dict[str, Any] = results[0]
+    return first
+
+
+def _sentence(summary: dict[str, Any]) -> str:
+    parts = []
+    if summary["validation_accuracy"] is not None:
+        parts.append(f"validation accuracy {summary['validation_accuracy']:.1%}")
+    if summary["validation_loss"] is not None:
+        parts.append(f"validation loss {summary['validation_loss']:.4f}")
+    if summary["loss"] is not None:
+        parts.append(f"training loss {summary['loss']:.4f}")
+    ranks = summary["ranks"]
+    speed = f", {summary['samples_per_second']:,.0f} samples/s" if summary["samples_per_second"] else ""
+    parts.append(f"{summary['steps']} steps, {summary['seconds']:.1f} s{speed} on {ranks} rank{'s' * (ranks > 1)}")
+    return "\n".join([" · ".join(parts), f"kept in {summary['folder']}"])

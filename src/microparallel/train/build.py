@@ -1,0 +1,149 @@
+"""Put a training run together from its configuration: the only file that knows all the parts."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from microparallel.comms import Comms
+from microparallel.data_parallel import LossFunction, replicate
+from microparallel.errors import ConfigError, UsageError
+from microparallel.models import GPT, FullMLP, cross_entropy
+from microparallel.train import user_code
+from microparallel.train.config import TrainConfig
+from microparallel.train.data import Split, digits, from_user
+from microparallel.train.learning_rate import LearningRate
+from microparallel.train.sampler import ShardedSampler
+from microparallel.train.strategies import STEPS
+from microparallel.train.text import text
+from microparallel.train.training import Training
+
+Value = TypeVar("Value")
+
+
+def build(config: TrainConfig, comms: Comms) -> Training:
+    """Make one rank's part of the run that a configuration describes."""
+    config = config.resolved()
+    dtype: torch.dtype = getattr(torch, config.dtype)
+    data = build_data(config)
+    torch.manual_seed(config.seed)  # the same model on every rank,
+    model = build_model(config, data).to(comms.device, dtype)
+    replicate(model, comms)  # even if it was made with other random numbers than torch's
+    torch.manual_seed(config.seed + 1 + comms.rank)  # from here on each rank draws its own
+    loss_fn = build_loss(config, model, data)
+    sampler = ShardedSampler(data.training, _resolved(config.batch), comms=comms, seed=config.seed)
+    return Training(
+        comms=comms,
+        model=model,
+        loss_fn=loss_fn,
+        optimizer=build_optimizer(config, model),
+        data=data,
+        sampler=sampler,
+        strategy=STEPS[config.strategy](model, comms, loss_fn),
+        learning_rate=LearningRate(_resolved(config.lr_schedule), _resolved(config.lr), total_steps(config, sampler)),
+        dtype=dtype,
+    )
+
+
+def total_steps(config: TrainConfig, sampler: ShardedSampler) -> int:
+    """How many steps the run has from its beginning to its end."""
+    return config.steps or (config.epochs or 1) * len(sampler)
+
+
+def check(config: TrainConfig) -> None:
+    """Stop before any process is started at what is wrong with the data, or with the user's own code."""
+    if config.data is not None and user_code.is_spec(config.data):
+        user_code.load(config.data, "dataset")
+    else:
+        build_data(config)
+    for name, what in ((config.model, "model"), (config.loss or "", "loss")):
+        if user_code.is_spec(name):
+            user_code.load(name, what)
+
+
+def build_data(config: TrainConfig) -> Split:
+    """Load what the configuration names: digits, text, a path, or the user's own dataset."""
+    name = _resolved(config.data)
+    if name == "digits":
+        return digits()
+    if user_code.is_spec(name):
+        return from_user(name)
+    return text(None if name == "text" else name, _resolved(config.context, "--context is needed for text"))
+
+
+def build_model(config: TrainConfig, data: Split) -> nn.Module:
+    """Make the model, its ends fitted to the data where it is one of ours."""
+    if config.model == "mlp":
+        return _build_mlp(config, data)
+    if config.model == "gpt":
+        return _build_gpt(config, data)
+    model = user_code.call(user_code.load(config.model, "model"), f"model {config.model!r}")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model {config.model!r} returned {type(model).__name__}: return a torch.nn.Module")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"model {config.model!r} has no trainable parameters: there is nothing to train")
+    return model
+
+
+def build_loss(config: TrainConfig, model: nn.Module, data: Split) -> LossFunction | None:
+    """Choose the loss; None when the model computes its own from `model(inputs, targets)`."""
+    if config.loss == "cross-entropy" or isinstance(model, FullMLP | GPT):
+        return cross_entropy
+    if config.loss == "mse":
+        return functional.mse_loss
+    if config.loss is not None:
+        return user_code.load(config.loss, "loss")
+    if "targets" in inspect.signature(model.forward).parameters:
+        return None
+    _, targets = data.training.batch([0])
+    return functional.mse_loss if targets.is_floating_point() else cross_entropy
+
+
+def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Make one of torch's own optimizers."""
+    parameters, lr = model.parameters(), _resolved(config.lr)
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=lr, momentum=config.momentum)
+    if config.optimizer == "adam":
+        return torch.optim.Adam(parameters, lr=lr)
+    return torch.optim.AdamW(parameters, lr=lr)
+
+
+def _build_mlp(config: TrainConfig, data: Split) -> nn.Module:
+    inputs, targets = data.training.batch(range(len(data.training)))
+    if not inputs.is_floating_point() or inputs.dim() != 2 or targets.is_floating_point():
+        raise ConfigError(
+            f"--model mlp takes rows of real numbers with a class each, and --data {config.data} has "
+            f"{inputs.dtype} of shape {list(inputs.shape[1:])}; try --model gpt for text"
+        )
+    return FullMLP(
+        _resolved(config.dim),
+        _resolved(config.depth),
+        in_features=inputs.shape[1],
+        out_features=int(targets.max()) + 1,
+    )
+
+
+def _build_gpt(config: TrainConfig, data: Split) -> nn.Module:
+    tokens, _ = data.training.batch([0])
+    if tokens.is_floating_point() or tokens.dim() != 2:
+        raise ConfigError(
+            f"--model gpt takes text, and --data {config.data} has {tokens.dtype} of shape {list(tokens.shape[1:])}; "
+            "try --data text, or --model mlp"
+        )
+    return GPT(
+        context=_resolved(config.context),
+        dim=_resolved(config.dim),
+        heads=_resolved(config.heads),
+        depth=_resolved(config.depth),
+    )
+
+
+def _resolved(value: Value | None, problem: str = "a default is missing: call config.resolved() first") -> Value:
+    if value is None:
+        raise ConfigError(problem)
+    return value

@@ -1,0 +1,180 @@
+"""Train to the end: steps, measurements, checkpoints, and a folder that tells what happened."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from microparallel.comms import Comms
+from microparallel.data_parallel import replicas_are_identical
+from microparallel.errors import CheckpointError, MicroparallelError
+from microparallel.train import checkpoint
+from microparallel.train.build import build, total_steps
+from microparallel.train.config import TrainConfig
+from microparallel.train.progress import Display, Shown, display_for
+from microparallel.train.run_folder import RunFolder
+from microparallel.train.stopping import StopTogether
+from microparallel.train.training import Training, Validation
+
+
+def train(comms: Comms, config: TrainConfig, resume: Path | None = None, quiet: bool = False) -> dict[str, Any]:
+    """Run one rank of a training run, and return its summary (the same on every rank).
+
+    Rank 0 writes the run's folder: `config.out`, or the folder that `resume` names.
+    """
+    config = config.resolved()
+    training = build(config, comms)
+    with Shown(display_for(comms.rank, quiet)) as display, contextlib.ExitStack() as stack:
+        folder = None
+        if comms.rank == 0:
+            folder = stack.enter_context(
+                RunFolder.create(config.out, config) if resume is None else RunFolder.open(resume)
+            )
+        if resume is not None:
+            _go_on_from_latest(training, resume, display)
+            if folder is not None:
+                folder.truncate_metrics(after_step=training.steps_done)
+        return _Run(training, config, folder, display).to_the_end()
+
+
+class _Run:
+    def __init__(self, training: Training, config: TrainConfig, folder: RunFolder | None, display: Display) -> None:
+        self._training = training
+        self._config = config
+        self._folder = folder
+        self._display = display
+        self._total = total_steps(config, training.sampler)
+        self._validate_every = config.validate_every or len(training.sampler)
+        self._losses: list[float] = []
+        self._validation: Validation | None = None
+        self._saved_at = -1
+
+    def to_the_end(self) -> dict[str, Any]:
+        training = self._training
+        self._display.start(_description(training, self._config), training.steps_done, self._total)
+        started, first_step = time.monotonic(), training.steps_done
+        stopped = False
+        with StopTogether(training.comms) as stop:
+            while training.steps_done < self._total and not stopped:
+                self._step()
+                stopped = training.steps_done < self._total and stop.agreed()
+            self._save()
+        seconds = time.monotonic() - started
+        if stopped:
+            self._display.note(f"stopped after step {training.steps_done} of {self._total}; {self._how_to_go_on()}")
+        else:
+            self._validate()
+        return self._summary(seconds, training.steps_done - first_step, stopped)
+
+    def _how_to_go_on(self) -> str:
+        folder = self._folder.path if self._folder is not None else "RUN"
+        return f"go on with: microparallel train --resume {folder}"
+
+    def _step(self) -> None:
+        training = self._training
+        epoch = training.sampler.epoch
+        begun = time.monotonic()
+        loss = training.step()
+        seconds = time.monotonic() - begun
+        done = training.steps_done
+        self._losses.append(loss)
+        speed = training.sampler.batch / seconds
+        self._record({"step": done, "epoch": epoch, "loss": loss, "samples_per_second": round(speed, 1)})
+        self._display.step(done, loss, speed)
+        if done % self._validate_every == 0 and done < self._total:
+            self._validate()
+        if self._config.save_every is not None and done % self._config.save_every == 0:
+            self._save()
+
+    def _validate(self) -> None:
+        self._validation = self._training.validate()
+        if self._validation is not None:
+            done = self._training.steps_done
+            self._record(
+                {
+                    "step": done,
+                    "validation_loss": self._validation.loss,
+                    "validation_accuracy": self._validation.accuracy,
+                }
+            )
+            self._display.validation(done, self._validation)
+
+    def _save(self) -> None:
+        """Save a checkpoint: every rank tells its random state, rank 0 writes."""
+        training = self._training
+        if training.steps_done in (0, self._saved_at):
+            return
+        state = training.state()
+        self._saved_at = training.steps_done
+        if self._folder is not None:
+            checkpoint.save(
+                self._folder.checkpoints,
+                training.steps_done,
+                training.model.state_dict(),
+                training.optimizer.state_dict(),
+                state,
+                keep=self._config.keep,
+            )
+
+    def _record(self, record: dict[str, Any]) -> None:
+        if self._folder is not None:
+            self._folder.append_metrics(record)
+
+    def _summary(self, seconds: float, steps: int, stopped: bool) -> dict[str, Any]:
+        training = self._training
+        identical = replicas_are_identical(training.model, training.comms)
+        summary: dict[str, Any] = {
+            "model": self._config.model,
+            "data": training.data.description,
+            "strategy": self._config.strategy,
+            "ranks": training.comms.world_size,
+            "device": str(training.comms.device),
+            "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
+            "steps": training.steps_done,
+            "stopped_early": stopped,
+            "loss": self._losses[-1] if self._losses else None,
+            "validation_loss": self._validation.loss if self._validation else None,
+            "validation_accuracy": self._validation.accuracy if self._validation else None,
+            "seconds": round(seconds, 3),
+            "samples_per_second": round(steps * training.sampler.batch / seconds, 1) if seconds else None,
+            "replicas_identical": identical,
+            "torch": torch.__version__,
+            "folder": str(self._folder.path) if self._folder is not None else None,
+        }
+        if self._folder is not None:
+            self._folder.write_summary(summary)
+        if not identical:
+            raise MicroparallelError("the ranks' weights differ at the end of the run: this is a bug, please report it")
+        return summary
+
+
+def _go_on_from_latest(training: Training, resume: Path, display: Display) -> None:
+    """Load the newest checkpoint that is whole; rank 0 chooses it for all."""
+    folder = resume / "checkpoints"
+    step = torch.zeros(1, dtype=torch.int64)
+    if training.comms.rank == 0:
+        found, warnings = checkpoint.latest(folder)
+        for warning in warnings:
+            display.note(f"warning: {warning}")
+        step.fill_(found.step)
+    training.comms.broadcast(step)
+    if training.comms.rank != 0:
+        found, _ = checkpoint.latest(folder)
+        if found.step != step.item():
+            raise CheckpointError(
+                f"rank {training.comms.rank} finds step {found.step} in {folder}, rank 0 {step.item()}"
+            )
+    training.load(found)
+
+
+def _description(training: Training, config: TrainConfig) -> str:
+    ranks = training.comms.world_size
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    return (
+        f"{config.model} ({parameters:,} parameters) on {training.data.description}; "
+        f"{ranks} rank{'s' * (ranks > 1)}, strategy {config.strategy}, {training.comms.device}"
+    )

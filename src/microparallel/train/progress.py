@@ -1,0 +1,156 @@
+"""What a person sees while a run trains: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from microparallel.train.training import Validation
+
+_SECONDS_BETWEEN_LINES = 5.0
+
+
+class Display(Protocol):
+    """Something that shows how training goes."""
+
+    def start(self, description: str, done: int, total: int) -> None:
+        """Show that the run begins (or goes on)."""
+
+    def step(self, done: int, loss: float, samples_per_second: float) -> None:
+        """Show a step."""
+
+    def validation(self, done: int, result: Validation) -> None:
+        """Show a measurement on held-back data."""
+
+    def note(self, text: str) -> None:
+        """Show a remark."""
+
+    def close(self) -> None:
+        """Leave the terminal tidy."""
+
+
+class Silent:
+    """Shows nothing: for the other ranks, and for scripts."""
+
+    def start(self, description: str, done: int, total: int) -> None:
+        """Show nothing."""
+
+    def step(self, done: int, loss: float, samples_per_second: float) -> None:
+        """Show nothing."""
+
+    def validation(self, done: int, result: Validation) -> None:
+        """Show nothing."""
+
+    def note(self, text: str) -> None:
+        """Show nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Bar:
+    """A live bar with loss, speed and the time that is left."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss [bold]{task.fields[loss]}[/]"),
+            TextColumn("{task.fields[accuracy]}"),
+            TextColumn("{task.fields[speed]} samples/s"),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self._accuracy = ""
+
+    def start(self, description: str, done: int, total: int) -> None:
+        """Draw the empty bar."""
+        self._progress.console.print(description, highlight=False)
+        self._task = self._progress.add_task("training", total=total, completed=done, loss="…", accuracy="", speed="…")
+        self._progress.start()
+
+    def step(self, done: int, loss: float, samples_per_second: float) -> None:
+        """Move the bar on."""
+        self._progress.update(
+            self._task, completed=done, loss=f"{loss:.4f}", accuracy=self._accuracy, speed=f"{samples_per_second:,.0f}"
+        )
+
+    def validation(self, done: int, result: Validation) -> None:  # noqa: ARG002
+        """Put the measurement beside the loss."""
+        self._accuracy = _words(result)
+        self._progress.update(self._task, accuracy=self._accuracy)
+
+    def note(self, text: str) -> None:
+        """Print above the bar."""
+        self._progress.console.print(text, highlight=False)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        self._progress.stop()
+
+
+class Lines:
+    """A plain line every few seconds, for log files and pipes."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._printed = time.monotonic()
+        self._total = 0
+
+    def start(self, description: str, done: int, total: int) -> None:
+        """Say what begins."""
+        self._total = total
+        self.note(description)
+        if done:
+            self.note(f"going on after step {done}")
+
+    def step(self, done: int, loss: float, samples_per_second: float) -> None:
+        """Say how it goes, but not at every step."""
+        now = time.monotonic()
+        if now - self._printed > _SECONDS_BETWEEN_LINES or done == self._total:
+            self._printed = now
+            self.note(f"step {done}/{self._total}  loss {loss:.4f}  {samples_per_second:,.0f} samples/s")
+
+    def validation(self, done: int, result: Validation) -> None:
+        """Keep quiet: the measurement is in metrics.jsonl and the summary."""
+
+    def note(self, text: str) -> None:
+        """Print a line."""
+        self._console.print(text, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class Shown:
+    """A display that is closed whatever happens."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+
+    def __enter__(self) -> Display:
+        return self._display
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._display.close()
+
+
+def display_for(rank: int, quiet: bool = False) -> Display:
+    """The display that suits this rank and where its standard error goes."""
+    if rank != 0 or quiet:
+        return Silent()
+    console = Console(stderr=True)
+    return Bar(console) if console.is_terminal else Lines(console)
+
+
+def _words(result: Validation) -> str:
+    return f"validation {result.loss:.4f}" if result.accuracy is None else f"validation {result.accuracy:.1%}"

@@ -1,0 +1,63 @@
+"""How a step is done: each strategy turns a model into a function that leaves the whole batch's gradients in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from microparallel.comms import Comms
+from microparallel.data_parallel import LossFunction, mean_loss, naive_data_parallel_step
+
+# (this rank's inputs, this rank's targets, samples of all ranks together) → the mean loss of the whole batch
+Step = Callable[[Any, torch.Tensor, int], torch.Tensor]
+
+
+def single(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:  # noqa: ARG001
+    """One process and the whole batch: what every other strategy must agree with."""
+
+    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:  # noqa: ARG001
+        loss = mean_loss(model, inputs, targets, loss_fn)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    return step
+
+
+def naive(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
+    """Backward first, then one all-reduce for every gradient."""
+
+    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
+        return naive_data_parallel_step(model, comms, inputs, targets, loss_fn, samples=samples)
+
+    return step
+
+
+def torch_ddp(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
+    """torch's own DistributedDataParallel, to compare with."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model, process_group=comms.process_group)
+    sample: list[Any] = []  # one sample, kept for steps in which this rank has none
+
+    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
+        mine = len(targets)
+        if mine:
+            sample[:] = [inputs[:1], targets[:1]]
+        else:
+            inputs, targets = sample  # DDP waits for every rank's backward: compute something, and weigh it nothing
+        # DDP divides by the number of ranks what we want summed.
+        loss = mean_loss(wrapped, inputs, targets, loss_fn) * (mine * comms.world_size / samples)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return comms.all_reduce_mean(loss.detach().to("cpu", torch.float64))
+
+    return step
+
+
+STEPS: dict[str, Callable[[nn.Module, Comms, LossFunction | None], Step]] = {
+    "single": single,
+    "naive": naive,
+    "torch-ddp": torch_ddp,
+}

@@ -1,0 +1,145 @@
+"""A training run as an object: do a step, measure, say where you stand, go on from there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from microparallel.comms import Comms
+from microparallel.data_parallel import LossFunction, mean_loss
+from microparallel.errors import CheckpointError
+from microparallel.train import random_state
+from microparallel.train.checkpoint import Checkpoint
+from microparallel.train.data import Dataset, Split
+from microparallel.train.learning_rate import LearningRate
+from microparallel.train.sampler import ShardedSampler
+from microparallel.train.strategies import Step
+
+_VALIDATION_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Validation:
+    """How well a model does on data it has not learnt from; accuracy is None where there is nothing to count."""
+
+    loss: float
+    accuracy: float | None
+
+
+class Training:
+    """One rank's part in a training run."""
+
+    def __init__(
+        self,
+        comms: Comms,
+        model: nn.Module,
+        loss_fn: LossFunction | None,
+        optimizer: torch.optim.Optimizer,
+        data: Split,
+        sampler: ShardedSampler,
+        strategy: Step,
+        learning_rate: LearningRate,
+        dtype: torch.dtype,
+    ) -> None:
+        self.comms = comms
+        self.model = model
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.data = data
+        self.sampler = sampler
+        self.steps_done = 0
+        self._strategy = strategy
+        self._learning_rate = learning_rate
+        self._dtype = dtype
+        self._batches: Iterator[list[int]] = iter(())
+
+    def step(self) -> float:
+        """Do one step, and return the mean loss of its global batch."""
+        indices, samples = self._next_batch()
+        inputs, targets = self._batch(self.data.training, indices)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate.at(self.steps_done)
+        self.optimizer.zero_grad()
+        loss = self._strategy(inputs, targets, samples)
+        self.optimizer.step()
+        self.steps_done += 1
+        return float(loss)
+
+    def validate(self) -> Validation | None:
+        """Measure on the held-back data, every rank on its share; None when nothing was held back."""
+        data = self.data.validation
+        if data is None:
+            return None
+        sums = torch.zeros(4, dtype=torch.float64)  # loss, right answers, answers, samples
+        sampler = ShardedSampler(data, _VALIDATION_BATCH, comms=self.comms, shuffle=False)
+        self.model.eval()
+        with torch.no_grad():
+            for indices in sampler:
+                if indices:
+                    sums += self._measure(*self._batch(data, indices))
+        self.model.train()
+        loss, right, answers, samples = self.comms.all_reduce(sums).tolist()
+        return Validation(loss / samples, right / answers if answers else None)
+
+    def _measure(self, inputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        samples = len(targets)
+        if self.loss_fn is None:
+            return torch.tensor([float(mean_loss(self.model, inputs, targets)) * samples, 0, 0, samples])
+        outputs = self.model(inputs)
+        loss = float(self.loss_fn(outputs, targets)) * samples
+        classes = not targets.dtype.is_floating_point and outputs.shape[:-1] == targets.shape
+        right = int((outputs.argmax(-1) == targets).sum()) if classes else 0
+        return torch.tensor([loss, right, targets.numel() if classes else 0, samples], dtype=torch.float64)
+
+    def state(self) -> dict[str, Any]:
+        """Where the run stands, beside the model and the optimizer; every rank must ask for it together."""
+        return {"sampler": self.sampler.state_dict(), "random": _gather_json(random_state.capture(), self.comms)}
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint, bit for bit when the world has the size it had then."""
+        try:
+            self.model.load_state_dict(checkpoint.model)
+            self.optimizer.load_state_dict(checkpoint.optimizer_state)
+        except (RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
+        self.sampler.load_state_dict(checkpoint.state["sampler"])
+        self._batches = iter(())
+        self.steps_done = checkpoint.step
+        states = checkpoint.state["random"]
+        if len(states) == self.comms.world_size:
+            random_state.restore(states[self.comms.rank])
+
+    def _next_batch(self) -> tuple[list[int], int]:
+        number = self.sampler.state_dict()["batch"]
+        indices = next(self._batches, None)
+        if indices is None:  # an epoch is over, or nothing has begun
+            self._batches = iter(self.sampler)
+            indices = next(self._batches)
+        return indices, self.sampler.global_batch_size(number)
+
+    def _batch(self, data: Dataset, indices: list[int]) -> tuple[Any, torch.Tensor]:
+        inputs, targets = data.batch(indices)
+        return self._place(inputs), self._place(targets)
+
+    def _place(self, value: Any) -> Any:
+        """Bring a batch to this rank's device, and its real numbers to the run's dtype."""
+        if isinstance(value, torch.Tensor):
+            return value.to(self.comms.device, self._dtype if value.is_floating_point() else value.dtype)
+        if isinstance(value, dict):
+            return {key: self._place(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._place(part) for part in value)
+        return value
+
+
+def _gather_json(value: Any, comms: Comms) -> list[Any]:
+    """Everybody's value on every rank, as JSON: nothing that comes from a peer is ever unpickled."""
+    text = json.dumps(value).encode()
+    longest = int(comms.all_reduce(torch.tensor(len(text)), op="max").item())
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+    return [json.loads(bytes(part.tolist())) for part in comms.all_gather(padded)]

@@ -1,0 +1,132 @@
+"""The rest of a Comms: topology, groups, requests, refusals."""
+
+import gc
+import warnings
+
+import pytest
+import torch
+
+import microparallel as mp
+
+
+def topology(comms):
+    return comms.rank, comms.world_size, comms.local_rank, comms.prev_rank, comms.next_rank, str(comms.device)
+
+
+def test_topology_is_a_line_with_two_ends(pool):
+    assert pool.run(topology, 3, device="cpu", timeout=30) == [
+        (0, 3, 0, None, 1, "cpu"),
+        (1, 3, 1, 0, 2, "cpu"),
+        (2, 3, 2, 1, None, "cpu"),
+    ]
+
+
+def sums_in_groups(comms):
+    odd_or_even = [rank for rank in range(comms.world_size) if rank % 2 == comms.rank % 2]
+    evens, odds = comms.group([0, 2, 4]), comms.group([3, 1])
+    mine = evens or odds
+    total = mine.all_reduce(torch.tensor([comms.rank])).item()
+    inner = mine.group([0, 1])  # a group inside a group
+    pair = None if inner is None else inner.all_reduce(torch.tensor([comms.rank])).item()
+    if inner is not None:
+        inner.close()
+    mine.close()
+    return (evens is None) != (odds is None), total == sum(odd_or_even), mine.rank, pair
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_groups_count_from_zero_and_nest(pool, check):
+    results = pool.run(sums_in_groups, 5, check=check, timeout=30)
+    assert [result[:2] for result in results] == [(True, True)] * 5
+    assert [result[2] for result in results] == [0, 0, 1, 1, 2]
+    assert [result[3] for result in results] == [2, 4, 2, 4, None]
+
+
+def dropped_request(comms):
+    """The temporary tensor must survive although nobody keeps the request."""
+    if comms.rank == 0:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            comms.isend(torch.full((1 << 20,), 7.0), 1)
+            gc.collect()
+            for _ in range(10):
+                torch.zeros(1 << 20)  # would reuse the memory
+        comms.barrier()
+        comms.recv_tensor((1,), 1)
+        return [str(warning.message) for warning in caught]
+    comms.barrier()
+    received = comms.recv_tensor((1 << 20,), 0)
+    comms.send_tensor(torch.zeros(1), 0)
+    return bool((received == 7.0).all())
+
+
+def test_a_request_owns_its_buffer(pool):
+    warned, intact = pool.run(dropped_request, 2, timeout=30)
+    assert intact
+    assert "isend(float32[1048576], dest=1) was dropped before it was waited for" in warned[0]
+
+
+def in_place_on_a_parameter(comms):
+    layer = torch.nn.Linear(3, 2)
+    torch.nn.init.constant_(layer.weight, float(comms.rank))
+    comms.all_reduce(layer.weight)
+    comms.broadcast(layer.bias)
+    return layer.weight.requires_grad, layer.weight.is_leaf, layer.weight.flatten()[0].item()
+
+
+def test_parameters_need_no_special_care(pool):
+    assert pool.run(in_place_on_a_parameter, 3, timeout=30) == [(True, True, 3.0)] * 3
+
+
+def refusals(comms):
+    tensor = torch.zeros(2)
+    attempts = {
+        "mean of integers": lambda: comms.all_reduce_mean(torch.zeros(2, dtype=torch.int64)),
+        "unknown op": lambda: comms.all_reduce(tensor, op="summ"),
+        "unknown algorithm": lambda: comms.all_reduce(tensor, algorithm="rings"),
+        "no such rank": lambda: comms.send_tensor(tensor, 9),
+        "negative rank": lambda: comms.broadcast(tensor, src=-1),
+        "itself": lambda: comms.recv_tensor((2,), comms.rank),
+        "expanded": lambda: comms.all_reduce(torch.zeros(1).expand(4)),
+        "sparse": lambda: comms.all_reduce(torch.eye(3).to_sparse()),
+        "scatter": lambda: comms.scatter([tensor] * 3, src=comms.rank),
+        "reduce_scatter": lambda: comms.reduce_scatter([tensor] * 3),
+        "group": lambda: comms.group([0, 0]),
+        "dtype": lambda: comms.all_reduce(torch.zeros(2).to(torch.float8_e4m3fn)),
+    }
+    texts = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except mp.UsageError as error:
+            texts[name] = str(error)
+    return texts
+
+
+def test_what_cannot_work_is_refused_with_the_fix(pool):
+    texts = pool.run(refusals, 2, timeout=30)[0]
+    assert "torch.int64" in texts["mean of integers"] and "tensor.float()" in texts["mean of integers"]
+    assert "did you mean 'sum'" in texts["unknown op"]
+    assert "'rings'" in texts["unknown algorithm"]
+    assert "dest=9" in texts["no such rank"] and "0 to 1" in texts["no such rank"]
+    assert "src=-1" in texts["negative rank"]
+    assert "this rank itself" in texts["itself"]
+    assert "tensor.clone()" in texts["expanded"]
+    assert "to_dense" in texts["sparse"]
+    assert "not 3 tensors" in texts["scatter"]
+    assert "not 3" in texts["reduce_scatter"]
+    assert "[0, 0]" in texts["group"]
+    assert "float8" in texts["dtype"]
+
+
+def late(comms):
+    if comms.rank == 1:
+        return comms.irecv((1,), 0).wait(0.2)
+    comms.recv_tensor((1,), 1)  # never comes
+
+
+def test_a_wait_that_takes_too_long_names_the_call(pool):
+    with pytest.raises(
+        mp.RankFailed, match=r"rank 1 raised CommsTimeout: rank 1 waited in vain in irecv\(float32\[1\], src=0\)"
+    ):
+        pool.run(late, 2, timeout=30)

@@ -1,0 +1,102 @@
+"""Joining a world that somebody else has started."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import microparallel as mp
+
+SCRIPT = """
+import torch, microparallel as mp
+with mp.connect(transport="gloo", timeout=30) as comms:
+    total = comms.all_reduce(torch.tensor([comms.rank + 1]))
+    print(comms.rank, comms.world_size, comms.local_rank, total.item(), flush=True)
+"""
+
+
+def run_ranks(environments):
+    base = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER"))}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", SCRIPT], env=base | extra, stdout=subprocess.PIPE, text=True)
+        for extra in environments
+    ]
+    return [process.communicate(timeout=50)[0].split() for process in processes]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_world_of_one():
+    with mp.connect(transport="gloo") as comms:
+        assert (comms.rank, comms.world_size, comms.prev_rank, comms.next_rank) == (0, 1, None, None)
+        assert comms.all_reduce(torch.ones(2), op="mean").tolist() == [1.0, 1.0]
+        assert comms.scatter([torch.ones(2)]).tolist() == [1.0, 1.0]
+        comms.barrier()
+        assert dist.is_initialized()  # torch's own wrappers may be used beside ours
+    assert not dist.is_initialized()
+
+
+def test_a_group_that_exists_already_is_used_and_left_alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with mp.connect() as comms:
+            assert comms.all_gather(torch.ones(1)) == [torch.ones(1)]
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_torchrun_variables():
+    port = str(free_port())
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    rows = run_ranks([{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(2)])
+    assert rows == [["0", "2", "0", "3"], ["1", "2", "1", "3"]]
+
+
+def test_slurm_variables():
+    shared = {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    rows = run_ranks([{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), **shared} for rank in range(2)])
+    assert rows == [["0", "2", "0", "3"], ["1", "2", "1", "3"]]
+
+
+def test_a_port_in_use_is_named(monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(mp.UsageError, match=f"port {port} on 127.0.0.1 is in use"):
+            mp.connect()
+
+
+def test_ranks_that_do_not_come_are_missed(monkeypatch):
+    variables = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(mp.CommsTimeout, match=r"waited 0.5 s at 127.0.0.1:\d+ for the other 1 ranks"):
+        mp.connect(timeout=0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"transport": "carrier-pigeon"}, "carrier-pigeon"), ({"device": "tpu"}, "tpu")],
+)
+def test_unknown_names(arguments, words):
+    with pytest.raises(mp.UsageError, match=words):
+        mp.connect(**arguments)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_nccl_without_a_gpu_is_refused_with_the_reason():
+    with pytest.raises(mp.UsageError, match="torch sees no GPU; use transport='gloo'"):
+        mp.connect(transport="nccl")
