@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any, NoReturn
 
@@ -10,6 +11,7 @@ import typer
 from microparallel import __version__
 from microparallel.cli import compare, doctor, train
 from microparallel.errors import MicroparallelError, RankFailed, UsageError
+from microparallel.topology import DO_NOT_SPIN
 
 app = typer.Typer(
     add_completion=False,
@@ -40,6 +42,7 @@ def _options(
 
 def main() -> NoReturn:
     """Run the command line. Exit code 0: fine; 1: the work failed; 2: the call was wrong; 130: interrupted."""
+    os.environ.setdefault(*DO_NOT_SPIN)
     try:
         code = typer.main.get_command(app).main(sys.argv[1:], prog_name="microparallel", standalone_mode=False)
     except KeyboardInterrupt:

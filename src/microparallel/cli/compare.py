@@ -22,8 +22,14 @@ _DEFAULTS: dict[str, Any] = {
     "steps": 20,
     "dtype": "float64",
     "optimizer": "sgd",
-    "lr": 0.05,
+    "lr": 0.01,
     "lr_schedule": "constant",
+}
+
+_CAPTION = {
+    "float64": "Δ: the largest relative difference over all steps, over all weights",
+    "float32": "Δ: the largest relative difference over all steps, over all weights.\n"
+    "In float32 rounding alone may push a ReLU over its edge, and the runs part: --dtype float64 tells it from an error.",
 }
 
 
@@ -78,9 +84,9 @@ def compare(
 def _table(rows: list[Any], config: TrainConfig) -> Table:
     table = Table(
         title=f"{config.model}, {config.steps} steps of {config.batch} samples, {config.dtype}, {config.optimizer}",
-        caption="differences are relative, the largest over all steps and all weights",
+        caption=_CAPTION[config.dtype],
     )
-    for heading in ("strategy", "ranks", "final loss", "loss differs by", "weights differ by", "ms a step", ""):
+    for heading in ("strategy", "ranks", "final loss", "Δ loss", "Δ weights", "ms a step", "verdict"):
         table.add_column(heading, justify="left" if heading == "strategy" else "right")
     for row in rows:
         table.add_row(

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# OpenMP's threads wait for each other in a loop. That is quickest on an idle machine; but as soon as any other program
+# wants a core, they wait a whole time slice for a thread that is not running, at every operation.
+DO_NOT_SPIN = ("OMP_WAIT_POLICY", "PASSIVE")
+
 
 def available_cores() -> int:
     """The cores this process may run on, also inside a container with a smaller share."""

@@ -14,7 +14,7 @@ from microparallel.data_parallel import LossFunction, replicate
 from microparallel.errors import ConfigError, UsageError
 from microparallel.models import GPT, FullMLP, cross_entropy
 from microparallel.train import user_code
-from microparallel.train.config import TrainConfig
+from microparallel.train.config import DEFAULTS, TrainConfig
 from microparallel.train.data import Split, digits, from_user
 from microparallel.train.learning_rate import LearningRate
 from microparallel.train.sampler import ShardedSampler
@@ -59,7 +59,7 @@ def check(config: TrainConfig) -> None:
     if config.data is not None and user_code.is_spec(config.data):
         user_code.load(config.data, "dataset")
     else:
-        build_data(config)
+        _require_fit(config, build_data(config))
     for name, what in ((config.model, "model"), (config.loss or "", "loss")):
         if user_code.is_spec(name):
             user_code.load(name, what)
@@ -72,15 +72,23 @@ def build_data(config: TrainConfig) -> Split:
         return digits()
     if user_code.is_spec(name):
         return from_user(name)
-    return text(None if name == "text" else name, _resolved(config.context, "--context is needed for text"))
+    return text(None if name == "text" else name, config.context or DEFAULTS["gpt"]["context"])
 
 
 def build_model(config: TrainConfig, data: Split) -> nn.Module:
     """Make the model, its ends fitted to the data where it is one of ours."""
+    _require_fit(config, data)
     if config.model == "mlp":
-        return _build_mlp(config, data)
+        inputs, targets = data.training.batch(range(len(data.training)))
+        classes = int(targets.max()) + 1
+        return FullMLP(_resolved(config.dim), _resolved(config.depth), inputs.shape[1], classes)
     if config.model == "gpt":
-        return _build_gpt(config, data)
+        return GPT(
+            context=_resolved(config.context),
+            dim=_resolved(config.dim),
+            heads=_resolved(config.heads),
+            depth=_resolved(config.depth),
+        )
     model = user_code.call(user_code.load(config.model, "model"), f"model {config.model!r}")
     if not isinstance(model, nn.Module):
         raise UsageError(f"model {config.model!r} returned {type(model).__name__}: return a torch.nn.Module")
@@ -113,37 +121,23 @@ def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimi
     return torch.optim.AdamW(parameters, lr=lr)
 
 
-def _build_mlp(config: TrainConfig, data: Split) -> nn.Module:
-    inputs, targets = data.training.batch(range(len(data.training)))
-    if not inputs.is_floating_point() or inputs.dim() != 2 or targets.is_floating_point():
+def _require_fit(config: TrainConfig, data: Split) -> None:
+    """Refuse data that means nothing to a model of ours."""
+    inputs, targets = data.training.batch([0])
+    is_tensor = isinstance(inputs, torch.Tensor) and inputs.dim() == 2
+    given = f"{inputs.dtype} of shape {list(inputs.shape[1:])}" if isinstance(inputs, torch.Tensor) else type(inputs)
+    if config.model == "mlp" and not (is_tensor and inputs.is_floating_point() and not targets.is_floating_point()):
         raise ConfigError(
-            f"--model mlp takes rows of real numbers with a class each, and --data {config.data} has "
-            f"{inputs.dtype} of shape {list(inputs.shape[1:])}; try --model gpt for text"
+            f"--model mlp takes rows of real numbers with a class each, and --data {config.data} has {given}; "
+            "try --model gpt for text"
         )
-    return FullMLP(
-        _resolved(config.dim),
-        _resolved(config.depth),
-        in_features=inputs.shape[1],
-        out_features=int(targets.max()) + 1,
-    )
-
-
-def _build_gpt(config: TrainConfig, data: Split) -> nn.Module:
-    tokens, _ = data.training.batch([0])
-    if tokens.is_floating_point() or tokens.dim() != 2:
+    if config.model == "gpt" and not (is_tensor and not inputs.is_floating_point()):
         raise ConfigError(
-            f"--model gpt takes text, and --data {config.data} has {tokens.dtype} of shape {list(tokens.shape[1:])}; "
-            "try --data text, or --model mlp"
+            f"--model gpt takes text, and --data {config.data} has {given}; try --data text, or --model mlp"
         )
-    return GPT(
-        context=_resolved(config.context),
-        dim=_resolved(config.dim),
-        heads=_resolved(config.heads),
-        depth=_resolved(config.depth),
-    )
 
 
-def _resolved(value: Value | None, problem: str = "a default is missing: call config.resolved() first") -> Value:
+def _resolved(value: Value | None) -> Value:
     if value is None:
-        raise ConfigError(problem)
+        raise ConfigError("a default is missing: call config.resolved() first")
     return value

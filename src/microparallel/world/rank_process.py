@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from microparallel.topology import threads_per_rank
+from microparallel.topology import DO_NOT_SPIN, threads_per_rank
 from microparallel.world import whereabouts
 
 
@@ -89,6 +89,7 @@ def _environment(ranks: int) -> dict[str, str]:
     """The child's environment: its share of the cores, and no network but this machine's own."""
     environment = dict(os.environ)
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
+    environment.setdefault(*DO_NOT_SPIN)
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         environment["GLOO_SOCKET_IFNAME"] = environment["NCCL_SOCKET_IFNAME"] = loopback

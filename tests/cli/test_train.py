@@ -1,0 +1,108 @@
+"""`microparallel train` as a person runs it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SMALL = ["--steps", "6", "--dim", "16", "--depth", "3", "--batch", "50", "--json", "--quiet"]
+
+
+def run(*command, cwd, timeout=55):
+    result = subprocess.run(
+        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def losses(folder):
+    records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def test_torchrun_gives_the_same_result(tmp_path):
+    train = ["-m", "microparallel", "train", *SMALL]
+    ours = run(sys.executable, *train, "--ranks", "4", "--out", "ours", cwd=tmp_path)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone"]
+    theirs = run(*torchrun, *train, "--out", "theirs", cwd=tmp_path)
+    ours, theirs = json.loads(ours.stdout), json.loads(theirs.stdout)
+    assert theirs["ranks"] == 4
+    assert losses(tmp_path / "ours") == losses(tmp_path / "theirs")
+    assert ours["validation_loss"] == theirs["validation_loss"]
+
+
+def test_your_own_model_and_data_from_a_config_file(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "from torch.utils.data import TensorDataset\n"
+        "def make_model(): return torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))\n"
+        "def make_dataset():\n"
+        "    inputs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))\n"
+        "    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))\n"
+        "    return data, data\n"
+    )
+    (tmp_path / "run.toml").write_text(
+        'model = "mine:make_model"\ndata = "mine:make_dataset"\nepochs = 40\nbatch = 16\nlr = 0.02\nranks = 2\n'
+    )
+    summary = json.loads(
+        run(sys.executable, "-m", "microparallel", "train", "--config", "run.toml", "--json", cwd=tmp_path).stdout
+    )
+    assert summary["steps"] == 160
+    assert summary["validation_accuracy"] is None  # nothing to count in a regression
+    assert summary["validation_loss"] < 0.1
+
+
+def test_text_of_your_own(tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "a.txt").write_text("to be or not to be, that is the question. " * 100)
+    command = ["train", "--model", "gpt", "--data", "notes", "--dim", "32", "--depth", "1", "--heads", "2"]
+    result = run(sys.executable, "-m", "microparallel", *command, "--steps", "30", "--context", "16", cwd=tmp_path)
+    assert "validation accuracy" in result.stdout
+    assert "kept in runs/" in result.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_saves_and_resume_goes_on(tmp_path, ranks):
+    command = [sys.executable, "-m", "microparallel", "train", "--ranks", ranks, "--dim", "16", "--depth", "3"]
+    process = subprocess.Popen(
+        list(map(str, [*command, "--steps", "100000", "--out", "run", "--lr-schedule", "constant"])),
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 40
+    while not (metrics.exists() and metrics.read_text().count("\n") > 20):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "go on with: microparallel train --resume run" in errors
+    done = len(losses(tmp_path / "run"))
+    resumed = run(
+        *command[:4], "--resume", "run", "--steps", done + 5, "--ranks", ranks, "--json", "--quiet", cwd=tmp_path
+    )
+    assert json.loads(resumed.stdout)["steps"] == done + 5
+    assert len(losses(tmp_path / "run")) == done + 5
+
+
+def test_defaults_reach_the_promised_accuracy_on_one_rank(tmp_path):
+    summary = json.loads(run(sys.executable, "-m", "microparallel", "train", "--json", "--quiet", cwd=tmp_path).stdout)
+    assert summary["validation_accuracy"] >= 0.95
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_defaults_reach_the_promised_accuracy_on_four_ranks(tmp_path):
+    command = [sys.executable, "-m", "microparallel", "train", "--ranks", "4", "--json", "--quiet"]
+    summary = json.loads(run(*command, cwd=tmp_path, timeout=120).stdout)
+    assert summary["validation_accuracy"] >= 0.95

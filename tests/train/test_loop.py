@@ -1,0 +1,101 @@
+"""Whole runs: what they leave behind, and how they go on."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import microparallel as mp
+from microparallel.train.config import TrainConfig
+from microparallel.train.loop import train
+
+
+def configuration(out, **changes):
+    settings = {"out": str(out), "dim": 32, "depth": 4, "batch": 300, "steps": 8, "save_every": 3, "ranks": 2}
+    return TrainConfig(**settings | changes)
+
+
+def losses(folder):
+    records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+def run(pool, config, resume=None):
+    return pool.run(train, config.ranks, config, resume, True, timeout=50)[0]
+
+
+@pytest.fixture(scope="module")
+def whole_run(pool, tmp_path_factory):
+    """A run from its first step to its last."""
+    out = tmp_path_factory.mktemp("runs") / "whole"
+    return out, run(pool, configuration(out))
+
+
+def test_what_a_run_leaves_behind(whole_run):
+    out, summary = whole_run
+    assert {path.name for path in out.iterdir()} == {"config.toml", "metrics.jsonl", "summary.json", "checkpoints"}
+    assert json.loads((out / "summary.json").read_text()) == summary
+    assert summary["steps"] == 8 and summary["replicas_identical"] and not summary["stopped_early"]
+    assert 0 <= summary["validation_accuracy"] <= 1
+    assert len(losses(out)) == 8
+    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    assert names == ["step-00000003", "step-00000006", "step-00000008"]
+    files = {path.suffix for path in (out / "checkpoints" / names[0]).iterdir()}
+    assert files == {".safetensors", ".json"}  # never pickle
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_resuming_repeats_the_losses_bit_for_bit(pool, whole_run, tmp_path, damage):
+    """As if the run had been killed after step 7, with its newest checkpoint whole or damaged."""
+    out, summary = whole_run
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    shutil.rmtree(copy / "checkpoints" / "step-00000008")
+    if damage:
+        weights = copy / "checkpoints" / "step-00000006" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-5] + b"\0" * 5)
+    resumed = run(pool, configuration(out), resume=copy)
+    assert losses(copy) == losses(out)
+    assert resumed["loss"] == summary["loss"]
+    assert resumed["validation_loss"] == summary["validation_loss"]
+
+
+def test_resuming_with_dropout_and_another_order_of_epochs(pool, tmp_path):
+    """The random state of every rank and the position in the middle of an epoch are part of a checkpoint."""
+    settings = {
+        "model": f"{__name__}:with_dropout",
+        "data": "digits",
+        "dim": None,
+        "depth": None,
+        "loss": "cross-entropy",
+    }
+    whole = run(pool, configuration(tmp_path / "whole", **settings))
+    first = run(pool, configuration(tmp_path / "parts", **settings | {"steps": 4}))
+    assert first["steps"] == 4
+    run(pool, configuration(tmp_path / "parts", **settings), resume=tmp_path / "parts")
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    assert len(set(losses(tmp_path / "whole"))) == 8
+    assert whole["replicas_identical"]
+
+
+def with_dropout():
+    from torch import nn
+
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 10))
+
+
+def test_resuming_with_another_number_of_ranks(pool, whole_run, tmp_path):
+    out, _ = whole_run
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    shutil.rmtree(copy / "checkpoints" / "step-00000008")
+    run(pool, configuration(out, ranks=3), resume=copy)
+    assert losses(copy) == pytest.approx(losses(out), rel=1e-4)
+
+
+def test_nothing_is_left_behind_when_the_build_fails(pool, tmp_path):
+    with pytest.raises(mp.RankFailed) as caught:
+        run(pool, configuration(tmp_path / "out", data=str(tmp_path / "missing.txt"), model="gpt", dim=32))
+    assert "missing.txt" in caught.value.refusal
+    assert not (tmp_path / "out").exists()
