@@ -5,7 +5,14 @@ import pytest
 import microparallel as mp
 
 
+class CpuPool(mp.Pool):
+    """Warm ranks that talk over gloo and compute on the CPU unless a test says otherwise, also where there is a GPU."""
+
+    def run(self, function, ranks, *arguments, **named_arguments):
+        return super().run(function, ranks, *arguments, **{"transport": "gloo", "device": "cpu"} | named_arguments)
+
+
 @pytest.fixture(scope="session")
 def pool():
-    with mp.Pool() as warm_ranks:
+    with CpuPool() as warm_ranks:
         yield warm_ranks

@@ -81,8 +81,9 @@ def root_of(case, comms):
 
 
 def check_each(comms, cases, check):
-    """Run one check for every case, and say which failed."""
-    return [case for case in cases if not check(comms, *case[:3], root_of(case, comms))]
+    """Run one check for every case, with tensors on the rank's device, and say which failed."""
+    with comms.device:
+        return [case for case in cases if not check(comms, *case[:3], root_of(case, comms))]
 
 
 def check_broadcast(comms, dtype, shape, layout, root):
@@ -174,11 +175,25 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+each_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+
+
+@each_check
 @a_property
 @given(world_size=world_sizes, cases=cases, checked=st.booleans())
 def test_against_plain_python(pool, check, world_size, cases, checked):
     wrong = pool.run(check_each, world_size, cases, check, check=checked, timeout=30)
+    assert wrong == [[]] * world_size
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@each_check
+@a_property
+@given(world_size=world_sizes, cases=cases, checked=st.booleans())
+def test_on_a_gpu(pool, check, world_size, cases, checked):
+    """NCCL where every rank can have a GPU of its own, else gloo, staged through the host."""
+    world = {"transport": "nccl" if world_size <= torch.cuda.device_count() else "gloo", "device": "cuda"}
+    wrong = pool.run(check_each, world_size, cases, check, check=checked, timeout=30, **world)
     assert wrong == [[]] * world_size
 
 

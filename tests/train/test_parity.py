@@ -44,6 +44,21 @@ def test_the_single_process_is_the_oracle(pool, model, dtype, ranks):
     assert wanted[-1] < wanted[0]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("transport", "ranks"), [("nccl", 1), ("gloo", 2), ("gloo", 3)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("model", ["mlp", "gpt"])
+def test_the_same_on_a_gpu(pool, model, dtype, transport, ranks):
+    settings = {"dtype": dtype, "device": "cuda"}
+    world = {"transport": transport, "device": "cuda", "timeout": 50}
+    [(wanted, wanted_weights)] = pool.run(learn, 1, configuration(model, **settings), **world | {"transport": "gloo"})
+    results = pool.run(learn, ranks, configuration(model, ranks=ranks, strategy="naive", **settings), **world)
+    for losses, weights in results:
+        assert losses == pytest.approx(wanted, rel=RELATIVE[dtype], abs=0)
+        assert torch.equal(weights.cpu(), results[0][1].cpu())
+        torch.testing.assert_close(weights.cpu(), wanted_weights.cpu(), rtol=0, atol=RELATIVE[dtype] * 10)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_adaptive_optimizers_in_float64(pool, optimizer):
     changes = {"dtype": "float64", "optimizer": optimizer, "momentum": 0.0, "lr": 0.001}

@@ -29,7 +29,7 @@ _DEFAULTS: dict[str, Any] = {
 _CAPTION = {
     "float64": "Δ: the largest relative difference over all steps, over all weights",
     "float32": "Δ: the largest relative difference over all steps, over all weights.\n"
-    "In float32 rounding alone may push a ReLU over its edge, and the runs part: --dtype float64 tells it from an error.",
+    "In float32 rounding alone may push a ReLU over its edge, and the runs part; --dtype float64 shows which it is.",
 }
 
 

@@ -28,7 +28,7 @@ class Checker:
     def agree(self, call: Call) -> None:
         """Exchange calls with every rank, and raise `Mismatch` on all of them unless they are the same."""
         peers = [peer for peer in range(self._transport.world_size) if peer != self._transport.rank]
-        headers = {peer: torch.empty(HEADER_BYTES, dtype=torch.uint8) for peer in peers}
+        headers = {peer: torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu") for peer in peers}
         works: list[Work] = [self._transport.irecv(headers[peer], peer, HEADER_TAG) for peer in peers]
         works += [self.announce(call, peer) for peer in peers]
         for work in works:
@@ -61,7 +61,7 @@ class CheckedReceive:
         self._buffer = buffer
         self._source = source
         self._queue = queue
-        self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
         self._header_work = transport.irecv(self._header, source, HEADER_TAG)
         self._complete = False
         self._error: Mismatch | None = None
@@ -104,7 +104,7 @@ def mismatch(calls: dict[int, Call]) -> Mismatch:
 
 
 def _header(call: Call) -> torch.Tensor:
-    return torch.frombuffer(bytearray(call.to_bytes()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(call.to_bytes()), dtype=torch.uint8).cpu()
 
 
 def _read(header: torch.Tensor) -> Call:

@@ -11,10 +11,10 @@ _MOST_DIMENSIONS = 64  # torch's own limit
 
 def write_headers(tensors: list[torch.Tensor], count: int) -> torch.Tensor:
     """One row for each tensor: dtype, number of dimensions, sizes. All zero where there are no tensors yet."""
-    headers = torch.zeros(count, 2 + _MOST_DIMENSIONS, dtype=torch.int64)
+    headers = torch.zeros(count, 2 + _MOST_DIMENSIONS, dtype=torch.int64, device="cpu")
     for row, tensor in zip(headers, tensors, strict=False):
         values = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-        row[: len(values)] = torch.tensor(values)
+        row[: len(values)] = torch.tensor(values, device="cpu")
     return headers
 
 

@@ -127,7 +127,7 @@ class TorchTransport:
         # gloo refuses at once to send on a connection that has been closed. Nobody receives the probe: after a failed
         # call the group is not used again.
         try:
-            dist.isend(torch.zeros(1), group=self.group, group_dst=peer, tag=_PROBE_TAG)
+            dist.isend(torch.zeros(1, device="cpu"), group=self.group, group_dst=peer, tag=_PROBE_TAG)
         except RuntimeError:
             return False
         return True

@@ -1,0 +1,99 @@
+"""Every lab in examples/, and every command its docstring tells a learner to try, does what it says."""
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.rglob("*.py"))
+
+LEARNT = r"^conclusion: one process reads \d+\.\d% of the digits held back .*\n.* [\d,]+ samples/s"
+EQUAL_TO_WHOLE_BATCH = "^conclusion: averaging gradients equals the whole batch: the two copies are identical"
+EQUAL_TO_UNCUT = "^conclusion: in all 8 steps the gradients equal those of the uncut network, bit for bit"
+MESSAGE_COST = r"^conclusion: a message below \d+ (B|KiB|MiB) is mostly latency"
+ON_GPU = (0, MESSAGE_COST) if torch.cuda.is_available() else (1, "^device 'cuda' was asked for, and torch sees no GPU")
+
+# command as a learner types it → arguments that make it quick, exit code, what it says
+CALLS = {
+    "monolith.py": ("--steps 200", 0, LEARNT),
+    "monolith.py --width 256": ("--steps 120", 0, LEARNT),
+    "monolith.py --batch 8": ("--steps 300", 0, LEARNT),
+    "monolith.py --init default": ("--steps 20", 1, r"^it did not learn: \d+\.\d% of the unseen digits read"),
+    "manual_data_parallel.py": ("--steps 8", 0, EQUAL_TO_WHOLE_BATCH),
+    "manual_data_parallel.py --batch 3": ("--steps 8", 0, EQUAL_TO_WHOLE_BATCH),
+    "manual_data_parallel.py --forget": ("--steps 8", 0, r"^conclusion: without averaging the copies drift: 0\.\d+"),
+    "manual_pipeline.py": ("--steps 8", 0, EQUAL_TO_UNCUT),
+    "manual_pipeline.py --cut 4": ("--steps 8", 0, EQUAL_TO_UNCUT),
+    "manual_pipeline.py --batch 256": ("--steps 8", 0, EQUAL_TO_UNCUT),
+    "ping_pong.py": ("--rounds 5", 0, MESSAGE_COST),
+    "ping_pong.py --rounds 100": ("", 0, MESSAGE_COST),
+    "ping_pong.py --device cuda": ("--rounds 5", *ON_GPU),
+}
+
+WRONG_CALLS = {
+    "monolith.py --batch 0": "at least 1",
+    "manual_data_parallel.py --batch 1": "at least 2",
+    "manual_pipeline.py --cut 16": "from 1 to 15",
+    "ping_pong.py --rounds 0": "at least 1",
+}
+
+
+def test_every_example_is_covered():
+    assert set(SCRIPTS) == {command for command in CALLS if " " not in command}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_command_of_a_docstring_is_covered(script):
+    suggested = re.findall(r"python examples/(\S+\.py .*?)(?:  |\n)", (EXAMPLES / script).read_text())
+    assert suggested
+    assert set(suggested) <= CALLS.keys()
+
+
+@pytest.mark.parametrize("command", CALLS)
+def test_reaches_its_conclusion(command, tmp_path):
+    quickly, exit_code, says = CALLS[command]
+    script, *arguments = f"{command} {quickly}".split()
+    finished = subprocess.run(
+        [sys.executable, EXAMPLES / script, *arguments],
+        cwd=tmp_path,  # neither the repository nor examples/: a lab runs from anywhere
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert finished.returncode == exit_code, finished.stdout + finished.stderr
+    assert re.search(says, finished.stderr if exit_code else finished.stdout, re.MULTILINE), finished.stdout
+    assert exit_code or not finished.stderr
+    assert all(len(line) <= 100 for line in finished.stdout.splitlines())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_help_shows_the_question_and_commands_to_copy(script, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert call_here(f"{script} --help", monkeypatch) == 0
+    text = capsys.readouterr().out
+    assert "\nQuestion   " in text
+    assert f"python examples/{script} --" in text
+    assert all(len(line) <= 100 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("command", WRONG_CALLS)
+def test_a_wrong_call_is_refused_with_the_fix(command, monkeypatch, capsys):
+    assert call_here(command, monkeypatch) == 2
+    assert WRONG_CALLS[command] in capsys.readouterr().err
+
+
+def call_here(command: str, monkeypatch: pytest.MonkeyPatch) -> object:
+    """Run a call that ends while it reads its arguments: no need for a process of its own."""
+    script, *arguments = command.split()
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+    return ended.value.code
