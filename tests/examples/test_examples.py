@@ -17,13 +17,14 @@ LEARNT = r"^conclusion: one process reads \d+\.\d% of the digits held back .*\n.
 EQUAL_TO_WHOLE_BATCH = "^conclusion: averaging gradients equals the whole batch: the two copies are identical"
 EQUAL_TO_UNCUT = "^conclusion: in all 8 steps the gradients equal those of the uncut network, bit for bit"
 MESSAGE_COST = r"^conclusion: a message below \d+ (B|KiB|MiB) is mostly latency"
-ON_GPU = (0, MESSAGE_COST) if torch.cuda.is_available() else (1, "^device 'cuda' was asked for, and torch sees no GPU")
+GPU = torch.cuda.is_available()
 
 # command as a learner types it → arguments that make it quick, exit code, what it says
 CALLS = {
     "monolith.py": ("--steps 200", 0, LEARNT),
     "monolith.py --width 256": ("--steps 120", 0, LEARNT),
     "monolith.py --batch 8": ("--steps 300", 0, LEARNT),
+    "monolith.py --device cuda": ("--steps 200", *((0, LEARNT) if GPU else (2, "torch sees no GPU"))),
     "monolith.py --init default": ("--steps 20", 1, r"^it did not learn: \d+\.\d% of the unseen digits read"),
     "manual_data_parallel.py": ("--steps 8", 0, EQUAL_TO_WHOLE_BATCH),
     "manual_data_parallel.py --batch 3": ("--steps 8", 0, EQUAL_TO_WHOLE_BATCH),
@@ -33,7 +34,7 @@ CALLS = {
     "manual_pipeline.py --batch 256": ("--steps 8", 0, EQUAL_TO_UNCUT),
     "ping_pong.py": ("--rounds 5", 0, MESSAGE_COST),
     "ping_pong.py --rounds 100": ("", 0, MESSAGE_COST),
-    "ping_pong.py --device cuda": ("--rounds 5", *ON_GPU),
+    "ping_pong.py --device cuda": ("--rounds 5", *((0, MESSAGE_COST) if GPU else (1, "torch sees no GPU"))),
 }
 
 WRONG_CALLS = {

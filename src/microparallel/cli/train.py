@@ -72,7 +72,7 @@ def train(
     summary = _run(chosen, resume, quiet)
     if summary is None:  # another rank of torchrun's world speaks
         return 0
-    print(json_format.dumps(summary, indent=2) if json else _sentence(summary))
+    print(json_format.dumps(summary, indent=2) if json else _report(summary))
     return 130 if summary["stopped_early"] else 0
 
 
@@ -131,15 +131,14 @@ def _run(config: TrainConfig, resume: Path | None, quiet: bool) -> dict[str, Any
     return first
 
 
-def _sentence(summary: dict[str, Any]) -> str:
-    parts = []
+def _report(summary: dict[str, Any]) -> str:
+    """What came of the run, in a few short lines."""
+    lines = []
     if summary["validation_accuracy"] is not None:
-        parts.append(f"validation accuracy {summary['validation_accuracy']:.1%}")
-    if summary["validation_loss"] is not None:
-        parts.append(f"validation loss {summary['validation_loss']:.4f}")
-    if summary["loss"] is not None:
-        parts.append(f"training loss {summary['loss']:.4f}")
-    ranks = summary["ranks"]
+        lines.append(f"validation accuracy {summary['validation_accuracy']:.1%}, loss {summary['validation_loss']:.4f}")
+    elif summary["validation_loss"] is not None:
+        lines.append(f"validation loss {summary['validation_loss']:.4f}")
+    loss = f", training loss {summary['loss']:.4f}" if summary["loss"] is not None else ""
     speed = f", {summary['samples_per_second']:,.0f} samples/s" if summary["samples_per_second"] else ""
-    parts.append(f"{summary['steps']} steps, {summary['seconds']:.1f} s{speed} on {ranks} rank{'s' * (ranks > 1)}")
-    return "\n".join([" · ".join(parts), f"kept in {summary['folder']}"])
+    lines.append(f"{summary['steps']} steps{loss}; {summary['seconds']:.1f} s{speed}")
+    return "\n".join([*lines, f"kept in {summary['folder']}"])

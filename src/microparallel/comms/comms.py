@@ -13,19 +13,18 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
-from microparallel.comms.calls import Call, describe, describe_content, describe_list
-from microparallel.comms.checking import Checker
-from microparallel.comms.failures import named_failures
+from microparallel.comms.calls import Call, describe, describe_list
+from microparallel.comms.conversation import Conversation
 from microparallel.comms.headers import read_headers, write_headers
 from microparallel.comms.reductions import check_reduction, finish_reduction, stand_in, wire_reduction
-from microparallel.comms.request import Request, Result
+from microparallel.comms.request import Request
 from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
 from microparallel.errors import UsageError
 from microparallel.transport.base import Work
 from microparallel.transport.torch_distributed import TorchTransport
 
 
-class Comms:
+class Comms(Conversation):
     """One rank's end of the conversation with all others of its group.
 
     Get one from `mp.launch` or `mp.connect`. Collectives must be called by every rank of the group, in the same order;
@@ -49,12 +48,9 @@ class Comms:
         check: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        self.rank = transport.rank
-        self.world_size = transport.world_size
+        super().__init__(transport, check)
         self.local_rank = local_rank
         self.device = device
-        self._transport = transport
-        self._checker = Checker(transport) if check and transport.world_size > 1 else None
         self._on_close = on_close
 
     # ── who is where ────────────────────────────────────────────────────────────────────────────────────────────
@@ -321,39 +317,3 @@ class Comms:
 
     def __repr__(self) -> str:
         return f"<Comms rank {self.rank} of {self.world_size} on {self.device}>"
-
-    # ── the steps that all primitives share ─────────────────────────────────────────────────────────────────────
-
-    def _collective(
-        self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]
-    ) -> Request[Result]:
-        """Start a call that every rank makes, after checking that they do."""
-        if self._checker is not None:
-            with named_failures(call, self._transport):
-                self._checker.agree(call)
-        return self._start(call, start, finish)
-
-    def _start(self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]) -> Request[Result]:
-        """Start transfers; a connection that is already gone fails here rather than in `wait()`."""
-        with named_failures(call, self._transport):
-            works = start()
-        return Request(call, works, finish, self._transport)
-
-    def _outputs(self, wire: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.empty_like(wire) for _ in range(self.world_size)]
-
-    def _content(self, wire: torch.Tensor) -> str:
-        # Where two backends work side by side, both ends must mean the same one.
-        place = f" on {wire.device.type}" if len(self._transport.carries) > 1 else ""
-        return describe_content(wire.dtype, wire.shape) + place
-
-    def _require_rank(self, name: str, argument: str, rank: int) -> None:
-        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
-            raise UsageError(
-                f"{name}: {argument}={rank!r} is not a rank of this world; ranks are 0 to {self.world_size - 1}"
-            )
-
-    def _require_peer(self, name: str, argument: str, rank: int) -> None:
-        self._require_rank(name, argument, rank)
-        if rank == self.rank:
-            raise UsageError(f"{name}: {argument}={rank} is this rank itself; a message needs another one")

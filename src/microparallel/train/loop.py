@@ -175,6 +175,6 @@ def _description(training: Training, config: TrainConfig) -> str:
     ranks = training.comms.world_size
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     return (
-        f"{config.model} ({parameters:,} parameters) on {training.data.description}; "
-        f"{ranks} rank{'s' * (ranks > 1)}, strategy {config.strategy}, {training.comms.device}"
+        f"{config.model}, {parameters:,} parameters; {config.strategy} on {ranks} rank{'s' * (ranks > 1)}, "
+        f"{training.comms.device.type}\n{training.data.description}"
     )

@@ -1,0 +1,59 @@
+"""The steps that all communication primitives share: check, start, wait, and name what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from microparallel.comms.calls import Call, describe_content
+from microparallel.comms.checking import Checker
+from microparallel.comms.failures import named_failures
+from microparallel.comms.request import Request, Result
+from microparallel.errors import UsageError
+from microparallel.transport.base import Work
+from microparallel.transport.torch_distributed import TorchTransport
+
+
+class Conversation:
+    """One rank's place in a group, and how its calls are made."""
+
+    def __init__(self, transport: TorchTransport, check: bool) -> None:
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self._transport = transport
+        self._checker = Checker(transport) if check and transport.world_size > 1 else None
+
+    def _collective(
+        self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]
+    ) -> Request[Result]:
+        """Start a call that every rank makes, after checking that they do."""
+        if self._checker is not None:
+            with named_failures(call, self._transport):
+                self._checker.agree(call)
+        return self._start(call, start, finish)
+
+    def _start(self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]) -> Request[Result]:
+        """Start transfers; a connection that is already gone fails here rather than in `wait()`."""
+        with named_failures(call, self._transport):
+            works = start()
+        return Request(call, works, finish, self._transport)
+
+    def _outputs(self, wire: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.empty_like(wire) for _ in range(self.world_size)]
+
+    def _content(self, wire: torch.Tensor) -> str:
+        # Where two backends work side by side, both ends must mean the same one.
+        place = f" on {wire.device.type}" if len(self._transport.carries) > 1 else ""
+        return describe_content(wire.dtype, wire.shape) + place
+
+    def _require_rank(self, name: str, argument: str, rank: int) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise UsageError(
+                f"{name}: {argument}={rank!r} is not a rank of this world; ranks are 0 to {self.world_size - 1}"
+            )
+
+    def _require_peer(self, name: str, argument: str, rank: int) -> None:
+        self._require_rank(name, argument, rank)
+        if rank == self.rank:
+            raise UsageError(f"{name}: {argument}={rank} is this rank itself; a message needs another one")
