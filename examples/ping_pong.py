@@ -67,6 +67,9 @@ def main() -> None:
 
     seconds = results[0]  # rank 0 starts each round, so its clock sees all of it
     latency = statistics.median(taken for size, taken in zip(SIZES, seconds, strict=True) if size <= 1024)
+    growth = seconds[SIZES.index(1024)] / seconds[0]  # would be 256 if a message cost as much as its bytes
+    if growth > 64 or seconds[-1] < 2 * latency:
+        sys.exit(f"no latency and bandwidth to be seen: is the machine busy? one way, in seconds: {seconds}")
     bandwidth = SIZES[-1] / (seconds[-1] - latency)  # bytes per second
     predicted = [latency + size / bandwidth for size in SIZES]
     print(f"{'message':>10}{'one way':>14}{'bandwidth':>18}{'predicted':>14}")
@@ -76,12 +79,9 @@ def main() -> None:
 
     misses = [max(taken / guess, guess / taken) for taken, guess in zip(seconds, predicted, strict=True)]
     print(f"\nlatency {latency * 1e6:,.0f} us (up to 1 KiB), bandwidth {bandwidth / 2**20:,.0f} MiB/s (at 16 MiB);")
-    print(f"what these two numbers predict is typically off by a factor of {statistics.median(misses):.2f}")
-    gain = (SIZES[-1] / seconds[-1]) / (SIZES[0] / seconds[0])
-    if gain < 10:
-        sys.exit(f"a byte should travel far cheaper in a large message, and it is only {gain:.1f} times cheaper")
-    print(f"conclusion: a message below {readable(latency * bandwidth)} is mostly latency, so send few large ones;")
-    print(f"            in the largest here, a byte is {gain:,.0f} times cheaper than in the smallest")
+    print(f"what these two numbers predict is typically off by a factor of {statistics.median(misses):.2f}\n")
+    print(f"conclusion: a message below {readable(latency * bandwidth)} is mostly latency, so send few large ones:")
+    print(f"            from 4 B to 1 KiB, 256 times the bytes took {growth:.1f} times as long")
 
 
 if __name__ == "__main__":

@@ -69,15 +69,14 @@ def test_the_readme_s_commands_exist():
     from microparallel.cli.app import app
 
     verbs = get_command(app).commands
-    text = (ROOT / "README.md").read_text().replace("\\\n", " ")
-    calls = re.findall(
-        r"microparallel (\w+)((?: +[^\s`|#]+)*)", "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.M | re.S))
-    )
+    text = (ROOT / "README.md").read_text()
+    commands = "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    calls = re.findall(r"microparallel (\w+)((?: +[^\s`|#]+)*)", commands)
     assert calls
     for verb, arguments in calls:
         assert verb in verbs
         flags = {name for parameter in verbs[verb].params for name in parameter.opts}
-        assert {flag for flag in re.findall(r"--[\w-]+", arguments)} <= flags
+        assert set(re.findall(r"--[\w-]+", arguments)) <= flags
 
 
 def test_the_readme_s_links_and_pictures_are_there():

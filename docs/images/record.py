@@ -5,6 +5,7 @@ python docs/images/record.py
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import re
@@ -56,7 +57,7 @@ def main() -> None:
     for name, command in PICTURES.items():
         with tempfile.TemporaryDirectory() as folder:
             screen = screen_of(command, Path(folder))
-        console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), force_terminal=True)
+        console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
         console.print(Text.from_ansi(f"\x1b[1m$ microparallel {' '.join(command)}\x1b[0m\n{screen}"))
         picture = console.export_svg(title="microparallel")
         # Without the fonts that rich would load from the network: a picture should not call home.

@@ -33,7 +33,7 @@ CALLS = {
     "manual_pipeline.py --cut 4": ("--steps 8", 0, EQUAL_TO_UNCUT),
     "manual_pipeline.py --batch 256": ("--steps 8", 0, EQUAL_TO_UNCUT),
     "ping_pong.py": ("--rounds 5", 0, MESSAGE_COST),
-    "ping_pong.py --rounds 100": ("", 0, MESSAGE_COST),
+    "ping_pong.py --rounds 100": ("--rounds 10", 0, MESSAGE_COST),
     "ping_pong.py --device cuda": ("--rounds 5", *((0, MESSAGE_COST) if GPU else (1, "torch sees no GPU"))),
 }
 

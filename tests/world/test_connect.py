@@ -19,13 +19,27 @@ with mp.connect(transport="gloo", timeout=30) as comms:
 """
 
 
-def run_ranks(environments):
+LOSING_ONE = """
+import os, signal, torch, microparallel as mp
+comms = mp.connect(transport="gloo", timeout=30)
+comms.barrier()
+if comms.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+try:
+    for _ in range(1000):
+        comms.all_reduce(torch.ones(1000))
+except mp.PeerLost as error:
+    print(error.ranks, error, sep="|", flush=True)
+"""
+
+
+def run_ranks(environments, script=SCRIPT):
     base = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER"))}
     processes = [
-        subprocess.Popen([sys.executable, "-c", SCRIPT], env=base | extra, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([sys.executable, "-c", script], env=base | extra, stdout=subprocess.PIPE, text=True)
         for extra in environments
     ]
-    return [process.communicate(timeout=50)[0].split() for process in processes]
+    return [process.communicate(timeout=50)[0].strip() for process in processes]
 
 
 def free_port():
@@ -58,13 +72,22 @@ def test_torchrun_variables():
     port = str(free_port())
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     rows = run_ranks([{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(2)])
-    assert rows == [["0", "2", "0", "3"], ["1", "2", "1", "3"]]
+    assert rows == ["0 2 0 3", "1 2 1 3"]
+
+
+def test_survivors_learn_which_rank_was_killed_in_which_call():
+    """No parent watches here: the ranks find out by themselves, and agree on who was first."""
+    shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    first, killed, last = run_ranks([{"RANK": str(rank), **shared} for rank in range(3)], LOSING_ONE)
+    assert first == "(1,)|rank 1 went away during all_reduce(float32[1000], op='sum') on rank 0"
+    assert killed == ""
+    assert last == "(1,)|rank 1 went away during all_reduce(float32[1000], op='sum') on rank 2"
 
 
 def test_slurm_variables():
     shared = {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
     rows = run_ranks([{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), **shared} for rank in range(2)])
-    assert rows == [["0", "2", "0", "3"], ["1", "2", "1", "3"]]
+    assert rows == ["0 2 0 3", "1 2 1 3"]
 
 
 def test_a_port_in_use_is_named(monkeypatch):
@@ -98,5 +121,5 @@ def test_unknown_names(arguments, words):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_nccl_without_a_gpu_is_refused_with_the_reason():
-    with pytest.raises(mp.UsageError, match="torch sees no GPU; use transport='gloo'"):
+    with pytest.raises(mp.UsageError, match="torch sees no GPU; choose 'gloo'"):
         mp.connect(transport="nccl")

@@ -105,25 +105,6 @@ def test_one_rank_failing_ends_the_others(pool, tmp_path, how, words):
     assert time.monotonic() - ended < 5
 
 
-def notice_loss(comms, folder):
-    announce(folder, comms)
-    comms.barrier()
-    if comms.rank == 1:
-        die()
-    try:
-        comms.all_reduce(torch.ones(1000))
-    except mp.PeerLost as error:
-        (folder / f"{comms.rank}.txt").write_text(f"{error.ranks} {error}")
-    time.sleep(60)  # the parent ends us before that
-
-
-def test_survivors_learn_which_rank_was_lost_in_which_call(pool, tmp_path):
-    with pytest.raises(mp.RankFailed, match="rank 1 was killed"):
-        pool.run(notice_loss, 2, tmp_path, timeout=30)
-    text = (tmp_path / "0.txt").read_text()
-    assert text == "(1,) rank 1 went away during all_reduce(float32[1000], op='sum') on rank 0"
-
-
 def notice_loss_by_itself(comms):
     if comms.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -80,11 +80,15 @@ class Comms(Conversation):
         """Start sending a tensor; do not change it before the request has been waited for."""
         return self._send("isend", tensor, dest)
 
-    def recv_tensor(self, shape: Sequence[int], src: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Wait for the next tensor from `src` and return it."""
+    def recv_tensor(self, shape: int | Sequence[int], src: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Wait for the next tensor from `src` and return it.
+
+        Both ends must mean the same shape and dtype. That is checked in checked mode; otherwise a shorter message than
+        expected leaves the rest of the tensor undefined, and a longer one ends the rank.
+        """
         return self._recv("recv_tensor", shape, src, dtype).wait()
 
-    def irecv(self, shape: Sequence[int], src: int, dtype: torch.dtype = torch.float32) -> Request[torch.Tensor]:
+    def irecv(self, shape: int | Sequence[int], src: int, dtype: torch.dtype = torch.float32) -> Request[torch.Tensor]:
         """Start receiving the next tensor from `src`; the request's `wait()` returns it."""
         return self._recv("irecv", shape, src, dtype)
 
@@ -99,9 +103,9 @@ class Comms(Conversation):
 
         return self._start(call, start, lambda: None)
 
-    def _recv(self, name: str, shape: Sequence[int], src: int, dtype: torch.dtype) -> Request[torch.Tensor]:
+    def _recv(self, name: str, shape: int | Sequence[int], src: int, dtype: torch.dtype) -> Request[torch.Tensor]:
         self._require_peer(name, "src", src)
-        wire = empty_on_wire(shape, dtype, self.device, self._transport.carries)
+        wire = empty_on_wire((shape,) if isinstance(shape, int) else shape, dtype, self.device, self._transport.carries)
         call = Call.of_two(name, self._content(wire), f"src={src}")
 
         def start() -> list[Work]:

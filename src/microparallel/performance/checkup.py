@@ -63,8 +63,7 @@ def check_transports(pool: Pool, progress: Callable[[str], None] = lambda _: Non
         try:
             times: list[MessageTime] = pool.run(ping_pong, 2, SIZES, transport=name, timeout=60)[0]
         except MicroparallelError as error:
-            reason = getattr(error, "refusal", None) or str(error).partition("\n")[0]
-            checks.append(TransportCheck(name, False, reason, []))
+            checks.append(TransportCheck(name, False, str(error).partition("\n")[0], []))
         else:
             small, large = times
             detail = f"{small.seconds * 1e6:.0f} µs for 4 KiB one way, {large.bytes_per_second / 1e9:.2f} GB/s at 4 MiB"

@@ -62,7 +62,7 @@ class TensorData:
 
     def batch(self, indices: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows with these numbers."""
-        rows = torch.tensor(indices, dtype=torch.int64)
+        rows = torch.as_tensor(indices, dtype=torch.int64)
         return self.inputs.index_select(0, rows), self.targets.index_select(0, rows)
 
 

@@ -134,7 +134,9 @@ def check_new(path: Path) -> None:
         raise ConfigError(f"--out {path} holds other files; choose a new or an empty folder")
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"--out {path} cannot be written: {there} is not a folder that you may write to")
+        raise ConfigError(
+            f"--out {path} cannot be written: {there} is not a folder that you may write to; choose another"
+        )
 
 
 def _new_folder(path: Path) -> Path:

@@ -39,6 +39,7 @@ def connect(
         ```
     """
     placement = find_placement(os.environ)
+    require_possible(transport, device, placement)
     if dist.is_initialized():
         return _adopt(placement, device, check)
     _use_fair_share_of_cores(placement)
@@ -56,7 +57,7 @@ def join(
     timeout: float = DEFAULT_TIMEOUT,
     check: bool = False,
 ) -> Comms:
-    """Become a rank of the world whose ranks meet in this store."""
+    """Become a rank of the world whose ranks meet in this store; the request is known to be possible."""
     backend = _choose_backend(transport, placement, store)
     chosen_device = _choose_device(device, backend, placement)
     if chosen_device.type == "cuda":
@@ -130,16 +131,23 @@ def _meeting_errors(placement: Placement, timeout: float) -> Iterator[None]:
         raise
 
 
-def _choose_backend(transport: str, placement: Placement, store: dist.Store) -> str:
+def require_possible(transport: str, device: str, placement: Placement) -> None:
+    """Refuse a transport or a device that this machine cannot offer, with the reason."""
     if transport not in TRANSPORTS:
         raise UsageError(f"there is no transport {transport!r}; choose one of {', '.join(TRANSPORTS)}")
-    obstacle = _obstacle_to_nccl(placement)
-    if transport == "nccl" and obstacle:
-        raise UsageError(f"transport 'nccl' cannot work here: {obstacle}; use transport='gloo'")
+    if device not in DEVICES:
+        raise UsageError(f"there is no device {device!r}; choose one of {', '.join(DEVICES)}")
+    if transport == "nccl" and (obstacle := _obstacle_to_nccl(placement)):
+        raise UsageError(f"transport 'nccl' cannot work here: {obstacle}; choose 'gloo'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device 'cuda' was asked for, and torch sees no GPU; choose 'cpu'")
+
+
+def _choose_backend(transport: str, placement: Placement, store: dist.Store) -> str:
     if transport != "auto":
         return transport
     # Machines may differ, and all ranks must choose alike.
-    store.set(f"nccl/{placement.rank}", "no" if obstacle else "yes")
+    store.set(f"nccl/{placement.rank}", "no" if _obstacle_to_nccl(placement) else "yes")
     answers = [store.get(f"nccl/{rank}") for rank in range(placement.world_size)]
     return "nccl" if all(answer == b"yes" for answer in answers) else "gloo"
 
@@ -154,10 +162,6 @@ def _obstacle_to_nccl(placement: Placement) -> str | None:
 
 
 def _choose_device(device: str, backend: str, placement: Placement) -> torch.device:
-    if device not in DEVICES:
-        raise UsageError(f"there is no device {device!r}; choose one of {', '.join(DEVICES)}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device 'cuda' was asked for, and torch sees no GPU; use device='cpu'")
     if device == "cuda" or (device == "auto" and backend == "nccl"):
         return torch.device("cuda", placement.local_rank % torch.cuda.device_count())
     return torch.device("cpu")

@@ -32,7 +32,7 @@ def launch(
         device: "auto", "cpu" or "cuda"; see `connect`.
         timeout: seconds after which the ranks are ended; None waits for ever.
         check: compare calls between ranks before each one; see `connect`.
-        named_arguments: handed to the function by name.
+        named_arguments: handed to the function by name (other than the four above, which are `launch`'s own).
 
     Raises:
         RankFailed: a rank raised, exited or was killed; says which, with its traceback.

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from microparallel.errors import LaunchError, RankFailed, RanksTimedOut, UsageError
 from microparallel.world.child import Finished, Job, Raised
-from microparallel.world.connect import DEFAULT_TIMEOUT
+from microparallel.world.connect import DEFAULT_TIMEOUT, require_possible
+from microparallel.world.placement import Placement
 from microparallel.world.rank_process import RankProcess
 
 _GRACE_FOR_FIRST_CAUSE = 1.5
@@ -61,6 +62,7 @@ class Pool:
             raise UsageError(f"ranks={ranks!r}: a world needs a whole number of ranks, at least 1")
         if timeout is not None and not timeout > 0:
             raise UsageError(f"timeout={timeout!r}: give a number of seconds greater than 0, or None to wait for ever")
+        require_possible(transport, device, Placement(0, ranks, local_rank=0, local_world_size=ranks))
         call = _dumps_call(function, arguments, named_arguments)
         self._worlds += 1
         name = f"world-{self._worlds}"
