@@ -6,6 +6,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+from microparallel.cli import main
 
 
 def microparallel(*arguments, cwd, **environment):
@@ -22,11 +25,15 @@ def microparallel(*arguments, cwd, **environment):
 
 def refused(result):
     """The one line a wrong call is answered with."""
-    assert result.returncode == 2, result.stderr
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
+    return the_one_line(result.returncode, result.stdout, result.stderr)
+
+
+def the_one_line(code, output, errors):
+    assert code == 2, errors
+    assert output == ""
+    assert "Traceback" not in errors
+    lines = errors.splitlines()
+    assert len(lines) == 1, errors
     return lines[0]
 
 
@@ -63,9 +70,8 @@ def refused(result):
     ],
     ids=lambda value: " ".join(value) if value and value[0] in ("train", "compare", "trian") else "",
 )
-def test_wrong_calls(tmp_path, arguments, words):
-    import torch
-
+def test_wrong_calls(tmp_path, monkeypatch, capfd, arguments, words):
+    """In this process, since there are many of them and torch takes seconds to import."""
     if "nccl" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     (tmp_path / "bad.toml").write_text("bacth = 3\n")
@@ -77,11 +83,22 @@ def test_wrong_calls(tmp_path, arguments, words):
         "def make_model(): return torch.nn.Linear(64, 10)\n"
         "def raises(): raise ValueError('no data today')\n"
     )
-    line = refused(microparallel(*arguments, cwd=tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["microparallel", *arguments])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    line = the_one_line(ended.value.code, *capfd.readouterr())
     for word in words:
         assert word in line
     assert not (tmp_path / "runs").exists()
     assert (tmp_path / "full" / "thesis.txt").read_text() == "precious"
+
+
+def test_a_wrong_call_in_a_process_of_its_own(tmp_path):
+    line = refused(microparallel("train", "--rnaks", 4, cwd=tmp_path))
+    assert "--rnaks" in line and "--ranks" in line
 
 
 def test_a_port_in_use(tmp_path):

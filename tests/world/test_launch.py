@@ -146,7 +146,7 @@ def test_a_timeout_says_where_each_rank_stood(pool):
     assert isinstance(caught.value, TimeoutError)
 
 
-@pytest.mark.parametrize("ranks", [0, -1, 1.5, True])
+@pytest.mark.parametrize("ranks", [0, -1, 1.5, True, 10**6])
 def test_a_senseless_number_of_ranks(ranks):
     with pytest.raises(mp.UsageError, match="ranks="):
         mp.launch(report, ranks)

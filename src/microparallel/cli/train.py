@@ -12,6 +12,7 @@ import typer
 
 from microparallel.cli import options
 from microparallel.errors import ConfigError
+from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import TrainConfig, merge, read_config
 from microparallel.train.run_folder import RunFolder, check_new
 
@@ -83,15 +84,13 @@ def _choose(given: dict[str, Any], file: Path | None, resume: Path | None) -> Tr
         values = merge(read_config(file) if file is not None else {}, given)
     else:
         values = merge(_values_of_run(resume, file, given), given)
-    world = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS")
-    if world is not None and world.isdigit() and int(world) > 1:
-        if values.get("ranks", int(world)) != int(world) and "ranks" in given:
+    world = find_placement(os.environ)
+    if world != ALONE:  # torchrun or Slurm has decided how many ranks there are
+        if given.get("ranks", world.world_size) != world.world_size:
             raise ConfigError(
-                f"--ranks {given['ranks']}: this process was started in a world of {world} ranks; leave --ranks out"
+                f"--ranks {given['ranks']}: this process belongs to a world of {world.world_size} ranks; leave it out"
             )
-        values["ranks"] = int(world)
-        if values.get("strategy") == "single":
-            values["strategy"] = "auto"
+        values["ranks"] = world.world_size
     return TrainConfig(**values).resolved()
 
 
@@ -107,8 +106,8 @@ def _values_of_run(resume: Path, file: Path | None, given: dict[str, Any]) -> di
                 f"--{name.replace('_', '-')} {value} would change a run that began with {values.get(name)}; "
                 f"leave it out, or start a new run (--resume allows: {', '.join(_CHANGEABLE).replace('_', '-')})"
             )
-    if values.get("strategy") == "single" and given.get("ranks", 1) != 1:
-        values["strategy"] = "auto"
+    if values.get("strategy") == "single" and "strategy" not in given:
+        values["strategy"] = "auto"  # it may go on with more ranks
     return values
 
 
@@ -120,7 +119,7 @@ def _run(config: TrainConfig, resume: Path | None, quiet: bool) -> dict[str, Any
     from microparallel.world import connect, launch
 
     check(config)
-    if config.ranks == 1 or "WORLD_SIZE" in os.environ or "SLURM_NTASKS" in os.environ:
+    if config.ranks == 1 or find_placement(os.environ) != ALONE:
         with connect(config.transport, device=config.device) as comms:
             summary = train_rank(comms, config, resume, quiet)
             return summary if comms.rank == 0 else None

@@ -1,5 +1,14 @@
-"""The machine: its cores; later its meshes of ranks and the links between them."""
+"""The machine: its cores, and where a process stands among the ranks."""
 
-from microparallel.topology.cores import DO_NOT_SPIN, available_cores, threads_per_rank
+from microparallel.topology.cores import DO_NOT_SPIN, MOST_RANKS_PER_CORE, available_cores, threads_per_rank
+from microparallel.topology.placement import ALONE, Placement, find_placement
 
-__all__ = ["DO_NOT_SPIN", "available_cores", "threads_per_rank"]
+__all__ = [
+    "ALONE",
+    "DO_NOT_SPIN",
+    "MOST_RANKS_PER_CORE",
+    "Placement",
+    "available_cores",
+    "find_placement",
+    "threads_per_rank",
+]

@@ -9,6 +9,8 @@ from pathlib import Path
 # wants a core, they wait a whole time slice for a thread that is not running, at every operation.
 DO_NOT_SPIN = ("OMP_WAIT_POLICY", "PASSIVE")
 
+MOST_RANKS_PER_CORE = 64  # far beyond what is of use; past it a machine only swaps
+
 
 def available_cores() -> int:
     """The cores this process may run on, also inside a container with a smaller share."""

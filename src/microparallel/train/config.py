@@ -18,7 +18,7 @@ from typing import Any
 import tomli_w
 
 from microparallel.errors import ConfigError
-from microparallel.topology import available_cores
+from microparallel.topology import MOST_RANKS_PER_CORE, available_cores
 from microparallel.train import user_code
 
 MODELS = ("mlp", "gpt")
@@ -54,7 +54,6 @@ _CHOICES = {
 }
 _CHOICES_OR_YOUR_OWN = {"model": MODELS, "loss": LOSSES}  # or "module:function"
 _WORDS = {"int": "a whole number", "float": "a number", "str": "text in quotes", "bool": "true or false"}
-_RANKS_PER_CORE = 64  # far beyond what is of use; past it a machine only swaps
 _LARGEST_SEED = 2**32 - 1  # the largest that Python, torch and numpy all take
 
 
@@ -184,10 +183,10 @@ def _check_whole_number(name: str, value: int, given: str) -> None:
             raise ConfigError(f"{given}: a seed is a whole number from 0 to {_LARGEST_SEED}; try 0")
     elif value < 1:
         raise ConfigError(f"{given}: must be at least 1; try 1, or leave it out")
-    elif name == "ranks" and value > _RANKS_PER_CORE * (cores := available_cores()):
+    elif name == "ranks" and value > MOST_RANKS_PER_CORE * (cores := available_cores()):
         raise ConfigError(
             f"{given}: this machine has {cores} core{'s' * (cores > 1)}, "
-            f"and more than {_RANKS_PER_CORE} ranks a core cannot work; try {cores}"
+            f"and more than {MOST_RANKS_PER_CORE} ranks a core cannot work; try {cores}"
         )
 
 

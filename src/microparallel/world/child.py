@@ -107,8 +107,8 @@ def _join(job: Job) -> Any:
     import torch.distributed as dist
 
     from microparallel.topology import threads_per_rank
+    from microparallel.topology.placement import Placement
     from microparallel.world.connect import join
-    from microparallel.world.placement import Placement
 
     os.environ.update(
         RANK=str(job.rank),

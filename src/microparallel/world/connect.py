@@ -13,8 +13,8 @@ import torch.distributed as dist
 from microparallel.comms import Comms
 from microparallel.errors import CommsTimeout, UsageError
 from microparallel.topology import threads_per_rank
+from microparallel.topology.placement import Placement, find_placement
 from microparallel.transport.torch_distributed import TorchTransport
-from microparallel.world.placement import Placement, find_placement
 
 TRANSPORTS = ("auto", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")

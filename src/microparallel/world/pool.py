@@ -17,9 +17,9 @@ import cloudpickle
 import torch.distributed as dist
 
 from microparallel.errors import LaunchError, RankFailed, RanksTimedOut, UsageError
+from microparallel.topology import MOST_RANKS_PER_CORE, Placement, available_cores
 from microparallel.world.child import Finished, Job, Raised
 from microparallel.world.connect import DEFAULT_TIMEOUT, require_possible
-from microparallel.world.placement import Placement
 from microparallel.world.rank_process import RankProcess
 
 _GRACE_FOR_FIRST_CAUSE = 1.5
@@ -60,6 +60,10 @@ class Pool:
         """Run `function(comms, *arguments, **named_arguments)` on every rank; see `launch`."""
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise UsageError(f"ranks={ranks!r}: a world needs a whole number of ranks, at least 1")
+        if ranks > MOST_RANKS_PER_CORE * (cores := available_cores()):
+            raise UsageError(
+                f"ranks={ranks}: this machine has {cores} cores, and more than {MOST_RANKS_PER_CORE} ranks a core cannot work"
+            )
         if timeout is not None and not timeout > 0:
             raise UsageError(f"timeout={timeout!r}: give a number of seconds greater than 0, or None to wait for ever")
         require_possible(transport, device, Placement(0, ranks, local_rank=0, local_world_size=ranks))

@@ -3,7 +3,7 @@
 import pytest
 
 import microparallel as mp
-from microparallel.world.placement import ALONE, find_placement, first_host
+from microparallel.topology.placement import ALONE, find_placement, first_host
 
 
 def test_nothing_set_is_a_world_of_one():
@@ -44,6 +44,12 @@ def test_slurm():
     )
     assert (placement.rank, placement.world_size, placement.local_rank, placement.local_world_size) == (6, 11, 2, 4)
     assert (placement.address, placement.port) == ("gpu003.cluster", 23456)
+
+
+def test_the_batch_script_itself_is_no_task():
+    script = {"ENVIRONMENT": "BATCH", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+    assert find_placement(script) == ALONE
+    assert find_placement(script | {"SLURM_STEP_ID": "0"}).world_size == 4
 
 
 @pytest.mark.parametrize(

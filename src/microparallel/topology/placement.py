@@ -36,7 +36,9 @@ def find_placement(environment: Mapping[str, str]) -> Placement:
     """Read torchrun's variables; Slurm's when those are absent; a world of one when there are none."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return _from_torchrun(environment)
-    if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment:
+    # The script that sbatch runs has Slurm's variables too, but it is no task: only srun starts those.
+    batch_script = environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment
+    if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment and not batch_script:
         return _from_slurm(environment)
     return ALONE
 
