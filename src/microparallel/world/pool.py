@@ -62,7 +62,7 @@ class Pool:
             raise UsageError(f"ranks={ranks!r}: a world needs a whole number of ranks, at least 1")
         if ranks > MOST_RANKS_PER_CORE * (cores := available_cores()):
             raise UsageError(
-                f"ranks={ranks}: this machine has {cores} cores, and more than {MOST_RANKS_PER_CORE} ranks a core cannot work"
+                f"ranks={ranks}: more than {MOST_RANKS_PER_CORE} ranks a core cannot work, and {cores} are here"
             )
         if timeout is not None and not timeout > 0:
             raise UsageError(f"timeout={timeout!r}: give a number of seconds greater than 0, or None to wait for ever")
