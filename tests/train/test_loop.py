@@ -61,6 +61,19 @@ def test_resuming_repeats_the_losses_bit_for_bit(pool, whole_run, tmp_path, dama
     assert resumed["validation_loss"] == summary["validation_loss"]
 
 
+def test_a_finished_run_stays_as_it_is_and_can_be_made_longer(pool, whole_run, tmp_path):
+    out, summary = whole_run
+    copy = tmp_path / "copy"
+    shutil.copytree(out, copy)
+    again = run(pool, configuration(out), resume=copy)
+    for name in ("steps", "loss", "validation_loss"):
+        assert again[name] == summary[name]
+    assert losses(copy) == losses(out)
+    longer = run(pool, configuration(out, steps=10), resume=copy)
+    assert longer["steps"] == 10 and len(losses(copy)) == 10
+    assert "steps = 10" in (copy / "config.toml").read_text()
+
+
 def test_resuming_with_dropout_and_another_order_of_epochs(pool, tmp_path):
     """The random state of every rank and the position in the middle of an epoch are part of a checkpoint."""
     settings = {

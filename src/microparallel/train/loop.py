@@ -15,7 +15,7 @@ from microparallel.errors import CheckpointError, MicroparallelError
 from microparallel.train import checkpoint
 from microparallel.train.build import build, total_steps
 from microparallel.train.config import TrainConfig
-from microparallel.train.progress import Display, Shown, display_for
+from microparallel.train.progress import Display, display_for
 from microparallel.train.run_folder import RunFolder
 from microparallel.train.stopping import StopTogether
 from microparallel.train.training import Training, Validation
@@ -28,7 +28,8 @@ def train(comms: Comms, config: TrainConfig, resume: Path | None = None, quiet: 
     """
     config = config.resolved()
     training = build(config, comms)
-    with Shown(display_for(comms.rank, quiet)) as display, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        display = stack.enter_context(contextlib.closing(display_for(comms.rank, quiet)))
         folder = None
         if comms.rank == 0:
             folder = stack.enter_context(
@@ -38,6 +39,7 @@ def train(comms: Comms, config: TrainConfig, resume: Path | None = None, quiet: 
             _go_on_from_latest(training, resume, display)
             if folder is not None:
                 folder.truncate_metrics(after_step=training.steps_done)
+                folder.write_config(config)  # it may go on with more steps, or other ranks
         return _Run(training, config, folder, display).to_the_end()
 
 
@@ -49,9 +51,8 @@ class _Run:
         self._display = display
         self._total = total_steps(config, training.sampler)
         self._validate_every = config.validate_every or len(training.sampler)
-        self._losses: list[float] = []
         self._validation: Validation | None = None
-        self._saved_at = -1
+        self._saved_at = training.steps_done  # nothing new to save yet
 
     def to_the_end(self) -> dict[str, Any]:
         training = self._training
@@ -64,6 +65,8 @@ class _Run:
                 stopped = training.steps_done < self._total and stop.agreed()
             self._save()
         seconds = time.monotonic() - started
+        if training.steps_done == first_step:
+            self._display.note(f"nothing left to do after {first_step} steps; --steps or --epochs makes the run longer")
         if stopped:
             self._display.note(f"stopped after step {training.steps_done} of {self._total}; {self._how_to_go_on()}")
         else:
@@ -81,7 +84,6 @@ class _Run:
         loss = training.step()
         seconds = time.monotonic() - begun
         done = training.steps_done
-        self._losses.append(loss)
         speed = training.sampler.batch / seconds
         self._record({"step": done, "epoch": epoch, "loss": loss, "samples_per_second": round(speed, 1)})
         self._display.step(done, loss, speed)
@@ -101,12 +103,12 @@ class _Run:
                     "validation_accuracy": self._validation.accuracy,
                 }
             )
-            self._display.validation(done, self._validation)
+            self._display.validation(self._validation)
 
     def _save(self) -> None:
         """Save a checkpoint: every rank tells its random state, rank 0 writes."""
         training = self._training
-        if training.steps_done in (0, self._saved_at):
+        if training.steps_done == self._saved_at:
             return
         state = training.state()
         self._saved_at = training.steps_done
@@ -136,7 +138,7 @@ class _Run:
             "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
             "steps": training.steps_done,
             "stopped_early": stopped,
-            "loss": self._losses[-1] if self._losses else None,
+            "loss": training.last_loss,
             "validation_loss": self._validation.loss if self._validation else None,
             "validation_accuracy": self._validation.accuracy if self._validation else None,
             "seconds": round(seconds, 3),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -14,8 +12,8 @@ from microparallel.train.training import Validation
 _SECONDS_BETWEEN_LINES = 5.0
 
 
-class Display(Protocol):
-    """Something that shows how training goes."""
+class Display:
+    """Shows how training goes. This one shows nothing: it is for the other ranks, and for scripts."""
 
     def start(self, description: str, done: int, total: int) -> None:
         """Show that the run begins (or goes on)."""
@@ -23,7 +21,7 @@ class Display(Protocol):
     def step(self, done: int, loss: float, samples_per_second: float) -> None:
         """Show a step."""
 
-    def validation(self, done: int, result: Validation) -> None:
+    def validation(self, result: Validation) -> None:
         """Show a measurement on held-back data."""
 
     def note(self, text: str) -> None:
@@ -33,26 +31,7 @@ class Display(Protocol):
         """Leave the terminal tidy."""
 
 
-class Silent:
-    """Shows nothing: for the other ranks, and for scripts."""
-
-    def start(self, description: str, done: int, total: int) -> None:
-        """Show nothing."""
-
-    def step(self, done: int, loss: float, samples_per_second: float) -> None:
-        """Show nothing."""
-
-    def validation(self, done: int, result: Validation) -> None:
-        """Show nothing."""
-
-    def note(self, text: str) -> None:
-        """Show nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Bar:
+class Bar(Display):
     """A live bar with loss, speed and the time that is left."""
 
     def __init__(self, console: Console) -> None:
@@ -82,7 +61,7 @@ class Bar:
             self._task, completed=done, loss=f"{loss:.4f}", accuracy=self._accuracy, speed=f"{samples_per_second:,.0f}"
         )
 
-    def validation(self, done: int, result: Validation) -> None:  # noqa: ARG002
+    def validation(self, result: Validation) -> None:
         """Put the measurement beside the loss."""
         self._accuracy = _words(result)
         self._progress.update(self._task, accuracy=self._accuracy)
@@ -96,7 +75,7 @@ class Bar:
         self._progress.stop()
 
 
-class Lines:
+class Lines(Display):
     """A plain line every few seconds, for log files and pipes."""
 
     def __init__(self, console: Console) -> None:
@@ -118,36 +97,15 @@ class Lines:
             self._printed = now
             self.note(f"step {done}/{self._total}  loss {loss:.4f}  {samples_per_second:,.0f} samples/s")
 
-    def validation(self, done: int, result: Validation) -> None:
-        """Keep quiet: the measurement is in metrics.jsonl and the summary."""
-
     def note(self, text: str) -> None:
         """Print a line."""
         self._console.print(text, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Shown:
-    """A display that is closed whatever happens."""
-
-    def __init__(self, display: Display) -> None:
-        self._display = display
-
-    def __enter__(self) -> Display:
-        return self._display
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._display.close()
 
 
 def display_for(rank: int, quiet: bool = False) -> Display:
     """The display that suits this rank and where its standard error goes."""
     if rank != 0 or quiet:
-        return Silent()
+        return Display()
     console = Console(stderr=True)
     return Bar(console) if console.is_terminal else Lines(console)
 

@@ -43,14 +43,15 @@ class RunFolder:
         """Make the folder of a new run, `default_path` where `out` is None, and write the configuration into it."""
         try:
             path = _new_default_folder(config) if out is None else _new_folder(Path(out))
-            write_atomically(path / "config.toml", config_text(config).encode("utf-8"))
+            run = cls(path)
+            run.write_config(config)
             sync_folder(path.parent)
         except OSError as error:
             folder = "runs" if out is None else f"--out {out}"
             raise ConfigError(
                 f"{folder} cannot be written: {error.strerror or error}; choose an --out that you may write to"
             ) from error
-        return cls(path)
+        return run
 
     @classmethod
     def open(cls, path: Path | str) -> RunFolder:
@@ -68,6 +69,10 @@ class RunFolder:
         name = f"{now:%Y%m%d-%H%M%S}-{model}"
         candidates = (Path("runs", name + (f"-{number}" if number > 1 else "")) for number in itertools.count(1))
         return next(path for path in candidates if not path.exists())
+
+    def write_config(self, config: TrainConfig) -> None:
+        """Write what the run was told to config.toml, all of it or nothing."""
+        write_atomically(self.config_file, config_text(config).encode("utf-8"))
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl, to be seen at once by whoever follows the file.

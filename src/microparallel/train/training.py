@@ -53,6 +53,7 @@ class Training:
         self.data = data
         self.sampler = sampler
         self.steps_done = 0
+        self.last_loss: float | None = None
         self._strategy = strategy
         self._learning_rate = learning_rate
         self._dtype = dtype
@@ -68,7 +69,8 @@ class Training:
         loss = self._strategy(inputs, targets, samples)
         self.optimizer.step()
         self.steps_done += 1
-        return float(loss)
+        self.last_loss = float(loss)
+        return self.last_loss
 
     def validate(self) -> Validation | None:
         """Measure on the held-back data, every rank on its share; None when nothing was held back."""
@@ -98,7 +100,11 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Where the run stands, beside the model and the optimizer; every rank must ask for it together."""
-        return {"sampler": self.sampler.state_dict(), "random": _gather_json(random_state.capture(), self.comms)}
+        return {
+            "loss": self.last_loss,
+            "sampler": self.sampler.state_dict(),
+            "random": _gather_json(random_state.capture(), self.comms),
+        }
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint, bit for bit when the world has the size it had then."""
@@ -110,6 +116,7 @@ class Training:
         self.sampler.load_state_dict(checkpoint.state["sampler"])
         self._batches = iter(())
         self.steps_done = checkpoint.step
+        self.last_loss = checkpoint.state["loss"]
         states = checkpoint.state["random"]
         if len(states) == self.comms.world_size:
             random_state.restore(states[self.comms.rank])
