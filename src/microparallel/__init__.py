@@ -20,6 +20,8 @@ __version__ = "0.1.0"
 # public name → the module it lives in
 _HOMES = {
     "Comms": "microparallel.comms",
+    "all_reduce_in_process": "microparallel.comms.in_process",
+    "run_in_process": "microparallel.comms.in_process",
     "Request": "microparallel.comms",
     "Pool": "microparallel.world",
     "connect": "microparallel.world",
@@ -33,6 +35,7 @@ _HOMES = {
             "ConfigError",
             "DataError",
             "PartitionError",
+            "ProgramError",
             "LaunchError",
             "RankFailed",
             "RanksTimedOut",
@@ -45,7 +48,7 @@ _HOMES = {
         "microparallel.errors",
     ),
 }
-_MODULES = ("models",)
+_MODULES = ("collectives", "models", "program")
 
 __all__ = [*sorted(_HOMES), *_MODULES]  # noqa: PLE0604
 

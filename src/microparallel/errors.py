@@ -5,7 +5,8 @@ MicroparallelError
 ├── UsageError (ValueError)      what the caller asked for cannot be done; the command line exits with 2
 │   ├── ConfigError              a flag, or a key of a configuration file
 │   ├── DataError                a file or dataset that is missing, empty or of the wrong kind
-│   └── PartitionError           a model that cannot be cut that way
+│   ├── PartitionError           a model that cannot be cut that way
+│   └── ProgramError             a program that is not well-formed, or does not do what it says
 ├── LaunchError                  a world of ranks that did not come to its end
 │   ├── RankFailed               .rank raised, exited or was killed; the traceback is in the text
 │   └── RanksTimedOut            .ranks had not finished in time; the text says where each stood
@@ -40,6 +41,10 @@ class DataError(UsageError):
 
 class PartitionError(UsageError):
     """A model cannot be cut into the pieces that were asked for."""
+
+
+class ProgramError(UsageError):
+    """A program is not well-formed, or does not do what it says it does."""
 
 
 class LaunchError(MicroparallelError):

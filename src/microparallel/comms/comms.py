@@ -13,13 +13,16 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
+from microparallel.collectives import all_reduce_program
 from microparallel.comms.calls import Call, describe, describe_list
 from microparallel.comms.conversation import Conversation
 from microparallel.comms.headers import read_headers, write_headers
+from microparallel.comms.interpreter import COMBINE, Memory, perform, slices_of
 from microparallel.comms.reductions import check_reduction, finish_reduction, stand_in, wire_reduction
 from microparallel.comms.request import Request
 from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
 from microparallel.errors import UsageError
+from microparallel.program import Program
 from microparallel.transport.base import Work
 from microparallel.transport.torch_distributed import TorchTransport
 
@@ -256,28 +259,36 @@ class Comms(Conversation):
         Args:
             tensor: this rank's contribution, overwritten with the result.
             op: "sum", "mean", "min", "max" or "product".
-            algorithm: "auto" leaves the choice to the transport.
+            algorithm: "auto" leaves the choice to the transport; a name such as "ring" or "tree" runs that program of
+                `mp.collectives` over point-to-point messages.
             async_op: return a `Request` at once; its `wait()` returns the tensor.
         """
-        if algorithm != "auto":
-            raise UsageError(f"all_reduce: there is no algorithm {algorithm!r}; choose 'auto'")
-        call = Call.of_all("all_reduce", describe(tensor), f"op={op!r}")
-        request = self._all_reduce(call, tensor, op)
+        chosen = "" if algorithm == "auto" else f", algorithm={algorithm!r}"
+        call = Call.of_all("all_reduce", describe(tensor), f"op={op!r}{chosen}")
+        program = None if algorithm == "auto" else all_reduce_program(algorithm, self.world_size)
+        request = self._all_reduce(call, tensor, op, program)
         return request if async_op else request.wait()
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """Average everybody's tensor, in place, on every rank."""
         return self.all_reduce(tensor, op="mean")
 
-    def _all_reduce(self, call: Call, tensor: torch.Tensor, op: str) -> Request[torch.Tensor]:
+    def _all_reduce(
+        self, call: Call, tensor: torch.Tensor, op: str, program: Program | None = None
+    ) -> Request[torch.Tensor]:
         check_reduction(op, tensor.dtype, "all_reduce")
         require_writable(tensor, "all_reduce")
         wire = to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype))
-        return self._collective(
-            call,
-            lambda: [self._transport.all_reduce(wire, wire_reduction(op))],
-            lambda: from_wire(finish_reduction(wire, op, self.world_size), tensor),
-        )
+
+        def start() -> list[Work]:
+            if program is None:
+                return [self._transport.all_reduce(wire, wire_reduction(op))]
+            memory = Memory(wire, slices_of(program))
+            for work in perform(program.ranks[self.rank], memory, self._transport, COMBINE[wire_reduction(op)]):
+                work.wait()
+            return []
+
+        return self._collective(call, start, lambda: from_wire(finish_reduction(wire, op, self.world_size), tensor))
 
     # ── smaller worlds ──────────────────────────────────────────────────────────────────────────────────────────
 

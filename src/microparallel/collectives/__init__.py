@@ -1,0 +1,70 @@
+"""Programs for one collective, each a short pure function of the number of ranks."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+
+from microparallel.collectives.all_to_all import all_to_all_all_reduce
+from microparallel.collectives.direct import direct_all_reduce
+from microparallel.collectives.halving_doubling import halving_doubling_all_reduce
+from microparallel.collectives.hierarchical import hierarchical_all_reduce
+from microparallel.collectives.naive import naive_all_reduce
+from microparallel.collectives.recursive_doubling import recursive_doubling_all_reduce
+from microparallel.collectives.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from microparallel.collectives.rooted import gather, scatter
+from microparallel.collectives.tree import tree_all_reduce, tree_broadcast, tree_reduce
+from microparallel.errors import UsageError
+from microparallel.program import Program
+
+ALL_REDUCES: dict[str, Callable[..., Program]] = {
+    "naive": naive_all_reduce,
+    "all-to-all": all_to_all_all_reduce,
+    "tree": tree_all_reduce,
+    "ring": ring_all_reduce,
+    "recursive-doubling": recursive_doubling_all_reduce,
+    "halving-doubling": halving_doubling_all_reduce,
+    "direct": direct_all_reduce,
+    "hierarchical": hierarchical_all_reduce,
+}
+OTHERS: dict[str, Callable[..., Program]] = {
+    "reduce-scatter": ring_reduce_scatter,
+    "all-gather": ring_all_gather,
+    "broadcast": tree_broadcast,
+    "reduce": tree_reduce,
+    "scatter": scatter,
+    "gather": gather,
+}
+
+
+def build(name: str, ranks: int, **options: int) -> Program:
+    """Build a collective by name, for any number of ranks.
+
+    `ring`, `tree` and the like are all-reduces; `hierarchical` takes `ranks_per_node`. The others are
+    `reduce-scatter`, `all-gather`, `broadcast`, `reduce`, `scatter` and `gather`.
+    """
+    builders = ALL_REDUCES | OTHERS
+    if name not in builders:
+        near = difflib.get_close_matches(name, builders, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(builders)}"
+        raise UsageError(f"there is no collective {name!r}; {hint}")
+    if ranks < 1:
+        raise UsageError(f"ranks={ranks}: a collective needs at least 1 rank")
+    try:
+        return builders[name](ranks, **options)
+    except TypeError as error:
+        raise UsageError(f"collective {name!r} does not take {', '.join(options)}") from error
+
+
+@functools.cache
+def all_reduce_program(name: str, ranks: int) -> Program:
+    """Build an all-reduce by name, once: a collective in a training loop is called again and again."""
+    if name not in ALL_REDUCES:
+        near = difflib.get_close_matches(name, ALL_REDUCES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of auto, {', '.join(ALL_REDUCES)}"
+        raise UsageError(f"there is no all-reduce algorithm {name!r}; {hint}")
+    return build(name, ranks)
+
+
+__all__ = ["ALL_REDUCES", "OTHERS", "all_reduce_program", "build"]

@@ -1,0 +1,31 @@
+"""Exchange everything with a partner twice as far away each time: the fewest steps there can be."""
+
+from __future__ import annotations
+
+from microparallel.collectives.folding import folded
+from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+
+_ALL = Chunk(0, 1)
+
+
+def recursive_doubling_all_reduce(ranks: int) -> Program:
+    """After step k, groups of 2^k ranks hold the same sum.
+
+    ```
+    rank 0: >C0@1 <+C0@1 >C0@2 <+C0@2
+    rank 1: >C0@0 <+C0@0 >C0@3 <+C0@3
+    rank 2: >C0@3 <+C0@3 >C0@0 <+C0@0
+    rank 3: >C0@2 <+C0@2 >C0@1 <+C0@1
+    ```
+    """
+    return Program("recursive-doubling", Collective("all-reduce", 1), folded(ranks, _ALL, _exchanges))
+
+
+def _exchanges(position: int, ranks: list[int]) -> list[Op]:
+    ops: list[Op] = []
+    distance = 1
+    while distance < len(ranks):
+        partner = ranks[position ^ distance]
+        ops += [Send(_ALL, partner), Recv(_ALL, partner, reduce=True)]
+        distance *= 2
+    return ops

@@ -1,0 +1,57 @@
+"""Round the ring: every link carries a slice at every step, so no byte travels further than it must."""
+
+from __future__ import annotations
+
+from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+
+
+def ring_all_reduce(ranks: int) -> Program:
+    """Scatter-reduce, then all-gather: 2(p−1) steps, in each of which every rank passes one slice to the next.
+
+    ```
+    rank 0: >C0@1 <+C2@2 >C2@1 <+C1@2 | >C1@1 <C0@2 >C0@1 <C2@2
+    rank 1: >C1@2 <+C0@0 >C0@2 <+C2@0 | >C2@2 <C1@0 >C1@2 <C0@0
+    rank 2: >C2@0 <+C1@1 >C1@0 <+C0@1 | >C0@0 <C2@1 >C2@0 <C1@1
+    ```
+
+    After the first half, rank r holds the whole sum of slice r + 1; the second half passes the sums on.
+    """
+    ops = [(*_scatter_reduce(rank, ranks, 0), *_all_gather(rank, ranks, 1)) for rank in range(ranks)]
+    return Program("ring", Collective("all-reduce", ranks), tuple(ops))
+
+
+def ring_reduce_scatter(ranks: int) -> Program:
+    """The first half of the ring, turned so that rank r ends with slice r."""
+    ops = [tuple(_scatter_reduce(rank, ranks, -1)) for rank in range(ranks)]
+    return Program("ring-reduce-scatter", Collective("reduce-scatter", ranks), tuple(ops))
+
+
+def ring_all_gather(ranks: int) -> Program:
+    """The second half of the ring, begun with rank r holding slice r."""
+    ops = [tuple(_all_gather(rank, ranks, 0)) for rank in range(ranks)]
+    return Program("ring-all-gather", Collective("all-gather", ranks), tuple(ops))
+
+
+def _scatter_reduce(rank: int, ranks: int, first: int) -> list[Op]:
+    """Pass slices on, adding one's own to each; `first` turns which slice is passed first."""
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    ops: list[Op] = []
+    for step in range(ranks - 1):
+        ops += [Send(_slice(rank + first - step, ranks), after)]
+        ops += [Recv(_slice(rank + first - step - 1, ranks), before, reduce=True)]
+    return ops
+
+
+def _all_gather(rank: int, ranks: int, first: int) -> list[Op]:
+    """Pass whole slices on until everybody has all of them, beginning with one's own."""
+    after, before = (rank + 1) % ranks, (rank - 1) % ranks
+    ops: list[Op] = []
+    for step in range(ranks - 1):
+        ops += [Send(_slice(rank + first - step, ranks), after)]
+        ops += [Recv(_slice(rank + first - step - 1, ranks), before)]
+    return ops
+
+
+def _slice(number: int, ranks: int) -> Chunk:
+    number %= ranks
+    return Chunk(number, number + 1)

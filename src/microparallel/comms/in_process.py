@@ -1,0 +1,60 @@
+"""A collective among tensors of one process: no ranks are started, and every hop can be watched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from microparallel.collectives import build
+from microparallel.comms.calls import describe
+from microparallel.comms.interpreter import COMBINE, Memory, perform, slices_of
+from microparallel.errors import ProgramError, UsageError
+from microparallel.program import Program
+from microparallel.transport.base import Work
+from microparallel.transport.in_process import Awaited, Channels, InProcessTransport
+
+
+def all_reduce_in_process(name: str, tensors: Sequence[torch.Tensor], **options: int) -> None:
+    """Sum a list of tensors in place, each tensor playing one rank of the named all-reduce.
+
+    The tensors may be on different devices. Afterwards they all hold the same bits.
+
+    Example:
+        ```python
+        tensors = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])]
+        mp.all_reduce_in_process("ring", tensors)
+        print(tensors)  # [tensor([11., 22.]), tensor([11., 22.])]
+        ```
+    """
+    if not tensors:
+        raise UsageError("all_reduce_in_process: the list of tensors is empty; give one for each rank")
+    for index, tensor in enumerate(tensors):
+        if (tensor.shape, tensor.dtype) != (tensors[0].shape, tensors[0].dtype):
+            raise UsageError(
+                f"all_reduce_in_process: tensor {index} is {describe(tensor)}, and tensor 0 is {describe(tensors[0])}; "
+                "all must be alike"
+            )
+    run_in_process(build(name, len(tensors), **options), tensors)
+
+
+def run_in_process(program: Program, tensors: Sequence[torch.Tensor]) -> None:
+    """Run a collective program on one tensor for each rank, in place; the ranks take turns."""
+    slices = slices_of(program)
+    channels = Channels()
+    flat = [tensor.detach().contiguous() for tensor in tensors]
+    runs = [
+        perform(ops, Memory(tensor, slices), InProcessTransport(rank, len(flat), channels), COMBINE["sum"])
+        for rank, (ops, tensor) in enumerate(zip(program.ranks, flat, strict=True))
+    ]
+    waiting: dict[int, Work | None] = dict.fromkeys(range(len(runs)))  # what each unfinished rank waits for
+    while waiting:
+        ready = [rank for rank, work in waiting.items() if not isinstance(work, Awaited) or work.poll()]
+        if not ready:
+            raise ProgramError(f"program {program.name!r} stands still: ranks {sorted(waiting)} wait for each other")
+        for rank in ready:
+            waiting[rank] = next(runs[rank], None)
+            if waiting[rank] is None:
+                del waiting[rank]
+    for tensor, result in zip(tensors, flat, strict=True):
+        tensor.detach().copy_(result)

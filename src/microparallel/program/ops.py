@@ -1,0 +1,170 @@
+"""Operations: what a rank does, one small frozen dataclass each, with only its own fields.
+
+| operation                     | text        | meaning                                                              |
+|-------------------------------|-------------|----------------------------------------------------------------------|
+| `Forward(0, 3)`               | `F0.3`      | forward of stage 0 on micro-batch 3                                  |
+| `Backward(0, 3)`              | `B0.3`      | its full backward                                                    |
+| `BackwardInput(0, 3)`         | `I0.3`      | the half that gives the gradient of the stage's input                |
+| `BackwardWeight(0, 3)`        | `W0.3`      | the half that gives the gradients of its weights                     |
+| `ForwardBackward(f, b)`       | `F0.3&B1.2` | a forward and a backward as one indivisible operation                |
+| `Send(value, 1)`              | `>A0.3@1`   | start sending a value to rank 1; never stops the lane                |
+| `Recv(value, 0)`              | `<A0.3@0`   | wait for a value from rank 0                                         |
+| `Recv(value, 0, reduce=True)` | `<+C2@0`    | wait for a value from rank 0, and add it to one's own                |
+| `Add(value, into)`            | `C0:4+=P1`  | add one value to another                                             |
+| `Free(value)`                 | `!A0.3`     | forget a value                                                       |
+| `AllReduce(value, "dp")`      | `*U0@dp`    | sum a value over the ranks of one axis of the mesh                   |
+| `OptimizerStep()`             | `S`         | update the weights                                                   |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from microparallel.program.values import Value
+
+
+class Lane(StrEnum):
+    """What an operation keeps busy: a rank may compute and communicate at the same time."""
+
+    COMPUTE = "compute"
+    COMM = "comm"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Compute a stage's output for one micro-batch."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"F{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """Compute all gradients of a stage for one micro-batch."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"B{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """Compute the gradient of a stage's input only: the half that the stage before waits for."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"I{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """Compute the gradients of a stage's weights: the half that nobody waits for."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"W{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward:
+    """A forward and a backward that run as one operation, each hiding the other's communication."""
+
+    forward: Forward
+    backward: Backward
+
+    def __str__(self) -> str:
+        return f"{self.forward}&{self.backward}"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Start sending a value as it is now; the lane goes on at once."""
+
+    value: Value
+    to: int
+
+    def __str__(self) -> str:
+        return f">{self.value}@{self.to}"
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """Wait for a value; with `reduce`, add it to one's own instead of overwriting that."""
+
+    value: Value
+    source: int
+    reduce: bool = False
+
+    def __str__(self) -> str:
+        return f"<{'+' if self.reduce else ''}{self.value}@{self.source}"
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Add one value to another of the same rank."""
+
+    value: Value
+    into: Value
+
+    def __str__(self) -> str:
+        return f"{self.into}+={self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Forget a value that nobody needs any more."""
+
+    value: Value
+
+    def __str__(self) -> str:
+        return f"!{self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:
+    """Sum a value over the ranks along one axis of the mesh."""
+
+    value: Value
+    axis: str
+
+    def __str__(self) -> str:
+        return f"*{self.value}@{self.axis}"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """Update the weights."""
+
+    def __str__(self) -> str:
+        return "S"
+
+
+Op = (
+    Forward
+    | Backward
+    | BackwardInput
+    | BackwardWeight
+    | ForwardBackward
+    | Send
+    | Recv
+    | Add
+    | Free
+    | AllReduce
+    | OptimizerStep
+)
+_COMMUNICATION = (Send, Recv, Add, AllReduce)
+
+
+def lane(op: Op) -> Lane:
+    """The lane an operation runs on."""
+    return Lane.COMM if isinstance(op, _COMMUNICATION) else Lane.COMPUTE

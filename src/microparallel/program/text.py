@@ -1,0 +1,114 @@
+"""The text form of a program, which people can write and tests can draw.
+
+```
+program ring
+goal: all-reduce of 2 slices
+rank 0: >C0@1 <+C1@1 >C1@1 <C0@1     # what follows # is a remark
+rank 1: >C1@0 <+C0@0 >C0@0 <C1@0
+```
+
+It reads back to the same program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import cast, get_args
+
+from microparallel.errors import ProgramError
+from microparallel.program import ops as o
+from microparallel.program.program import Collective, CollectiveKind, Goal, Program, TrainingStep
+from microparallel.program.values import parse_value
+
+_COMPUTE: dict[str, Callable[[int, int], o.Op]] = {
+    "F": o.Forward,
+    "B": o.Backward,
+    "I": o.BackwardInput,
+    "W": o.BackwardWeight,
+}
+_STAGE_OP = re.compile(r"([FBIW])(\d+)\.(\d+)")
+_PAIR = re.compile(r"F(\d+)\.(\d+)&B(\d+)\.(\d+)")
+_COLLECTIVE = re.compile(rf"({'|'.join(get_args(CollectiveKind))}) of (\d+) slices?(?:, root (\d+))?")
+_TRAINING = re.compile(r"training step of (\d+) stages?, (\d+) micro-batch(?:es)?")
+
+
+def to_text(program: Program) -> str:
+    """Write a program down, one line for each rank."""
+    width = len(str(program.world_size - 1))
+    rows = [f"rank {rank:>{width}}: {' '.join(map(str, ops))}".rstrip() for rank, ops in enumerate(program.ranks)]
+    return "\n".join([f"program {program.name}", f"goal: {program.goal}", *rows]) + "\n"
+
+
+def from_text(text: str) -> Program:
+    """Read a program from its text form; errors name the line and the word."""
+    name, goal = "", None
+    ranks: list[tuple[o.Op, ...]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        try:
+            if content.startswith("program "):
+                name = content.removeprefix("program ").strip()
+            elif content.startswith("goal:"):
+                goal = parse_goal(content.removeprefix("goal:").strip())
+            else:
+                ranks.append(_parse_rank(content, len(ranks)))
+        except ProgramError as error:
+            raise ProgramError(f"line {number}: {error}") from None
+    if not name or goal is None:
+        missing = "`program NAME`" if not name else "`goal: …`, such as `goal: all-reduce of 4 slices`"
+        raise ProgramError(f"the program has no line {missing}")
+    return Program(name, goal, tuple(ranks))
+
+
+def parse_goal(text: str) -> Goal:
+    """Read what a program is to achieve."""
+    if match := _COLLECTIVE.fullmatch(text):
+        kind, slices, root = match.groups()
+        return Collective(cast(CollectiveKind, kind), int(slices), None if root is None else int(root))
+    if match := _TRAINING.fullmatch(text):
+        return TrainingStep(int(match[1]), int(match[2]))
+    raise ProgramError(
+        f"{text!r} is no goal; it looks like `all-reduce of 4 slices` or `training step of 4 stages, 8 micro-batches`"
+    )
+
+
+def parse_op(text: str) -> o.Op:
+    """Read one operation."""
+    if text == "S":
+        return o.OptimizerStep()
+    if match := _STAGE_OP.fullmatch(text):
+        return _COMPUTE[match[1]](int(match[2]), int(match[3]))
+    if match := _PAIR.fullmatch(text):
+        numbers = [int(number) for number in match.groups()]
+        return o.ForwardBackward(o.Forward(*numbers[:2]), o.Backward(*numbers[2:]))
+    if text.startswith("!"):
+        return o.Free(parse_value(text[1:]))
+    if "+=" in text:
+        into, _, value = text.partition("+=")
+        return o.Add(parse_value(value), parse_value(into))
+    return _parse_communication(text)
+
+
+def _parse_communication(text: str) -> o.Op:
+    kind, (value, _, place) = text[:1], text[1:].partition("@")
+    if kind == "*" and place:
+        return o.AllReduce(parse_value(value), place)
+    if kind == ">" and place.isdigit():
+        return o.Send(parse_value(value), int(place))
+    if kind == "<" and place.isdigit():
+        return o.Recv(parse_value(value.removeprefix("+")), int(place), reduce=value.startswith("+"))
+    raise ProgramError(f"{text!r} is no operation; it looks like F0.3, B0.3, >A0.3@1, <A0.3@0, <+C2@0 or C0+=P1")
+
+
+def _parse_rank(content: str, expected: int) -> tuple[o.Op, ...]:
+    match = re.fullmatch(r"rank +(\d+):(.*)", content)
+    if match is None:
+        raise ProgramError(
+            f"{content.split(maxsplit=1)[0]!r} begins no line of a program; lines begin with program, goal: or rank"
+        )
+    if int(match[1]) != expected:
+        raise ProgramError(f"rank {match[1]} comes where rank {expected} should; ranks are counted from 0, in order")
+    return tuple(parse_op(word) for word in match[2].split())

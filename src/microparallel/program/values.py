@@ -1,0 +1,108 @@
+"""Values: the names of tensors, not the tensors.
+
+| name              | text   | what it is                                                                       |
+|-------------------|--------|----------------------------------------------------------------------------------|
+| `Act(0, 3)`       | `A0.3` | the output of stage 0 for micro-batch 3                                          |
+| `Grad(0, 3)`      | `G0.3` | the gradient of that output                                                      |
+| `Chunk(2, 3)`     | `C2`   | one of the equal slices a collective's tensor is cut into                        |
+| `Chunk(2, 5)`     | `C2:5` | slices 2, 3 and 4; two chunks touch where their ranges overlap                   |
+| `Part(1)`         | `P1`   | the whole contribution of rank 1, kept apart from one's own                      |
+| `Bucket(4)`       | `U4`   | the gradients of some layers                                                     |
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from microparallel.errors import ProgramError
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """The output of a stage for one micro-batch."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"A{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Grad:
+    """The gradient of a stage's output for one micro-batch."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"G{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some neighbouring slices of a collective's tensor: from `start` up to, not including, `stop`."""
+
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ProgramError(f"Chunk({self.start}, {self.stop}) has no slices; start must be below stop")
+
+    def __str__(self) -> str:
+        return f"C{self.start}" if self.stop == self.start + 1 else f"C{self.start}:{self.stop}"
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def slices(self) -> range:
+        """The numbers of the slices."""
+        return range(self.start, self.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Another rank's whole contribution, kept apart until it is added."""
+
+    rank: int
+
+    def __str__(self) -> str:
+        return f"P{self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """The gradients of some layers, reduced together."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"U{self.index}"
+
+
+Value = Act | Grad | Chunk | Part | Bucket
+
+_VALUE = re.compile(r"([AG])(\d+)\.(\d+)|C(\d+)(?::(\d+))?|P(\d+)|U(\d+)")
+
+
+def touch(one: Value, other: Value) -> bool:
+    """Whether two names share memory: the same name, or chunks that overlap."""
+    if isinstance(one, Chunk) and isinstance(other, Chunk):
+        return one.start < other.stop and other.start < one.stop
+    return one == other
+
+
+def parse_value(text: str) -> Value:
+    """Read a value's text form back."""
+    match = _VALUE.fullmatch(text)
+    if match is None:
+        raise ProgramError(f"{text!r} names no value; it looks like A0.3, G0.3, C2, C2:5, P1 or U0")
+    letter, stage, microbatch, start, stop, rank, bucket = match.groups()
+    if letter is not None:
+        return (Act if letter == "A" else Grad)(int(stage), int(microbatch))
+    if start is not None:
+        return Chunk(int(start), int(stop) if stop is not None else int(start) + 1)
+    return Part(int(rank)) if rank is not None else Bucket(int(bucket))

@@ -1,0 +1,123 @@
+"""Every all-reduce program, run on tensors: in one process, and between real ranks."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import microparallel as mp
+from microparallel.collectives import ALL_REDUCES, OTHERS, build
+from microparallel.program import Collective
+
+each_algorithm = pytest.mark.parametrize("name", ALL_REDUCES)
+
+
+def contributions(ranks, size, dtype=torch.float32):
+    generators = [torch.Generator().manual_seed(rank) for rank in range(ranks)]
+    return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for generator in generators]
+
+
+@each_algorithm
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(ranks=st.integers(1, 12), size=st.integers(0, 40), per_node=st.integers(1, 5))
+def test_in_one_process(name, ranks, size, per_node):
+    options = {"ranks_per_node": per_node} if name == "hierarchical" else {}
+    whole = torch.arange(size)
+    integers = [whole + 100 * rank for rank in range(ranks)]
+    mp.all_reduce_in_process(name, integers, **options)
+    assert all(torch.equal(tensor, ranks * whole + 50 * ranks * (ranks - 1)) for tensor in integers)
+    floats = contributions(ranks, size)
+    mp.all_reduce_in_process(name, floats, **options)
+    assert all(torch.equal(floats[0], tensor) for tensor in floats)  # the same bits on every rank
+
+
+def test_tensors_of_any_shape_and_layout():
+    tensors = [torch.arange(6.0).view(2, 3).t() + rank for rank in range(3)]
+    mp.all_reduce_in_process("ring", tensors)
+    assert all(torch.equal(tensor, 3 * torch.arange(6.0).view(2, 3).t() + 3) for tensor in tensors)
+
+
+def through_comms(comms, sizes):
+    wrong = []
+    for name in ALL_REDUCES:
+        for size in sizes:
+            tensor = torch.arange(size) + 100 * comms.rank
+            comms.all_reduce(tensor, algorithm=name)
+            wanted = comms.world_size * torch.arange(size) + 50 * comms.world_size * (comms.world_size - 1)
+            if not torch.equal(tensor, wanted):
+                wrong.append((name, size))
+        for op in ("mean", "min", "max", "product"):
+            ours = torch.arange(1.0, 6.0) + comms.rank
+            theirs = ours.clone()
+            if not torch.equal(comms.all_reduce(ours, op=op, algorithm=name), comms.all_reduce(theirs, op=op)):
+                wrong.append((name, op))
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_between_ranks(pool, ranks):
+    assert pool.run(through_comms, ranks, [0, 1, 3, 1000], check=ranks == 3, timeout=50) == [[]] * ranks
+
+
+def same_bits(comms, name):
+    return comms.all_reduce(contributions(comms.world_size, 1001)[comms.rank], algorithm=name)
+
+
+@each_algorithm
+def test_ranks_end_with_the_bits_of_the_one_process_run(pool, name):
+    tensors = contributions(3, 1001)
+    mp.all_reduce_in_process(name, tensors)
+    for result in pool.run(same_bits, 3, name, timeout=50):
+        assert torch.equal(result, tensors[0])
+
+
+def test_refusals():
+    with pytest.raises(mp.UsageError, match="did you mean 'ring'"):
+        mp.all_reduce_in_process("rings", [torch.zeros(1)])
+    with pytest.raises(mp.UsageError, match="list of tensors is empty"):
+        mp.all_reduce_in_process("ring", [])
+    with pytest.raises(mp.UsageError, match=r"tensor 1 is float32\[3\], and tensor 0 is float32\[2\]"):
+        mp.all_reduce_in_process("ring", [torch.zeros(2), torch.zeros(3)])
+    with pytest.raises(mp.UsageError, match="at least 1 rank"):
+        build("ring", 0)
+    with pytest.raises(mp.UsageError, match="does not take ranks_per_node"):
+        build("ring", 4, ranks_per_node=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 9])
+def test_messages_sent(ranks):
+    """The counts of the literature; a fold adds messages of its own when the ranks are no power of two."""
+    messages = {name: build(name, ranks).messages_sent() for name in ALL_REDUCES}
+    assert messages["naive"] == [ranks - 1] + [1] * (ranks - 1)
+    assert messages["all-to-all"] == [ranks - 1] * ranks
+    assert messages["ring"] == messages["direct"] == [2 * (ranks - 1)] * ranks
+    assert sum(messages["tree"]) == 2 * (ranks - 1)
+    if ranks & (ranks - 1) == 0:
+        steps = ranks.bit_length() - 1
+        assert messages["recursive-doubling"] == [steps] * ranks
+        assert messages["halving-doubling"] == [2 * steps] * ranks
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("ranks", [1, 2, 5, 8])
+def test_the_other_collectives(name, ranks):
+    """Slice s of rank r starts as 10 r + s + 1; what ends where follows from the kind."""
+    program = build(name, ranks)
+    assert isinstance(program.goal, Collective) and program.goal.kind == name
+    slices = program.goal.slices
+    tensors = [torch.arange(slices) + 10 * rank + 1 for rank in range(ranks)]
+    before = [tensor.clone() for tensor in tensors]
+    mp.run_in_process(program, tensors)
+    total = sum(before)
+    own = torch.stack([before[index][index] for index in range(slices)]) if slices == ranks else None
+    for rank, tensor in enumerate(tensors):
+        if name == "reduce-scatter":
+            assert tensor[rank] == total[rank]
+        elif name == "all-gather" or (name == "gather" and rank == 0):
+            assert torch.equal(tensor, own)
+        elif name == "broadcast":
+            assert torch.equal(tensor, before[0])
+        elif name == "reduce" and rank == 0:
+            assert torch.equal(tensor, total)
+        elif name == "scatter":
+            assert tensor[rank] == before[0][rank]

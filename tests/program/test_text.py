@@ -1,0 +1,113 @@
+"""Programs as text: what is written reads back, and what cannot be read is named."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import microparallel as mp
+from microparallel.collectives import ALL_REDUCES, OTHERS, build
+from microparallel.program import (
+    Act,
+    Add,
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Bucket,
+    Chunk,
+    Collective,
+    Forward,
+    ForwardBackward,
+    Free,
+    Grad,
+    OptimizerStep,
+    Part,
+    Program,
+    Recv,
+    Send,
+    TrainingStep,
+    from_text,
+    parse_value,
+    to_text,
+    touch,
+)
+
+numbers = st.integers(0, 30)
+values = st.one_of(
+    st.builds(Act, numbers, numbers),
+    st.builds(Grad, numbers, numbers),
+    st.builds(lambda start, length: Chunk(start, start + length + 1), numbers, numbers),
+    st.builds(Part, numbers),
+    st.builds(Bucket, numbers),
+)
+operations = st.one_of(
+    *(st.builds(kind, numbers, numbers) for kind in (Forward, Backward, BackwardInput, BackwardWeight)),
+    st.builds(ForwardBackward, st.builds(Forward, numbers, numbers), st.builds(Backward, numbers, numbers)),
+    st.builds(Send, values, numbers),
+    st.builds(Recv, values, numbers, st.booleans()),
+    st.builds(Add, values, values),
+    st.builds(Free, values),
+    st.builds(AllReduce, values, st.sampled_from(["dp", "pp"])),
+    st.just(OptimizerStep()),
+)
+goals = st.one_of(
+    st.builds(TrainingStep, st.integers(1, 9), st.integers(1, 9)),
+    st.builds(Collective, st.sampled_from(["all-reduce", "reduce-scatter", "all-gather"]), st.integers(1, 9)),
+    st.builds(Collective, st.sampled_from(["broadcast", "reduce", "scatter", "gather"]), st.integers(1, 9), numbers),
+)
+programs = st.builds(
+    Program,
+    st.text("abcxyz-0123456789", min_size=1),
+    goals,
+    st.lists(st.lists(operations, max_size=6).map(tuple), min_size=1, max_size=12).map(tuple),
+)
+
+
+@given(programs)
+def test_what_is_written_reads_back(program):
+    assert from_text(to_text(program)) == program
+
+
+@given(values)
+def test_values_read_back(value):
+    assert parse_value(str(value)) == value
+    assert touch(value, value)
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES | OTHERS)
+def test_every_collective_reads_back(name):
+    for ranks in (1, 2, 5, 8):
+        program = build(name, ranks)
+        assert from_text(to_text(program)) == program
+
+
+def test_chunks_touch_where_they_overlap():
+    assert touch(Chunk(0, 4), Chunk(3, 5))
+    assert not touch(Chunk(0, 3), Chunk(3, 5))
+    assert not touch(Act(0, 1), Grad(0, 1))
+
+
+def test_remarks_and_blank_lines():
+    text = "# a ring\nprogram ring\n\ngoal: all-reduce of 1 slice   # one\nrank 0:   # nothing to do\n"
+    assert from_text(text) == Program("ring", Collective("all-reduce", 1), ((),))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("program x\ngoal: all-reduce of 1 slice\nrank 0: >C0", "line 3: '>C0' is no operation"),
+        ("program x\ngoal: all-reduce of 1 slice\nrank 0: >X0@1", "line 3: 'X0' names no value"),
+        ("program x\ngoal: all-reduce of 1 slice\nrank 1: >C0@1", "line 3: rank 1 comes where rank 0 should"),
+        ("program x\ngoal: world peace\nrank 0:", "line 2: 'world peace' is no goal"),
+        ("program x\nrank 0:", "has no line `goal:"),
+        ("goal: all-reduce of 1 slice\nrank 0:", "has no line `program NAME`"),
+        ("program x\ngoal: all-reduce of 1 slice", "has no ranks"),
+        ("program x\nhello\n", "line 2: 'hello' begins no line of a program"),
+        ("program x\ngoal: broadcast of 2 slices\nrank 0:", "line 2: broadcast needs a root"),
+        ("program x\ngoal: all-reduce of 0 slices\nrank 0:", "line 2: a collective of 0 slices"),
+        ("program x\ngoal: all-reduce of 9 slices\nrank 0: >C3:3@1", r"line 3: Chunk\(3, 3\) has no slices"),
+    ],
+)
+def test_what_cannot_be_read_is_named(text, words):
+    with pytest.raises(mp.ProgramError, match=words):
+        from_text(text)
