@@ -26,6 +26,7 @@ _HOMES = {
     "Pool": "microparallel.world",
     "connect": "microparallel.world",
     "launch": "microparallel.world",
+    "verify": "microparallel.verifier",
     "ShardedSampler": "microparallel.train.sampler",
     "naive_data_parallel_step": "microparallel.data_parallel",
     **dict.fromkeys(

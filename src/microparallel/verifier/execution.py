@@ -1,0 +1,122 @@
+"""Walk through a program without tensors or time: which operation can happen next, and who waits for whom?
+
+Every rank does its operations in order. What a Send means decides when it holds its rank up:
+
+- *buffered*: it completes at once;
+- *rendezvous*: its rank goes on, but may not overwrite the value before the matching Recv has been posted;
+- *blocking*: its rank stops until the matching Recv has been posted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from microparallel.program import Add, Op, Program, Recv, Send, Value, touch
+
+Sends = Literal["buffered", "rendezvous", "blocking"]
+Visit = Callable[[int, Op], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A rank that cannot go on, what it is about to do, and the rank it waits for."""
+
+    rank: int
+    deed: str
+    on: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.deed}"
+
+
+class Execution:
+    """One walk through a program, under one meaning of Send."""
+
+    def __init__(self, program: Program, sends: Sends) -> None:
+        self._program = program
+        self._sends = sends
+        self._done = [0] * program.world_size  # operations each rank has done
+        self._sent: Counter[tuple[int, int]] = Counter()
+        self._received: Counter[tuple[int, int]] = Counter()
+        self._under_way: list[list[tuple[Value, int, int]]] = [[] for _ in program.ranks]  # value, receiver, number
+
+    def run(self, visit: Visit) -> list[Wait]:
+        """Do what can be done, telling `visit` of each operation; returns the waits that are left at the end."""
+        waits: dict[int, Wait] = {}
+        waiters: dict[int, set[int]] = defaultdict(set)
+        to_try = deque(range(self._program.world_size))
+        stood_at = [-1] * self._program.world_size
+        while to_try:
+            rank = to_try.popleft()
+            wait = self._advance(rank, visit)
+            waits.pop(rank, None)
+            if wait is not None:
+                waits[rank] = wait
+                waiters[wait.on].add(rank)
+            if self._done[rank] != stood_at[rank]:
+                # It has done something, or stands at a new receive: whoever waited for it may go on.
+                stood_at[rank] = self._done[rank]
+                to_try.extend(sorted(waiters.pop(rank, ())))
+        return [waits[rank] for rank in sorted(waits)]
+
+    def _advance(self, rank: int, visit: Visit) -> Wait | None:
+        ops = self._program.ranks[rank]
+        while self._done[rank] < len(ops):
+            op = ops[self._done[rank]]
+            wait = self._obstacle(rank, op)
+            if wait is not None:
+                return wait
+            self._do(rank, op)
+            visit(rank, op)
+        return None
+
+    def _do(self, rank: int, op: Op) -> None:
+        self._done[rank] += 1
+        if isinstance(op, Send):
+            self._sent[rank, op.to] += 1
+            self._under_way[rank].append((op.value, op.to, self._sent[rank, op.to]))
+        elif isinstance(op, Recv):
+            self._received[op.source, rank] += 1
+
+    def _obstacle(self, rank: int, op: Op) -> Wait | None:
+        if isinstance(op, Send):
+            next_number = self._sent[rank, op.to] + 1
+            if self._sends == "blocking" and self._posted(rank, op.to) < next_number:
+                return Wait(rank, f"sends {op.value} to rank {op.to}", op.to)
+            return None
+        if isinstance(op, Recv):
+            if self._sent[op.source, rank] <= self._received[op.source, rank] and not self._offered(op.source, rank):
+                return Wait(rank, f"waits for {op.value} from rank {op.source}", op.source)
+            return self._hazard(rank, op.value)
+        if isinstance(op, Add):
+            return self._hazard(rank, op.into)
+        return None
+
+    def _hazard(self, rank: int, written: Value) -> Wait | None:
+        """A value that is still being sent must not be overwritten."""
+        if self._sends == "buffered":
+            return None
+        open_sends = [send for send in self._under_way[rank] if self._posted(rank, send[1]) < send[2]]
+        self._under_way[rank] = open_sends
+        for value, receiver, _ in open_sends:
+            if touch(value, written):
+                return Wait(rank, f"must not overwrite {written} while it sends {value} to rank {receiver}", receiver)
+        return None
+
+    def _posted(self, sender: int, receiver: int) -> int:
+        """How many receives of this channel have been posted: those done, and the one its rank now stands at."""
+        return self._received[sender, receiver] + self._stands_at(receiver, Recv, sender)
+
+    def _offered(self, sender: int, receiver: int) -> bool:
+        """Whether a blocking send stands ready for this receive."""
+        return self._sends == "blocking" and bool(self._stands_at(sender, Send, receiver))
+
+    def _stands_at(self, rank: int, kind: type[Send] | type[Recv], other: int) -> int:
+        ops = self._program.ranks[rank]
+        if self._done[rank] == len(ops):
+            return 0
+        op = ops[self._done[rank]]
+        return int(isinstance(op, kind) and other == (op.to if isinstance(op, Send) else getattr(op, "source", None)))

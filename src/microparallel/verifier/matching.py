@@ -1,0 +1,53 @@
+"""Does every send have its receive? On each channel, in the same order, with the same content."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from microparallel.errors import ProgramError
+from microparallel.program import Chunk, Program, Recv, Send, Value
+
+Channel = tuple[int, int]  # sender, receiver
+
+
+def check_matching(program: Program) -> None:
+    """Raise `ProgramError` at the first message that is sent and not received, or received and not sent."""
+    sent: dict[Channel, list[Send]] = defaultdict(list)
+    received: dict[Channel, list[Recv]] = defaultdict(list)
+    for rank, ops in enumerate(program.ranks):
+        for op in ops:
+            if isinstance(op, Send):
+                _require_other(program, rank, op.to, str(op))
+                sent[rank, op.to].append(op)
+            elif isinstance(op, Recv):
+                _require_other(program, rank, op.source, str(op))
+                received[op.source, rank].append(op)
+    for channel in sorted(sent.keys() | received.keys()):
+        _check_channel(channel, sent[channel], received[channel])
+
+
+def _check_channel(channel: Channel, sent: list[Send], received: list[Recv]) -> None:
+    sender, receiver = channel
+    for number, (send, receive) in enumerate(zip(sent, received, strict=False), start=1):
+        if not _same_content(send.value, receive.value, sender):
+            raise ProgramError(
+                f"message {number} from rank {sender} to rank {receiver} is sent as {send} and received as {receive}"
+            )
+    if len(sent) > len(received):
+        raise ProgramError(f"rank {sender} does {sent[len(received)]}, which rank {receiver} never receives")
+    if len(received) > len(sent):
+        raise ProgramError(f"rank {receiver} does {received[len(sent)]}, which rank {sender} never sends")
+
+
+def _same_content(sent: Value, received: Value, sender: int) -> bool:
+    """A value arrives under its own name; a whole contribution may be kept apart under its sender's."""
+    if sent == received:
+        return True
+    return isinstance(sent, Chunk) and getattr(received, "rank", None) == sender
+
+
+def _require_other(program: Program, rank: int, other: int, op: str) -> None:
+    if not 0 <= other < program.world_size:
+        raise ProgramError(f"rank {rank} does {op}, and there are only ranks 0 to {program.world_size - 1}")
+    if other == rank:
+        raise ProgramError(f"rank {rank} does {op}, a message to itself")

@@ -1,0 +1,80 @@
+"""The verifier accepts every collective we build, and names what is wrong with a broken one."""
+
+import pytest
+
+import microparallel as mp
+from microparallel.collectives import ALL_REDUCES, OTHERS, build
+from microparallel.program import from_text
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES | OTHERS)
+def test_every_collective_is_right_for_any_number_of_ranks(name):
+    for ranks in range(1, 20):
+        mp.verify(build(name, ranks))
+
+
+@pytest.mark.parametrize("per_node", [1, 2, 3, 5, 8])
+def test_hierarchical_with_nodes_of_any_size(per_node):
+    for ranks in range(1, 14):
+        mp.verify(build("hierarchical", ranks, ranks_per_node=per_node))
+
+
+@pytest.mark.parametrize("name", ALL_REDUCES | OTHERS)
+def test_blocking_sends_stop_what_passes_round_in_circles(name):
+    survives = name in ("naive", "tree", "broadcast", "reduce", "scatter", "gather")
+    if survives:
+        mp.verify(build(name, 6), sends="blocking")
+    else:
+        with pytest.raises(mp.ProgramError, match=r"deadlock under blocking sends: rank \d sends C.* to rank \d"):
+            mp.verify(build(name, 6), sends="blocking")
+
+
+def test_a_deadlock_is_explained_as_a_circle():
+    with pytest.raises(mp.ProgramError) as caught:
+        mp.verify(build("ring", 3), sends="blocking")
+    assert str(caught.value) == (
+        "deadlock under blocking sends: rank 0 sends C0 to rank 1, rank 1 sends C1 to rank 2, rank 2 sends C2 to rank 0"
+    )
+
+
+def broken(*ranks, goal="all-reduce of 1 slice"):
+    rows = [f"rank {rank}: {ops}" for rank, ops in enumerate(ranks)]
+    return from_text("\n".join(["program broken", f"goal: {goal}", *rows]))
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (broken(">C0@1", ""), "rank 0 does >C0@1, which rank 1 never receives"),
+        (broken("<C0@1", ""), "rank 0 does <C0@1, which rank 1 never sends"),
+        (broken(">C0@0"), "a message to itself"),
+        (broken(">C0@7", ""), "only ranks 0 to 1"),
+        (broken(">C0@1", "<C1@0", goal="all-reduce of 2 slices"), "is sent as >C0@1 and received as <C1@0"),
+        (
+            broken("<+C0@1 >C0@1", "<+C0@0 >C0@0"),
+            "buffered sends: rank 0 waits for C0 from rank 1, rank 1",
+        ),
+        (
+            broken(">C0@1", "<C0@0"),
+            r"ends with rank 0's part in slice 0, and should have rank 0's part \+ rank 1's",
+        ),
+        (broken(">C0@1 <+C0@1", "<+C0@0 >C0@0"), "rank 0 ends with rank 0's part 2 times"),
+        (broken("C0+=P1", ""), "rank 0 reads P1, which it has not received"),
+        (broken("F0.0"), "rank 0 does F0.0, which is no operation of a collective"),
+        (broken(">C5@1", "<C5@0"), "rank 0 names C5, and the tensor has 1 slices"),
+    ],
+)
+def test_what_is_wrong_is_named(program, words):
+    with pytest.raises(mp.ProgramError, match=words):
+        mp.verify(program)
+
+
+def test_a_value_must_not_be_overwritten_while_it_is_sent():
+    """With a buffer this works. Without one, rank 0 waits for rank 1, which waits for rank 2, which waits for rank 0."""
+    program = broken(">C0@1 <C0@2 >C1@2", "<C1@2 <C0@0", ">C0@0 <C1@0 >C1@1", goal="all-reduce of 2 slices")
+    with pytest.raises(mp.ProgramError) as caught:
+        mp.verify(program)
+    assert str(caught.value) == (
+        "deadlock under rendezvous sends: rank 0 must not overwrite C0 while it sends C0 to rank 1, "
+        "rank 1 waits for C1 from rank 2, rank 2 waits for C1 from rank 0"
+    )
