@@ -1,5 +1,6 @@
 """Distributed training you can read, run, trust and see.
 
+    import torch
     import microparallel as mp
 
     def hello(comms):
@@ -42,6 +43,7 @@ _HOMES = {
             "RanksTimedOut",
             "CommsError",
             "PeerLost",
+            "Interrupted",
             "Mismatch",
             "CommsTimeout",
             "CheckpointError",

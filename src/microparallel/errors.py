@@ -15,12 +15,15 @@ MicroparallelError
 │   ├── Mismatch                 ranks made different calls, or the same call with different tensors
 │   └── CommsTimeout             a call waited longer than its timeout
 └── CheckpointError              a checkpoint that cannot be written or read
+KeyboardInterrupt
+└── Interrupted                  Ctrl-C, after which every rank came to its own end: .results
 ```
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class MicroparallelError(Exception):
@@ -76,6 +79,14 @@ class RanksTimedOut(LaunchError, TimeoutError):
     def __init__(self, ranks: Sequence[int], message: str) -> None:
         self.ranks = tuple(ranks)
         super().__init__(message)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, after which every rank came to its own end; `.results` holds what they returned."""
+
+    def __init__(self, results: list[Any]) -> None:
+        self.results = results
+        super().__init__()
 
 
 class CommsError(MicroparallelError, RuntimeError):

@@ -1,6 +1,7 @@
 """The two verbs that examine: strategies against each other, and the machine."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -29,6 +30,19 @@ def test_doctor_measures_transports_and_proves_parity():
     assert report["facts"]["torch"]
     checks = {finding["check"] for finding in report["selftest"]}
     assert checks == {"collectives", "naive, float64", "torch-ddp, float64", "naive, float32", "torch-ddp, float32"}
+
+
+def test_torchrun_is_not_needed():
+    result = subprocess.run(
+        [sys.executable, "-m", "microparallel", "compare"],
+        env=os.environ | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert result.returncode == 2
+    assert "compare starts its own ranks" in result.stderr
 
 
 def test_doctor_for_people():

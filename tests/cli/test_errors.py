@@ -66,9 +66,18 @@ def the_one_line(code, output, errors):
         (["train", "--model", "absent_module:make", "--data", "digits"], ["absent_module"]),
         (["train", "--data", "own:raises"], ["own:raises", "ValueError: no data today"]),
         (["train", "--device", "cuda", "--transport", "nccl"], ["GPU"]),
+        (["train", "--data", "dgits"], ["dgits", "did you mean digits"]),
+        (["train", "--data", "own:ragged", "--model", "own:make_model", "--quiet"], ["samples [", "put together"]),
+        (
+            ["train", "--data", "own:bad7", "--model", "own:make_model", "--quiet"],
+            ["sample 7", "ValueError: corrupt image"],
+        ),
+        (["train", "--data", "own:real", "--model", "own:one", "--quiet"], ["(32,)", "(32, 1)", "unsqueeze"]),
+        (["train", "--loss", "mse", "--quiet"], ["(64,)", "(64, 10)"]),
         (["compare", "--ranks", "1"], ["--ranks 1", "--ranks 2"]),
+        (["doctor", "--ranks", "3"], ["--ranks 3", "--selftest"]),
     ],
-    ids=lambda value: " ".join(value) if value and value[0] in ("train", "compare", "trian") else "",
+    ids=lambda value: " ".join(value) if value and value[0] in ("train", "compare", "trian", "doctor") else "",
 )
 def test_wrong_calls(tmp_path, monkeypatch, capfd, arguments, words):
     """In this process, since there are many of them and torch takes seconds to import."""
@@ -81,7 +90,15 @@ def test_wrong_calls(tmp_path, monkeypatch, capfd, arguments, words):
     (tmp_path / "own.py").write_text(
         "import torch\n"
         "def make_model(): return torch.nn.Linear(64, 10)\n"
+        "def one(): return torch.nn.Linear(64, 1)\n"
         "def raises(): raise ValueError('no data today')\n"
+        "def ragged(): return [(torch.zeros(size), 0) for size in range(1, 40)]\n"
+        "def real(): return [(torch.zeros(64), 0.5)] * 40\n"
+        "class Bad(list):\n"
+        "    def __getitem__(self, index):\n"
+        "        if index == 7: raise ValueError('corrupt image')\n"
+        "        return torch.zeros(64), 0\n"
+        "def bad7(): return Bad(range(9))\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["microparallel", *arguments])

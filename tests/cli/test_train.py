@@ -67,12 +67,13 @@ def test_text_of_your_own(tmp_path):
     assert "kept in runs/" in result.stdout
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_ctrl_c_saves_and_resume_goes_on(tmp_path, ranks):
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)])
+def test_stopping_saves_and_resume_goes_on(tmp_path, ranks, number):
     command = [sys.executable, "-m", "microparallel", "train", "--ranks", ranks, "--dim", "16", "--depth", "3"]
     process = subprocess.Popen(
         list(map(str, [*command, "--steps", "100000", "--out", "run", "--lr-schedule", "constant"])),
         cwd=tmp_path,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
@@ -82,11 +83,12 @@ def test_ctrl_c_saves_and_resume_goes_on(tmp_path, ranks):
     while not (metrics.exists() and metrics.read_text().count("\n") > 20):
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    os.kill(process.pid, number)
+    output, errors = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert "go on with: microparallel train --resume run" in errors
+    assert "kept in run" in output
     done = len(losses(tmp_path / "run"))
     resumed = run(
         *command[:4], "--resume", "run", "--steps", done + 5, "--ranks", ranks, "--json", "--quiet", cwd=tmp_path

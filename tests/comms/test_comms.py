@@ -66,6 +66,20 @@ def test_a_request_owns_its_buffer(pool):
     assert "isend(float32[1048576], dest=1) was dropped before it was waited for" in warned[0]
 
 
+def after_closing(comms):
+    group = comms.group([0, 1])
+    group.close()
+    group.close()
+    try:
+        group.barrier()
+    except mp.UsageError as error:
+        return str(error)
+
+
+def test_a_closed_comms_says_so(pool):
+    assert "this Comms has been closed" in pool.run(after_closing, 2, timeout=30)[0]
+
+
 def in_place_on_a_parameter(comms):
     layer = torch.nn.Linear(3, 2)
     torch.nn.init.constant_(layer.weight, float(comms.rank))

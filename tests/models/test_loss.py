@@ -5,7 +5,7 @@ import torch
 
 from microparallel.data_parallel import mean_loss
 from microparallel.errors import UsageError
-from microparallel.models import FullMLP, cross_entropy
+from microparallel.models import FullMLP, cross_entropy, mean_squared_error
 
 
 def test_every_position_counts_the_same():
@@ -25,3 +25,9 @@ def test_mean_loss_uses_the_models_own_or_the_one_given():
     assert torch.equal(mean_loss(model, inputs, targets), model(inputs, targets))
     assert torch.equal(mean_loss(model, inputs, targets, cross_entropy), model(inputs, targets))
     assert mean_loss(model, inputs, targets, lambda outputs, targets: outputs.sum() * 0).item() == 0
+
+
+def test_mean_squared_error_does_not_stretch():
+    assert mean_squared_error(torch.zeros(3, 1), torch.ones(3, 1)).item() == 1.0
+    with pytest.raises(UsageError, match=r"targets of shape \(3,\) do not fit outputs of shape \(3, 1\).*unsqueeze"):
+        mean_squared_error(torch.zeros(3, 1), torch.zeros(3))

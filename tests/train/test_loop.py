@@ -112,3 +112,26 @@ def test_nothing_is_left_behind_when_the_build_fails(pool, tmp_path):
         run(pool, configuration(tmp_path / "out", data=str(tmp_path / "missing.txt"), model="gpt", dim=32))
     assert "missing.txt" in caught.value.refusal
     assert not (tmp_path / "out").exists()
+
+
+def explodes():
+    from torch import nn
+
+    class Explodes(nn.Linear):
+        def forward(self, inputs):
+            raise RuntimeError("deliberate")
+
+    return Explodes(64, 10)
+
+
+def test_nothing_is_left_behind_when_the_first_step_fails(pool, tmp_path):
+    settings = {"model": f"{__name__}:explodes", "data": "digits", "dim": None, "depth": None, "ranks": 1}
+    with pytest.raises(mp.RankFailed, match="deliberate"):
+        run(pool, configuration(tmp_path / "out", **settings))
+    assert not (tmp_path / "out").exists()
+
+
+def test_speed_counts_the_samples_there_are(pool, tmp_path):
+    """1438 samples in batches of 1000: the second step has 438."""
+    summary = run(pool, configuration(tmp_path / "out", batch=1000, steps=2, ranks=1))
+    assert summary["samples_per_second"] * summary["seconds"] == pytest.approx(1438, rel=0.2)  # not 2000

@@ -62,6 +62,9 @@ def test_the_loser_of_a_race_for_a_name_takes_the_next(tmp_path: Path, monkeypat
 
 def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFolder.create(tmp_path / "run", CONFIG)
+    with pytest.raises(ConfigError, match=r"--out .*run holds a run without a checkpoint; remove that folder"):
+        RunFolder.create(run.path, CONFIG)
+    run.checkpoints.mkdir()
     with pytest.raises(ConfigError, match=r"--out .*run holds a run already; .*--resume, .*another --out"):
         RunFolder.create(run.path, CONFIG)
     (tmp_path / "photos").mkdir()

@@ -70,7 +70,7 @@ def test_what_is_wrong_is_named(program, words):
 
 
 def test_a_value_must_not_be_overwritten_while_it_is_sent():
-    """With a buffer this works. Without one, rank 0 waits for rank 1, which waits for rank 2, which waits for rank 0."""
+    """With a buffer this works. Without one, rank 0 waits for rank 1, that for rank 2, and that for rank 0."""
     program = broken(">C0@1 <C0@2 >C1@2", "<C1@2 <C0@0", ">C0@0 <C1@0 >C1@1", goal="all-reduce of 2 slices")
     with pytest.raises(mp.ProgramError) as caught:
         mp.verify(program)

@@ -124,8 +124,11 @@ def return_early(comms):
 
 
 def test_waiting_for_a_rank_that_has_returned_is_an_error_not_a_hang(pool):
-    with pytest.raises(mp.RankFailed, match=r"PeerLost: rank 0 went away during recv_tensor\(float32\[1\], src=0\)"):
+    with pytest.raises(
+        mp.RankFailed, match=r"PeerLost: rank 0 went away during recv_tensor\(float32\[1\], src=0\)"
+    ) as caught:
         pool.run(return_early, 2, timeout=30)
+    assert "rank 0's function had already returned" in str(caught.value)
 
 
 def wait_for_each_other(comms):
@@ -150,6 +153,11 @@ def test_a_timeout_says_where_each_rank_stood(pool):
 def test_a_senseless_number_of_ranks(ranks):
     with pytest.raises(mp.UsageError, match="ranks="):
         mp.launch(report, ranks)
+
+
+def test_a_senseless_timeout():
+    with pytest.raises(mp.UsageError, match="timeout='5'"):
+        mp.launch(report, 1, timeout="5")
 
 
 def test_what_cannot_be_sent():

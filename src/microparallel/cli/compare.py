@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from microparallel.cli import options
 from microparallel.errors import ConfigError
+from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import STRATEGIES, TrainConfig, merge, read_config
+from microparallel.train.run_folder import without_nan
 
 EXAMPLES = options.examples(
     ("microparallel compare --ranks 4", "20 steps of the MLP, in float64, where only rounding may differ"),
@@ -41,15 +45,17 @@ def compare(
     depth: options.Depth = None,
     heads: options.Heads = None,
     context: options.Context = None,
-    steps: options.Steps = None,
+    steps: Annotated[int | None, typer.Option(help="How many steps to compare.", show_default="20")] = None,
     batch: options.Batch = None,
-    lr: options.LearningRate = None,
-    lr_schedule: options.LearningRateSchedule = None,
-    optimizer: options.Optimizer = None,
+    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate.", show_default="0.01")] = None,
+    lr_schedule: Annotated[
+        str | None, typer.Option("--lr-schedule", help="linear or constant.", show_default="constant")
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adam, adamw or sgd.", show_default="sgd")] = None,
     momentum: options.Momentum = None,
     seed: options.Seed = None,
-    dtype: options.DType = None,
-    ranks: options.Ranks = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or float64.", show_default="float64")] = None,
+    ranks: Annotated[int | None, typer.Option(help="How many processes share each batch.", show_default="2")] = None,
     device: options.Device = None,
     transport: options.TransportName = None,
     config: options.ConfigFile = None,
@@ -62,6 +68,8 @@ def compare(
     """
     given = {name: value for name, value in locals().items() if name in TrainConfig.__dataclass_fields__}
     chosen = TrainConfig(**merge(_DEFAULTS | (read_config(config) if config else {}), given)).resolved()
+    if find_placement(os.environ) != ALONE:
+        raise ConfigError("compare starts its own ranks; run it without torchrun or srun")
     if chosen.ranks < 2:
         raise ConfigError(f"--ranks {chosen.ranks}: there is nothing to compare with fewer than 2 ranks; try --ranks 2")
     strategies = [name for name in STRATEGIES if name not in ("auto", "single")]
@@ -75,7 +83,7 @@ def compare(
     with console.status("starting ranks") as status, Pool() as pool:
         rows = compare_strategies(chosen, strategies, pool, progress=lambda text: status.update(f"running {text}"))
     if json:
-        print(json_format.dumps([asdict(row) for row in rows], indent=2))
+        print(json_format.dumps(without_nan([asdict(row) for row in rows]), indent=2))
     else:
         Console().print(_table(rows, chosen))
     return 0 if all(row.agrees for row in rows) else 1

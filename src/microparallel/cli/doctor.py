@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_format
+import os
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -11,6 +12,8 @@ from rich.console import Console
 
 from microparallel import __version__
 from microparallel.cli import options
+from microparallel.errors import UsageError
+from microparallel.topology import ALONE, find_placement
 
 EXAMPLES = options.examples(
     ("microparallel doctor", "versions, cores, GPUs, transports with their measured speed, problems with their fix"),
@@ -32,6 +35,10 @@ def doctor(
 
     The exit code is 1 if no transport works or the self-test fails.
     """
+    if find_placement(os.environ) != ALONE:
+        raise UsageError("doctor starts its own ranks; run it without torchrun or srun")
+    if ranks is not None and not selftest:
+        raise UsageError(f"--ranks {ranks} is for the self-test; add --selftest")
     from microparallel.performance import checkup
     from microparallel.train.selftest import selftest as run_selftest
     from microparallel.train.selftest import settings_here
@@ -69,7 +76,7 @@ def _print(facts: dict[str, str], transports: list[Any], problems: list[Any], fi
         console.print(f"[bold]{name:>14}[/]  {value}")
     console.print("\n[bold]transports[/]")
     for check in transports:
-        console.print(f"  {_mark(check.works)} {check.name:5} {check.detail}", markup=True)
+        console.print(f"  {_mark(check.works, '[dim]–[/]')} {check.name:5} {check.detail}")
     if findings:
         console.print("\n[bold]self-test[/]")
         for finding in findings:
@@ -79,5 +86,5 @@ def _print(facts: dict[str, str], transports: list[Any], problems: list[Any], fi
         console.print(f"  [yellow]![/] {problem.what}: {problem.fix}")
 
 
-def _mark(good: bool) -> str:
-    return "[green]✓[/]" if good else "[red]✗[/]"
+def _mark(good: bool, otherwise: str = "[red]✗[/]") -> str:
+    return "[green]✓[/]" if good else otherwise

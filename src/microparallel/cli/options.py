@@ -7,7 +7,17 @@ from typing import Annotated
 
 import typer
 
+from microparallel.train.config import DEFAULTS
+
 _SUBJECT, _STEPS, _WORLD = "What to train", "How to train", "Where to train"
+
+
+def _default(key: str) -> str:
+    """What each model takes when the flag is left out."""
+    return ", ".join(
+        f"{model} {values[key]}" for model, values in DEFAULTS.items() if key in values and ":" not in model
+    )
+
 
 Model = Annotated[
     str | None,
@@ -29,15 +39,36 @@ Loss = Annotated[
         rich_help_panel=_SUBJECT,
     ),
 ]
-Dim = Annotated[int | None, typer.Option(help="Width of the model.", rich_help_panel=_SUBJECT)]
-Depth = Annotated[int | None, typer.Option(help="Layers of the model.", rich_help_panel=_SUBJECT)]
-Heads = Annotated[int | None, typer.Option(help="Attention heads of gpt.", rich_help_panel=_SUBJECT)]
-Context = Annotated[int | None, typer.Option(help="Bytes of text seen at once.", rich_help_panel=_SUBJECT)]
+Dim = Annotated[
+    int | None, typer.Option(help="Width of the model.", show_default=_default("dim"), rich_help_panel=_SUBJECT)
+]
+Depth = Annotated[
+    int | None, typer.Option(help="Layers of the model.", show_default=_default("depth"), rich_help_panel=_SUBJECT)
+]
+Heads = Annotated[
+    int | None, typer.Option(help="Attention heads of gpt.", show_default=_default("heads"), rich_help_panel=_SUBJECT)
+]
+Context = Annotated[
+    int | None,
+    typer.Option(help="Bytes of text seen at once.", show_default=_default("context"), rich_help_panel=_SUBJECT),
+]
 
-Steps = Annotated[int | None, typer.Option(help="Length in steps.", rich_help_panel=_STEPS)]
-Epochs = Annotated[int | None, typer.Option(help="Length in passes over the data.", rich_help_panel=_STEPS)]
-Batch = Annotated[int | None, typer.Option(help="Samples a step, over all ranks together.", rich_help_panel=_STEPS)]
-LearningRate = Annotated[float | None, typer.Option("--lr", help="Learning rate.", rich_help_panel=_STEPS)]
+Steps = Annotated[
+    int | None, typer.Option(help="Length in steps.", show_default=_default("steps"), rich_help_panel=_STEPS)
+]
+Epochs = Annotated[
+    int | None,
+    typer.Option(help="Length in passes over the data.", show_default=_default("epochs"), rich_help_panel=_STEPS),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        help="Samples a step, over all ranks together.", show_default=_default("batch"), rich_help_panel=_STEPS
+    ),
+]
+LearningRate = Annotated[
+    float | None, typer.Option("--lr", help="Learning rate.", show_default=_default("lr"), rich_help_panel=_STEPS)
+]
 LearningRateSchedule = Annotated[
     str | None,
     typer.Option(
@@ -46,7 +77,9 @@ LearningRateSchedule = Annotated[
         rich_help_panel=_STEPS,
     ),
 ]
-Optimizer = Annotated[str | None, typer.Option(help="adam, adamw or sgd.", rich_help_panel=_STEPS)]
+Optimizer = Annotated[
+    str | None, typer.Option(help="adam, adamw or sgd.", show_default=_default("optimizer"), rich_help_panel=_STEPS)
+]
 Momentum = Annotated[float | None, typer.Option(help="Momentum of sgd.", rich_help_panel=_STEPS)]
 Seed = Annotated[int | None, typer.Option(help="Seed of weights and order.", show_default="0", rich_help_panel=_STEPS)]
 DType = Annotated[

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json as json_format
 import os
+import signal
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from microparallel.cli import options
-from microparallel.errors import ConfigError
+from microparallel.errors import ConfigError, Interrupted, MicroparallelError, RankFailed
 from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import TrainConfig, merge, read_config
-from microparallel.train.run_folder import RunFolder, check_new
+from microparallel.train.run_folder import RunFolder, check_new, without_nan
+
+if TYPE_CHECKING:
+    from microparallel.comms import Comms
 
 EXAMPLES = options.examples(
     ("microparallel train --ranks 4", "a 16-layer MLP on handwritten digits, the batch shared by 4 processes"),
@@ -73,7 +79,7 @@ def train(
     summary = _run(chosen, resume, quiet)
     if summary is None:  # another rank of torchrun's world speaks
         return 0
-    print(json_format.dumps(summary, indent=2) if json else _report(summary))
+    print(json_format.dumps(without_nan(summary), indent=2) if json else _report(summary))
     return 130 if summary["stopped_early"] else 0
 
 
@@ -121,13 +127,29 @@ def _run(config: TrainConfig, resume: Path | None, quiet: bool) -> dict[str, Any
     check(config)
     if config.ranks == 1 or find_placement(os.environ) != ALONE:
         with connect(config.transport, device=config.device) as comms:
-            summary = train_rank(comms, config, resume, quiet)
+            summary = _in_this_process(train_rank, comms, config, resume, quiet)
             return summary if comms.rank == 0 else None
     if not quiet:
         print(f"starting {config.ranks} ranks …", file=sys.stderr)
-    results = launch(train_rank, config.ranks, config, resume, quiet, transport=config.transport, device=config.device)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends us gently wants the work saved, too
+    transport, device = config.transport, config.device
+    try:
+        results = launch(train_rank, config.ranks, config, resume, quiet, transport=transport, device=device)
+    except Interrupted as interrupt:
+        results = interrupt.results
     first: dict[str, Any] = results[0]
     return first
+
+
+def _in_this_process(train_rank: Callable[..., Any], comms: Comms, *arguments: Any) -> dict[str, Any]:
+    """Run the one rank here, and report what it raises as that of a rank elsewhere would be."""
+    try:
+        summary: dict[str, Any] = train_rank(comms, *arguments)
+    except MicroparallelError:
+        raise
+    except Exception as error:
+        raise RankFailed(comms.rank, f"raised {type(error).__name__}: {error}", traceback.format_exc()) from None
+    return summary
 
 
 def _report(summary: dict[str, Any]) -> str:

@@ -318,6 +318,7 @@ class Comms(Conversation):
 
     def close(self) -> None:
         """Leave the conversation; closing twice is fine."""
+        self._closed = True
         if self._on_close is not None:
             self._on_close()
             self._on_close = None

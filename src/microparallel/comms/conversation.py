@@ -22,6 +22,7 @@ class Conversation:
         self.rank = transport.rank
         self.world_size = transport.world_size
         self._transport = transport
+        self._closed = False
         self._checker = Checker(transport) if check and transport.world_size > 1 else None
 
     def _collective(
@@ -35,6 +36,8 @@ class Conversation:
 
     def _start(self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]) -> Request[Result]:
         """Start transfers; a connection that is already gone fails here rather than in `wait()`."""
+        if self._closed:
+            raise UsageError(f"{call}: this Comms has been closed; connect again, or close it later")
         with named_failures(call, self._transport):
             works = start()
         return Request(call, works, finish, self._transport)

@@ -55,17 +55,17 @@ def naive_data_parallel_step(
         parameter.grad = None
 
     share = torch.zeros((), dtype=torch.float64)
-    if mine:
-        # Weighted by its samples, each rank's loss is its part of the mean over all of them.
-        loss = mean_loss(model, inputs, targets, loss_fn) * (mine / samples)
-        loss.backward()  # type: ignore[no-untyped-call]
-        share = loss.detach().to("cpu", torch.float64)
-    total = sum_gradients(parameters, comms, share)
-
-    for parameter, old in zip(parameters, before, strict=True):
-        if old is not None:
-            parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
-    return total
+    try:
+        if mine:
+            # Weighted by its samples, each rank's loss is its part of the mean over all of them.
+            loss = mean_loss(model, inputs, targets, loss_fn) * (mine / samples)
+            loss.backward()  # type: ignore[no-untyped-call]
+            share = loss.detach().to("cpu", torch.float64)
+        return sum_gradients(parameters, comms, share)
+    finally:
+        for parameter, old in zip(parameters, before, strict=True):
+            if old is not None:
+                parameter.grad = old if parameter.grad is None else old.add_(parameter.grad)
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], comms: Comms, loss: torch.Tensor) -> torch.Tensor:

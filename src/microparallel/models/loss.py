@@ -20,3 +20,14 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             f"cross-entropy needs one class number per position, so targets of shape {tuple(outputs.shape[:-1])}"
         )
     return functional.cross_entropy(outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1))
+
+
+def mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Average the squared difference of outputs and targets, which must have the same shape."""
+    if outputs.shape != targets.shape:
+        # torch would stretch one over the other, and train on something nobody asked for
+        raise UsageError(
+            f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}: "
+            "give them the same shape, for example with targets.unsqueeze(1)"
+        )
+    return functional.mse_loss(outputs, targets)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from microparallel.comms import Comms
+from microparallel.comms.calls import describe
 from microparallel.data_parallel import LossFunction, replicate
-from microparallel.errors import ConfigError, UsageError
-from microparallel.models import GPT, FullMLP, cross_entropy
+from microparallel.errors import ConfigError, DataError, UsageError
+from microparallel.models import GPT, FullMLP, cross_entropy, mean_squared_error
 from microparallel.train import user_code
 from microparallel.train.config import DEFAULTS, TrainConfig
 from microparallel.train.data import Split, digits, from_user
@@ -23,6 +25,8 @@ from microparallel.train.text import text
 from microparallel.train.training import Training
 
 Value = TypeVar("Value")
+
+_LOSSES: dict[str, LossFunction] = {"cross-entropy": cross_entropy, "mse": mean_squared_error}
 
 
 def build(config: TrainConfig, comms: Comms) -> Training:
@@ -72,7 +76,12 @@ def build_data(config: TrainConfig) -> Split:
         return digits()
     if user_code.is_spec(name):
         return from_user(name)
-    return text(None if name == "text" else name, config.context or DEFAULTS["gpt"]["context"])
+    context = config.context or DEFAULTS["gpt"]["context"]
+    if name == "text":
+        return text(None, context)
+    if not Path(name).exists() and (near := difflib.get_close_matches(name, ["digits", "text"], n=1)):
+        raise DataError(f"--data {name}: there is no such file or folder; did you mean {near[0]}?")
+    return text(name, context)
 
 
 def build_model(config: TrainConfig, data: Split) -> nn.Module:
@@ -99,16 +108,16 @@ def build_model(config: TrainConfig, data: Split) -> nn.Module:
 
 def build_loss(config: TrainConfig, model: nn.Module, data: Split) -> LossFunction | None:
     """Choose the loss; None when the model computes its own from `model(inputs, targets)`."""
-    if config.loss == "cross-entropy" or isinstance(model, FullMLP | GPT):
-        return cross_entropy
-    if config.loss == "mse":
-        return functional.mse_loss
+    if config.loss in _LOSSES:
+        return _LOSSES[config.loss]
     if config.loss is not None:
         return user_code.load(config.loss, "loss")
+    if isinstance(model, FullMLP | GPT):
+        return cross_entropy
     if "targets" in inspect.signature(model.forward).parameters:
         return None
     _, targets = data.training.batch([0])
-    return functional.mse_loss if targets.is_floating_point() else cross_entropy
+    return mean_squared_error if targets.is_floating_point() else cross_entropy
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -125,11 +134,12 @@ def _require_fit(config: TrainConfig, data: Split) -> None:
     """Refuse data that means nothing to a model of ours."""
     inputs, targets = data.training.batch([0])
     is_tensor = isinstance(inputs, torch.Tensor) and inputs.dim() == 2
-    given = f"{inputs.dtype} of shape {list(inputs.shape[1:])}" if isinstance(inputs, torch.Tensor) else type(inputs)
+    kind = describe(inputs[0]) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
+    given = f"inputs {kind} and targets {describe(targets[0])}"
     if config.model == "mlp" and not (is_tensor and inputs.is_floating_point() and not targets.is_floating_point()):
         raise ConfigError(
             f"--model mlp takes rows of real numbers with a class each, and --data {config.data} has {given}; "
-            "try --model gpt for text"
+            "try --model gpt for text, or a model of your own"
         )
     if config.model == "gpt" and not (is_tensor and not inputs.is_floating_point()):
         raise ConfigError(

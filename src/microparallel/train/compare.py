@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,7 +52,7 @@ def outcome(comms: Comms, config: TrainConfig) -> Outcome | None:
     if comms.rank != 0:
         return None
     weights = {name: tensor.cpu() for name, tensor in training.model.state_dict().items()}
-    return Outcome(losses, weights, statistics.median(seconds))
+    return Outcome(losses, weights, statistics.median(seconds[2:] or seconds))  # the first steps warm up
 
 
 def compare(
@@ -72,10 +73,10 @@ def compare(
 
 
 def _beside(strategy: str, ranks: int, ours: Outcome, reference: Outcome, dtype: str) -> Comparison:
-    loss_difference = max(
+    loss_difference = _largest(
         abs(mine - theirs) / max(abs(theirs), 1e-30) for mine, theirs in zip(ours.losses, reference.losses, strict=True)
     )
-    weight_difference = max(
+    weight_difference = _largest(
         ((ours.weights[name] - weight).abs().max() / weight.abs().max().clamp_min(1e-30)).item()
         for name, weight in reference.weights.items()
         if weight.is_floating_point() and weight.numel()
@@ -89,3 +90,8 @@ def _beside(strategy: str, ranks: int, ours: Outcome, reference: Outcome, dtype:
         seconds_a_step=ours.seconds_a_step,
         agrees=max(loss_difference, weight_difference) <= TOLERANCE[dtype],
     )
+
+
+def _largest(differences: Iterable[float]) -> float:
+    """The largest difference; infinite when one of them is not a number, which `max` would pass over."""
+    return max(difference if math.isfinite(difference) else math.inf for difference in differences)

@@ -213,7 +213,10 @@ def _check_together(config: TrainConfig) -> None:
         if used[name] is not None and name not in defaults:
             raise ConfigError(f"--{name} {used[name]} means nothing to --model {config.model}; leave it out")
     if used["data"] is None:
-        raise ConfigError(f"--model {config.model} has no data of its own; try --data digits, --data text or a path")
+        raise ConfigError(
+            f"--model {config.model} has no data of its own; try --data digits, --data text, a path, "
+            "or your own as my_module:make_dataset"
+        )
     if used["heads"] and used["dim"] % used["heads"]:
         nearest = used["dim"] // used["heads"] * used["heads"] or used["heads"]
         raise ConfigError(

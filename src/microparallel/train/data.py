@@ -81,9 +81,13 @@ class CollatedData:
     def batch(self, indices: Sequence[int]) -> tuple[Any, torch.Tensor]:
         """Collate the samples with these numbers."""
         if not indices:  # nothing to collate: the shape of an empty batch is known from a batch of one
-            inputs, targets = default_collate([self.dataset[0]])
-            return _emptied(inputs), _emptied(targets)
-        inputs, targets = default_collate([self.dataset[index] for index in indices])
+            inputs, targets = self.batch([0])
+            return first_samples(inputs, 0), first_samples(targets, 0)
+        samples = [user_code.call(self.dataset.__getitem__, f"sample {index} of the data", index) for index in indices]
+        try:
+            inputs, targets = default_collate(samples)
+        except (RuntimeError, TypeError) as error:
+            raise DataError(f"samples {list(indices)[:4]} … cannot be put together in a batch: {error}") from error
         return inputs, targets
 
 
@@ -149,12 +153,12 @@ def _check(dataset: Any, place: str) -> None:
         )
 
 
-def _emptied(batch: Any) -> Any:
-    """Cut a batch to size zero."""
+def first_samples(batch: Any, count: int) -> Any:
+    """Cut a batch, which may be a tensor or a nest of them, to its first samples."""
     if isinstance(batch, torch.Tensor):
-        return batch[:0]
+        return batch[:count]
     if isinstance(batch, Mapping):
-        return {key: _emptied(value) for key, value in batch.items()}
+        return {key: first_samples(value, count) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return [_emptied(value) for value in batch]
+        return [first_samples(value, count) for value in batch]
     return batch

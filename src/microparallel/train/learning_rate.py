@@ -18,7 +18,8 @@ class LearningRate:
                    0  10 %    100 % of the steps
     ```
 
-    It is a function of the step alone, so a resumed run needs to remember nothing.
+    It is a function of the step alone, so a resumed run needs to remember nothing; one that is made longer follows the
+    longer schedule from there on.
     """
 
     schedule: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from microparallel.train.training import Training, Validation
 
 
 def train(comms: Comms, config: TrainConfig, resume: Path | None = None, quiet: bool = False) -> dict[str, Any]:
-    """Run one rank of a training run, and return its summary (the same on every rank).
+    """Run one rank of a training run, and return its summary (the same on every rank, but for the folder).
 
     Rank 0 writes the run's folder: `config.out`, or the folder that `resume` names.
     """
@@ -35,6 +36,7 @@ def train(comms: Comms, config: TrainConfig, resume: Path | None = None, quiet: 
             folder = stack.enter_context(
                 RunFolder.create(config.out, config) if resume is None else RunFolder.open(resume)
             )
+            stack.callback(folder.remove_if_nothing_happened)
         if resume is not None:
             _go_on_from_latest(training, resume, display)
             if folder is not None:
@@ -52,6 +54,8 @@ class _Run:
         self._total = total_steps(config, training.sampler)
         self._validate_every = config.validate_every or len(training.sampler)
         self._validation: Validation | None = None
+        self._samples = 0
+        self._warned = False
         self._saved_at = training.steps_done  # nothing new to save yet
 
     def to_the_end(self) -> dict[str, Any]:
@@ -65,13 +69,14 @@ class _Run:
                 stopped = training.steps_done < self._total and stop.agreed()
             self._save()
         seconds = time.monotonic() - started
+        self._display.close()
         if training.steps_done == first_step:
             self._display.note(f"nothing left to do after {first_step} steps; --steps or --epochs makes the run longer")
         if stopped:
             self._display.note(f"stopped after step {training.steps_done} of {self._total}; {self._how_to_go_on()}")
         else:
             self._validate()
-        return self._summary(seconds, training.steps_done - first_step, stopped)
+        return self._summary(seconds, stopped)
 
     def _how_to_go_on(self) -> str:
         folder = self._folder.path if self._folder is not None else "RUN"
@@ -84,9 +89,13 @@ class _Run:
         loss = training.step()
         seconds = time.monotonic() - begun
         done = training.steps_done
-        speed = training.sampler.batch / seconds
+        self._samples += training.last_samples
+        speed = training.last_samples / seconds
         self._record({"step": done, "epoch": epoch, "loss": loss, "samples_per_second": round(speed, 1)})
         self._display.step(done, loss, speed)
+        if not math.isfinite(loss) and not self._warned:
+            self._warned = True
+            self._display.note(f"warning: the loss of step {done} is {loss}; a smaller --lr may help")
         if done % self._validate_every == 0 and done < self._total:
             self._validate()
         if self._config.save_every is not None and done % self._config.save_every == 0:
@@ -126,7 +135,7 @@ class _Run:
         if self._folder is not None:
             self._folder.append_metrics(record)
 
-    def _summary(self, seconds: float, steps: int, stopped: bool) -> dict[str, Any]:
+    def _summary(self, seconds: float, stopped: bool) -> dict[str, Any]:
         training = self._training
         identical = replicas_are_identical(training.model, training.comms)
         summary: dict[str, Any] = {
@@ -142,7 +151,7 @@ class _Run:
             "validation_loss": self._validation.loss if self._validation else None,
             "validation_accuracy": self._validation.accuracy if self._validation else None,
             "seconds": round(seconds, 3),
-            "samples_per_second": round(steps * training.sampler.batch / seconds, 1) if seconds else None,
+            "samples_per_second": round(self._samples / seconds, 1) if self._samples else None,
             "replicas_identical": identical,
             "torch": torch.__version__,
             "folder": str(self._folder.path) if self._folder is not None else None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from microparallel.train.training import Validation
 
@@ -32,39 +33,31 @@ class Display:
 
 
 class Bar(Display):
-    """A live bar with loss, speed and the time that is left."""
+    """A live bar with loss, accuracy, speed and the time that is left; a narrow terminal gets fewer of them."""
 
     def __init__(self, console: Console) -> None:
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("loss [bold]{task.fields[loss]}[/]"),
-            TextColumn("{task.fields[accuracy]}"),
-            TextColumn("{task.fields[speed]} samples/s"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            expand=True,
-        )
-        self._accuracy = ""
+        columns: list[ProgressColumn] = [BarColumn(bar_width=None), _text("{task.completed}/{task.total}")]
+        columns += [_text("loss [bold]{task.fields[loss]}[/]")]
+        columns += [_text("{task.fields[accuracy]}")] if console.width >= 90 else []
+        columns += [_text("{task.fields[speed]} samples/s")] if console.width >= 70 else []
+        columns += [TimeRemainingColumn(table_column=Column(no_wrap=True)), _text("left")]
+        self._progress = Progress(*columns, console=console, expand=True)
+        self._task = self._progress.add_task("training", total=None, visible=False, loss="…", accuracy="", speed="…")
 
     def start(self, description: str, done: int, total: int) -> None:
         """Draw the empty bar."""
         self._progress.console.print(description, highlight=False)
-        self._task = self._progress.add_task("training", total=total, completed=done, loss="…", accuracy="", speed="…")
+        self._progress.update(self._task, total=total, completed=done, visible=True)
         self._progress.start()
 
     def step(self, done: int, loss: float, samples_per_second: float) -> None:
         """Move the bar on."""
-        self._progress.update(
-            self._task, completed=done, loss=f"{loss:.4f}", accuracy=self._accuracy, speed=f"{samples_per_second:,.0f}"
-        )
+        self._progress.update(self._task, completed=done, loss=f"{loss:.4f}", speed=f"{samples_per_second:,.0f}")
 
     def validation(self, result: Validation) -> None:
         """Put the measurement beside the loss."""
-        self._accuracy = _words(result)
-        self._progress.update(self._task, accuracy=self._accuracy)
+        measured = f"{result.loss:.4f}" if result.accuracy is None else f"{result.accuracy:.1%}"
+        self._progress.update(self._task, accuracy=f"validation {measured}")
 
     def note(self, text: str) -> None:
         """Print above the bar."""
@@ -110,5 +103,5 @@ def display_for(rank: int, quiet: bool = False) -> Display:
     return Bar(console) if console.is_terminal else Lines(console)
 
 
-def _words(result: Validation) -> str:
-    return f"validation {result.loss:.4f}" if result.accuracy is None else f"validation {result.accuracy:.1%}"
+def _text(content: str) -> TextColumn:
+    return TextColumn(content, table_column=Column(no_wrap=True))

@@ -17,7 +17,8 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -72,14 +73,15 @@ class RunFolder:
 
     def write_config(self, config: TrainConfig) -> None:
         """Write what the run was told to config.toml, all of it or nothing."""
-        write_atomically(self.config_file, config_text(config).encode("utf-8"))
+        # Without its own place, so that `--config` can take it again for a new run.
+        write_atomically(self.config_file, config_text(replace(config, out=None)).encode("utf-8"))
 
     def append_metrics(self, record: dict[str, Any]) -> None:
         """Add one line to metrics.jsonl, to be seen at once by whoever follows the file.
 
         A number that is not finite becomes null, since JSON has no word for it.
         """
-        line = json.dumps(_without_nan(record), allow_nan=False) + "\n"
+        line = json.dumps(without_nan(record), allow_nan=False) + "\n"
         with _failing_in_one_line(self.metrics_file):
             if self._metrics is None:
                 self._metrics = self.metrics_file.open("a", encoding="utf-8")
@@ -101,9 +103,16 @@ class RunFolder:
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write how the run ended to summary.json, all of it or nothing."""
-        text = json.dumps(_without_nan(summary), indent=2, allow_nan=False) + "\n"
+        text = json.dumps(without_nan(summary), indent=2, allow_nan=False) + "\n"
         with _failing_in_one_line(self.summary_file):
             write_atomically(self.summary_file, text.encode("utf-8"))
+
+    def remove_if_nothing_happened(self) -> None:
+        """Leave no folder behind of a run that failed before its first step."""
+        if not any(path.exists() for path in (self.metrics_file, self.summary_file, self.checkpoints)):
+            self.config_file.unlink(missing_ok=True)
+            with suppress(OSError):
+                self.path.rmdir()
 
     def close(self) -> None:
         """Close metrics.jsonl; appending opens it again."""
@@ -131,6 +140,8 @@ def _new_default_folder(config: TrainConfig) -> Path:
 
 def check_new(path: Path) -> None:
     """Refuse a folder that a new run must not write into, without touching it."""
+    if (path / "config.toml").exists() and not (path / "checkpoints").exists():
+        raise ConfigError(f"--out {path} holds a run without a checkpoint; remove that folder, or choose another")
     if (path / "config.toml").exists():
         raise ConfigError(f"--out {path} holds a run already; go on with it by --resume, or choose another --out")
     if path.exists() and not path.is_dir():
@@ -158,11 +169,12 @@ def _is_record_up_to(step: int, line: bytes) -> bool:
     return isinstance(record, dict) and record.get("step", 0) <= step
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
+    """Put null where a number is not finite, since JSON has no word for it."""
     if isinstance(value, dict):
-        return {key: _without_nan(part) for key, part in value.items()}
+        return {key: without_nan(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(part) for part in value]
+        return [without_nan(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

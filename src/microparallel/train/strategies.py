@@ -10,6 +10,7 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.data_parallel import LossFunction, mean_loss, naive_data_parallel_step
+from microparallel.train.data import first_samples
 
 # (this rank's inputs, this rank's targets, samples of all ranks together) → the mean loss of the whole batch
 Step = Callable[[Any, torch.Tensor, int], torch.Tensor]
@@ -45,7 +46,7 @@ def torch_ddp(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> S
     def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
         mine = len(targets)
         if mine:
-            sample[:] = [inputs[:1], targets[:1]]
+            sample[:] = [first_samples(inputs, 1), targets[:1]]
         else:
             inputs, targets = sample  # DDP waits for every rank's backward: compute something, and weigh it nothing
         # DDP divides by the number of ranks what we want summed.

@@ -54,6 +54,7 @@ class Training:
         self.sampler = sampler
         self.steps_done = 0
         self.last_loss: float | None = None
+        self.last_samples = 0  # of all ranks together, in the last step
         self._strategy = strategy
         self._learning_rate = learning_rate
         self._dtype = dtype
@@ -69,6 +70,7 @@ class Training:
         loss = self._strategy(inputs, targets, samples)
         self.optimizer.step()
         self.steps_done += 1
+        self.last_samples = samples
         self.last_loss = float(loss)
         return self.last_loss
 
@@ -77,6 +79,8 @@ class Training:
         data = self.data.validation
         if data is None:
             return None
+        for buffer in self.model.buffers():
+            self.comms.broadcast(buffer)  # batch statistics differ between ranks; rank 0's are the ones that are kept
         sums = torch.zeros(4, dtype=torch.float64)  # loss, right answers, answers, samples
         sampler = ShardedSampler(data, _VALIDATION_BATCH, comms=self.comms, shuffle=False)
         self.model.eval()

@@ -37,6 +37,11 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
+class AllDone:
+    """The parent's word that every rank has finished, so that connections may be closed."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """What a rank's function returned."""
 
@@ -51,6 +56,7 @@ class Raised:
     traceback: str
     secondary: bool = False
     refusal: str | None = None
+    lost: tuple[int, ...] = ()
 
 
 def main(parent_fd: int, lifeline_fd: int, answers_fd: int) -> None:
@@ -74,7 +80,7 @@ def main(parent_fd: int, lifeline_fd: int, answers_fd: int) -> None:
 def _run(job: Job, parent: Connection) -> None:
     import cloudpickle
 
-    from microparallel.errors import PeerLost, UsageError
+    from microparallel.errors import CheckpointError, PeerLost, UsageError
 
     try:
         comms = _join(job)
@@ -88,10 +94,11 @@ def _run(job: Job, parent: Connection) -> None:
         sys.exit(error.code if error.code is not None else 0)
     except BaseException as error:  # the parent decides what to do about it
         report = Raised(
-            f"raised {type(error).__name__}: {error}",
-            traceback.format_exc(),
+            f"raised {type(error).__name__}: {_text(error)}",
+            "" if isinstance(error, CheckpointError) else traceback.format_exc(),
             secondary=isinstance(error, PeerLost),
             refusal=str(error) if isinstance(error, UsageError) else None,
+            lost=error.ranks if isinstance(error, PeerLost) else (),
         )
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -144,6 +151,13 @@ def _dumps_result(cloudpickle: Any, result: object) -> bytes:
     except Exception as error:
         raise TypeError(f"the result, a {type(result).__name__}, cannot be sent to the parent: {error}") from error
     return pickled
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as worse:
+        return f"(its text cannot be had: {type(worse).__name__})"
 
 
 def _end_with_parent(lifeline_fd: int) -> None:

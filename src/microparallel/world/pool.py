@@ -16,9 +16,9 @@ from typing import Any, cast
 import cloudpickle
 import torch.distributed as dist
 
-from microparallel.errors import LaunchError, RankFailed, RanksTimedOut, UsageError
+from microparallel.errors import Interrupted, LaunchError, RankFailed, RanksTimedOut, UsageError
 from microparallel.topology import MOST_RANKS_PER_CORE, Placement, available_cores
-from microparallel.world.child import Finished, Job, Raised
+from microparallel.world.child import AllDone, Finished, Job, Raised
 from microparallel.world.connect import DEFAULT_TIMEOUT, require_possible
 from microparallel.world.rank_process import RankProcess
 
@@ -64,7 +64,7 @@ class Pool:
             raise UsageError(
                 f"ranks={ranks}: more than {MOST_RANKS_PER_CORE} ranks a core cannot work, and {cores} are here"
             )
-        if timeout is not None and not timeout > 0:
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
             raise UsageError(f"timeout={timeout!r}: give a number of seconds greater than 0, or None to wait for ever")
         require_possible(transport, device, Placement(0, ranks, local_rank=0, local_world_size=ranks))
         call = _dumps_call(function, arguments, named_arguments)
@@ -140,11 +140,16 @@ class _Watch:
                 self._look(min(_LOOK_AROUND, max(0.0, deadline - time.monotonic())))
         except KeyboardInterrupt:
             self._let_ranks_stop()
+            if not self._pending and not self._failures:
+                raise Interrupted(self._results_in_order()) from None
             raise
         if self._failures:
             raise self._first_cause()
         for process in self._processes:
-            process.send(pickle.dumps("all ranks are done"))
+            process.send(pickle.dumps(AllDone()))
+        return self._results_in_order()
+
+    def _results_in_order(self) -> list[Any]:
         return [self._results[rank] for rank in range(len(self._processes))]
 
     def _look(self, patience: float) -> None:
@@ -176,7 +181,9 @@ class _Watch:
                 break
         rank = min(self._failures, key=lambda rank: (self._failures[rank].secondary, rank))
         failure = self._failures[rank]
-        return RankFailed(rank, failure.reason, failure.traceback, failure.refusal)
+        returned = [other for other in failure.lost if other in self._results]
+        hint = f" (rank {returned[0]}'s function had already returned)" if returned else ""
+        return RankFailed(rank, failure.reason + hint, failure.traceback, failure.refusal)
 
     def _timed_out(self) -> RanksTimedOut:
         late = self._pending

@@ -60,7 +60,10 @@ class RankProcess:
         if code >= 0:
             return f"exited with code {code} before its function had returned"
         name = signal.Signals(-code).name
-        hint = " (was the machine out of memory?)" if -code == signal.SIGKILL else ""
+        hint = {
+            signal.SIGKILL: " (was the machine out of memory?)",
+            signal.SIGABRT: " (a message of another size than was expected? check=True names it)",
+        }.get(signal.Signals(-code), "")
         return f"was killed by {name}{hint}"
 
     def wait(self, patience: float) -> None:

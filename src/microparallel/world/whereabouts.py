@@ -12,7 +12,9 @@ from typing import IO
 
 SIGNAL = signal.SIGUSR2
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-_OUR_CODE = str(Path(__file__).parent.parent)
+_PACKAGE = Path(__file__).parent.parent
+_COMMS = str(_PACKAGE / "comms" / "comms.py")
+_LIBRARIES = (str(_PACKAGE), "site-packages", "dist-packages", "/lib/python")
 
 
 def answer_in(file: IO[bytes] | int) -> None:
@@ -39,20 +41,14 @@ def summarise(dump: str) -> str:
     frames = [match.groupdict() for match in _FRAME.finditer(dump)]
     if not frames:
         return "gave no answer (stopped, or not yet started)"
-    inner = next((frame for frame in frames if not _is_library(frame["file"])), None)
-    ours = [frame["function"] for frame in frames if _OUR_CODE in frame["file"] and "/comms/comms.py" in frame["file"]]
-    inside = f"in {ours[-1]}, " if ours else ""
-    place = inner or frames[0]
-    if inner is None and not ours:
-        return f"{place['function']} ({Path(place['file']).name}:{place['line']})"
-    return f"{inside}called by {place['function']} at {place['file']}:{place['line']}"
+    place = next((frame for frame in frames if not _is_library(frame)), frames[0])
+    at = f"{place['function']} at {place['file']}:{place['line']}"
+    calls = [frame["function"] for frame in frames if frame["file"] == _COMMS]
+    return f"in {calls[-1]}, called by {at}" if calls else f"in {at}"
 
 
-def _is_library(file: str) -> bool:
-    return (
-        _OUR_CODE in file
-        or "site-packages" in file
-        or "dist-packages" in file
-        or file.startswith("<")
-        or "/lib/python" in file
-    )
+def _is_library(frame: dict[str, str]) -> bool:
+    """Whether a frame is somebody else's code: ours, an installed package's, or Python's own."""
+    file = frame["file"]
+    started_by_us = (file, frame["function"]) == ("<string>", "<module>")
+    return started_by_us or file.startswith("<frozen") or any(part in file for part in _LIBRARIES)
