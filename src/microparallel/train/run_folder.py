@@ -111,8 +111,10 @@ class RunFolder:
         """Leave no folder behind of a run that failed before its first step."""
         if not any(path.exists() for path in (self.metrics_file, self.summary_file, self.checkpoints)):
             self.config_file.unlink(missing_ok=True)
-            with suppress(OSError):
+            with suppress(OSError):  # not empty: somebody else's files
                 self.path.rmdir()
+                if self.path.parent == Path("runs"):
+                    self.path.parent.rmdir()
 
     def close(self) -> None:
         """Close metrics.jsonl; appending opens it again."""
