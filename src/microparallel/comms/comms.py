@@ -71,6 +71,8 @@ class Comms(Conversation):
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The torch process group beneath, for torch's own wrappers."""
+        if self._closed:
+            raise UsageError("process_group: this Comms has been closed")
         return self._transport.group
 
     # ── from one rank to another ────────────────────────────────────────────────────────────────────────────────

@@ -56,6 +56,7 @@ class TorchTransport:
         self.world_size: int = dist.get_world_size(group)
         self.world_ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         self._store = store
+        self._subgroups: list[TorchTransport] = []
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> TorchWork:
         """Start sending a contiguous tensor."""
@@ -104,7 +105,8 @@ class TorchTransport:
         world_ranks = [self.world_ranks[rank] for rank in ranks]
         # Members alone wait for each other, so that groups can be made inside groups.
         group = dist.new_group(world_ranks, use_local_synchronization=True)
-        return TorchTransport(group, self._store, self.carries)
+        self._subgroups.append(TorchTransport(group, self._store, self.carries))
+        return self._subgroups[-1]
 
     def lost_peers(self) -> list[int]:
         """Find the ranks whose connection has gone, after a call has failed.
@@ -135,3 +137,16 @@ class TorchTransport:
     def close(self) -> None:
         """Leave the group."""
         dist.destroy_process_group(self.group)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the group, and of the groups made from it.
+
+        A group's threads end with the last reference to it. One that is still held when Python ends is torn down too
+        late, and may take the process with it.
+        """
+        for subgroup in self._subgroups:
+            subgroup.forget()
+        self._subgroups.clear()
+        self._store = None
+        self.__dict__.pop("group", None)

@@ -87,14 +87,19 @@ def _comms_of_the_world(
         raise UsageError("this process belongs to no torch process group; call mp.connect() first")
     devices = str(dist.get_backend_config(world))
     carries = frozenset(kind for kind, backend in (("cpu", "gloo"), ("cuda", "nccl")) if f"{kind}:{backend}" in devices)
+    transport = TorchTransport(world, store, carries)
     return Comms(
-        TorchTransport(world, store, carries),
+        transport,
         device=device,
         local_rank=placement.local_rank,
         check=check,
-        # destroying the world's group destroys every sub-group with it
-        on_close=dist.destroy_process_group if owned else None,
+        on_close=(lambda: _leave_world(transport)) if owned else transport.forget,
     )
+
+
+def _leave_world(transport: TorchTransport) -> None:
+    dist.destroy_process_group()  # the world's, and with it every sub-group
+    transport.forget()
 
 
 def _meet(placement: Placement, timeout: float) -> dist.Store:
