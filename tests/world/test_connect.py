@@ -123,3 +123,27 @@ def test_unknown_names(arguments, words):
 def test_nccl_without_a_gpu_is_refused_with_the_reason():
     with pytest.raises(mp.UsageError, match="torch sees no GPU; choose 'gloo'"):
         mp.connect(transport="nccl")
+
+
+THREADS = """
+import os, torch, microparallel as mp
+from microparallel.train.strategies import torch_ddp
+threads = lambda: len(os.listdir("/proc/self/task"))
+before = threads()
+with mp.connect(transport="gloo", timeout=30) as comms:
+    model = mp.models.FullMLP(4, 2)
+    step = torch_ddp(model, comms, None)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(torch.ones(2, 4), torch.tensor([0, 1]), 4)
+    comms.group([0, 1]).barrier()
+    during = threads()
+    del step
+print(before, during > before, threads())
+"""
+
+
+def test_closing_ends_the_threads_of_the_world():
+    """Threads that are left when Python ends may crash the process after its work is done."""
+    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    rows = run_ranks([{"RANK": str(rank), **shared} for rank in range(2)], THREADS)
+    assert rows == ["1 True 1", "1 True 1"]

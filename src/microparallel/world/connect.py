@@ -10,6 +10,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+# Its functions have the world as a default argument. Imported while there is a world (making an optimizer does that),
+# they would hold it for ever: its threads would outlive `close()`, and now and then crash the process as Python ends.
+import torch.distributed.nn.functional
+
 from microparallel.comms import Comms
 from microparallel.errors import CommsTimeout, UsageError
 from microparallel.topology import threads_per_rank
