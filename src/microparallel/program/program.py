@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
 from microparallel.errors import ProgramError
-from microparallel.program.ops import Op, Recv, Send
+from microparallel.program.ops import Op, Send
 
 CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "scatter", "gather"]
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
@@ -81,12 +80,3 @@ class Program:
     def messages_sent(self) -> list[int]:
         """How many messages each rank sends."""
         return [sum(isinstance(op, Send) for op in ops) for ops in self.ranks]
-
-    def channels(self) -> tuple[Counter[tuple[int, int]], Counter[tuple[int, int]]]:
-        """How many messages are sent, and how many received, on each channel (sender, receiver)."""
-        sent: Counter[tuple[int, int]] = Counter()
-        received: Counter[tuple[int, int]] = Counter()
-        for rank, ops in enumerate(self.ranks):
-            sent.update((rank, op.to) for op in ops if isinstance(op, Send))
-            received.update((op.source, rank) for op in ops if isinstance(op, Recv))
-        return sent, received
