@@ -16,39 +16,29 @@ def ring_all_reduce(ranks: int) -> Program:
 
     After the first half, rank r holds the whole sum of slice r + 1; the second half passes the sums on.
     """
-    ops = [(*_scatter_reduce(rank, ranks, 0), *_all_gather(rank, ranks, 1)) for rank in range(ranks)]
+    ops = [(*_pass_on(rank, ranks, 0, reduce=True), *_pass_on(rank, ranks, 1, reduce=False)) for rank in range(ranks)]
     return Program("ring", Collective("all-reduce", ranks), tuple(ops))
 
 
 def ring_reduce_scatter(ranks: int) -> Program:
     """The first half of the ring, turned so that rank r ends with slice r."""
-    ops = [tuple(_scatter_reduce(rank, ranks, -1)) for rank in range(ranks)]
+    ops = [tuple(_pass_on(rank, ranks, -1, reduce=True)) for rank in range(ranks)]
     return Program("ring-reduce-scatter", Collective("reduce-scatter", ranks), tuple(ops))
 
 
 def ring_all_gather(ranks: int) -> Program:
     """The second half of the ring, begun with rank r holding slice r."""
-    ops = [tuple(_all_gather(rank, ranks, 0)) for rank in range(ranks)]
+    ops = [tuple(_pass_on(rank, ranks, 0, reduce=False)) for rank in range(ranks)]
     return Program("ring-all-gather", Collective("all-gather", ranks), tuple(ops))
 
 
-def _scatter_reduce(rank: int, ranks: int, first: int) -> list[Op]:
-    """Pass slices on, adding one's own to each; `first` turns which slice is passed first."""
+def _pass_on(rank: int, ranks: int, first: int, *, reduce: bool) -> list[Op]:
+    """Pass slices to the next rank, beginning with slice rank + `first`; with `reduce`, adding one's own to each."""
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     ops: list[Op] = []
     for step in range(ranks - 1):
         ops += [Send(_slice(rank + first - step, ranks), after)]
-        ops += [Recv(_slice(rank + first - step - 1, ranks), before, reduce=True)]
-    return ops
-
-
-def _all_gather(rank: int, ranks: int, first: int) -> list[Op]:
-    """Pass whole slices on until everybody has all of them, beginning with one's own."""
-    after, before = (rank + 1) % ranks, (rank - 1) % ranks
-    ops: list[Op] = []
-    for step in range(ranks - 1):
-        ops += [Send(_slice(rank + first - step, ranks), after)]
-        ops += [Recv(_slice(rank + first - step - 1, ranks), before)]
+        ops += [Recv(_slice(rank + first - step - 1, ranks), before, reduce=reduce)]
     return ops
 
 
