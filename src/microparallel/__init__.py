@@ -28,6 +28,10 @@ _HOMES = {
     "connect": "microparallel.world",
     "launch": "microparallel.world",
     "verify": "microparallel.verifier",
+    "simulate": "microparallel.simulator",
+    "Costs": "microparallel.simulator",
+    "Link": "microparallel.topology",
+    "Trace": "microparallel.trace",
     "ShardedSampler": "microparallel.train.sampler",
     "naive_data_parallel_step": "microparallel.data_parallel",
     **dict.fromkeys(
@@ -51,7 +55,7 @@ _HOMES = {
         "microparallel.errors",
     ),
 }
-_MODULES = ("collectives", "models", "program")
+_MODULES = ("collectives", "models", "program", "schedules")
 
 __all__ = [*sorted(_HOMES), *_MODULES]  # noqa: PLE0604
 

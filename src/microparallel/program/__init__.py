@@ -1,4 +1,4 @@
-"""The language: values, operations, programs, and their text form."""
+"""The language: values, operations, programs, the one dependency rule, and the text form."""
 
 from microparallel.program.ops import (
     Add,
@@ -9,6 +9,7 @@ from microparallel.program.ops import (
     Forward,
     ForwardBackward,
     Free,
+    Join,
     Lane,
     Op,
     OptimizerStep,
@@ -17,8 +18,9 @@ from microparallel.program.ops import (
     lane,
 )
 from microparallel.program.program import Collective, Goal, Program, TrainingStep
+from microparallel.program.rules import Rules, halves, live_activations, peak_activations
 from microparallel.program.text import from_text, to_text
-from microparallel.program.values import Act, Bucket, Chunk, Grad, Part, Value, parse_value, touch
+from microparallel.program.values import Act, Bucket, Chunk, Delta, Grad, Part, Rest, Value, parse_value, touch
 
 __all__ = [
     "Act",
@@ -30,23 +32,30 @@ __all__ = [
     "Bucket",
     "Chunk",
     "Collective",
+    "Delta",
     "Forward",
     "ForwardBackward",
     "Free",
     "Goal",
     "Grad",
+    "Join",
     "Lane",
     "Op",
     "OptimizerStep",
     "Part",
     "Program",
     "Recv",
+    "Rest",
+    "Rules",
     "Send",
     "TrainingStep",
     "Value",
     "from_text",
+    "halves",
     "lane",
+    "live_activations",
     "parse_value",
+    "peak_activations",
     "to_text",
     "touch",
 ]

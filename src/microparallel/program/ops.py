@@ -14,6 +14,11 @@
 | `Free(value)`                 | `!A0.3`     | forget a value                                                       |
 | `AllReduce(value, "dp")`      | `*U0@dp`    | sum a value over the ranks of one axis of the mesh                   |
 | `OptimizerStep()`             | `S`         | update the weights                                                   |
+| `Join()`                      | `=`         | both lanes wait here for each other                                  |
+
+A rank's operations are one list, and they do what they would do one after another. But they run on two *lanes*, one
+that computes and one that communicates: a lane keeps its order, and an operation waits for the other lane only where
+it needs a value from it (`rules.py`), or at a Join.
 """
 
 from __future__ import annotations
@@ -149,6 +154,14 @@ class OptimizerStep:
         return "S"
 
 
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Let each lane wait for the other: what comes later in the list begins when all before it has ended."""
+
+    def __str__(self) -> str:
+        return "="
+
+
 Op = (
     Forward
     | Backward
@@ -161,6 +174,7 @@ Op = (
     | Free
     | AllReduce
     | OptimizerStep
+    | Join
 )
 _COMMUNICATION = (Send, Recv, Add, AllReduce)
 

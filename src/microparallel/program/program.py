@@ -44,13 +44,28 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class TrainingStep:
-    """The goal of a pipeline: every micro-batch had its forward and its backward on every stage, once."""
+    """The goal of a training step: every micro-batch had its forward and its backward on every stage, once.
+
+    Ranks that run the same stage on different micro-batches are replicas, and must sum its gradients. They do so in
+    buckets: `buckets[2] == (4, 6)` says that bucket 2 holds the gradients of stages 4 and 5.
+    """
 
     stages: int
     microbatches: int
+    buckets: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.stages < 1 or self.microbatches < 1:
+            raise ProgramError(f"a {self} does nothing; at least 1 stage and 1 micro-batch are needed")
+        for start, stop in self.buckets:
+            if not 0 <= start < stop <= self.stages:
+                raise ProgramError(f"bucket {start}:{stop} is no range of {self.stages} stages")
 
     def __str__(self) -> str:
-        return f"training step of {self.stages} stages, {self.microbatches} micro-batches"
+        buckets = "".join(f" {start}:{stop}" for start, stop in self.buckets)
+        stages = f"{self.stages} stage{'s' * (self.stages != 1)}"
+        microbatches = f"{self.microbatches} micro-batch{'es' * (self.microbatches != 1)}"
+        return f"training step of {stages}, {microbatches}" + (f", buckets{buckets}" if buckets else "")
 
 
 Goal = Collective | TrainingStep

@@ -30,7 +30,7 @@ _COMPUTE: dict[str, Callable[[int, int], o.Op]] = {
 _STAGE_OP = re.compile(r"([FBIW])(\d+)\.(\d+)")
 _PAIR = re.compile(r"F(\d+)\.(\d+)&B(\d+)\.(\d+)")
 _COLLECTIVE = re.compile(rf"({'|'.join(get_args(CollectiveKind))}) of (\d+) slices?(?:, root (\d+))?")
-_TRAINING = re.compile(r"training step of (\d+) stages?, (\d+) micro-batch(?:es)?")
+_TRAINING = re.compile(r"training step of (\d+) stages?, (\d+) micro-batch(?:es)?(?:, buckets((?: \d+:\d+)+))?")
 
 
 def to_text(program: Program) -> str:
@@ -69,7 +69,8 @@ def parse_goal(text: str) -> Goal:
         kind, slices, root = match.groups()
         return Collective(cast(CollectiveKind, kind), int(slices), None if root is None else int(root))
     if match := _TRAINING.fullmatch(text):
-        return TrainingStep(int(match[1]), int(match[2]))
+        buckets = [tuple(map(int, word.split(":"))) for word in (match[3] or "").split()]
+        return TrainingStep(int(match[1]), int(match[2]), tuple((start, stop) for start, stop in buckets))
     raise ProgramError(
         f"{text!r} is no goal; it looks like `all-reduce of 4 slices` or `training step of 4 stages, 8 micro-batches`"
     )
@@ -79,6 +80,8 @@ def parse_op(text: str) -> o.Op:
     """Read one operation."""
     if text == "S":
         return o.OptimizerStep()
+    if text == "=":
+        return o.Join()
     if match := _STAGE_OP.fullmatch(text):
         return _COMPUTE[match[1]](int(match[2]), int(match[3]))
     if match := _PAIR.fullmatch(text):

@@ -4,6 +4,8 @@
 |-------------------|--------|----------------------------------------------------------------------------------|
 | `Act(0, 3)`       | `A0.3` | the output of stage 0 for micro-batch 3                                          |
 | `Grad(0, 3)`      | `G0.3` | the gradient of that output                                                      |
+| `Rest(0, 3)`      | `R0.3` | what the input half of a backward leaves for the weight half                     |
+| `Delta(0, 3)`     | `D0.3` | the gradients of stage 0's weights that micro-batch 3 gave                       |
 | `Chunk(2, 3)`     | `C2`   | one of the equal slices a collective's tensor is cut into                        |
 | `Chunk(2, 5)`     | `C2:5` | slices 2, 3 and 4; two chunks touch where their ranges overlap                   |
 | `Part(1)`         | `P1`   | the whole contribution of rank 1, kept apart from one's own                      |
@@ -38,6 +40,28 @@ class Grad:
 
     def __str__(self) -> str:
         return f"G{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What the input half of a stage's backward leaves behind for its weight half."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"R{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The gradients of a stage's weights, as one micro-batch gave them."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"D{self.stage}.{self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +107,10 @@ class Bucket:
         return f"U{self.index}"
 
 
-Value = Act | Grad | Chunk | Part | Bucket
+Value = Act | Grad | Rest | Delta | Chunk | Part | Bucket
 
-_VALUE = re.compile(r"([AG])(\d+)\.(\d+)|C(\d+)(?::(\d+))?|P(\d+)|U(\d+)")
+_OF_A_STAGE: dict[str, type[Act | Grad | Rest | Delta]] = {"A": Act, "G": Grad, "R": Rest, "D": Delta}
+_VALUE = re.compile(r"([AGRD])(\d+)\.(\d+)|C(\d+)(?::(\d+))?|P(\d+)|U(\d+)")
 
 
 def touch(one: Value, other: Value) -> bool:
@@ -102,7 +127,7 @@ def parse_value(text: str) -> Value:
         raise ProgramError(f"{text!r} names no value; it looks like A0.3, G0.3, C2, C2:5, P1 or U0")
     letter, stage, microbatch, start, stop, rank, bucket = match.groups()
     if letter is not None:
-        return (Act if letter == "A" else Grad)(int(stage), int(microbatch))
+        return _OF_A_STAGE[letter](int(stage), int(microbatch))
     if start is not None:
         return Chunk(int(start), int(stop) if stop is not None else int(start) + 1)
     return Part(int(rank)) if rank is not None else Bucket(int(bucket))

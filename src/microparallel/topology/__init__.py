@@ -1,12 +1,14 @@
-"""The machine: its cores, and where a process stands among the ranks."""
+"""The machine: its cores, the links between ranks, and where a process stands among them."""
 
 from microparallel.topology.cores import DO_NOT_SPIN, MOST_RANKS_PER_CORE, available_cores, threads_per_rank
+from microparallel.topology.links import Link
 from microparallel.topology.placement import ALONE, Placement, find_placement
 
 __all__ = [
     "ALONE",
     "DO_NOT_SPIN",
     "MOST_RANKS_PER_CORE",
+    "Link",
     "Placement",
     "available_cores",
     "find_placement",

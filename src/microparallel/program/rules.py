@@ -1,0 +1,137 @@
+"""The dependency rule: which values an operation needs before it can begin, and which it makes.
+
+| operation           | needs                                             | makes                              |
+|---------------------|---------------------------------------------------|------------------------------------|
+| F s.m               | the output of the stage before                    | its own output                     |
+| B s.m               | the stage's input, its output and its gradient    | the input's gradient, the weights' |
+| I s.m               | the same                                          | the input's gradient, the rest     |
+| W s.m               | the stage's input, its output and the rest        | the weights' gradients             |
+| F&B                 | what its two halves need                          | what they make                     |
+| Send                | the value                                         |                                    |
+| Recv                | with `reduce`, the value                          | the value                          |
+| Add                 | both values                                       | their sum                          |
+| Free                | the value                                         | (it takes the value away)          |
+| AllReduce of bucket | the weights' gradients of its stages, of this rank| the bucket                         |
+| OptimizerStep       | all buckets, or all weights' gradients            |                                    |
+
+The first stage's input is the batch, which is always there, and its gradient is nobody's concern. The last stage makes
+its output's gradient itself, from the loss. This is the only place where the rule is written: the verifier, the
+simulator, the passes and the interpreters all read it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from microparallel.errors import ProgramError
+from microparallel.program import ops as o
+from microparallel.program.program import Goal, TrainingStep
+from microparallel.program.values import Act, Bucket, Delta, Grad, Rest, Value
+
+Compute = o.Forward | o.Backward | o.BackwardInput | o.BackwardWeight
+
+
+def halves(op: o.Op) -> tuple[Compute, ...]:
+    """The stage operations that an operation consists of: two for a pair, one for itself, else none."""
+    if isinstance(op, o.ForwardBackward):
+        return (op.forward, op.backward)
+    return (op,) if isinstance(op, Compute) else ()
+
+
+class Rules:
+    """The rule for one rank: what its operations need and make depends on the goal, and on what the rank computes."""
+
+    def __init__(self, goal: Goal, ops: Iterable[o.Op]) -> None:
+        self._last = goal.stages - 1 if isinstance(goal, TrainingStep) else -1
+        self._buckets = goal.buckets if isinstance(goal, TrainingStep) else ()
+        self._ops = ops
+        self._deltas: list[Delta] | None = None
+
+    def needs(self, op: o.Op) -> tuple[Value, ...]:
+        """The values that must be there before an operation begins."""
+        match op:
+            case o.Forward(stage, microbatch):
+                return (Act(stage - 1, microbatch),) if stage else ()
+            case o.Backward(stage, microbatch) | o.BackwardInput(stage, microbatch):
+                given = () if stage == self._last else (Grad(stage, microbatch),)
+                return (*_kept(stage, microbatch), *given)
+            case o.BackwardWeight(stage, microbatch):
+                return (*_kept(stage, microbatch), Rest(stage, microbatch))
+            case o.ForwardBackward(forward, backward):
+                return self.needs(forward) + self.needs(backward)
+            case o.Recv(value, _, reduce):
+                return (value,) if reduce else ()
+            case o.Add(value, into):
+                return (value, into)
+            case o.Send(value) | o.Free(value):
+                return (value,)
+            case o.AllReduce(value):
+                return self._gradients(value)
+            case o.OptimizerStep():
+                return tuple(map(Bucket, range(len(self._buckets)))) or tuple(self.deltas())
+        return ()
+
+    def makes(self, op: o.Op) -> tuple[Value, ...]:
+        """The values that are there once an operation has ended."""
+        match op:
+            case o.Forward(stage, microbatch):
+                return (Act(stage, microbatch),)
+            case o.Backward(stage, microbatch):
+                return (*_passed_on(stage, microbatch), Delta(stage, microbatch))
+            case o.BackwardInput(stage, microbatch):
+                return (*_passed_on(stage, microbatch), Rest(stage, microbatch))
+            case o.BackwardWeight(stage, microbatch):
+                return (Delta(stage, microbatch),)
+            case o.ForwardBackward(forward, backward):
+                return self.makes(forward) + self.makes(backward)
+            case o.Recv(value) | o.Add(_, value) | o.AllReduce(value):
+                return (value,)
+        return ()
+
+    def deltas(self) -> list[Delta]:
+        """The weights' gradients that this rank makes."""
+        if self._deltas is None:
+            makers = (half for op in self._ops for half in halves(op))
+            self._deltas = [
+                Delta(half.stage, half.microbatch) for half in makers if isinstance(half, o.Backward | o.BackwardWeight)
+            ]
+        return self._deltas
+
+    def _gradients(self, value: Value) -> tuple[Value, ...]:
+        if not isinstance(value, Bucket):
+            return (value,)
+        if value.index >= len(self._buckets):
+            raise ProgramError(f"there is no bucket {value}; the goal names {len(self._buckets)}, counted from 0")
+        start, stop = self._buckets[value.index]
+        return tuple(delta for delta in self.deltas() if start <= delta.stage < stop)
+
+
+def _kept(stage: int, microbatch: int) -> tuple[Value, ...]:
+    """What a stage keeps from its forward until its backward has ended: its input and its output."""
+    output = Act(stage, microbatch)
+    return (Act(stage - 1, microbatch), output) if stage else (output,)
+
+
+def _passed_on(stage: int, microbatch: int) -> tuple[Value, ...]:
+    return (Grad(stage - 1, microbatch),) if stage else ()
+
+
+def live_activations(op: o.Op) -> tuple[int, int]:
+    """How many activations an operation adds when it begins, and lets go when it ends.
+
+    A forward's output is held until the backward of its weights has ended.
+    """
+    begins = sum(isinstance(half, o.Forward) for half in halves(op))
+    ends = sum(isinstance(half, o.Backward | o.BackwardWeight) for half in halves(op))
+    return begins, ends
+
+
+def peak_activations(ops: Iterable[o.Op]) -> int:
+    """The most activations that are held at once by a rank that does these operations in this order."""
+    live = peak = 0
+    for op in ops:
+        begins, ends = live_activations(op)
+        live += begins
+        peak = max(peak, live)
+        live -= ends
+    return peak

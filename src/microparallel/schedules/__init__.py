@@ -1,0 +1,101 @@
+"""Programs for one training step: pipeline schedules, and data parallelism with buckets."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+
+from microparallel.errors import UsageError
+from microparallel.program import Program
+from microparallel.schedules.data_parallel import ddp, ddp_naive
+from microparallel.schedules.dualpipe import dualpipev
+from microparallel.schedules.gpipe import gpipe
+from microparallel.schedules.interleaved import interleaved
+from microparallel.schedules.lowering import free_dead_values, insert_sends, lower
+from microparallel.schedules.naive import naive
+from microparallel.schedules.one_f_one_b import one_f_one_b
+from microparallel.schedules.zero_bubble import zb_h1, zb_h2, zbv
+
+PIPELINES: dict[str, Callable[..., Program]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zbv": zbv,
+    "dualpipev": dualpipev,
+}
+DATA_PARALLEL: dict[str, Callable[..., Program]] = {"ddp": ddp, "ddp-naive": ddp_naive}
+
+
+def build(name: str, ranks: int, microbatches: int | None = None, **options: int) -> Program:
+    """Build a training step by name: a pipeline schedule, with its sends, receives and frees, or a DDP step.
+
+    Args:
+        name: `naive`, `gpipe`, `1f1b`, `interleaved` (`chunks=2`), `zb-h1`, `zb-h2`, `zbv` or `dualpipev`;
+            or `ddp` (`layers=8, buckets=4`) and `ddp-naive` (`layers=8`).
+        ranks: how many ranks share the work, any number from 1.
+        microbatches: into how many micro-batches a pipeline's batch is cut, any number from 1.
+        options: what only some schedules take, as above.
+
+    Example:
+        ```python
+        program = mp.schedules.build("1f1b", ranks=4, microbatches=8)
+        print(mp.draw(program))
+        ```
+    """
+    builders = PIPELINES | DATA_PARALLEL
+    if name not in builders:
+        near = difflib.get_close_matches(name, builders, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(builders)}"
+        raise UsageError(f"there is no schedule {name!r}; {hint}")
+    _require_options(name, builders[name], options)
+    if ranks < 1:
+        raise UsageError(f"ranks={ranks}: a training step needs at least 1 rank")
+    if name in DATA_PARALLEL:
+        return _build_data_parallel(name, ranks, microbatches, options)
+    if microbatches is None or microbatches < 1:
+        given = "no microbatches" if microbatches is None else f"microbatches={microbatches}"
+        raise UsageError(f"{given}: schedule {name!r} needs at least 1 micro-batch")
+    return lower(builders[name](ranks, microbatches, **options))
+
+
+def _build_data_parallel(name: str, ranks: int, microbatches: int | None, options: dict[str, int]) -> Program:
+    if microbatches is not None:
+        raise UsageError(f"microbatches={microbatches}: {name!r} has none; every rank has its share of the batch")
+    options.setdefault("layers", 8)
+    if options["layers"] < 1:
+        raise UsageError(f"layers={options['layers']}: a model has at least 1 layer")
+    if name == "ddp":
+        options.setdefault("buckets", min(4, options["layers"]))
+    return free_dead_values(DATA_PARALLEL[name](ranks=ranks, **options))
+
+
+def _require_options(name: str, builder: Callable[..., Program], options: dict[str, int]) -> None:
+    known = [option for option in inspect.signature(builder).parameters if option not in ("ranks", "microbatches")]
+    for option in options:
+        if option not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes no options"
+            raise UsageError(f"schedule {name!r} does not take {option}; {takes}")
+
+
+__all__ = [
+    "DATA_PARALLEL",
+    "PIPELINES",
+    "build",
+    "ddp",
+    "ddp_naive",
+    "dualpipev",
+    "free_dead_values",
+    "gpipe",
+    "insert_sends",
+    "interleaved",
+    "lower",
+    "naive",
+    "one_f_one_b",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+]

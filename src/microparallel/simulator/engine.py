@@ -1,0 +1,327 @@
+"""What would happen: walk through a program with a clock for every lane.
+
+- A lane does its operations in order; a computation begins when its lane is free and what it needs is there.
+- A Send never stops its lane. Its transfer begins when the value is there, the matching Recv has been posted, and the
+  sender's port is free; it holds the port for latency + bytes × seconds per byte.
+- A Recv stops its lane until the message is there (and added, with `reduce`). A rank has one receive posted at a time,
+  so nobody competes for a receiver's port.
+- What is being sent is not overwritten: whoever writes to it waits for the transfer's end.
+- An AllReduce begins when all ranks that take part have come to it, and takes the time of a ring.
+
+Transfers are taken from a heap in the order in which they can begin, so each port serves first what came first. Every
+operation is looked at a bounded number of times: the time grows with the number of operations.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from microparallel.errors import ProgramError
+from microparallel.program import (
+    Add,
+    AllReduce,
+    Chunk,
+    Free,
+    Join,
+    Lane,
+    Op,
+    Part,
+    Program,
+    Recv,
+    Rules,
+    Send,
+    TrainingStep,
+    Value,
+    lane,
+    touch,
+)
+from microparallel.simulator.costs import Costs
+from microparallel.trace import Event, Trace
+
+
+def simulate(program: Program, costs: Costs | None = None) -> Trace:
+    """Find out what a program would cost, without running it.
+
+    Args:
+        program: what to simulate; it must not deadlock (`mp.verify` explains where one does).
+        costs: how long operations and messages take; without it a forward and each half of a backward take 1.
+
+    Example:
+        ```python
+        trace = mp.simulate(mp.schedules.build("1f1b", 4, 8), mp.Costs(forward=1, backward_input=1, backward_weight=1))
+        print(trace.makespan, trace.bubble_fraction, trace.peak_activations)  # 33 0.2727… [4, 3, 2, 1]
+        ```
+    """
+    return _Simulation(program, costs or Costs()).run()
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    """One transfer: when each side was ready for it, and when it ended."""
+
+    sender: int
+    receiver: int
+    send: Send | None = None
+    offered: float | None = None
+    posted: float | None = None
+    start: float = 0
+    end: float | None = None
+    number: int = 0  # of its Send, among all
+
+
+@dataclass(slots=True, eq=False)
+class _Rank:
+    """Where one rank stands: a clock and a place in the list for each lane."""
+
+    number: int
+    rules: Rules
+    compute: list[Op]
+    comm: list[Op]
+    compute_at: int = 0
+    comm_at: int = 0
+    compute_free: float = 0
+    comm_free: float = 0
+    port_free: float = 0
+    ready: dict[Value, float] = field(default_factory=dict)  # when each value was made
+    unmade: dict[Value, list[_Message]] = field(default_factory=dict)  # to be sent as soon as the value is made
+    sending: list[_Message] = field(default_factory=list)  # chunks that are under way, or wait to be
+    receiving: _Message | None = None
+
+
+class _Simulation:
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self._program = program
+        self._costs = costs
+        self._events: list[Event] = []
+        self._ranks = [_prepare(number, ops, program) for number, ops in enumerate(program.ranks)]
+        self._eligible: list[tuple[float, int, _Message]] = []  # transfers that can begin, by time
+        self._count = 0
+        self._messages: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+        self._sent: dict[tuple[int, int], int] = defaultdict(int)
+        self._received: dict[tuple[int, int], int] = defaultdict(int)
+        self._groups = _groups(program)
+        self._arrived: dict[tuple[Value, str], dict[int, float]] = defaultdict(dict)
+
+    def run(self) -> Trace:
+        for rank in self._ranks:
+            self._advance(rank)
+        while self._eligible:
+            time, _, message = heapq.heappop(self._eligible)
+            self._transfer(message, time)
+            self._advance(self._ranks[message.receiver])
+            if self._ranks[message.sender].sending:  # it may wait to overwrite what it sent
+                self._advance(self._ranks[message.sender])
+        self._require_end()
+        return Trace(self._program, self._events)
+
+    def _advance(self, rank: _Rank) -> None:
+        """Let both lanes do what they can; one may make what the other waits for."""
+        moved = True
+        while moved:
+            moved = self._advance_compute(rank)
+            moved = self._advance_comm(rank) or moved
+
+    def _advance_compute(self, rank: _Rank) -> bool:
+        began_at, ops, ready = rank.compute_at, rank.compute, rank.ready
+        while rank.compute_at < len(ops):
+            op = ops[rank.compute_at]
+            if isinstance(op, Join):
+                if not self._join(rank):
+                    break
+                continue
+            start = rank.compute_free
+            try:
+                for value in rank.rules.needs(op):
+                    start = max(start, ready[value])
+            except KeyError:
+                break
+            end = start + self._costs.of(op)
+            self._events.append(Event(rank.number, Lane.COMPUTE, op, start, end))
+            for value in rank.rules.makes(op):
+                ready[value] = end
+                for message in rank.unmade.pop(value, ()):
+                    self._offer(message, max(end, message.start))
+            rank.compute_free = end
+            rank.compute_at += 1
+        return rank.compute_at > began_at
+
+    def _advance_comm(self, rank: _Rank) -> bool:
+        began_at, ops = rank.comm_at, rank.comm
+        while rank.comm_at < len(ops):
+            op = ops[rank.comm_at]
+            if isinstance(op, Send):
+                self._send(rank, op)
+            elif isinstance(op, Recv):
+                if not self._receive(rank, op):
+                    break
+            elif isinstance(op, Add):
+                if not self._add(rank, op):
+                    break
+            elif isinstance(op, AllReduce):
+                if not self._all_reduce(rank, op):
+                    break
+            elif not self._join(rank):
+                break
+            else:
+                continue
+            rank.comm_at += 1
+        return rank.comm_at > began_at
+
+    def _send(self, rank: _Rank, op: Send) -> None:
+        channel = (rank.number, op.to)
+        message = self._message(channel, self._sent[channel])
+        self._sent[channel] += 1
+        message.send, message.number = op, self._count
+        self._count += 1
+        if isinstance(op.value, Chunk | Part):  # only this lane makes them, so they are there
+            rank.sending.append(message)
+            self._offer(message, rank.comm_free)
+        elif op.value in rank.ready:
+            self._offer(message, max(rank.comm_free, rank.ready[op.value]))
+        else:
+            message.start = rank.comm_free
+            rank.unmade.setdefault(op.value, []).append(message)
+
+    def _offer(self, message: _Message, time: float) -> None:
+        message.offered = time
+        if message.posted is not None:
+            self._push(message)
+
+    def _push(self, message: _Message) -> None:
+        assert message.offered is not None and message.posted is not None
+        # Of transfers that can begin at the same time, a port serves first what was sent first.
+        heapq.heappush(self._eligible, (max(message.offered, message.posted), message.number, message))
+
+    def _receive(self, rank: _Rank, op: Recv) -> bool:
+        """Post a receive, or end one whose message has arrived; False while it is to be waited for."""
+        message = rank.receiving
+        if message is None:
+            if not op.reduce and self._busy_until(rank, op.value, rank.comm_free) is None:
+                return False
+            channel = (op.source, rank.number)
+            message = rank.receiving = self._message(channel, self._received[channel])
+            self._received[channel] += 1
+            message.posted = rank.comm_free if op.reduce else self._busy_until(rank, op.value, rank.comm_free)
+            if message.offered is not None:
+                self._push(message)
+            return False
+        if message.end is None:
+            return False
+        end = message.end
+        if op.reduce:
+            free = self._busy_until(rank, op.value, end)
+            if free is None:
+                return False
+            end = free + self._costs.size(op.value, self._program.goal) * self._costs.add_seconds_per_byte
+        self._events.append(Event(rank.number, Lane.COMM, op, message.start, end))
+        rank.ready[op.value] = rank.comm_free = end
+        rank.receiving = None
+        return True
+
+    def _add(self, rank: _Rank, op: Add) -> bool:
+        start = self._busy_until(rank, op.into, rank.comm_free)
+        if start is None:
+            return False
+        end = start + self._costs.size(op.value, self._program.goal) * self._costs.add_seconds_per_byte
+        self._events.append(Event(rank.number, Lane.COMM, op, start, end))
+        rank.comm_free = end
+        return True
+
+    def _busy_until(self, rank: _Rank, value: Value, time: float) -> float | None:
+        """When a value may be overwritten, at the earliest at `time`; None while that is not known."""
+        if not rank.sending:
+            return time
+        rank.sending = [message for message in rank.sending if message.end is None or message.end > time]
+        for message in rank.sending:
+            if message.send is not None and touch(message.send.value, value):
+                if message.end is None:
+                    return None
+                time = max(time, message.end)
+        return time
+
+    def _transfer(self, message: _Message, time: float) -> None:
+        sender = self._ranks[message.sender]
+        assert message.send is not None
+        size = self._costs.size(message.send.value, self._program.goal)
+        message.start = max(time, sender.port_free)
+        end = message.start + self._costs.link(message.sender, message.receiver).seconds(size)
+        message.end = sender.port_free = end
+        self._events.append(Event(message.sender, Lane.COMM, message.send, message.start, end, 1, size))
+
+    def _all_reduce(self, rank: _Rank, op: AllReduce) -> bool:
+        try:
+            ready = max((rank.ready[value] for value in rank.rules.needs(op)), default=0)
+        except KeyError:
+            return False
+        key = (op.value, op.axis)
+        if op.value in rank.ready:  # the last rank to come has ended it for all
+            return True
+        arrived, group = self._arrived[key], self._groups[key]
+        arrived[rank.number] = max(rank.comm_free, ready)
+        if len(arrived) < len(group):
+            return False
+        self._reduce_together(op, group, max(arrived.values()))
+        for other in group:
+            if other != rank.number:
+                self._advance(self._ranks[other])
+        return True
+
+    def _reduce_together(self, op: AllReduce, group: list[int], start: float) -> None:
+        """A ring over the group: 2(p−1) steps, each as slow as the slowest link, and p−1 additions."""
+        count = len(group)
+        size = self._costs.size(op.value, self._program.goal)
+        slowest = max(
+            self._costs.link(sender, receiver).seconds(size / count)
+            for sender, receiver in zip(group, group[1:] + group[:1], strict=True)
+        )
+        adding = (count - 1) * size / count * self._costs.add_seconds_per_byte
+        end = start + 2 * (count - 1) * slowest + adding
+        for number in group:
+            messages = 2 * (count - 1)
+            self._events.append(Event(number, Lane.COMM, op, start, end, messages, messages * size / count))
+            self._ranks[number].ready[op.value] = self._ranks[number].comm_free = end
+
+    def _join(self, rank: _Rank) -> bool:
+        """Both lanes stand before the same Join: let them go on together."""
+        lanes = (rank.compute, rank.compute_at), (rank.comm, rank.comm_at)
+        if not all(at < len(ops) and isinstance(ops[at], Join) for ops, at in lanes):
+            return False
+        rank.compute_free = rank.comm_free = max(rank.compute_free, rank.comm_free)
+        rank.compute_at += 1
+        rank.comm_at += 1
+        return True
+
+    def _message(self, channel: tuple[int, int], index: int) -> _Message:
+        messages = self._messages[channel]
+        if index == len(messages):
+            messages.append(_Message(*channel))
+        return messages[index]
+
+    def _require_end(self) -> None:
+        for rank in self._ranks:
+            for ops, at in ((rank.compute, rank.compute_at), (rank.comm, rank.comm_at)):
+                if at < len(ops):
+                    raise ProgramError(
+                        f"program {self._program.name!r} does not come to its end: rank {rank.number} stands at "
+                        f"{ops[at]} for ever; mp.verify says why"
+                    )
+
+
+def _prepare(number: int, ops: tuple[Op, ...], program: Program) -> _Rank:
+    """Deal a rank's operations to its lanes. A Free takes no time, and a Join stands on both."""
+    compute: list[Op] = [op for op in ops if lane(op) is Lane.COMPUTE and not isinstance(op, Free)]
+    comm: list[Op] = [op for op in ops if lane(op) is Lane.COMM or isinstance(op, Join)]
+    return _Rank(number, Rules(program.goal, ops), compute, comm)
+
+
+def _groups(program: Program) -> dict[tuple[Value, str], list[int]]:
+    """Which ranks take part in each all-reduce."""
+    groups: dict[tuple[Value, str], list[int]] = defaultdict(list)
+    if isinstance(program.goal, TrainingStep):
+        for rank, ops in enumerate(program.ranks):
+            for op in ops:
+                if isinstance(op, AllReduce):
+                    groups[op.value, op.axis].append(rank)
+    return groups
