@@ -1,8 +1,13 @@
 """Ranks that stay warm for the whole session: starting processes is what costs time in these tests."""
 
 import pytest
+from hypothesis import settings
 
 import microparallel as mp
+
+# How long an example takes says more about the machine than about the code; pytest's own timeout catches hangs.
+settings.register_profile("microparallel", deadline=None)
+settings.load_profile("microparallel")
 
 
 class CpuPool(mp.Pool):

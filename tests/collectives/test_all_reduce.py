@@ -18,7 +18,7 @@ def contributions(ranks, size, dtype=torch.float32):
 
 
 @each_algorithm
-@settings(deadline=None, max_examples=60, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(ranks=st.integers(1, 12), size=st.integers(0, 40), per_node=st.integers(1, 5))
 def test_in_one_process(name, ranks, size, per_node):
     options = {"ranks_per_node": per_node} if name == "hierarchical" else {}

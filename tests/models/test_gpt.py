@@ -14,7 +14,7 @@ def small(**sizes):
     return GPT(**{"vocabulary": 11, "context": 8, "dim": 12, "heads": 3, "depth": 2, **sizes})
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(
     batch=st.integers(1, 3),
     time=st.integers(1, 8),

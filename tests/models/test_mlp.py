@@ -25,7 +25,7 @@ def full_model(*args, seed=0, **kwargs):
     return FullMLP(*args, **kwargs)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), depth=st.integers(1, 9), dim=st.integers(1, 6), seed=st.integers(0, 3))
 def test_shards_together_are_the_full_model(data, depth, dim, seed):
     world_size = data.draw(st.integers(1, depth))
@@ -37,7 +37,7 @@ def test_shards_together_are_the_full_model(data, depth, dim, seed):
     assert all(torch.equal(together[name], full[name]) for name in full)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(data=st.data(), depth=st.integers(1, 8))
 def test_shards_in_a_row_compute_the_same_loss_and_gradients(data, depth):
     world_size = data.draw(st.integers(1, depth))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,7 +19,6 @@ def ranks(samples, batch, world_size, **options):
     return [ShardedSampler(samples, batch, rank=rank, world_size=world_size, **options) for rank in range(world_size)]
 
 
-@settings(deadline=None)
 @given(**sizes, seed=st.integers(0, 5), epoch=st.integers(0, 3), shuffle=st.booleans())
 def test_every_sample_goes_to_exactly_one_rank(samples, batch, world_size, seed, epoch, shuffle):
     samplers = ranks(samples, batch, world_size, seed=seed, shuffle=shuffle)
@@ -40,7 +39,6 @@ def test_every_sample_goes_to_exactly_one_rank(samples, batch, world_size, seed,
     assert list(itertools.chain(*alone)) == seen
 
 
-@settings(deadline=None)
 @given(**sizes, data=st.data(), drop_last=st.booleans(), later=st.integers(1, 9))
 def test_a_saved_position_goes_on_where_it_was_saved(samples, batch, world_size, data, drop_last, later):
     drop_last = drop_last and samples >= batch

@@ -34,6 +34,9 @@ def test_a_deadlock_is_explained_as_a_circle():
         mp.verify(build("ring", 3), sends="blocking")
     assert str(caught.value) == (
         "deadlock under blocking sends: rank 0 sends C0 to rank 1, rank 1 sends C1 to rank 2, rank 2 sends C2 to rank 0"
+        "\n  rank 0: [>C0@1] <+C2@2 >C2@1 <+C1@2 …"
+        "\n  rank 1: [>C1@2] <+C0@0 >C0@2 <+C2@0 …"
+        "\n  rank 2: [>C2@0] <+C1@1 >C1@0 <+C0@1 …"
     )
 
 
@@ -77,4 +80,7 @@ def test_a_value_must_not_be_overwritten_while_it_is_sent():
     assert str(caught.value) == (
         "deadlock under rendezvous sends: rank 0 must not overwrite C0 while it sends C0 to rank 1, "
         "rank 1 waits for C1 from rank 2, rank 2 waits for C1 from rank 0"
+        "\n  rank 0: >C0@1 [<C0@2] >C1@2"
+        "\n  rank 1: [<C1@2] <C0@0"
+        "\n  rank 2: >C0@0 [<C1@0] >C1@1"
     )

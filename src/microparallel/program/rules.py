@@ -12,7 +12,7 @@
 | Add                 | both values                                       | their sum                          |
 | Free                | the value                                         | (it takes the value away)          |
 | AllReduce of bucket | the weights' gradients of its stages, of this rank| the bucket                         |
-| OptimizerStep       | all buckets, or all weights' gradients            |                                    |
+| OptimizerStep       | its stages' buckets; without, their gradients     |                                    |
 
 The first stage's input is the batch, which is always there, and its gradient is nobody's concern. The last stage makes
 its output's gradient itself, from the loss. This is the only place where the rule is written: the verifier, the
@@ -68,7 +68,7 @@ class Rules:
             case o.AllReduce(value):
                 return self._gradients(value)
             case o.OptimizerStep():
-                return tuple(map(Bucket, range(len(self._buckets)))) or tuple(self.deltas())
+                return self._reduced()
         return ()
 
     def makes(self, op: o.Op) -> tuple[Value, ...]:
@@ -104,6 +104,15 @@ class Rules:
             raise ProgramError(f"there is no bucket {value}; the goal names {len(self._buckets)}, counted from 0")
         start, stop = self._buckets[value.index]
         return tuple(delta for delta in self.deltas() if start <= delta.stage < stop)
+
+    def _reduced(self) -> tuple[Value, ...]:
+        """What the weights are updated with: the buckets of this rank's stages, and gradients that are in no bucket."""
+        buckets = {bucket: None for delta in self.deltas() for bucket in self._buckets_of(delta.stage)}
+        alone = [delta for delta in self.deltas() if not self._buckets_of(delta.stage)]
+        return (*buckets, *alone)
+
+    def _buckets_of(self, stage: int) -> list[Bucket]:
+        return [Bucket(index) for index, (start, stop) in enumerate(self._buckets) if start <= stage < stop]
 
 
 def _kept(stage: int, microbatch: int) -> tuple[Value, ...]:

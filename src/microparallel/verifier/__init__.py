@@ -2,38 +2,53 @@
 
 from __future__ import annotations
 
-from microparallel.errors import ProgramError
-from microparallel.program import Collective, Program
-from microparallel.verifier.effect import check_effect
+from microparallel.errors import ProgramError, UsageError
+from microparallel.program import Collective, Program, peak_activations
+from microparallel.verifier.collective import check_collective
 from microparallel.verifier.execution import Sends
 from microparallel.verifier.matching import check_matching
 from microparallel.verifier.order import check_order
+from microparallel.verifier.training import check_training_step
 
 __all__ = ["Sends", "verify"]
 
 
-def verify(program: Program, sends: Sends = "rendezvous") -> None:
+def verify(program: Program, sends: Sends = "rendezvous", max_activations: int | None = None) -> None:
     """Raise `ProgramError` unless a program is right, with the place that is wrong.
 
-    Every send must have its receive, in the same order on each channel; no rank may wait for ever; and every rank must
-    end with what the program's goal promises, found by running it on symbols.
+    Every send must have its receive, in the same order on each channel; no rank may wait for ever; and at the end the
+    program's goal must be reached, which is found by running it on symbols: after a collective every rank holds what
+    was promised, after a training step every micro-batch had its forward and backward on every stage once, in order.
 
     Args:
         program: what to verify.
         sends: what a Send means. Programs should be right under "buffered" and "rendezvous", which are both checked;
-            "blocking" asks whether a program also survives sends that stop their rank (a ring does not).
+            "blocking" asks whether a program also survives sends that stop their rank (a ring and 1F1B do not).
+        max_activations: the most activations that a rank may hold at once, if there is a limit.
 
     Example:
         ```python
         mp.verify(mp.collectives.build("ring", 4))
-        mp.verify(mp.collectives.build("ring", 4), sends="blocking")  # ProgramError: deadlock …
+        mp.verify(mp.schedules.build("1f1b", 4, 8), sends="blocking")  # ProgramError: deadlock …
         ```
     """
-    if not isinstance(program.goal, Collective):
-        raise ProgramError(f"program {program.name!r}: only collectives can be verified so far, not a {program.goal}")
+    if sends not in ("buffered", "rendezvous", "blocking"):
+        raise UsageError(f"sends={sends!r}: choose buffered, rendezvous or blocking")
     check_matching(program)
     check_order(program, "buffered")
     check_order(program, "rendezvous")
     if sends == "blocking":
         check_order(program, "blocking")
-    check_effect(program, program.goal)
+    if isinstance(program.goal, Collective):
+        check_collective(program, program.goal)
+    else:
+        check_training_step(program, program.goal)
+    if max_activations is not None:
+        _check_memory(program, max_activations)
+
+
+def _check_memory(program: Program, most: int) -> None:
+    for rank, ops in enumerate(program.ranks):
+        peak = peak_activations(ops)
+        if peak > most:
+            raise ProgramError(f"rank {rank} holds {peak} activations at once, and {most} are allowed")

@@ -5,6 +5,9 @@ Every rank does its operations in order. What a Send means decides when it holds
 - *buffered*: it completes at once;
 - *rendezvous*: its rank goes on, but may not overwrite the value before the matching Recv has been posted;
 - *blocking*: its rank stops until the matching Recv has been posted.
+
+An AllReduce waits until all ranks that take part stand at it. Lanes play no role here: what comes to its end one
+operation after another does so all the more when some of them overlap.
 """
 
 from __future__ import annotations
@@ -14,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from microparallel.program import Add, Op, Program, Recv, Send, Value, touch
+from microparallel.program import Add, AllReduce, Op, Program, Recv, Send, Value, touch
 
 Sends = Literal["buffered", "rendezvous", "blocking"]
-Visit = Callable[[int, Op], None]
+Visit = Callable[[int, int, Op], None]  # rank, place in its list, operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Wait:
     """A rank that cannot go on, what it is about to do, and the rank it waits for."""
 
     rank: int
+    place: int
     deed: str
     on: int
 
@@ -42,6 +46,8 @@ class Execution:
         self._sent: Counter[tuple[int, int]] = Counter()
         self._received: Counter[tuple[int, int]] = Counter()
         self._under_way: list[list[tuple[Value, int, int]]] = [[] for _ in program.ranks]  # value, receiver, number
+        self._groups = _groups(program)
+        self._reduced: Counter[AllReduce] = Counter()
 
     def run(self, visit: Visit) -> list[Wait]:
         """Do what can be done, telling `visit` of each operation; returns the waits that are left at the end."""
@@ -69,8 +75,8 @@ class Execution:
             wait = self._obstacle(rank, op)
             if wait is not None:
                 return wait
+            visit(rank, self._done[rank], op)
             self._do(rank, op)
-            visit(rank, op)
         return None
 
     def _do(self, rank: int, op: Op) -> None:
@@ -80,19 +86,32 @@ class Execution:
             self._under_way[rank].append((op.value, op.to, self._sent[rank, op.to]))
         elif isinstance(op, Recv):
             self._received[op.source, rank] += 1
+        elif isinstance(op, AllReduce):
+            self._reduced[op] += 1
 
     def _obstacle(self, rank: int, op: Op) -> Wait | None:
         if isinstance(op, Send):
             next_number = self._sent[rank, op.to] + 1
             if self._sends == "blocking" and self._posted(rank, op.to) < next_number:
-                return Wait(rank, f"sends {op.value} to rank {op.to}", op.to)
+                return self._wait(rank, f"sends {op.value} to rank {op.to}", op.to)
             return None
         if isinstance(op, Recv):
             if self._sent[op.source, rank] <= self._received[op.source, rank] and not self._offered(op.source, rank):
-                return Wait(rank, f"waits for {op.value} from rank {op.source}", op.source)
+                return self._wait(rank, f"waits for {op.value} from rank {op.source}", op.source)
             return self._hazard(rank, op.value)
         if isinstance(op, Add):
             return self._hazard(rank, op.into)
+        if isinstance(op, AllReduce):
+            return self._absent(rank, op)
+        return None
+
+    def _absent(self, rank: int, op: AllReduce) -> Wait | None:
+        """A rank that takes part in this all-reduce and has not come to it."""
+        if self._reduced[op]:  # the others were all here when the first went on
+            return None
+        for other in self._groups[op]:
+            if self._next(other) != op:
+                return self._wait(rank, f"waits for rank {other} at {op}", other)
         return None
 
     def _hazard(self, rank: int, written: Value) -> Wait | None:
@@ -103,7 +122,9 @@ class Execution:
         self._under_way[rank] = open_sends
         for value, receiver, _ in open_sends:
             if touch(value, written):
-                return Wait(rank, f"must not overwrite {written} while it sends {value} to rank {receiver}", receiver)
+                return self._wait(
+                    rank, f"must not overwrite {written} while it sends {value} to rank {receiver}", receiver
+                )
         return None
 
     def _posted(self, sender: int, receiver: int) -> int:
@@ -115,8 +136,22 @@ class Execution:
         return self._sends == "blocking" and bool(self._stands_at(sender, Send, receiver))
 
     def _stands_at(self, rank: int, kind: type[Send] | type[Recv], other: int) -> int:
-        ops = self._program.ranks[rank]
-        if self._done[rank] == len(ops):
-            return 0
-        op = ops[self._done[rank]]
+        op = self._next(rank)
         return int(isinstance(op, kind) and other == (op.to if isinstance(op, Send) else getattr(op, "source", None)))
+
+    def _next(self, rank: int) -> Op | None:
+        ops = self._program.ranks[rank]
+        return ops[self._done[rank]] if self._done[rank] < len(ops) else None
+
+    def _wait(self, rank: int, deed: str, on: int) -> Wait:
+        return Wait(rank, self._done[rank], deed, on)
+
+
+def _groups(program: Program) -> dict[AllReduce, list[int]]:
+    """Which ranks take part in each all-reduce."""
+    groups: dict[AllReduce, list[int]] = defaultdict(list)
+    for rank, ops in enumerate(program.ranks):
+        for op in dict.fromkeys(ops):
+            if isinstance(op, AllReduce):
+                groups[op].append(rank)
+    return groups

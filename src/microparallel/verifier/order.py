@@ -5,24 +5,29 @@ from __future__ import annotations
 from microparallel.errors import ProgramError
 from microparallel.program import Program
 from microparallel.verifier.execution import Execution, Sends, Wait
+from microparallel.verifier.place import show_place
 
 
 def check_order(program: Program, sends: Sends) -> None:
-    """Raise `ProgramError` when ranks wait for each other for ever, naming the circle."""
-    waits = Execution(program, sends).run(lambda _rank, _op: None)
-    if waits:
-        raise ProgramError(f"deadlock under {sends} sends: {explain(waits)}")
+    """Raise `ProgramError` when ranks wait for each other for ever, naming the circle and drawing where they stand."""
+    waits = Execution(program, sends).run(lambda _rank, _place, _op: None)
+    if not waits:
+        return
+    circle, last = find_circle(waits)
+    end = "" if last is None else f", and rank {last} has finished"
+    where = "".join(f"\n  {show_place(program, wait.rank, wait.place)}" for wait in circle)
+    raise ProgramError(f"deadlock under {sends} sends: {', '.join(map(str, circle))}{end}{where}")
 
 
-def explain(waits: list[Wait]) -> str:
-    """The circle of ranks in which each waits for the next, or the chain that ends at a rank which has finished."""
+def find_circle(waits: list[Wait]) -> tuple[list[Wait], int | None]:
+    """Ranks of which each waits for the next, in a circle; or one that waits for a finished rank, and that rank."""
     waiting = {wait.rank: wait for wait in waits}
     chain: list[Wait] = []
     rank = waits[0].rank
     while rank in waiting:
         wait = waiting[rank]
         if wait in chain:
-            return ", ".join(map(str, chain[chain.index(wait) :]))
+            return chain[chain.index(wait) :], None
         chain.append(wait)
         rank = wait.on
-    return f"{chain[-1]}, and rank {rank} has finished"
+    return chain[-1:], rank

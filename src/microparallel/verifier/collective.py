@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 
 from microparallel.errors import ProgramError
-from microparallel.program import Add, Chunk, Collective, Op, Part, Program, Recv, Send, Value
+from microparallel.program import Add, Chunk, Collective, Join, Op, Part, Program, Recv, Send, Value
 from microparallel.verifier.execution import Execution
 
 Symbol = Counter[int]  # contributing rank → how many times
 Content = list[Symbol]  # one for each slice
 
 
-def check_effect(program: Program, goal: Collective) -> None:
+def check_collective(program: Program, goal: Collective) -> None:
     """Raise `ProgramError` unless every rank ends with what the goal promises, naming the rank and the slice."""
     memories = [_Memory(rank, program, goal) for rank in range(program.world_size)]
     channels: dict[tuple[int, int], deque[Content]] = defaultdict(deque)
 
-    def visit(rank: int, op: Op) -> None:
+    def visit(rank: int, _place: int, op: Op) -> None:
         memory = memories[rank]
         if isinstance(op, Send):
             channels[rank, op.to].append([symbol.copy() for symbol in memory.read(op.value)])
@@ -29,7 +29,7 @@ def check_effect(program: Program, goal: Collective) -> None:
             memory.write(op.value, channels[op.source, rank].popleft(), add=op.reduce)
         elif isinstance(op, Add):
             memory.write(op.into, memory.read(op.value), add=True)
-        else:
+        elif not isinstance(op, Join):
             raise ProgramError(f"rank {rank} does {op}, which is no operation of a collective")
 
     Execution(program, "buffered").run(visit)

@@ -1,0 +1,160 @@
+"""Does a training step do what it says? Walk through it and keep account of what every rank holds.
+
+An operation must have what it needs (`program/rules.py`), nothing is made twice, and at the end every micro-batch had
+its forward and its backward on every stage, once, on the rank that has the stage's weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from microparallel.errors import ProgramError
+from microparallel.program import (
+    Act,
+    Add,
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Bucket,
+    Chunk,
+    Forward,
+    Free,
+    Grad,
+    Op,
+    OptimizerStep,
+    Part,
+    Program,
+    Recv,
+    Rest,
+    Rules,
+    Send,
+    TrainingStep,
+    Value,
+    halves,
+)
+from microparallel.verifier.execution import Execution
+from microparallel.verifier.place import show_place
+
+Account = dict[tuple[int, int], list[int]]  # (stage, micro-batch) → the ranks that did it
+Accounts = dict[type[Op], Account]
+
+
+def check_training_step(program: Program, goal: TrainingStep) -> None:
+    """Raise `ProgramError` unless the step is whole and in order, naming the rank and the operation."""
+    for rank, ops in enumerate(program.ranks):
+        for place, op in enumerate(ops):
+            reason = _not_allowed(op, goal)
+            if reason:
+                raise ProgramError(f"rank {rank} does {op}, {reason}\n  {show_place(program, rank, place)}")
+    _check_needs(program, goal)
+    done: Accounts = {kind: _account(program, kind) for kind in (Forward, Backward, BackwardInput, BackwardWeight)}
+    for stage in range(goal.stages):
+        for microbatch in range(goal.microbatches):
+            _check_once(done, stage, microbatch)
+    _check_replicas(program, goal, done[Forward])
+
+
+def _not_allowed(op: Op, goal: TrainingStep) -> str:
+    """Why an operation has no place in this training step; nothing if it has."""
+    for half in halves(op):
+        if half.stage >= goal.stages or half.microbatch >= goal.microbatches:
+            return f"and the goal is a {goal}, counted from 0"
+    if isinstance(op, Add) or (isinstance(op, Recv) and op.reduce):
+        return "and a training step adds only by all-reduce"
+    if isinstance(op, AllReduce):
+        if not isinstance(op.value, Bucket) or op.value.index >= len(goal.buckets):
+            return f"and the goal names {len(goal.buckets) or 'no'} buckets"
+    elif isinstance(op, Send | Recv | Free) and isinstance(op.value, Chunk | Part):
+        return "which is no value of a training step"
+    return ""
+
+
+def _check_needs(program: Program, goal: TrainingStep) -> None:
+    rules = [Rules(goal, ops) for ops in program.ranks]
+    held: list[set[Value]] = [set() for _ in program.ranks]
+    ever: list[set[Value]] = [set() for _ in program.ranks]
+    steps: Counter[int] = Counter()
+
+    def visit(rank: int, place: int, op: Op) -> None:
+        def wrong(reason: str) -> ProgramError:
+            return ProgramError(f"rank {rank} does {op}, {reason}\n  {show_place(program, rank, place)}")
+
+        for value in rules[rank].needs(op):
+            if value not in held[rank]:
+                state = "has freed" if value in ever[rank] else "does not have"
+                raise wrong(f"which needs {value}, and {state} it")
+        for value in rules[rank].makes(op):
+            if value in ever[rank]:
+                raise wrong(f"and has had {value} before")
+            held[rank].add(value)
+            ever[rank].add(value)
+        if isinstance(op, Free):
+            held[rank].remove(op.value)
+        if isinstance(op, OptimizerStep):
+            steps[rank] += 1
+            if steps[rank] > 1:
+                raise wrong("its second in one training step")
+
+    Execution(program, "buffered").run(visit)
+    if any(isinstance(op, Free) for ops in program.ranks for op in ops):
+        _check_leaks(held)
+
+
+def _check_leaks(held: list[set[Value]]) -> None:
+    """A program that frees must free all: what is left over is memory lost in every step."""
+    for rank, values in enumerate(held):
+        left = sorted(str(value) for value in values if isinstance(value, Act | Grad | Rest))
+        if left:
+            raise ProgramError(f"rank {rank} never frees {left[0]}; a program that frees must free all it holds")
+
+
+def _account(program: Program, kind: type[Op]) -> Account:
+    account: Account = defaultdict(list)
+    for rank, ops in enumerate(program.ranks):
+        for op in ops:
+            for half in halves(op):
+                if isinstance(half, kind):
+                    account[half.stage, half.microbatch].append(rank)
+    return account
+
+
+def _check_once(done: Accounts, stage: int, microbatch: int) -> None:
+    key = (stage, microbatch)
+    forwards, whole = done[Forward].get(key, []), done[Backward].get(key, [])
+    inputs, weights = done[BackwardInput].get(key, []), done[BackwardWeight].get(key, [])
+    name = f"{stage}.{microbatch}"
+    if len(forwards) != 1:
+        raise ProgramError(f"F{name} happens {_times(forwards)}; every micro-batch needs every stage's forward once")
+    if len(whole) + len(inputs) != 1 or len(whole) + len(weights) != 1:
+        counts = f"B{name} {_times(whole)}, I{name} {_times(inputs)}, W{name} {_times(weights)}"
+        raise ProgramError(f"{counts}; every forward needs one backward: B, or I and W")
+    for letter, ranks in (("B", whole), ("I", inputs), ("W", weights)):
+        if ranks and ranks != forwards:
+            raise ProgramError(
+                f"{letter}{name} runs on rank {ranks[0]}, and F{name} ran on rank {forwards[0]}, which has the weights"
+            )
+
+
+def _times(ranks: list[int]) -> str:
+    if len(ranks) < 2:
+        return "once" if ranks else "never"
+    return f"{len(ranks)} times (ranks {', '.join(map(str, ranks))})"
+
+
+def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> None:
+    """Ranks that share a stage's weights must sum its gradients."""
+    homes: dict[int, set[int]] = defaultdict(set)
+    for (stage, _), doers in forwards.items():
+        homes[stage].update(doers)
+    reduced = [{op.value for op in ops if isinstance(op, AllReduce)} for ops in program.ranks]
+    for stage, ranks in sorted(homes.items()):
+        buckets = [Bucket(index) for index, (start, stop) in enumerate(goal.buckets) if start <= stage < stop]
+        if len(ranks) > 1 and not buckets:
+            raise ProgramError(
+                f"stage {stage} runs on ranks {sorted(ranks)}, and the goal names no bucket to sum it in"
+            )
+        for rank in sorted(ranks):
+            for bucket in buckets:
+                if bucket not in reduced[rank]:
+                    raise ProgramError(f"rank {rank} runs stage {stage} and never all-reduces {bucket}, which holds it")

@@ -1,0 +1,150 @@
+"""What the engine promises: lanes keep their order, ports serve one message at a time, needs come first."""
+
+import itertools
+from collections import defaultdict
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import microparallel as mp
+from microparallel.program import Free, Join, Lane, Recv, Rules, Send, from_text, lane
+
+
+def program(*ranks, goal):
+    return from_text("\n".join(["program test", f"goal: {goal}", *(f"rank {n}: {ops}" for n, ops in enumerate(ranks))]))
+
+
+def times(trace, rank):
+    return {str(event.op): (event.start, event.end) for event in trace.by_rank[rank]}
+
+
+@st.composite
+def built(draw):
+    if draw(st.booleans()):
+        name = draw(st.sampled_from(sorted(mp.collectives.ALL_REDUCES | mp.collectives.OTHERS)))
+        return mp.collectives.build(name, draw(st.integers(1, 7)))
+    name = draw(st.sampled_from(sorted(mp.schedules.PIPELINES)))
+    return mp.schedules.build(name, draw(st.integers(1, 5)), draw(st.integers(1, 8)))
+
+
+cost = st.integers(0, 5)
+
+
+@given(
+    program=built(),
+    costs=st.builds(
+        mp.Costs,
+        forward=cost,
+        backward_input=cost,
+        backward_weight=cost,
+        latency=cost,
+        seconds_per_byte=cost,
+        add_seconds_per_byte=cost,
+        links=st.dictionaries(
+            st.tuples(st.integers(0, 6), st.integers(0, 6)), st.builds(mp.Link, cost, cost), max_size=3
+        ),
+    ),
+)
+def test_lanes_ports_and_needs(program, costs):
+    trace = mp.simulate(program, costs)
+    for rank, ops in enumerate(program.ranks):
+        rules, events = Rules(program.goal, ops), trace.by_rank[rank]
+        # Everything happened, once.
+        assert sorted(map(str, ops)) == sorted(
+            [str(event.op) for event in events] + [str(op) for op in ops if isinstance(op, Free | Join)]
+        )
+        # Each lane keeps its order (sends go their own way on a port), and does one thing at a time.
+        computed = [event for event in events if event.lane is Lane.COMPUTE]
+        assert [e.op for e in computed] == [op for op in ops if lane(op) is Lane.COMPUTE and not isinstance(op, Free)]
+        for one_thing in (
+            computed,
+            [e for e in events if isinstance(e.op, Send)],
+            [e for e in events if e.lane is Lane.COMM and not isinstance(e.op, Send)],
+        ):
+            for before, after in itertools.pairwise(one_thing):
+                assert before.end <= after.start
+        # What an operation needs was made before.
+        made = {value: event.end for event in events for value in rules.makes(event.op)}
+        for event in computed:
+            assert all(made[value] <= event.start for value in rules.needs(event.op))
+
+
+@given(program=built(), latency=cost, per_byte=cost)
+def test_a_message_arrives_as_it_leaves(program, latency, per_byte):
+    trace = mp.simulate(program, mp.Costs(latency=latency, seconds_per_byte=per_byte, bytes_per_value=Fraction(1)))
+    sent, received = defaultdict(list), defaultdict(list)
+    for event in trace.events:
+        if isinstance(event.op, Send):
+            sent[event.rank, event.op.to].append(event)
+            assert event.duration == latency + event.bytes * per_byte
+        elif isinstance(event.op, Recv):
+            received[event.op.source, event.rank].append(event)
+    for channel, sends in sent.items():
+        spans = [(event.start, event.end) for event in sends]
+        assert sorted(spans) == sorted((event.start, event.end) for event in received[channel])
+
+
+def test_a_slow_link_holds_up_those_behind_it():
+    build = mp.schedules.build("gpipe", 3, 2)
+    fast = mp.simulate(build, mp.Costs(latency=1))
+    slow = mp.simulate(build, mp.Costs(latency=1, links={(1, 2): mp.Link(latency=10)}))
+    assert times(slow, 1)["F1.0"] == times(fast, 1)["F1.0"]
+    assert times(slow, 2)["F2.0"][0] == times(fast, 2)["F2.0"][0] + 9
+
+
+def test_communication_hides_behind_computation():
+    """Rank 0 computes F0.1 while A0.0 is under way."""
+    trace = mp.simulate(mp.schedules.build("gpipe", 2, 2), mp.Costs(forward=3, latency=2))
+    assert times(trace, 0)["F0.1"] == (3, 6)
+    assert times(trace, 0)[">A0.0@1"] == (3, 5)
+    assert times(trace, 1)["F1.0"] == (5, 8)
+    assert trace.exposed_communication[0] == 4  # of 8: one send and one receive hide
+
+
+def test_ddp_overlaps_and_naive_does_not():
+    costs = mp.Costs(latency=0, seconds_per_byte=1)  # a ring of 2 sends n bytes in all, for n = 1 a layer
+    overlapped = mp.simulate(mp.schedules.ddp(layers=4, buckets=2, ranks=2), costs)
+    assert times(overlapped, 0)["*U0@dp"] == (8, 10)
+    assert times(overlapped, 0)["*U1@dp"] == (12, 14)
+    assert overlapped.exposed_communication == [2, 2]
+    plain = mp.simulate(mp.schedules.ddp_naive(layers=4, ranks=2), costs)
+    assert [times(plain, 1)[f"*U{index}@dp"] for index in range(4)] == [(12, 13), (13, 14), (14, 15), (15, 16)]
+    assert plain.makespan == 16
+    assert plain.exposed_communication == [4, 4]
+    assert plain.messages_sent == [8, 8]
+    assert plain.bytes_sent == [4, 4]
+
+
+def test_costs_of_each_stage():
+    trace = mp.simulate(
+        mp.schedules.build("naive", 3, 1), mp.Costs(forward=[1, 2, 4], backward_input=0, backward_weight=0)
+    )
+    assert trace.work == [1, 2, 4]
+    assert trace.makespan == 7
+
+
+def test_a_program_that_stands_still_is_refused():
+    stuck = program("<C0@1", "<C0@0", goal="all-reduce of 1 slice")
+    with pytest.raises(mp.ProgramError, match=r"rank 0 stands at <C0@1 for ever; mp.verify says why"):
+        mp.simulate(stuck)
+
+
+@pytest.mark.parametrize(
+    ("costs", "words"),
+    [
+        ({"forward": -1}, "forward=-1 is no time"),
+        ({"backward_weight": [1, -2]}, r"backward_weight\[1\]=-2"),
+        ({"latency": float("nan")}, "latency=nan"),
+        ({"links": {(0, 1): mp.Link(latency=-3)}}, "latency of link 0 → 1=-3"),
+    ],
+)
+def test_costs_that_cannot_be(costs, words):
+    with pytest.raises(mp.UsageError, match=words):
+        mp.Costs(**costs)
+
+
+def test_costs_for_too_few_stages():
+    with pytest.raises(mp.UsageError, match="forward has 2 numbers, and the program has a stage 2"):
+        mp.simulate(mp.schedules.build("gpipe", 3, 1), mp.Costs(forward=[1, 2]))

@@ -1,0 +1,125 @@
+"""The known formulas for bubbles and activations hold exactly in the simulator, where they are said to hold."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import microparallel as mp
+from microparallel.schedules import build
+
+times = st.fractions(Fraction(1, 10), 10, max_denominator=30)
+ranks_ = st.integers(1, 7)
+RANKS, MICROBATCHES = range(1, 10), range(1, 25)
+
+
+def simulate(name, ranks, microbatches, forward, backward_input, backward_weight, **options):
+    costs = mp.Costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+    return mp.simulate(build(name, ranks, microbatches, **options), costs)
+
+
+@given(ranks=ranks_, microbatches=st.integers(1, 14), f=times, i=times, w=times)
+def test_naive(ranks, microbatches, f, i, w):
+    trace = simulate("naive", ranks, microbatches, f, i, w)
+    assert trace.bubble == microbatches * (ranks - 1) * (f + i + w)
+    assert trace.peak_activations == [1] * ranks
+
+
+@given(ranks=ranks_, microbatches=st.integers(1, 14), f=times, i=times, w=times)
+def test_gpipe(ranks, microbatches, f, i, w):
+    trace = simulate("gpipe", ranks, microbatches, f, i, w)
+    assert trace.bubble == (ranks - 1) * (f + i + w)
+    assert trace.peak_activations == [microbatches] * ranks
+
+
+@given(ranks=ranks_, more=st.integers(0, 10), f=times, i=times, w=times)
+def test_one_f_one_b(ranks, more, f, i, w):
+    microbatches = ranks + more
+    trace = simulate("1f1b", ranks, microbatches, f, i, w)
+    assert trace.bubble == (ranks - 1) * (f + i + w)
+    assert trace.bubble_fraction == Fraction(ranks - 1, microbatches + ranks - 1)
+    assert trace.peak_activations == [min(microbatches, ranks - rank) for rank in range(ranks)]
+
+
+@given(ranks=st.integers(1, 5), rounds=st.integers(1, 4), chunks=st.integers(1, 4), f=times, i=times, w=times)
+def test_interleaved(ranks, rounds, chunks, f, i, w):
+    """A cost is that of one chunk, a whole rank's is `chunks` times that: (p−1)(F+B)/v of a rank is (p−1)(f+b)."""
+    trace = simulate("interleaved", ranks, rounds * ranks, f, i, w, chunks=chunks)
+    assert trace.bubble == (ranks - 1) * (f + i + w)
+    most = 2 * (ranks - 1) + (chunks - 1) * ranks + 1
+    assert trace.peak_activations[0] == min(rounds * ranks * chunks, most)
+
+
+@given(ranks=ranks_, more=st.integers(0, 10), f=times, i=times, share=st.fractions(Fraction(1, 20), 1))
+def test_zb_h1(ranks, more, f, i, share):
+    w = share * min(f, i)
+    trace = simulate("zb-h1", ranks, ranks + more, f, i, w)
+    assert trace.bubble == (ranks - 1) * (f + i - w)
+    assert trace.peak_activations == [ranks] * ranks
+
+
+@given(ranks=ranks_, more=st.integers(0, 10), f=times, i=times, share=st.fractions(Fraction(1, 20), 1))
+def test_zb_h2(ranks, more, f, i, share):
+    w = share * min(f, i)
+    trace = simulate("zb-h2", ranks, 2 * ranks - 1 + more, f, i, w)
+    assert trace.bubble_async == (ranks - 1) * (f + i - 2 * w)
+    assert trace.bubble == (ranks - 1) * max(f, f + i - 2 * w)
+    assert trace.peak_activations == [2 * ranks - 1] * ranks
+
+
+@given(ranks=ranks_, more=st.integers(0, 8), f=times, longer=times, share=st.fractions(Fraction(1, 20), 1))
+def test_zbv(ranks, more, f, longer, share):
+    i, w = f + longer, share * f
+    trace = simulate("zbv", ranks, 2 * ranks + more, f, i, w)
+    assert trace.bubble_async == 2 * (ranks - 1) * (i - w)
+    assert trace.bubble == (ranks - 1) * max(i, 2 * (i - w))
+    assert trace.peak_activations == [2 * ranks] * ranks
+
+
+@given(ranks=ranks_, more=st.integers(0, 8), f=times)
+def test_dualpipev(ranks, more, f):
+    trace = simulate("dualpipev", ranks, 2 * ranks + more, f, f, f)
+    pair, backward = 3 * f, 2 * f
+    assert trace.bubble == (ranks - 1) * (pair + backward - 3 * f)
+    assert trace.peak_activations == [2 * ranks + 1] * ranks
+
+
+@given(ranks=ranks_, more=st.integers(0, 8), f=times, share=st.fractions(2, 3))
+def test_dualpipev_whose_pairs_hide_something(ranks, more, f, share):
+    """When pairs take less than their halves, ranks work differently long; the formula is the last rank's gap."""
+    pair = share * f
+    costs = mp.Costs(forward=f, backward_input=f, backward_weight=f, forward_backward=pair)
+    trace = mp.simulate(build("dualpipev", ranks, 2 * ranks + more), costs)
+    assert trace.makespan - trace.work[-1] == (ranks - 1) * (pair + 2 * f - 3 * f)
+
+
+def test_the_numbers_everybody_knows():
+    """4 ranks, 8 micro-batches, 1F1B: with B = F the end is at 22, with B = 2F at 33; 3/11 of it is bubble."""
+    half = Fraction(1, 2)
+    equal = simulate("1f1b", 4, 8, 1, half, half)
+    assert (equal.makespan, equal.bubble_fraction) == (22, Fraction(3, 11))
+    assert simulate("1f1b", 4, 8, 1, 1, 1).makespan == 33
+
+
+# schedule → the bubble with F = 3, I = 3, W = 2 (chunk times for the last two), and from how many micro-batches on
+SWEPT = {
+    "naive": lambda p, m: m * (p - 1) * 8,
+    "gpipe": lambda p, _: (p - 1) * 8,
+    "1f1b": lambda p, m: (p - 1) * 8 if m >= p else None,
+    "interleaved": lambda p, m: (p - 1) * 8 if m % p == 0 else None,
+    "zb-h1": lambda p, m: (p - 1) * 4 if m >= p else None,
+    "zb-h2": lambda p, m: (p - 1) * 3 if m >= 2 * p - 1 else None,
+    "zbv": lambda p, m: (p - 1) * 3 if m >= 2 * p else None,
+}
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_all_small_shapes(name):
+    for ranks in RANKS:
+        for microbatches in MICROBATCHES:
+            trace = simulate(name, ranks, microbatches, 3, 3, 2)
+            expected = SWEPT[name](ranks, microbatches)
+            if expected is not None:
+                assert trace.bubble == expected, (ranks, microbatches)
+            assert trace.makespan >= max(trace.work) == min(trace.work)

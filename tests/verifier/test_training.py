@@ -1,0 +1,97 @@
+"""The verifier names what is wrong with a training step."""
+
+import pytest
+
+import microparallel as mp
+from microparallel.program import from_text
+from microparallel.schedules import build
+
+
+def step(*ranks, goal="training step of 2 stages, 1 micro-batch"):
+    rows = [f"rank {rank}: {ops}" for rank, ops in enumerate(ranks)]
+    return from_text("\n".join(["program step", f"goal: {goal}", *rows]))
+
+
+REPLICAS = "training step of 1 stage, 2 micro-batches, buckets 0:1"
+
+
+def test_right_steps():
+    mp.verify(step("F0.0 F1.0 B1.0 B0.0 S"))
+    mp.verify(step("F0.0 F1.0 I1.0 I0.0 W0.0 W1.0"))
+    mp.verify(step("F0.0 >A0.0@1 <G0.0@1 B0.0", "<A0.0@0 F1.0 B1.0 >G0.0@0"))
+    mp.verify(step("F0.0 B0.0 *U0@dp S", "F0.1 B0.1 *U0@dp S", goal=REPLICAS))
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (step("F0.0 F1.0 B1.0"), "B0.0 never, I0.0 never, W0.0 never; every forward needs one backward"),
+        (step("F0.0 F1.0 I1.0 I0.0 W1.0"), "I0.0 once, W0.0 never"),
+        (step("F0.0 B0.0"), "rank 0 does B0.0, which needs G0.0, and does not have it"),
+        (
+            step("F1.0 F0.0 B1.0 B0.0"),
+            r"rank 0 does F1.0, which needs A0.0, and does not have it\n  rank 0: \[F1.0\] F0",
+        ),
+        (step("F0.0 F1.0 W1.0 I1.0 I0.0 W0.0"), "W1.0, which needs R1.0"),
+        (step("F0.0 F0.0 F1.0 B1.0 B0.0"), "rank 0 does F0.0, and has had A0.0 before"),
+        (step("F0.0 F1.0 B1.0 I1.0 B0.0"), "I1.0, and has had G0.0 before"),
+        (step("F0.0 F1.0 !A0.0 B1.0 B0.0"), "B1.0, which needs A0.0, and has freed it"),
+        (step("F0.0 F1.0 B1.0 B0.0 !A0.0"), "rank 0 never frees A1.0"),
+        (step("F0.0 F1.0 S B1.0 B0.0"), "rank 0 does S, which needs D1.0"),
+        (step("F0.0 F1.0 B1.0 B0.0 S S"), "rank 0 does S, its second in one training step"),
+        (step("F0.0 F1.0 F2.0 B1.0 B0.0"), "rank 0 does F2.0, and the goal is a training step of 2 stages"),
+        (step("F0.0 F1.0 F0.1 B1.0 B0.0"), "rank 0 does F0.1, and the goal is"),
+        (step("F0.0 F1.0 C0+=P1 B1.0 B0.0"), "adds only by all-reduce"),
+        (step("F0.0 >C0@1", "<C0@0"), "no value of a training step"),
+        (step("F0.0 F1.0 B1.0 B0.0 *U0@dp"), "the goal names no buckets"),
+        (step("F0.0 >A0.0@1", "<A0.0@0 F1.0 B1.0 F0.0"), "rank 1 does F0.0, and has had A0.0 before"),
+        (
+            step("F0.0 >A0.0@1 <G0.0@1 <A1.0@1", "<A0.0@0 F1.0 B1.0 >G0.0@0 >A1.0@0 B0.0"),
+            "B0.0 runs on rank 1, and F0.0 ran on rank 0, which has the weights",
+        ),
+        (step("F0.0 F1.0&B1.0 B0.0"), "rank 0 does F1.0&B1.0, which needs A1.0"),
+        (step("F0.0 B0.0 *U0@dp", "F0.1 B0.1", goal=REPLICAS), "rank 1 runs stage 0 and never all-reduces U0"),
+        (step("F0.0 *U0@dp B0.0", "F0.1 B0.1 *U0@dp", goal=REPLICAS), r"rank 0 does \*U0@dp, which needs D0.0"),
+        (step("F0.0 B0.0 S *U0@dp", "F0.1 B0.1 *U0@dp S", goal=REPLICAS), "rank 0 does S, which needs U0"),
+        (
+            step("F0.0 B0.0", "F0.1 B0.1", goal="training step of 1 stage, 2 micro-batches"),
+            r"stage 0 runs on ranks \[0, 1\], and the goal names no bucket",
+        ),
+        (
+            step(
+                "F0.0 F1.0 B1.0 B0.0 *U0@dp *U1@dp",
+                "F0.1 F1.1 B1.1 B0.1 *U1@dp *U0@dp",
+                goal="training step of 2 stages, 2 micro-batches, buckets 0:1 1:2",
+            ),
+            r"deadlock under buffered sends: rank 0 waits for rank 1 at \*U0@dp, rank 1 waits for rank 0 at \*U1@dp",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(program, words):
+    with pytest.raises(mp.ProgramError, match=words):
+        mp.verify(program)
+
+
+def test_1f1b_deadlocks_when_sends_block():
+    with pytest.raises(mp.ProgramError) as caught:
+        mp.verify(build("1f1b", 4, 8), sends="blocking")
+    assert str(caught.value) == (
+        "deadlock under blocking sends: rank 2 sends A2.1 to rank 3, rank 3 sends G2.0 to rank 2\n"
+        "  rank 2: … >A2.0@3 <A1.1@1 F2.1 [>A2.1@3] <G2.0@3 B2.0 !A1.0 …\n"
+        "  rank 3: … B3.0 !A2.0 !A3.0 [>G2.0@2] !G2.0 <A2.1@2 F3.1 …"
+    )
+
+
+def test_gpipe_survives_blocking_sends():
+    mp.verify(build("gpipe", 4, 8), sends="blocking")
+
+
+def test_activations_can_be_limited():
+    mp.verify(build("1f1b", 4, 8), max_activations=4)
+    with pytest.raises(mp.ProgramError, match="rank 0 holds 8 activations at once, and 4 are allowed"):
+        mp.verify(build("gpipe", 4, 8), max_activations=4)
+
+
+def test_a_meaning_of_send_that_does_not_exist():
+    with pytest.raises(mp.UsageError, match="sends='eager': choose buffered, rendezvous or blocking"):
+        mp.verify(build("gpipe", 2, 2), sends="eager")
