@@ -25,7 +25,6 @@ MOST_RANKS = 5
 # No shrinking: a failure costs a restart of all ranks, and the cases are small as they are.
 a_property = settings(
     max_examples=25,
-    deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 import torch
 
@@ -11,8 +12,8 @@ from microparallel.comms.calls import describe
 from microparallel.comms.interpreter import COMBINE, Memory, perform, slices_of
 from microparallel.errors import ProgramError, UsageError
 from microparallel.program import Program
-from microparallel.transport.base import Work
-from microparallel.transport.in_process import Awaited, Channels, InProcessTransport
+from microparallel.transport.base import Transport
+from microparallel.transport.in_process import Pollable, in_process_transports
 
 
 def all_reduce_in_process(name: str, tensors: Sequence[torch.Tensor], **options: int) -> None:
@@ -38,20 +39,30 @@ def all_reduce_in_process(name: str, tensors: Sequence[torch.Tensor], **options:
     run_in_process(build(name, len(tensors), **options), tensors)
 
 
-def run_in_process(program: Program, tensors: Sequence[torch.Tensor]) -> None:
-    """Run a collective program on one tensor for each rank, in place; the ranks take turns."""
+def run_in_process(
+    program: Program, tensors: Sequence[torch.Tensor], transports: Sequence[Transport] | None = None
+) -> None:
+    """Run a collective program on one tensor for each rank, in place; the ranks take turns.
+
+    Args:
+        program: what to run.
+        tensors: one for each rank.
+        transports: one for each rank, such as `nccl_rules_transports(ranks)`; by default messages are copies that wait
+            for nobody.
+    """
     slices = slices_of(program)
-    channels = Channels()
     flat = [tensor.detach().contiguous() for tensor in tensors]
+    ends = in_process_transports(len(flat)) if transports is None else transports
+    # Transports of one process start nothing but work that can be polled.
     runs = [
-        perform(ops, Memory(tensor, slices), InProcessTransport(rank, len(flat), channels), COMBINE["sum"])
-        for rank, (ops, tensor) in enumerate(zip(program.ranks, flat, strict=True))
+        cast("Iterator[Pollable]", perform(ops, Memory(tensor, slices), transport, COMBINE["sum"]))
+        for ops, tensor, transport in zip(program.ranks, flat, ends, strict=True)
     ]
-    waiting: dict[int, Work | None] = dict.fromkeys(range(len(runs)))  # what each unfinished rank waits for
+    waiting: dict[int, Pollable | None] = dict.fromkeys(range(len(runs)))  # what each unfinished rank waits for
     while waiting:
-        ready = [rank for rank, work in waiting.items() if not isinstance(work, Awaited) or work.poll()]
+        ready = [rank for rank, work in waiting.items() if work is None or work.poll()]
         if not ready:
-            raise ProgramError(f"program {program.name!r} stands still: ranks {sorted(waiting)} wait for each other")
+            raise ProgramError(f"program {program.name!r} stands still: {'; '.join(map(str, waiting.values()))}")
         for rank in ready:
             waiting[rank] = next(runs[rank], None)
             if waiting[rank] is None:

@@ -6,7 +6,7 @@ take turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -51,31 +51,113 @@ class Memory:
         raise ProgramError(f"{value} has no place in a collective; it knows chunks and parts")
 
 
+class Round:
+    """Operations that a rank can do together: additions, then sends, then receives.
+
+    A transport may run a rank's messages one after another and end a send only when it is received. So sends are held
+    back until their rank would wait anyway, and go together with the receives it waits for.
+    """
+
+    def __init__(self) -> None:
+        self.adds: list[Add] = []
+        self.sends: list[Send] = []
+        self.receives: list[Recv] = []
+
+    def takes(self, op: Op) -> bool:
+        """Whether an operation can be done in this round, and need not wait until the round has ended."""
+        if isinstance(op, Add):
+            # It overtakes the sends that are held back, so it must not change what they carry.
+            return not self.receives and not _touches(op.into, self.sends)
+        if isinstance(op, Send):
+            return not self.receives  # it may carry what arrives
+        if isinstance(op, Recv):
+            if op.reduce and self.sends:
+                return True  # it arrives beside its place, and is added there afterwards
+            # Receives without sends hold nobody up: those that add to one place take turns rather than more memory.
+            return not _touches(op.value, [*self.sends, *self.receives])
+        raise ProgramError(f"{op} is no operation of a collective; it knows Send, Recv and Add")
+
+    def append(self, op: Op) -> None:
+        """Do one more operation in this round."""
+        if isinstance(op, Add):
+            self.adds.append(op)
+        elif isinstance(op, Send):
+            self.sends.append(op)
+        elif isinstance(op, Recv):
+            self.receives.append(op)
+
+
+def _touches(value: Value, ops: Sequence[Send | Recv]) -> bool:
+    return any(touch(value, op.value) for op in ops)
+
+
+def rounds(ops: Iterable[Op]) -> Iterator[Round]:
+    """Cut one rank's operations into rounds, in order and as large as they can be.
+
+    ```
+    ring          >C0@1 <+C2@2 >C2@1 <+C1@2         →    >C0@1 <+C2@2 | >C2@1 <+C1@2
+    all-to-all    >C0@1 >C0@2 <P2@2 <P1@1 C0+=P1    →    >C0@1 >C0@2 <P2@2 <P1@1 | C0+=P1
+    ```
+    """
+    current = Round()
+    for op in ops:
+        if not current.takes(op):
+            yield current
+            current = Round()
+        current.append(op)
+    yield current
+
+
+class UnderWay:
+    """Sends that have started and have not been waited for."""
+
+    def __init__(self) -> None:
+        self._sends: list[tuple[Value, Work]] = []
+
+    def extend(self, sends: Iterable[tuple[Value, Work]]) -> None:
+        """Remember sends, and what they carry."""
+        self._sends.extend(sends)
+
+    def before_writing(self, value: Value) -> Iterator[Work]:
+        """The sends to wait for before a value is overwritten: what is being sent must leave first."""
+        for send in [send for send in self._sends if touch(send[0], value)]:
+            yield send[1]
+            self._sends.remove(send)
+
+    def all(self) -> Iterator[Work]:
+        """Every one of them."""
+        return (work for _, work in self._sends)
+
+
 def perform(ops: tuple[Op, ...], memory: Memory, transport: Transport, combine: Combine) -> Iterator[Work]:
     """Do one rank's operations in order; yields what must be waited for."""
-    under_way: list[tuple[Value, Work]] = []
+    under_way = UnderWay()
+    for current in rounds(ops):
+        for add in current.adds:
+            yield from under_way.before_writing(add.into)
+            combine(memory[add.into], memory[add.value])
+        yield from _exchange(current, memory, transport, combine, under_way)
+    yield from under_way.all()
 
-    def sends_of(value: Value) -> Iterator[Work]:
-        """What is being sent must leave before it is overwritten."""
-        for sent, work in under_way:
-            if touch(sent, value):
-                yield work
 
-    for op in ops:
-        if isinstance(op, Send):
-            under_way.append((op.value, transport.isend(memory[op.value], op.to, PROGRAM_TAG)))
-        elif isinstance(op, Recv) and op.reduce:
-            theirs = torch.empty_like(memory[op.value])
-            yield transport.irecv(theirs, op.source, PROGRAM_TAG)
-            yield from sends_of(op.value)
-            combine(memory[op.value], theirs)
-        elif isinstance(op, Recv):
-            yield from sends_of(op.value)
-            yield transport.irecv(memory[op.value], op.source, PROGRAM_TAG)
-        elif isinstance(op, Add):
-            yield from sends_of(op.into)
-            combine(memory[op.into], memory[op.value])
+def _exchange(
+    current: Round, memory: Memory, transport: Transport, combine: Combine, under_way: UnderWay
+) -> Iterator[Work]:
+    """Send and receive what a round has to, together."""
+    exchange = transport.exchange(PROGRAM_TAG)
+    started = [(send.value, exchange.isend(memory[send.value], send.to)) for send in current.sends]
+    arriving: list[tuple[Recv, torch.Tensor, Work]] = []
+    for receive in current.receives:
+        place = memory[receive.value]
+        if receive.reduce:
+            place = torch.empty_like(place)
         else:
-            raise ProgramError(f"{op} is no operation of a collective; it knows Send, Recv and Add")
-    for _, work in under_way:
+            yield from under_way.before_writing(receive.value)  # sends of earlier rounds: this round's are elsewhere
+        arriving.append((receive, place, exchange.irecv(place, receive.source)))
+    exchange.close()
+    under_way.extend(started)
+    for receive, place, work in arriving:
         yield work
+        if receive.reduce:
+            yield from under_way.before_writing(receive.value)
+            combine(memory[receive.value], place)

@@ -14,6 +14,24 @@ class Work(Protocol):
         """Return when the transfer is complete; raise when it failed or `timeout` seconds have passed."""
 
 
+class Exchange(Protocol):
+    """Messages that move together: none of them waits for another one to end.
+
+    On some transports a rank's messages run one after another, and a send ends only when it is received. Two ranks that
+    send to each other and then receive would wait for ever, each inside its send. Handed over as one exchange, the send
+    and the receive run side by side.
+    """
+
+    def isend(self, tensor: torch.Tensor, to: int) -> Work:
+        """Add a contiguous tensor to be sent; it starts now, or when the exchange is closed."""
+
+    def irecv(self, tensor: torch.Tensor, source: int) -> Work:
+        """Add a contiguous tensor to receive into."""
+
+    def close(self) -> None:
+        """Nothing more comes: whatever has not started yet starts now. Before that, wait for none of it."""
+
+
 class Transport(Protocol):
     """A way to move tensors between the ranks of one group.
 
@@ -34,3 +52,25 @@ class Transport(Protocol):
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Start receiving into a contiguous tensor."""
+
+    def exchange(self, tag: int = 0) -> Exchange:
+        """Open an exchange, to which messages are added."""
+
+
+class SeparateMessages:
+    """The exchange of a transport whose messages never wait for each other: each starts at once, by itself."""
+
+    def __init__(self, transport: Transport, tag: int) -> None:
+        self._transport = transport
+        self._tag = tag
+
+    def isend(self, tensor: torch.Tensor, to: int) -> Work:
+        """Start sending."""
+        return self._transport.isend(tensor, to, self._tag)
+
+    def irecv(self, tensor: torch.Tensor, source: int) -> Work:
+        """Start receiving."""
+        return self._transport.irecv(tensor, source, self._tag)
+
+    def close(self) -> None:
+        """Everything has started already."""

@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from microparallel.errors import CommsError
+from microparallel.transport.base import SeparateMessages, Work
+
+
+class Pollable(Work, Protocol):
+    """Work that can be asked whether it is complete: ranks that take turns never wait, they let others go on."""
+
+    def poll(self) -> bool:
+        """Complete the transfer if that is possible now, and say whether it is complete."""
 
 
 @dataclass
@@ -20,7 +29,9 @@ class Channels:
 class Sent:
     """A send is complete at once: the message is a copy."""
 
-    done = True
+    def poll(self) -> bool:
+        """Say so."""
+        return True
 
     def wait(self, timeout: float | None = None) -> None:
         """Return at once."""
@@ -29,22 +40,26 @@ class Sent:
 class Awaited:
     """A receive that is complete when its message has been sent."""
 
-    def __init__(self, tensor: torch.Tensor, messages: deque[torch.Tensor]) -> None:
+    def __init__(self, tensor: torch.Tensor, messages: deque[torch.Tensor], description: str) -> None:
         self._tensor = tensor
         self._messages = messages
-        self.done = False
+        self._description = description
+        self._done = False
 
     def poll(self) -> bool:
         """Take the message if it is there."""
-        if not self.done and self._messages:
+        if not self._done and self._messages:
             self._tensor.copy_(self._messages.popleft())
-            self.done = True
-        return self.done
+            self._done = True
+        return self._done
 
     def wait(self, timeout: float | None = None) -> None:  # noqa: ARG002
         """Take the message; nobody else runs while this rank waits, so it must be there."""
         if not self.poll():
-            raise CommsError("a rank in one process waited for a message that had not been sent")
+            raise CommsError(f"{self}, and it has not been sent")
+
+    def __str__(self) -> str:
+        return self._description
 
 
 class InProcessTransport:
@@ -62,4 +77,15 @@ class InProcessTransport:
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Awaited:
         """Receive into a tensor, on whatever device it is."""
-        return Awaited(tensor, self._channels.messages[source, self.rank, tag])
+        description = f"rank {self.rank} waits for a message from rank {source}"
+        return Awaited(tensor, self._channels.messages[source, self.rank, tag], description)
+
+    def exchange(self, tag: int = 0) -> SeparateMessages:
+        """Open an exchange; copies wait for nobody, so its messages need no company."""
+        return SeparateMessages(self, tag)
+
+
+def in_process_transports(ranks: int) -> list[InProcessTransport]:
+    """One transport for each rank of this process."""
+    channels = Channels()
+    return [InProcessTransport(rank, ranks, channels) for rank in range(ranks)]

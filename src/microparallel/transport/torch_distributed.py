@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from microparallel.transport.base import Work
+
 Reduction = Literal["sum", "min", "max", "product"]
 
 _REDUCE_OPS = {
@@ -22,6 +24,8 @@ _REDUCE_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _PROBE_TAG = 3
+# NCCL runs the messages of a rank one after another, so an exchange must reach it as one batch.
+_BATCHED = frozenset({"cuda"})
 _FIRST_LOSS = "microparallel/first-loss"
 
 
@@ -43,15 +47,56 @@ class TorchWork:
         self._work = None
 
 
+class TorchExchange:
+    """Messages that NCCL runs side by side, as one batch; gloo starts each at once.
+
+    A batch completes as a whole, so it is itself the Work of each of its messages, and keeps their tensors alive.
+    """
+
+    def __init__(self, transport: TorchTransport, tag: int) -> None:
+        self._transport = transport
+        self._tag = tag
+        self._batch: list[dist.P2POp] = []
+        self._works: list[TorchWork] = []
+
+    def isend(self, tensor: torch.Tensor, to: int) -> Work:
+        """Send a contiguous tensor."""
+        if tensor.device.type not in self._transport.batched:
+            return self._transport.isend(tensor, to, self._tag)
+        self._batch.append(dist.P2POp(dist.isend, tensor, group=self._transport.group, tag=self._tag, group_peer=to))
+        return self
+
+    def irecv(self, tensor: torch.Tensor, source: int) -> Work:
+        """Receive into a contiguous tensor."""
+        if tensor.device.type not in self._transport.batched:
+            return self._transport.irecv(tensor, source, self._tag)
+        group = self._transport.group
+        self._batch.append(dist.P2POp(dist.irecv, tensor, group=group, tag=self._tag, group_peer=source))
+        return self
+
+    def close(self) -> None:
+        """Start what was put into the batch."""
+        if self._batch:
+            tensors = [message.tensor for message in self._batch]
+            self._works = [TorchWork(work, *tensors) for work in dist.batch_isend_irecv(self._batch)]
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the whole batch is complete (on CUDA: when the current stream may rely on it)."""
+        for work in self._works:
+            work.wait(timeout)
+
+
 class TorchTransport:
     """One torch process group as a transport, which also knows collectives of its own.
 
-    Ranks are numbered within the group. `carries` names the device types whose tensors need no staging.
+    Ranks are numbered within the group. `carries` names the device types whose tensors need no staging,
+    `batched` those on which the messages of an exchange must start together.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store | None, carries: frozenset[str]) -> None:
         self.group = group
         self.carries = carries
+        self.batched = _BATCHED
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
         self.world_ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
@@ -65,6 +110,10 @@ class TorchTransport:
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> TorchWork:
         """Start receiving into a contiguous tensor."""
         return TorchWork(dist.irecv(tensor, group=self.group, group_src=source, tag=tag), tensor)
+
+    def exchange(self, tag: int = 0) -> TorchExchange:
+        """Open an exchange, to which messages are added."""
+        return TorchExchange(self, tag)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> TorchWork:
         """Start copying the source's tensor over everybody else's."""
