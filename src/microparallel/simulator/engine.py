@@ -135,7 +135,7 @@ class _Simulation:
             try:
                 for value in rank.rules.needs(op):
                     start = max(start, ready[value])
-            except KeyError:
+            except KeyError:  # not made yet
                 break
             end = start + self._costs.of(op)
             self._events.append(Event(rank.number, Lane.COMPUTE, op, start, end))
@@ -198,14 +198,10 @@ class _Simulation:
         """Post a receive, or end one whose message has arrived; False while it is to be waited for."""
         message = rank.receiving
         if message is None:
-            if not op.reduce and self._busy_until(rank, op.value, rank.comm_free) is None:
-                return False
-            channel = (op.source, rank.number)
-            message = rank.receiving = self._message(channel, self._received[channel])
-            self._received[channel] += 1
-            message.posted = rank.comm_free if op.reduce else self._busy_until(rank, op.value, rank.comm_free)
-            if message.offered is not None:
-                self._push(message)
+            # What is only added may arrive beside the value; what replaces it may not while that is being sent.
+            posted = rank.comm_free if op.reduce else self._busy_until(rank, op.value, rank.comm_free)
+            if posted is not None:
+                self._post(rank, op, posted)
             return False
         if message.end is None:
             return False
@@ -219,6 +215,14 @@ class _Simulation:
         rank.ready[op.value] = rank.comm_free = end
         rank.receiving = None
         return True
+
+    def _post(self, rank: _Rank, op: Recv, time: float) -> None:
+        channel = (op.source, rank.number)
+        message = rank.receiving = self._message(channel, self._received[channel])
+        self._received[channel] += 1
+        message.posted = time
+        if message.offered is not None:
+            self._push(message)
 
     def _add(self, rank: _Rank, op: Add) -> bool:
         start = self._busy_until(rank, op.into, rank.comm_free)
@@ -311,9 +315,14 @@ class _Simulation:
 
 def _prepare(number: int, ops: tuple[Op, ...], program: Program) -> _Rank:
     """Deal a rank's operations to its lanes. A Free takes no time, and a Join stands on both."""
-    compute: list[Op] = [op for op in ops if lane(op) is Lane.COMPUTE and not isinstance(op, Free)]
-    comm: list[Op] = [op for op in ops if lane(op) is Lane.COMM or isinstance(op, Join)]
-    return _Rank(number, Rules(program.goal, ops), compute, comm)
+    rank = _Rank(number, Rules(program.goal, ops), [], [])
+    for op in ops:
+        if isinstance(op, Join):
+            rank.compute.append(op)
+            rank.comm.append(op)
+        elif not isinstance(op, Free):
+            (rank.comm if lane(op) is Lane.COMM else rank.compute).append(op)
+    return rank
 
 
 def _groups(program: Program) -> dict[tuple[Value, str], list[int]]:

@@ -19,7 +19,9 @@ def write_chrome(events: Sequence[Event], ranks: int, path: Path, seconds_per_un
     """Write events as a Chrome trace; times become microseconds."""
     scale = 1e6 * seconds_per_unit
     entries = [*_names(ranks), *(_bar(event, scale) for event in events), *_arrows(events, scale)]
-    path.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}))
+    aside = path.with_name(f"{path.name}.part")
+    aside.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}))
+    aside.replace(path)  # whoever opens it sees the whole trace
 
 
 def _row(event: Event) -> int:
