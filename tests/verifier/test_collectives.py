@@ -64,6 +64,19 @@ def broken(*ranks, goal="all-reduce of 1 slice"):
         (broken(">C0@1 <+C0@1", "<+C0@0 >C0@0"), "rank 0 ends with rank 0's part 2 times"),
         (broken("C0+=P1", ""), "rank 0 reads P1, which it has not received"),
         (broken("F0.0"), "rank 0 does F0.0, which is no operation of a collective"),
+        (broken("", "", goal="reduce of 1 slice, root 7"), "root is rank 7, and there are ranks 0 to 1"),
+        (
+            broken(">C0@1", "<C0@0 C1+=C0", goal="broadcast of 2 slices, root 0"),
+            "ends with rank 0's part of slice 0 in slice 1, and should have rank 0's part",
+        ),
+        (
+            broken(">C0@1 <P1@1 C0+=P1", ">C0@0 <P0@0 C0+=P0", goal="all-reduce of 2 slices"),
+            "message 1 from rank 0 to rank 1 is sent as >C0@1 and received as <P0@0",
+        ),
+        (
+            broken(">C0@1 <C0@1 >C0@1 <+C0@1", ">C0@0 <C0@0 >C0@0 <+C0@0"),
+            "under rendezvous sends: rank 0 must not overwrite C0 while it sends C0 to rank 1, rank 1 must not",
+        ),
         (broken(">C5@1", "<C5@0"), "rank 0 names C5, and the tensor has 1 slices"),
     ],
 )

@@ -53,6 +53,8 @@ def test_right_steps():
         (step("F0.0 B0.0 *U0@dp", "F0.1 B0.1", goal=REPLICAS), "rank 1 runs stage 0 and never all-reduces U0"),
         (step("F0.0 *U0@dp B0.0", "F0.1 B0.1 *U0@dp", goal=REPLICAS), r"rank 0 does \*U0@dp, which needs D0.0"),
         (step("F0.0 B0.0 S *U0@dp", "F0.1 B0.1 *U0@dp S", goal=REPLICAS), "rank 0 does S, which needs U0"),
+        (step("F0.0 B0.0 *U0@dp", "F0.1 B0.1 *U0@tp", goal=REPLICAS), "rank 0 sums U0 along dp, and rank 1 along tp"),
+        (step("F0.0 F1.0 B1.0 B0.0 >D0.0@1", "<D0.0@0"), "only activations .A. and their gradients .G. travel"),
         (
             step("F0.0 B0.0", "F0.1 B0.1", goal="training step of 1 stage, 2 micro-batches"),
             r"stage 0 runs on ranks \[0, 1\], and the goal names no bucket",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from microparallel.errors import ProgramError
-from microparallel.program import Add, Chunk, Collective, Op, Part, Program, Recv, Send, Value, touch
+from microparallel.program import Add, Chunk, Collective, Join, Op, Part, Program, Recv, Send, Value, touch
 from microparallel.transport.base import Transport, Work
 
 # Messages of a program have a tag of their own, so that they never mix with the caller's.
@@ -101,6 +101,8 @@ def rounds(ops: Iterable[Op]) -> Iterator[Round]:
     """
     current = Round()
     for op in ops:
+        if isinstance(op, Join):
+            continue  # one thing after another is done here anyway
         if not current.takes(op):
             yield current
             current = Round()

@@ -1,7 +1,7 @@
 """Does a collective really do what it says? Run it on symbols instead of numbers.
 
-A slice holds a count of contributions: `{0: 1, 2: 1}` is "what rank 0 and rank 2 had, once each". A sum merges counts,
-so a contribution that was forgotten or added twice cannot hide.
+A slice holds a count of contributions: `{(0, 3): 1, (2, 3): 1}` is "what rank 0 and rank 2 had in slice 3, once each".
+A sum merges counts, so a contribution that was forgotten, added twice or put in the wrong place cannot hide.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from microparallel.errors import ProgramError
 from microparallel.program import Add, Chunk, Collective, Join, Op, Part, Program, Recv, Send, Value
 from microparallel.verifier.execution import Execution
 
-Symbol = Counter[int]  # contributing rank → how many times
+Symbol = Counter[tuple[int, int]]  # (contributing rank, slice) → how many times
 Content = list[Symbol]  # one for each slice
 
 
 def check_collective(program: Program, goal: Collective) -> None:
     """Raise `ProgramError` unless every rank ends with what the goal promises, naming the rank and the slice."""
+    if goal.root is not None and goal.root >= program.world_size:
+        raise ProgramError(f"the goal's root is rank {goal.root}, and there are ranks 0 to {program.world_size - 1}")
     memories = [_Memory(rank, program, goal) for rank in range(program.world_size)]
     channels: dict[tuple[int, int], deque[Content]] = defaultdict(deque)
 
@@ -43,7 +45,7 @@ class _Memory:
     def __init__(self, rank: int, program: Program, goal: Collective) -> None:
         self._rank = rank
         self._goal = goal
-        self._everybody = Counter(dict.fromkeys(range(program.world_size), 1))
+        self._ranks = range(program.world_size)
         self._slices: Content = [self._at_first(index) for index in range(goal.slices)]
         self._parts: dict[Part, Content] = {}
 
@@ -74,17 +76,17 @@ class _Memory:
         for index, symbol in enumerate(self._slices):
             wanted = self._at_the_end(index)
             if wanted is not None and symbol != wanted:
-                raise ProgramError(
-                    f"rank {self._rank} ends with {_words(symbol)} in slice {index}, and should have {_words(wanted)}"
-                )
+                found, promised = _words(symbol, index), _words(wanted, index)
+                raise ProgramError(f"rank {self._rank} ends with {found} in slice {index}, and should have {promised}")
 
     def _at_first(self, index: int) -> Symbol:
         kind, root = self._goal.kind, self._goal.root
+        holds = True
         if kind in ("all-gather", "gather"):
-            return Counter({self._rank: 1}) if index == self._rank else Counter()
-        if kind in ("broadcast", "scatter"):
-            return Counter({self._rank: 1}) if self._rank == root else Counter()
-        return Counter({self._rank: 1})
+            holds = index == self._rank
+        elif kind in ("broadcast", "scatter"):
+            holds = self._rank == root
+        return Counter({(self._rank, index): 1} if holds else {})
 
     def _at_the_end(self, index: int) -> Symbol | None:
         """What a slice must hold; None where the goal promises nothing."""
@@ -101,10 +103,14 @@ class _Memory:
         if not here:
             return None
         if kind in ("all-reduce", "reduce", "reduce-scatter"):
-            return self._everybody
-        return Counter({index if root is None or kind == "gather" else root: 1})
+            return Counter({(rank, index): 1 for rank in self._ranks})
+        source = index if root is None or kind == "gather" else root
+        return Counter({(source, index): 1})
 
 
-def _words(symbol: Symbol) -> str:
-    parts = [f"rank {rank}'s part" + (f" {times} times" if times > 1 else "") for rank, times in sorted(symbol.items())]
+def _words(symbol: Symbol, index: int) -> str:
+    parts = []
+    for (rank, origin), times in sorted(symbol.items()):
+        misplaced = f" of slice {origin}" if origin != index else ""
+        parts.append(f"rank {rank}'s part{misplaced}" + (f" {times} times" if times > 1 else ""))
     return " + ".join(parts) or "nothing"

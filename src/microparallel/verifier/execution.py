@@ -3,7 +3,8 @@
 Every rank does its operations in order. What a Send means decides when it holds its rank up:
 
 - *buffered*: it completes at once;
-- *rendezvous*: its rank goes on, but may not overwrite the value before the matching Recv has been posted;
+- *rendezvous*: its rank goes on, but may not overwrite the value before the matching Recv has been posted. A Recv is
+  posted when its rank comes to it; if it overwrites its place, not before what is there has left;
 - *blocking*: its rank stops until the matching Recv has been posted.
 
 An AllReduce waits until all ranks that take part stand at it. Lanes play no role here: what comes to its end one
@@ -46,6 +47,7 @@ class Execution:
         self._sent: Counter[tuple[int, int]] = Counter()
         self._received: Counter[tuple[int, int]] = Counter()
         self._under_way: list[list[tuple[Value, int, int]]] = [[] for _ in program.ranks]  # value, receiver, number
+        self._at_receive: set[int] = set()  # ranks that have posted the receive they stand at
         self._groups = _groups(program)
         self._reduced: Counter[AllReduce] = Counter()
 
@@ -54,7 +56,7 @@ class Execution:
         waits: dict[int, Wait] = {}
         waiters: dict[int, set[int]] = defaultdict(set)
         to_try = deque(range(self._program.world_size))
-        stood_at = [-1] * self._program.world_size
+        stood_at = [(-1, False)] * self._program.world_size
         while to_try:
             rank = to_try.popleft()
             wait = self._advance(rank, visit)
@@ -62,9 +64,10 @@ class Execution:
             if wait is not None:
                 waits[rank] = wait
                 waiters[wait.on].add(rank)
-            if self._done[rank] != stood_at[rank]:
-                # It has done something, or stands at a new receive: whoever waited for it may go on.
-                stood_at[rank] = self._done[rank]
+            stands_at = (self._done[rank], rank in self._at_receive)
+            if stands_at != stood_at[rank]:
+                # It has done something, or posted a receive: whoever waited for it may go on.
+                stood_at[rank] = stands_at
                 to_try.extend(sorted(waiters.pop(rank, ())))
         return [waits[rank] for rank in sorted(waits)]
 
@@ -86,6 +89,7 @@ class Execution:
             self._under_way[rank].append((op.value, op.to, self._sent[rank, op.to]))
         elif isinstance(op, Recv):
             self._received[op.source, rank] += 1
+            self._at_receive.discard(rank)
         elif isinstance(op, AllReduce):
             self._reduced[op] += 1
 
@@ -96,14 +100,23 @@ class Execution:
                 return self._wait(rank, f"sends {op.value} to rank {op.to}", op.to)
             return None
         if isinstance(op, Recv):
-            if self._sent[op.source, rank] <= self._received[op.source, rank] and not self._offered(op.source, rank):
-                return self._wait(rank, f"waits for {op.value} from rank {op.source}", op.source)
-            return self._hazard(rank, op.value)
+            return self._obstacle_to_receiving(rank, op)
         if isinstance(op, Add):
             return self._hazard(rank, op.into)
         if isinstance(op, AllReduce):
             return self._absent(rank, op)
         return None
+
+    def _obstacle_to_receiving(self, rank: int, op: Recv) -> Wait | None:
+        if rank not in self._at_receive:
+            # What is only added may arrive beside its place.
+            wait = None if op.reduce else self._hazard(rank, op.value)
+            if wait is not None:
+                return wait
+            self._at_receive.add(rank)
+        if self._sent[op.source, rank] <= self._received[op.source, rank] and not self._offered(op.source, rank):
+            return self._wait(rank, f"waits for {op.value} from rank {op.source}", op.source)
+        return self._hazard(rank, op.value)
 
     def _absent(self, rank: int, op: AllReduce) -> Wait | None:
         """A rank that takes part in this all-reduce and has not come to it."""
@@ -128,16 +141,14 @@ class Execution:
         return None
 
     def _posted(self, sender: int, receiver: int) -> int:
-        """How many receives of this channel have been posted: those done, and the one its rank now stands at."""
-        return self._received[sender, receiver] + self._stands_at(receiver, Recv, sender)
+        """How many receives of this channel have been posted: those done, and the one its rank may stand at."""
+        op = self._next(receiver) if receiver in self._at_receive else None
+        return self._received[sender, receiver] + int(isinstance(op, Recv) and op.source == sender)
 
     def _offered(self, sender: int, receiver: int) -> bool:
         """Whether a blocking send stands ready for this receive."""
-        return self._sends == "blocking" and bool(self._stands_at(sender, Send, receiver))
-
-    def _stands_at(self, rank: int, kind: type[Send] | type[Recv], other: int) -> int:
-        op = self._next(rank)
-        return int(isinstance(op, kind) and other == (op.to if isinstance(op, Send) else getattr(op, "source", None)))
+        op = self._next(sender)
+        return self._sends == "blocking" and isinstance(op, Send) and op.to == receiver
 
     def _next(self, rank: int) -> Op | None:
         ops = self._program.ranks[rank]

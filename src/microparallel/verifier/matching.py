@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from microparallel.errors import ProgramError
-from microparallel.program import Chunk, Program, Recv, Send, Value
+from microparallel.program import Chunk, Collective, Part, Program, Recv, Send, Value
 
 Channel = tuple[int, int]  # sender, receiver
 
@@ -23,13 +23,13 @@ def check_matching(program: Program) -> None:
                 _require_other(program, rank, op.source, str(op))
                 received[op.source, rank].append(op)
     for channel in sorted(sent.keys() | received.keys()):
-        _check_channel(channel, sent[channel], received[channel])
+        _check_channel(program, channel, sent[channel], received[channel])
 
 
-def _check_channel(channel: Channel, sent: list[Send], received: list[Recv]) -> None:
+def _check_channel(program: Program, channel: Channel, sent: list[Send], received: list[Recv]) -> None:
     sender, receiver = channel
     for number, (send, receive) in enumerate(zip(sent, received, strict=False), start=1):
-        if not _same_content(send.value, receive.value, sender):
+        if not _same_content(program, send.value, receive.value, sender):
             raise ProgramError(
                 f"message {number} from rank {sender} to rank {receiver} is sent as {send} and received as {receive}"
             )
@@ -39,11 +39,12 @@ def _check_channel(channel: Channel, sent: list[Send], received: list[Recv]) -> 
         raise ProgramError(f"rank {receiver} does {received[len(sent)]}, which rank {sender} never sends")
 
 
-def _same_content(sent: Value, received: Value, sender: int) -> bool:
+def _same_content(program: Program, sent: Value, received: Value, sender: int) -> bool:
     """A value arrives under its own name; a whole contribution may be kept apart under its sender's."""
     if sent == received:
         return True
-    return isinstance(sent, Chunk) and getattr(received, "rank", None) == sender
+    whole = isinstance(program.goal, Collective) and sent == Chunk(0, program.goal.slices)
+    return whole and received == Part(sender)
 
 
 def _require_other(program: Program, rank: int, other: int, op: str) -> None:

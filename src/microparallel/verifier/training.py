@@ -67,6 +67,8 @@ def _not_allowed(op: Op, goal: TrainingStep) -> str:
             return f"and the goal names {len(goal.buckets) or 'no'} buckets"
     elif isinstance(op, Send | Recv | Free) and isinstance(op.value, Chunk | Part):
         return "which is no value of a training step"
+    elif isinstance(op, Send | Recv) and not isinstance(op.value, Act | Grad):
+        return "and only activations (A) and their gradients (G) travel"
     return ""
 
 
@@ -147,6 +149,7 @@ def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> 
     homes: dict[int, set[int]] = defaultdict(set)
     for (stage, _), doers in forwards.items():
         homes[stage].update(doers)
+    _check_axes(program)
     reduced = [{op.value for op in ops if isinstance(op, AllReduce)} for ops in program.ranks]
     for stage, ranks in sorted(homes.items()):
         buckets = [Bucket(index) for index, (start, stop) in enumerate(goal.buckets) if start <= stage < stop]
@@ -158,3 +161,14 @@ def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> 
             for bucket in buckets:
                 if bucket not in reduced[rank]:
                     raise ProgramError(f"rank {rank} runs stage {stage} and never all-reduces {bucket}, which holds it")
+
+
+def _check_axes(program: Program) -> None:
+    """Ranks that name different axes would wait for different partners."""
+    axes: dict[Value, tuple[int, str]] = {}
+    for rank, ops in enumerate(program.ranks):
+        for op in ops:
+            if isinstance(op, AllReduce):
+                other, axis = axes.setdefault(op.value, (rank, op.axis))
+                if axis != op.axis:
+                    raise ProgramError(f"rank {other} sums {op.value} along {axis}, and rank {rank} along {op.axis}")

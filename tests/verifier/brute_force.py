@@ -1,0 +1,284 @@
+"""Is a program right? Do what it says, step by step, and look: the slow and obvious judge that the verifier must match.
+
+Nothing here is shared with the verifier or with the dependency rule. A collective runs on whole numbers, each
+contribution a digit of its own, so that a sum shows what went into it. A training step runs on the names of values.
+Ranks take turns in random order, once with buffered and once with rendezvous sends.
+"""
+
+import random
+from collections import defaultdict
+
+from microparallel.program import Add, AllReduce, Chunk, Collective, Free, Join, OptimizerStep, Part, Recv, Send
+
+
+class Wrong(Exception):
+    """The program does something that it must not, or does not achieve its goal."""
+
+
+def judge(program, seed=0):
+    """Say what is wrong with a program: nothing, `""`, when it is right."""
+    try:
+        for sends in ("buffered", "rendezvous"):
+            World(program, sends).run(random.Random(seed))
+    except Wrong as wrong:
+        return str(wrong)
+    return ""
+
+
+def require(condition, reason):
+    if not condition:
+        raise Wrong(reason)
+
+
+class World:
+    """All ranks, what each still has to do, and the messages between them."""
+
+    def __init__(self, program, sends):
+        memory = Tensor if isinstance(program.goal, Collective) else Shelf
+        self.program, self.sends = program, sends
+        self.memories = [memory(program, rank) for rank in range(program.world_size)]
+        self.to_do = [list(ops) for ops in program.ranks]
+        self.sent = defaultdict(list)  # (sender, receiver) → all messages so far, as pairs of name and content
+        self.received = defaultdict(int)  # (sender, receiver) → how many of them have been taken
+        self.at_receive = set()  # ranks that have posted the receive they stand at
+
+    def run(self, chance):
+        ranks = list(range(self.program.world_size))
+        while any(self.to_do):
+            chance.shuffle(ranks)
+            moved = [self.step(rank) for rank in ranks]
+            require(any(moved), f"nobody can go on, with {self.sends} sends")
+        for channel, messages in self.sent.items():
+            require(self.received[channel] == len(messages), "a message is never received")
+        for memory in self.memories:
+            memory.check_end()
+        if isinstance(self.memories[0], Shelf):
+            check_training_step(self.program.goal, self.memories)
+
+    def step(self, rank):
+        """Let a rank do its next operation if it can; says whether it did."""
+        op = self.to_do[rank][0] if self.to_do[rank] else None
+        if isinstance(op, AllReduce):
+            return self.all_reduce(op)
+        if isinstance(op, Recv) and rank not in self.at_receive:
+            return self.post(rank, op)
+        if op is None or (isinstance(op, Recv | Add) and not self.may_write(rank, op)):
+            return False
+        if isinstance(op, Send):
+            self.send(rank, op)
+        elif isinstance(op, Recv):
+            self.receive(rank, op)
+        elif not isinstance(op, Join):
+            self.memories[rank].do(op)
+        self.to_do[rank].pop(0)
+        return True
+
+    def send(self, rank, op):
+        require(op.to != rank and 0 <= op.to < self.program.world_size, f"rank {rank} does {op}: there is no such peer")
+        self.sent[rank, op.to].append((op.value, self.memories[rank].read(op.value)))
+
+    def receive(self, rank, op):
+        value, content = self.sent[op.source, rank][self.received[op.source, rank]]
+        whole = isinstance(self.program.goal, Collective) and value == Chunk(0, self.program.goal.slices)
+        same = value == op.value or (whole and op.value == Part(op.source))
+        require(same, f"rank {rank} does {op}, and {value} arrives")
+        require(str(value)[0] not in "RDU", f"rank {rank} does {op}, and {value} stays on its rank")
+        self.memories[rank].write(op.value, content, op.reduce)
+        self.received[op.source, rank] += 1
+        self.at_receive.remove(rank)
+
+    def post(self, rank, op):
+        """A receive that overwrites its place is posted when nobody is sent what is there; one that adds, at once."""
+        if op.reduce or not self.being_sent(rank, op.value):
+            self.at_receive.add(rank)
+        return rank in self.at_receive
+
+    def may_write(self, rank, op):
+        """Whether a message is there, and nothing that is still being sent would be overwritten."""
+        if isinstance(op, Recv) and len(self.sent[op.source, rank]) == self.received[op.source, rank]:
+            return False
+        return not self.being_sent(rank, op.value if isinstance(op, Recv) else op.into)
+
+    def being_sent(self, rank, written):
+        return self.sends == "rendezvous" and any(
+            memory_of(value) & memory_of(written)
+            for receiver in range(self.program.world_size)
+            for value, _ in self.sent[rank, receiver][self.posted(rank, receiver) :]
+        )
+
+    def posted(self, sender, receiver):
+        """How many receives of a channel are done, or posted."""
+        waiting = receiver in self.at_receive and self.to_do[receiver][0].source == sender
+        return self.received[sender, receiver] + waiting
+
+    def all_reduce(self, op):
+        partners = [rank for rank, ops in enumerate(self.program.ranks) if op in ops]
+        if not all(self.to_do[rank][:1] == [op] for rank in partners):
+            return False
+        for rank in partners:
+            self.memories[rank].do(op)
+            self.to_do[rank].pop(0)
+        return True
+
+
+def memory_of(value):
+    """The pieces of memory that a name stands for."""
+    return {("slice", index) for index in range(value.start, value.stop)} if isinstance(value, Chunk) else {value}
+
+
+class Tensor:
+    """What a rank holds in a collective: a whole number in each slice, and the parts it keeps apart."""
+
+    def __init__(self, program, rank):
+        self.goal, self.rank, self.ranks = program.goal, rank, range(program.world_size)
+        self.base = 2 ** (len(program) + 1)  # no operation more than doubles a digit, so none runs over
+        self.slices = [self.at_first(rank, index) for index in range(self.goal.slices)]
+        self.parts = {}
+
+    def at_first(self, rank, index):
+        mine, rooted = rank == index, rank == self.goal.root
+        holds = {"all-gather": mine, "gather": mine, "broadcast": rooted, "scatter": rooted}.get(self.goal.kind, True)
+        return self.base ** (rank * self.goal.slices + index) if holds else 0
+
+    def read(self, value):
+        if isinstance(value, Part):
+            require(value in self.parts, f"rank {self.rank} reads {value}, which never came")
+            return list(self.parts[value])
+        inside = isinstance(value, Chunk) and value.stop <= self.goal.slices
+        require(inside, f"rank {self.rank} names {value}, which is not in the tensor")
+        return self.slices[value.start : value.stop]
+
+    def write(self, value, content, add):
+        if add:
+            mine = self.read(value)
+            require(len(mine) == len(content), f"rank {self.rank} adds pieces of different length")
+            content = [one + other for one, other in zip(mine, content, strict=True)]
+        if isinstance(value, Part):
+            self.parts[value] = content
+        else:
+            self.slices[value.start : value.stop] = content
+
+    def do(self, op):
+        require(isinstance(op, Add), f"rank {self.rank} does {op}, which is not for a collective")
+        self.write(op.into, self.read(op.value), add=True)
+
+    def check_end(self):
+        """Each slice that the goal promises is the sum of what all ranks had in it at first."""
+        require(self.goal.root is None or self.goal.root in self.ranks, "the goal's root does not exist")
+        for index, number in enumerate(self.slices):
+            mine, rooted = self.rank == index, self.rank == self.goal.root
+            promises = {"reduce": rooted, "gather": rooted, "reduce-scatter": mine, "scatter": mine}
+            total = sum(self.at_first(rank, index) for rank in self.ranks)
+            right = number == total > 0 or not promises.get(self.goal.kind, True)
+            require(right, f"rank {self.rank} ends with the wrong sum in slice {index}")
+
+
+class Shelf:
+    """What a rank holds in a training step: values by the names of the text form, such as A0.3."""
+
+    def __init__(self, program, rank):
+        self.program, self.goal, self.rank = program, program.goal, rank
+        self.held, self.ever_held = set(), set()
+        self.did = []  # (kind, stage, micro-batch), and the names of buckets and of the optimizer step
+
+    def read(self, name):
+        require(str(name) in self.held, f"rank {self.rank} needs {name}, which it does not hold")
+
+    def write(self, name, content, add):
+        del content  # only names matter here
+        require(not add and str(name)[0] in "AGRDU", f"rank {self.rank} gets {name}, not for a training step")
+        require(str(name) not in self.ever_held, f"rank {self.rank} makes {name} a second time")
+        self.held.add(str(name))
+        self.ever_held.add(str(name))
+
+    def do(self, op):
+        require(not isinstance(op, Add), f"rank {self.rank} does {op}, which is not for a training step")
+        if isinstance(op, Free):
+            self.read(op.value)
+            self.held.remove(str(op.value))
+        elif isinstance(op, AllReduce):
+            self.all_reduce(op)
+        elif isinstance(op, OptimizerStep):
+            self.optimizer_step(op)
+        else:
+            self.compute(halves(op))
+
+    def compute(self, parts):
+        for part in parts:
+            for name in needs(*part, last=self.goal.stages - 1):
+                self.read(name)
+        for part in parts:
+            self.did.append(part)
+            for name in makes(*part):
+                self.write(name, None, add=False)
+
+    def all_reduce(self, op):
+        bucket = buckets(self.goal).get(str(op.value), ())
+        require(bucket, f"rank {self.rank} does {op}, which is no bucket of the goal")
+        everybody = [other for ops in self.program.ranks for other in ops if isinstance(other, AllReduce)]
+        axes = {other.axis for other in everybody if other.value == op.value}
+        require(len(axes) == 1, f"{op.value} is reduced along different axes")
+        for stage, name in self.gradients():
+            if stage in bucket:
+                self.read(name)
+        self.write(op.value, None, add=False)
+        self.did.append(str(op.value))
+
+    def optimizer_step(self, op):
+        require(op not in self.did, f"rank {self.rank} updates the weights twice")
+        self.did.append(op)
+        for stage, name in self.gradients():
+            holding = [bucket for bucket, stages in buckets(self.goal).items() if stage in stages]
+            for needed in holding or [name]:
+                self.read(needed)
+
+    def gradients(self):
+        """The weights' gradients that this rank makes in its whole list, after their stages."""
+        parts = [part for op in self.program.ranks[self.rank] for part in halves(op)]
+        return [(stage, f"D{stage}.{microbatch}") for kind, stage, microbatch in parts if kind in "BW"]
+
+    def check_end(self):
+        if any(isinstance(op, Free) for ops in self.program.ranks for op in ops):
+            left = sorted(name for name in self.held if name[0] in "AGR")
+            require(not left, f"rank {self.rank} never frees {left}")
+
+
+def halves(op):
+    """What a stage does, from the text form: F0.3&B1.2 → (F, 0, 3), (B, 1, 2)."""
+    words = [word for word in str(op).split("&") if word[0] in "FBIW"]
+    return [(word[0], *map(int, word[1:].split("."))) for word in words]
+
+
+def needs(kind, stage, microbatch, last):
+    names = [f"A{stage - 1}.{microbatch}"] if stage > 0 else []
+    names += [f"A{stage}.{microbatch}"] if kind != "F" else []
+    names += [f"G{stage}.{microbatch}"] if kind in "BI" and stage != last else []
+    return names + ([f"R{stage}.{microbatch}"] if kind == "W" else [])
+
+
+def makes(kind, stage, microbatch):
+    names = [f"G{stage - 1}.{microbatch}"] if kind in "BI" and stage > 0 else []
+    return [*names, {"F": "A", "B": "D", "I": "R", "W": "D"}[kind] + f"{stage}.{microbatch}"]
+
+
+def buckets(goal):
+    return {f"U{index}": range(start, stop) for index, (start, stop) in enumerate(goal.buckets)}
+
+
+def check_training_step(goal, shelves):
+    """Every stage did every micro-batch once, forward and backward on one rank; replicas summed their gradients."""
+    done = defaultdict(list)  # (stage, micro-batch) → (kind, rank)
+    for shelf in shelves:
+        for kind, *place in (part for part in shelf.did if isinstance(part, tuple)):
+            done[tuple(place)].append((kind, shelf.rank))
+    wanted = {(stage, microbatch) for stage in range(goal.stages) for microbatch in range(goal.microbatches)}
+    require(set(done) == wanted, "a stage or micro-batch is missing, or one too many")
+    for place, visits in done.items():
+        kinds, ranks = "".join(sorted(kind for kind, _ in visits)), {rank for _, rank in visits}
+        require(kinds in ("BF", "FIW") and len(ranks) == 1, f"stage and micro-batch {place} had {visits}")
+    for stage in range(goal.stages):
+        replicas = {rank for place, visits in done.items() if place[0] == stage for _, rank in visits}
+        holding = [bucket for bucket, stages in buckets(goal).items() if stage in stages]
+        require(holding or len(replicas) == 1, f"stage {stage} has replicas, and no bucket to sum its gradients in")
+        summed = all(bucket in shelves[rank].did for rank in replicas for bucket in holding)
+        require(summed, f"a replica of stage {stage} does not sum its gradients with the others")
