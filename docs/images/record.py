@@ -16,6 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+import microparallel as mp
+
 COLUMNS = 96
 PICTURES = {
     "compare": ["compare", "--ranks", "4"],
@@ -54,6 +56,7 @@ def last_state(output: str) -> str:
 def main() -> None:
     """Record all pictures."""
     here = Path(__file__).resolve().parent
+    (here / "1f1b.svg").write_text(mp.draw(mp.schedules.build("1f1b", 4, 8), as_="svg"))
     for name, command in PICTURES.items():
         with tempfile.TemporaryDirectory() as folder:
             screen = screen_of(command, Path(folder))

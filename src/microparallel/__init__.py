@@ -30,6 +30,7 @@ _HOMES = {
     "verify": "microparallel.verifier",
     "simulate": "microparallel.simulator",
     "Costs": "microparallel.simulator",
+    "draw": "microparallel.drawing",
     "Link": "microparallel.topology",
     "Trace": "microparallel.trace",
     "ShardedSampler": "microparallel.train.sampler",

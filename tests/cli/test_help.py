@@ -5,8 +5,10 @@ import sys
 
 import pytest
 
+VERBS = [[], *([verb] for verb in ("train", "compare", "draw", "simulate", "verify", "doctor")), ["bench", "allreduce"]]
 
-@pytest.mark.parametrize("verb", [[], ["train"], ["compare"], ["doctor"]], ids=lambda verb: " ".join(verb) or "main")
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(verb) or "main")
 def test_help_shows_an_example_without_importing_torch(verb):
     program = (
         "import sys\n"

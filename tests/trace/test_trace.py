@@ -62,6 +62,8 @@ def test_reasons_for_waiting():
     assert found["F1.0"] == "rank 1 waited for A0.0 from rank 0 before F1.0"
     assert found["B0.0"] == "rank 0 waited for G0.0 from rank 1 before B0.0"
     assert "F0.0" not in found
+    later = Trace(trace.program, [e._replace(start=e.start + 100, end=e.end + 100) for e in trace.events])
+    assert reasons(later) == reasons(trace)
     ddp = mp.simulate(mp.schedules.ddp(2, 1, 2), mp.Costs(latency=1))
     assert reasons(ddp)[max(reasons(ddp))] == "rank 1 waited for the all-reduce of U0 before S"
 

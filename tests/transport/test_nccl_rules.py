@@ -266,7 +266,7 @@ def run_unbuffered(program, tensors, order):
     slices = program.goal.slices
     transports = [UnbufferedTransport(rank, len(tensors), channels) for rank in range(len(tensors))]
     runs = [
-        perform(ops, Memory(tensor, slices), transport, COMBINE["sum"])
+        perform(rounds(ops), Memory(tensor, slices), transport, COMBINE["sum"])
         for ops, tensor, transport in zip(program.ranks, tensors, transports, strict=True)
     ]
     waiting = dict.fromkeys(order)

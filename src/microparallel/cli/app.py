@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from microparallel import __version__
-from microparallel.cli import compare, doctor, train
+from microparallel.cli import bench, compare, doctor, draw, simulate, train, verify
 from microparallel.errors import MicroparallelError, RankFailed, UsageError
 from microparallel.topology import DO_NOT_SPIN
 
@@ -22,7 +22,11 @@ app = typer.Typer(
 )
 app.command(name="train", epilog=train.EXAMPLES)(train.train)
 app.command(name="compare", epilog=compare.EXAMPLES)(compare.compare)
+app.command(name="draw", epilog=draw.EXAMPLES)(draw.draw)
+app.command(name="simulate", epilog=simulate.EXAMPLES)(simulate.simulate)
+app.command(name="verify", epilog=verify.EXAMPLES)(verify.verify)
 app.command(name="doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

@@ -17,7 +17,7 @@ from microparallel.collectives import all_reduce_program
 from microparallel.comms.calls import Call, describe, describe_list
 from microparallel.comms.conversation import Conversation
 from microparallel.comms.headers import read_headers, write_headers
-from microparallel.comms.interpreter import COMBINE, Memory, perform, slices_of
+from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
 from microparallel.comms.reductions import check_reduction, finish_reduction, stand_in, wire_reduction
 from microparallel.comms.request import Request
 from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
@@ -286,7 +286,7 @@ class Comms(Conversation):
             if program is None:
                 return [self._transport.all_reduce(wire, wire_reduction(op))]
             memory = Memory(wire, slices_of(program))
-            for work in perform(program.ranks[self.rank], memory, self._transport, COMBINE[wire_reduction(op)]):
+            for work in perform(rounds(program.ranks[self.rank]), memory, self._transport, COMBINE[wire_reduction(op)]):
                 work.wait()
             return []
 

@@ -9,7 +9,7 @@ import torch
 
 from microparallel.collectives import build
 from microparallel.comms.calls import describe
-from microparallel.comms.interpreter import COMBINE, Memory, perform, slices_of
+from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
 from microparallel.errors import ProgramError, UsageError
 from microparallel.program import Program
 from microparallel.transport.base import Transport
@@ -55,7 +55,7 @@ def run_in_process(
     ends = in_process_transports(len(flat)) if transports is None else transports
     # Transports of one process start nothing but work that can be polled.
     runs = [
-        cast("Iterator[Pollable]", perform(ops, Memory(tensor, slices), transport, COMBINE["sum"]))
+        cast("Iterator[Pollable]", perform(rounds(ops), Memory(tensor, slices), transport, COMBINE["sum"]))
         for ops, tensor, transport in zip(program.ranks, flat, ends, strict=True)
     ]
     waiting: dict[int, Pollable | None] = dict.fromkeys(range(len(runs)))  # what each unfinished rank waits for

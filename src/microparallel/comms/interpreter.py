@@ -7,12 +7,13 @@ take turns.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from microparallel.errors import ProgramError
 from microparallel.program import Add, Chunk, Collective, Join, Op, Part, Program, Recv, Send, Value, touch
-from microparallel.transport.base import Transport, Work
+from microparallel.transport.base import Loan, Transport, Work
 
 # Messages of a program have a tag of their own, so that they never mix with the caller's.
 PROGRAM_TAG = 4
@@ -31,6 +32,13 @@ def slices_of(program: Program) -> int:
     if not isinstance(program.goal, Collective):
         raise ProgramError(f"program {program.name!r} is a {program.goal}, not a collective")
     return program.goal.slices
+
+
+class Pieces(Protocol):
+    """One rank's tensors by the names a program gives them."""
+
+    def __getitem__(self, value: Value) -> torch.Tensor:
+        """The memory that a value names."""
 
 
 class Memory:
@@ -131,10 +139,10 @@ class UnderWay:
         return (work for _, work in self._sends)
 
 
-def perform(ops: tuple[Op, ...], memory: Memory, transport: Transport, combine: Combine) -> Iterator[Work]:
-    """Do one rank's operations in order; yields what must be waited for."""
+def perform(steps: Iterable[Round], memory: Pieces, transport: Transport, combine: Combine) -> Iterator[Work]:
+    """Do one rank's operations, cut into rounds, in order; yields what must be waited for."""
     under_way = UnderWay()
-    for current in rounds(ops):
+    for current in steps:
         for add in current.adds:
             yield from under_way.before_writing(add.into)
             combine(memory[add.into], memory[add.value])
@@ -143,23 +151,24 @@ def perform(ops: tuple[Op, ...], memory: Memory, transport: Transport, combine: 
 
 
 def _exchange(
-    current: Round, memory: Memory, transport: Transport, combine: Combine, under_way: UnderWay
+    current: Round, memory: Pieces, transport: Transport, combine: Combine, under_way: UnderWay
 ) -> Iterator[Work]:
     """Send and receive what a round has to, together."""
     exchange = transport.exchange(PROGRAM_TAG)
     started = [(send.value, exchange.isend(memory[send.value], send.to)) for send in current.sends]
-    arriving: list[tuple[Recv, torch.Tensor, Work]] = []
+    arriving: list[tuple[Work, Recv, Loan | None]] = []
     for receive in current.receives:
-        place = memory[receive.value]
         if receive.reduce:
-            place = torch.empty_like(place)
+            loan = exchange.borrow(memory[receive.value], receive.source)
+            arriving.append((loan.work, receive, loan))
         else:
             yield from under_way.before_writing(receive.value)  # sends of earlier rounds: this round's are elsewhere
-        arriving.append((receive, place, exchange.irecv(place, receive.source)))
+            arriving.append((exchange.irecv(memory[receive.value], receive.source), receive, None))
     exchange.close()
     under_way.extend(started)
-    for receive, place, work in arriving:
+    for work, receive, lent in arriving:
         yield work
-        if receive.reduce:
+        if lent is not None:
             yield from under_way.before_writing(receive.value)
-            combine(memory[receive.value], place)
+            combine(memory[receive.value], lent.tensor)
+            lent.give_back()

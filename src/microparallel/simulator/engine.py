@@ -45,7 +45,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Trace:
     """Find out what a program would cost, without running it.
 
     Args:
-        program: what to simulate; it must not deadlock (`mp.verify` explains where one does).
+        program: what to simulate; one that `mp.verify` accepts. One that does not come to its end is refused.
         costs: how long operations and messages take; without it a forward and each half of a backward take 1.
 
     Example:

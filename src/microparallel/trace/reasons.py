@@ -12,17 +12,18 @@ from microparallel.trace.trace import Trace
 def reasons(trace: Trace) -> dict[int, str]:
     """For each compute event that its rank had to wait for: why, in words. Keys are places in `trace.events`."""
     places = {id(event): place for place, event in enumerate(trace.events)}
+    begin = min((event.start for event in trace.events), default=0)
     found: dict[int, str] = {}
     for rank, events in enumerate(trace.by_rank):
         rules = Rules(trace.program.goal, [event.op for event in events])
-        for event, reason in _waits(rank, events, rules):
+        for event, reason in _waits(rank, events, rules, begin):
             found[places[id(event)]] = reason
     return found
 
 
-def _waits(rank: int, events: list[Event], rules: Rules) -> Iterator[tuple[Event, str]]:
+def _waits(rank: int, events: list[Event], rules: Rules, begin: float) -> Iterator[tuple[Event, str]]:
     makers: dict[Value, Event] = {value: event for event in events for value in rules.makes(event.op)}
-    free = 0.0
+    free = begin
     for event in events:
         if lane(event.op) is not Lane.COMPUTE:
             continue

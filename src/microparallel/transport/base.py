@@ -14,6 +14,21 @@ class Work(Protocol):
         """Return when the transfer is complete; raise when it failed or `timeout` seconds have passed."""
 
 
+class Loan(Protocol):
+    """A tensor of another rank to look at: a copy that was received, or the peer's own memory."""
+
+    @property
+    def work(self) -> Work:
+        """What to wait for before the tensor is there."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The other rank's tensor."""
+
+    def give_back(self) -> None:
+        """It is no longer needed: the other rank may change it."""
+
+
 class Exchange(Protocol):
     """Messages that move together: none of them waits for another one to end.
 
@@ -27,6 +42,9 @@ class Exchange(Protocol):
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
         """Add a contiguous tensor to receive into."""
+
+    def borrow(self, like: torch.Tensor, source: int) -> Loan:
+        """Add a tensor to receive that is only looked at, such as one that is added to another."""
 
     def close(self) -> None:
         """Nothing more comes: whatever has not started yet starts now. Before that, wait for none of it."""
@@ -57,6 +75,17 @@ class Transport(Protocol):
         """Open an exchange, to which messages are added."""
 
 
+class ReceivedCopy:
+    """A tensor on loan, where peers' memory is out of reach: a copy."""
+
+    def __init__(self, exchange: Exchange, like: torch.Tensor, source: int) -> None:
+        self.tensor = torch.empty_like(like)
+        self.work = exchange.irecv(self.tensor, source)
+
+    def give_back(self) -> None:
+        """The other rank knows already: its message has left."""
+
+
 class SeparateMessages:
     """The exchange of a transport whose messages never wait for each other: each starts at once, by itself."""
 
@@ -71,6 +100,10 @@ class SeparateMessages:
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
         """Start receiving."""
         return self._transport.irecv(tensor, source, self._tag)
+
+    def borrow(self, like: torch.Tensor, source: int) -> Loan:
+        """Start receiving a copy."""
+        return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
         """Everything has started already."""

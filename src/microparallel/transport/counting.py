@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from microparallel.transport.base import Exchange, Transport, Work
+from microparallel.transport.base import Exchange, Loan, Transport, Work
 
 
 class CountingTransport:
@@ -65,6 +65,10 @@ class CountingExchange:
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
         """Add a receive."""
         return self._exchange.irecv(tensor, source)
+
+    def borrow(self, like: torch.Tensor, source: int) -> Loan:
+        """Add a receive of something to look at."""
+        return self._exchange.borrow(like, source)
 
     def close(self) -> None:
         """Nothing more comes."""

@@ -25,6 +25,7 @@ from itertools import combinations
 import torch
 
 from microparallel.errors import CommsError, Mismatch
+from microparallel.transport.base import Loan, ReceivedCopy
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +135,10 @@ class StreamExchange:
         """Add a receive."""
         self._work.transfers.append(Transfer(tensor, source, sends=False))
         return self._work
+
+    def borrow(self, like: torch.Tensor, source: int) -> Loan:
+        """Add a receive of a copy."""
+        return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
         """Join the stream."""

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from microparallel.transport.base import Work
+from microparallel.transport.base import Loan, ReceivedCopy, Work
 
 Reduction = Literal["sum", "min", "max", "product"]
 
@@ -73,6 +73,10 @@ class TorchExchange:
         group = self._transport.group
         self._batch.append(dist.P2POp(dist.irecv, tensor, group=group, tag=self._tag, group_peer=source))
         return self
+
+    def borrow(self, like: torch.Tensor, source: int) -> Loan:
+        """Receive a copy."""
+        return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
         """Start what was put into the batch."""

@@ -1,0 +1,141 @@
+"""How the results of `bench allreduce` are shown: as a table for people, as JSON for scripts."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from microparallel import __version__
+from microparallel.performance.all_reduce_report import Report, Row
+from microparallel.performance.units import show_number, show_seconds, show_size, time_unit
+
+_COLUMNS = ("algorithm", "time", "quartiles", "alg", "bus", "msgs", "÷torch", "predicted", "÷time")
+_LESS_IMPORTANT = ("quartiles", "alg", "msgs")  # left out where the terminal is narrow
+_FULL_WIDTH, _WIDTH_OF_FILES = 78, 96
+_RATES = ((1e9, "G"), (1e6, "M"), (1e3, "K"))
+_CAPTION = """\
+time      the median; half of the calls lie between the quartiles
+alg, bus  bytes a second: size ÷ time, and the same × 2(p−1)/p
+msgs      the most that one rank sends
+÷torch    time ÷ torch's own;  ÷time  predicted ÷ measured"""
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Everything that was measured and worked out, in plain types."""
+    measured = report.measurements
+    calls = {(timing.method, timing.size): list(timing.seconds) for timing in measured.timings}
+    return {
+        "machine": _machine(measured.cores),
+        "ranks": measured.ranks,
+        "transport": measured.transport,
+        "device": measured.device,
+        "dtype": measured.dtype,
+        "fit": None if report.costs is None else asdict(report.costs) | {"predictions_off_by": report.typical_factor},
+        "results": [asdict(row) | {"calls": calls[row.algorithm, row.size]} for row in report.rows],
+        "notes": report.notes,
+    }
+
+
+def show(report: Report) -> None:
+    """Print the table, what its columns mean, the fitted costs, and what a reader must know."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=_WIDTH_OF_FILES)
+    console.print(_headline(report))
+    console.print()
+    console.print(table_of(report, wide=console.width >= _FULL_WIDTH))
+    console.print(f"\n[dim]{_CAPTION}[/]")
+    for line in [*_fit_lines(report), *(f"[yellow]![/] {note}" for note in report.notes)]:
+        console.print(line)
+
+
+def _machine(cores: int) -> dict[str, Any]:
+    """What the numbers depend on, without a name that says whose machine it was."""
+    return {
+        "cores": cores,
+        "system": f"{platform.system()}, {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "microparallel": __version__,
+    }
+
+
+def _headline(report: Report) -> str:
+    measured = report.measurements
+    ranks, cores = _count(measured.ranks, "rank"), _count(measured.cores, "core")
+    where = f"{measured.transport}, {measured.dtype} on {measured.device}, torch {torch.__version__}"
+    return f"[bold]all-reduce[/], {ranks} on {cores}: {where}"
+
+
+def table_of(report: Report, wide: bool) -> Table:
+    """One row for each method, under a heading for each size; the fastest is green."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
+    shown = [heading for heading in _COLUMNS if wide or heading not in _LESS_IMPORTANT]
+    for heading in shown:
+        table.add_column(heading, justify="left" if heading == "algorithm" else "right", no_wrap=True)
+    for size, group in groupby(report.rows, key=lambda row: row.size):
+        rows = list(group)
+        repeats = max(row.repeats for row in rows)
+        table.add_row(f"[bold]{show_size(size)}[/] [dim]{_count(repeats, 'call')}[/]")
+        fastest = min(row.seconds for row in rows if row.seconds)
+        for row in rows:
+            cells = dict(zip(_COLUMNS, _cells(row), strict=True))
+            table.add_row(*(cells[heading] for heading in shown), style="green" if row.seconds == fastest else None)
+        table.add_section()
+    return table
+
+
+def _cells(row: Row) -> list[str]:
+    predicted = "–" if row.predicted_seconds is None else show_seconds(row.predicted_seconds)
+    messages = "–" if row.messages_sent is None else str(max(row.messages_sent))
+    if row.seconds is None:
+        return [f" {row.algorithm}", "left out", "", "", "", messages, "", predicted, ""]
+    return [
+        f" {row.algorithm}",
+        show_seconds(row.seconds),
+        _quartiles(row),
+        _rate(row.algorithm_bandwidth),
+        _rate(row.bus_bandwidth),
+        messages,
+        show_number(row.ratio_to_torch or 0),
+        predicted,
+        "–" if row.predicted_over_measured is None else show_number(row.predicted_over_measured),
+    ]
+
+
+def _rate(bandwidth: float | None) -> str:
+    """Bytes a second, with their unit as a letter."""
+    rate = bandwidth or 0
+    length, letter = next(((length, letter) for length, letter in _RATES if rate >= 0.9995 * length), (1, ""))
+    return f"{show_number(rate / length)}{letter}"
+
+
+def _quartiles(row: Row) -> str:
+    """Both in the unit of the median, which stands beside them."""
+    if row.repeats == 1:
+        return "one call"
+    length, _ = time_unit(row.seconds or 0)
+    return "–".join(show_number((quartile or 0) / length) for quartile in (row.lower_quartile, row.upper_quartile))
+
+
+def _fit_lines(report: Report) -> list[str]:
+    costs = report.costs
+    if costs is None or report.typical_factor is None:
+        return []
+    bandwidth = f"{show_number(1e-9 / costs.seconds_per_byte)} GB/s" if costs.seconds_per_byte else "no limit"
+    message = f"{show_seconds(costs.latency)} + {costs.seconds_per_byte * 1e9:.3g} ns a byte ({bandwidth})"
+    return [
+        f"[bold]fitted[/]    a message takes {message}, adding {costs.add_seconds_per_byte * 1e9:.2g} ns a byte;",
+        f"          predictions from these are typically off by a factor of {report.typical_factor:.2f}",
+    ]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -1,0 +1,187 @@
+"""`microparallel bench`: measure this machine. Each thing to be measured is a command of its own."""
+
+from __future__ import annotations
+
+import difflib
+import json as json_format
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from microparallel.cli import options
+from microparallel.cli.sizes import parse_sizes
+from microparallel.collectives import ALL_REDUCES
+from microparallel.errors import ConfigError, MicroparallelError
+from microparallel.topology import ALONE, MOST_RANKS_PER_CORE, Placement, available_cores, find_placement
+
+if TYPE_CHECKING:
+    from microparallel.comms import Comms
+    from microparallel.performance.all_reduce_bench import Measurements, Settings
+
+ALL_REDUCE_EXAMPLES = options.examples(
+    ("microparallel bench allreduce", "every algorithm, 4 KB to 100 MB, in about a minute"),
+    ("microparallel bench allreduce --ranks 4 --plot allreduce.svg", "and as a picture"),
+    ("microparallel bench allreduce --algorithms ring,tree --sizes 64KB,1MB --repeats 50", "some of it, thoroughly"),
+    ("microparallel bench allreduce --json > allreduce.json", "every number, for scripts"),
+    ("torchrun --nproc-per-node=4 -m microparallel bench allreduce", "between ranks that torchrun started"),
+)
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="Measure this machine, side by side with torch.",
+    epilog=options.examples(("microparallel bench allreduce", "every all-reduce algorithm; see its own `--help`")),
+)
+
+
+@app.callback()
+def _bench() -> None:
+    """Keep `allreduce` a command of `bench`, also while it is the only one."""
+
+
+@app.command(name="allreduce", epilog=ALL_REDUCE_EXAMPLES)
+def all_reduce(
+    ranks: Annotated[
+        int | None, typer.Option(help="How many processes.", show_default="one a core, from 2 to 4")
+    ] = None,
+    sizes: Annotated[
+        str, typer.Option(metavar="SIZES", help="Sizes of the tensor: KB is 1000 bytes, KiB 1024.")
+    ] = "4KB,32KB,256KB,2MB,16MB,100MB",
+    algorithms: Annotated[
+        str | None, typer.Option(metavar="NAMES", help=f"Some of {', '.join(ALL_REDUCES)}.", show_default="all")
+    ] = None,
+    seconds: Annotated[float, typer.Option(help="Time to spend on measuring, in all.")] = 60.0,
+    repeats: Annotated[
+        int | None, typer.Option(help="Calls at each size, however long they take.", show_default="as time allows")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(_BYTES)}.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    transport: Annotated[str, typer.Option(help="auto, gloo or nccl.")] = "auto",
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw time and bandwidth over size, as .svg or .png.")
+    ] = None,
+    quiet: options.Quiet = False,
+    json: options.Json = False,
+) -> int:
+    """Time every all-reduce algorithm and torch's own, and predict the times from a fitted latency and bandwidth.
+
+    All methods take turns within each size, so that whatever else the machine does disturbs all of them alike. A call
+    takes as long as its slowest rank; shown is the median with its quartiles. Every result is compared with the exact
+    sum, and a wrong one makes the exit code 1. What is left out for lack of memory, or called only a few times for lack
+    of time, is listed.
+
+    The prediction knows two costs of a message, its latency and its bytes, and one of adding. They are fitted to all
+    measured times, and then the simulator runs each algorithm with them. In its world each rank has a core of its own,
+    sends and receives at once at full speed, and takes one message after another. Where ranks share cores, where moving
+    bytes is itself work for a core, or where several messages arrive at once, it is off, and shows by how much.
+    """
+    chosen_algorithms, chosen_ranks = _algorithms(algorithms), _ranks(ranks)
+    chosen_sizes = parse_sizes(sizes, "--sizes")
+    _check(chosen_sizes, dtype, seconds, repeats)
+    from microparallel.performance.all_reduce_bench import Settings
+    from microparallel.performance.picture import require_writable
+
+    if plot is not None:
+        require_writable(plot, "--plot")
+    settings = Settings(chosen_algorithms, chosen_sizes, dtype, seconds, repeats)
+    measurements = _run(settings, chosen_ranks, transport, device, quiet)
+    if measurements is not None:  # torchrun's other ranks have nothing to say
+        _show(measurements, plot, json)
+    return 0
+
+
+def _algorithms(text: str | None) -> tuple[str, ...]:
+    if text is None:
+        return tuple(ALL_REDUCES)
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        _require(name, (*ALL_REDUCES, "torch"), f"--algorithms {text}: there is no all-reduce {name!r}")
+    return tuple(dict.fromkeys(name for name in names if name != "torch"))  # torch's own is always measured
+
+
+def _ranks(given: int | None) -> int:
+    world, cores = find_placement(os.environ), available_cores()
+    if world != ALONE:  # torchrun or Slurm has decided how many ranks there are
+        if given not in (None, world.world_size):
+            raise ConfigError(
+                f"--ranks {given}: this process belongs to a world of {world.world_size} ranks; leave it out"
+            )
+        return world.world_size
+    ranks = max(2, min(4, cores)) if given is None else given
+    if ranks < 1:
+        raise ConfigError(f"--ranks {ranks}: must be at least 1; try 2")
+    if ranks > MOST_RANKS_PER_CORE * cores:
+        raise ConfigError(
+            f"--ranks {ranks}: this machine has {cores} core{'s' * (cores > 1)}, "
+            f"and more than {MOST_RANKS_PER_CORE} ranks a core cannot work; try {max(2, cores)}"
+        )
+    return ranks
+
+
+def _check(sizes: Iterable[int], dtype: str, seconds: float, repeats: int | None) -> None:
+    _require(dtype, tuple(_BYTES), f"--dtype {dtype}: there is no such dtype here")
+    for size in sizes:
+        if size % _BYTES[dtype]:
+            nearest = max(1, round(size / _BYTES[dtype])) * _BYTES[dtype]
+            raise ConfigError(f"--sizes: {size} bytes are no whole number of {dtype}s; try {nearest}")
+    if not 0 < seconds < float("inf"):
+        raise ConfigError(f"--seconds {seconds}: must be above 0; try 60")
+    if repeats is not None and repeats < 1:
+        raise ConfigError(f"--repeats {repeats}: must be at least 1; try 10, or leave it out")
+
+
+def _require(name: str, choices: tuple[str, ...], problem: str) -> None:
+    if name not in choices:
+        near = difflib.get_close_matches(name, choices, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+        raise ConfigError(f"{problem}; {hint}")
+
+
+def _run(settings: Settings, ranks: int, transport: str, device: str, quiet: bool) -> Measurements | None:
+    """Measure on ranks of our own, or on those that torchrun started; None on all of those but the first."""
+    from microparallel.world import connect, launch
+    from microparallel.world.connect import require_possible
+
+    if find_placement(os.environ) != ALONE:
+        with connect(transport, device=device) as comms:
+            measurements = _measure(comms, settings, quiet)
+            return measurements if comms.rank == 0 else None
+    require_possible(transport, device, Placement(0, ranks, local_rank=0, local_world_size=ranks))
+    if not quiet:
+        print(f"starting {ranks} rank{'s' * (ranks > 1)} …", file=sys.stderr)
+    results: list[Measurements] = launch(_measure, ranks, settings, quiet, transport=transport, device=device)
+    return results[0]
+
+
+def _measure(comms: Comms, settings: Settings, quiet: bool) -> Measurements:
+    """What every rank does; the first one shows how it goes."""
+    from microparallel.cli.bench_progress import progress_on_standard_error
+    from microparallel.performance.all_reduce_bench import bench_all_reduce
+
+    with progress_on_standard_error(shown=comms.rank == 0 and not quiet) as progress:
+        return bench_all_reduce(comms, settings, progress)
+
+
+def _show(measurements: Measurements, plot: Path | None, json: bool) -> None:
+    from microparallel.cli import all_reduce_table
+    from microparallel.performance.all_reduce_plot import plot_all_reduce
+    from microparallel.performance.all_reduce_report import report_on
+    from microparallel.performance.picture import write_picture
+    from microparallel.performance.units import show_size
+
+    if (wrong := measurements.wrong) is not None:
+        raise MicroparallelError(f"{wrong.method} gave a wrong sum on rank {wrong.rank}, at {show_size(wrong.size)}")
+    report = report_on(measurements)
+    if plot is not None:
+        write_picture(plot_all_reduce(report), plot)
+    if json:
+        print(json_format.dumps(all_reduce_table.as_json(report), indent=2))
+    else:
+        all_reduce_table.show(report)
+    if plot is not None:
+        print(f"drawn in {plot}", file=sys.stderr)

@@ -1,0 +1,214 @@
+"""`microparallel simulate`: what would a program cost?"""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from microparallel.cli import options, programs
+from microparallel.cli.output import require_writable
+from microparallel.errors import ConfigError
+from microparallel.program import Program, TrainingStep
+from microparallel.simulator import Costs
+from microparallel.simulator import simulate as simulate_program
+from microparallel.simulator.costs import PerStage
+from microparallel.trace import Trace
+from microparallel.verifier import verify as verify_program
+
+EXAMPLES = options.examples(
+    ("microparallel simulate 1f1b --ranks 4 --microbatches 8", "bubble, waiting and activations of each rank"),
+    (
+        "microparallel simulate gpipe 1f1b interleaved zb-h1 zbv --ranks 8 --microbatches 32 --same-model",
+        "schedules side by side, on the same model",
+    ),
+    (
+        "microparallel simulate ring tree --ranks 8 --bytes 1e6 --latency 1e-5 --seconds-per-byte 1e-9",
+        "all-reduces of 1 MB over links with a latency of 10 µs and 1 GB/s",
+    ),
+    ("microparallel simulate ring --link 2-3=10", "a ring with one slow link"),
+)
+
+Names = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME|FILE...",
+        help="Collectives (ring, tree, …), schedules (1f1b, gpipe, ddp, …), or files with programs in text form.",
+        show_default=False,
+    ),
+]
+
+
+def simulate(
+    names: Names,
+    ranks: programs.Ranks = None,
+    microbatches: programs.Microbatches = None,
+    chunks: programs.Chunks = None,
+    layers: programs.Layers = None,
+    buckets: programs.Buckets = None,
+    ranks_per_node: programs.RanksPerNode = None,
+    forward: programs.Forward = None,
+    backward_input: programs.BackwardInput = None,
+    backward_weight: programs.BackwardWeight = None,
+    latency: programs.Latency = None,
+    seconds_per_byte: programs.SecondsPerByte = None,
+    add_seconds_per_byte: programs.AddSecondsPerByte = None,
+    bytes_per_value: programs.Bytes = None,
+    link: programs.Links = None,
+    chrome: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace, which Perfetto opens, too.")
+    ] = None,
+    same_model: Annotated[
+        bool,
+        typer.Option(
+            "--same-model",
+            help="Costs and activations are those of a rank's whole part of the model, however many stages it holds.",
+        ),
+    ] = False,
+    json: options.Json = False,
+) -> None:
+    """Walk through programs with a clock for every rank, and say what they would cost.
+
+    One program is shown rank by rank, several are shown side by side. Times have the unit of the costs that are given,
+    which are those of one stage; interleaved, zbv and dualpipev have several stages on a rank, so compare them with
+    others by --same-model.
+    """
+    if chrome is not None and len(names) > 1:
+        raise ConfigError(f"--chrome {chrome}: one file holds one program's trace, and {len(names)} were named")
+    if chrome is not None:
+        require_writable(chrome, "--chrome")
+    traces: list[Trace] = []
+    shares: list[float] = []
+    for name in names:
+        program = programs.load(name, ranks, microbatches, chunks, layers, buckets, ranks_per_node)
+        if Path(name).exists():
+            verify_program(program)  # what is built here is right; numbers of a wrong program would mislead
+        costs = programs.costs_of(
+            program,
+            forward,
+            backward_input,
+            backward_weight,
+            latency,
+            seconds_per_byte,
+            add_seconds_per_byte,
+            bytes_per_value,
+            link,
+        )
+        shares.append(_share(program) if same_model else 1)
+        traces.append(simulate_program(program, _scaled(costs, shares[-1])))
+    if chrome is not None:
+        traces[0].to_chrome(chrome)
+    if json:
+        print(json_format.dumps([summary(trace) for trace in traces] if len(traces) > 1 else summary(traces[0])))
+    elif len(traces) > 1:
+        Console().print(_side_by_side(traces, shares))
+    else:
+        _show_one(traces[0])
+    if chrome is not None and not json:
+        print(f"wrote {chrome}")
+
+
+def summary(trace: Trace) -> dict[str, Any]:
+    """Everything that was found out, for scripts."""
+    numbers = {
+        "makespan": trace.makespan,
+        "bubble": trace.bubble,
+        "bubble_async": trace.bubble_async,
+        "bubble_fraction": trace.bubble_fraction,
+        "work": trace.work,
+        "exposed_communication": trace.exposed_communication,
+        "waiting": trace.waiting,
+        "peak_activations": trace.peak_activations,
+        "messages_sent": trace.messages_sent,
+        "bytes_sent": trace.bytes_sent,
+    }
+    program = trace.program
+    return {"program": program.name, "goal": str(program.goal), "ranks": program.world_size, **numbers}
+
+
+def _show_one(trace: Trace) -> None:
+    console = Console(highlight=False)
+    program = trace.program
+    training = isinstance(program.goal, TrainingStep)
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        title=f"{program.name} · {program.world_size} ranks · {program.goal}",
+        title_justify="left",
+    )
+    columns = ["rank", *(["computes"] if training else []), "exposed", "waits"]
+    columns += [*(["held"] if training else []), "messages", "bytes"]
+    for column in columns:
+        table.add_column(column, justify="right")
+    for rank in range(program.world_size):
+        cells = [str(rank), *([number(trace.work[rank])] if training else [])]
+        cells += [number(trace.exposed_communication[rank]), number(trace.waiting[rank])]
+        cells += [str(trace.peak_activations[rank])] if training else []
+        table.add_row(*cells, str(trace.messages_sent[rank]), number(trace.bytes_sent[rank]))
+    console.print(table)
+    console.print("exposed: communication that nothing hides; held: activations, at most at once\n")
+    console.print(f"makespan {number(trace.makespan)}")
+    if training:
+        console.print(
+            f"bubble   {number(trace.bubble)} ({trace.bubble_fraction:.1%}); "
+            f"{number(trace.bubble_async)} if no barrier stands between two steps",
+        )
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), caption_justify="left")
+
+
+def _side_by_side(traces: list[Trace], shares: list[float]) -> Table:
+    training = any(isinstance(trace.program.goal, TrainingStep) for trace in traces)
+    table = _table()
+    table.caption = "of the rank with most: messages, communication that nothing hides (exposed)"
+    table.caption += ",\nand activations held at once (held)" if training else ""
+    table.add_column("program", no_wrap=True)
+    several = len({trace.program.world_size for trace in traces}) > 1
+    columns = [*(["ranks"] if several else []), "makespan", *(["bubble", "%", "async", "held"] if training else [])]
+    for column in [*columns, "exposed", "messages", "bytes"]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for trace, share in zip(traces, shares, strict=True):
+        row = [trace.program.name, *([str(trace.program.world_size)] if several else []), number(trace.makespan)]
+        if isinstance(trace.program.goal, TrainingStep):
+            row += [number(trace.bubble), f"{trace.bubble_fraction:.1%}", number(trace.bubble_async)]
+            row.append(number(max(trace.peak_activations) * share))
+        elif training:
+            row += ["-"] * 4
+        row += [number(max(trace.exposed_communication)), str(max(trace.messages_sent)), number(sum(trace.bytes_sent))]
+        table.add_row(*row)
+    return table
+
+
+def _share(program: Program) -> float:
+    """How much of a rank's part of the model one stage is: 1/2 with two stages a rank."""
+    if not isinstance(program.goal, TrainingStep) or program.goal.buckets:
+        return 1
+    return program.world_size / program.goal.stages
+
+
+def _scaled(costs: Costs, share: float) -> Costs:
+    """The same costs, given for a rank's whole part of the model instead of one stage."""
+
+    def scale(cost: PerStage) -> PerStage:
+        return [number * share for number in cost] if isinstance(cost, Sequence) else cost * share
+
+    return replace(
+        costs,
+        forward=scale(costs.forward),
+        backward_input=scale(costs.backward_input),
+        backward_weight=scale(costs.backward_weight),
+    )
+
+
+def number(value: float) -> str:
+    """A number as short as it can be said without lying: 33, 0.125, 1.2e-05."""
+    return f"{float(value):.6g}"

@@ -1,0 +1,100 @@
+"""The lines around a drawing: what it is and what it measures, what it cannot show, and what the colours mean."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+
+from microparallel.drawing.kinds import Kind, kind_of
+from microparallel.drawing.lines import Line, Segment
+from microparallel.drawing.numbers import percent, short
+from microparallel.drawing.rows import Rows
+from microparallel.program import Collective, Program, TrainingStep
+from microparallel.trace import Trace
+
+_FEW = 12  # ranks that are listed one by one
+
+
+def title_of(program: Program) -> str:
+    """What a program is: `1f1b · 4 ranks · 8 micro-batches`."""
+    goal, ranks = program.goal, _count(program.world_size, "rank")
+    if isinstance(goal, Collective):
+        return f"{program.name} · {goal} · {ranks}"
+    if goal.buckets:
+        return f"{program.name} · {ranks} · {_count(goal.stages, 'layer')} · {_count(len(goal.buckets), 'bucket')}"
+    stages = f" · {goal.stages} stages" if goal.stages != program.world_size else ""
+    return f"{program.name} · {ranks}{stages} · {_count(goal.microbatches, 'micro-batch', 'es')}"
+
+
+def metrics_of(trace: Trace) -> dict[str, str]:
+    """What is measured on a trace, by name, ready to be read."""
+    metrics = {"makespan": short(trace.makespan)}
+    if isinstance(trace.program.goal, TrainingStep):
+        metrics["bubble"] = percent(trace.bubble_fraction)
+        if any(trace.exposed_communication):
+            metrics["exposed communication"] = short(max(trace.exposed_communication))
+        metrics["peak activations"] = per_rank(trace.peak_activations)
+    else:
+        metrics["messages sent"] = per_rank(trace.messages_sent)
+    return metrics
+
+
+def head_of(trace: Trace) -> str:
+    """The first line of a drawing."""
+    return " · ".join([title_of(trace.program), *(f"{name} {value}" for name, value in metrics_of(trace).items())])
+
+
+def per_rank(numbers: list[int]) -> str:
+    """A number for each rank; for many ranks, from the least to the most."""
+    if len(numbers) <= _FEW:
+        return " ".join(map(str, numbers))
+    return f"{min(numbers)} to {max(numbers)}" if min(numbers) != max(numbers) else f"{numbers[0]} on every rank"
+
+
+def durations(rows: Rows) -> dict[Kind, str]:
+    """How long the operations of each kind take: `2`, or `1 to 3`."""
+    times: dict[Kind, list[float]] = {kind: [] for kind in rows.kinds}
+    for cell in rows.cells:
+        times[cell.kind].append(cell.duration)
+    return {
+        kind: " to ".join(word for word, _ in groupby(map(short, (min(lengths), max(lengths)))))
+        for kind, lengths in times.items()
+    }
+
+
+def key_to(kind: Kind, words: str = "") -> Line:
+    """One entry of a legend."""
+    return [Segment(f" {kind.letter} ", kind), Segment(f" {kind.word} {words}".rstrip())]
+
+
+def legend_of(rows: Rows, *, short_names: bool) -> list[Line]:
+    """Which letter is what, and how long it takes; one entry after another."""
+    if not rows.cells:
+        return []
+    entries = [key_to(kind, time) for kind, time in durations(rows).items()]
+    entries.append([Segment("· idle", style="dim")])
+    if any(kind.letter.isalpha() for kind in rows.kinds):
+        entries.append([Segment(rows.naming.meaning(short=short_names))])
+    return entries
+
+
+def notes_of(rows: Rows) -> list[str]:
+    """What a drawing of these rows leaves out, in words."""
+    notes = [] if rows.trace.events else ["nothing happens: no rank has anything to do"]
+    if rows.instant:
+        kinds = Counter(kind_of(event.op).word for event in rows.instant)
+        notes.append("takes no time here: " + ", ".join(f"{count} × {word}" for word, count in kinds.items()))
+    if rows.missing:
+        rank, op = rows.missing[0]
+        others = f", and {len(rows.missing) - 1} others" if len(rows.missing) > 1 else ""
+        notes.append(f"never happens: {op} of rank {rank}{others}; mp.verify says why")
+    return notes
+
+
+def notes_on_colour(rows: Rows) -> list[str]:
+    """What the legend does not say about the colours of a figure."""
+    return ["paler: the later stages of a rank"] if any(cell.shade for cell in rows.cells) else []
+
+
+def _count(number: int, word: str, plural: str = "s") -> str:
+    return f"{number} {word}{plural if number != 1 else ''}"

@@ -1,0 +1,123 @@
+"""A page to explore, in one file: a schedule's timeline, or a collective to step through hop by hop.
+
+Everything is computed here; the page's scripts only show it. The page forbids itself any use of a network.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from microparallel.drawing.heading import durations, head_of, metrics_of, notes_of, notes_on_colour, title_of
+from microparallel.drawing.layout import Layout, lay_out
+from microparallel.drawing.marks import marks
+from microparallel.drawing.markup import Markup, element, joined
+from microparallel.drawing.rows import Rows, rows_of
+from microparallel.drawing.steps import steps_of
+from microparallel.drawing.svg import axis, axis_name, gutter_of, row_names, svg
+from microparallel.program import Collective
+from microparallel.trace import Trace
+
+_WIDEST, _TOP, _AXIS, _SIDE = 20000.0, 12.0, 26.0, 16.0
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def page(trace: Trace) -> str:
+    """Draw a trace as a page that needs nothing else, neither files nor a network."""
+    rows = rows_of(trace)
+    if isinstance(trace.program.goal, Collective):
+        steps = steps_of(trace.program)
+        figures = [*_stepping(), element("h2", "In time"), *_timeline(rows, interactive=False)]
+        return _document(trace, figures, "collective.js", steps)
+    hint = element("p", "Point at a cell, or walk with the arrow keys: what it is, and why it waited.", class_="quiet")
+    details = element("div", hint, class_="details", aria_live="polite")
+    return _document(trace, [*_timeline(rows, interactive=True), details], "schedule.js", None)
+
+
+def _document(trace: Trace, figures: list[Markup], script: str, data: dict[str, Any] | None) -> str:
+    head = joined(
+        Markup('<meta charset="utf-8">'),
+        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
+        element("title", title_of(trace.program)),
+        _raw("style", _resource("page.css")),
+    )
+    parts = [element("h1", title_of(trace.program)), _metrics(trace), *figures]
+    if data is not None:
+        parts.append(Markup(f'<script type="application/json" id="data">{_json(data)}</script>'))
+    body = joined(*parts, _raw("script", _resource(script)))
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def _timeline(rows: Rows, *, interactive: bool) -> list[Markup]:
+    """The names of the ranks, which stay, beside the timeline, which scrolls; and the legend."""
+    layout = lay_out(rows, left=_SIDE, top=_TOP, widest=_WIDEST)
+    gutter, height = gutter_of(rows), layout.bottom + _AXIS
+    names = svg(
+        joined(row_names(rows, layout), axis_name(layout, gutter)), gutter, height, role="presentation", label=""
+    )
+    body = joined(axis(layout), marks(rows, layout, interactive=interactive))
+    chart = svg(body, _width(layout), height, role="group", label=head_of(rows.trace))
+    scroll = element("div", chart, class_="scroll", tabindex=None if interactive else 0)
+    return [element("div", names, scroll, class_="chart"), *_legend(rows)]
+
+
+def _width(layout: Layout) -> float:
+    return layout.right + _SIDE
+
+
+def _metrics(trace: Trace) -> Markup:
+    entries = [element("div", element("dt", name), element("dd", value)) for name, value in metrics_of(trace).items()]
+    return element("dl", *entries, class_="metrics")
+
+
+def _legend(rows: Rows) -> list[Markup]:
+    entries = [
+        element("li", Markup(f'<i style="background:{kind.fill}"></i>'), f"{kind.letter} {kind.word}, {time}")
+        for kind, time in durations(rows).items()
+    ]
+    notes = [element("p", note, class_="quiet") for note in (*notes_on_colour(rows), *notes_of(rows))]
+    return [element("ul", *entries, class_="legend"), *notes] if entries else notes
+
+
+def _stepping() -> list[Markup]:
+    """The frame that `collective.js` fills: a picture, controls, and what happens in words."""
+    buttons = [
+        element("button", text, type="button", id=name, aria_label=label)
+        for name, text, label in (
+            ("back", "‹ Back", "previous hop"),
+            ("play", "▶ Play", "play or pause"),
+            ("forward", "Next ›", "next hop"),
+        )
+    ]
+    slider = Markup('<input type="range" min="0" value="0" step="1" aria-label="hop">')
+    meaning = (
+        "A card is what a rank holds: a line for each slice of the tensor, a square for each rank whose contribution "
+        "is in it. A framed slice is complete; a dot marks what has just changed. Yellow messages are added to what is "
+        "there, the others replace it."
+    )
+    words = element(
+        "div",
+        Markup('<p class="hop" aria-live="polite"></p>'),
+        element("div", *buttons, slider, class_="controls"),
+        Markup('<ul class="moves"></ul>'),
+        element("p", meaning, class_="quiet"),
+        class_="side",
+    )
+    picture = Markup('<svg class="circle" role="img" aria-label="ranks on a circle, and who sends what to whom"></svg>')
+    return [element("div", picture, words, class_="stage")]
+
+
+def _json(data: dict[str, Any]) -> str:
+    """JSON that cannot end the script element it stands in."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _raw(tag: str, content: str) -> Markup:
+    return Markup(f"<{tag}>\n{content}</{tag}>")
+
+
+def _resource(name: str) -> str:
+    return files("microparallel.drawing").joinpath(name).read_text(encoding="utf-8")

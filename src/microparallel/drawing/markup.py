@@ -1,0 +1,33 @@
+"""XML elements as strings, with everything escaped in one place."""
+
+from __future__ import annotations
+
+from xml.sax.saxutils import escape, quoteattr
+
+Attribute = str | float | None
+
+
+class Markup(str):
+    """Text that is markup already, and is not escaped again."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *children: str, **attributes: Attribute) -> Markup:
+    """One element; a plain string among the children is text. `aria_label` becomes `aria-label`, `class_` `class`."""
+    written = [
+        f" {name.rstrip('_').replace('_', '-')}={quoteattr(_value(value))}"
+        for name, value in attributes.items()
+        if value is not None
+    ]
+    inside = "".join(child if isinstance(child, Markup) else escape(child) for child in children)
+    return Markup(f"<{tag}{''.join(written)}>{inside}</{tag}>" if inside else f"<{tag}{''.join(written)}/>")
+
+
+def joined(*parts: str) -> Markup:
+    """Several elements, one a line."""
+    return Markup("\n".join(parts))
+
+
+def _value(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")

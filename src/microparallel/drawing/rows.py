@@ -1,0 +1,159 @@
+"""From a trace to rows of cells, which the text, the SVG and the page all draw.
+
+A rank has a row for what it computes. What it sends and receives gets a row below, if it takes time; two, if a rank
+ever sends and receives at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+from microparallel.drawing.kinds import KINDS, Kind, kind_of
+from microparallel.drawing.naming import Naming, naming_of
+from microparallel.program import Collective, Free, Join, Lane, Op, Program, Send
+from microparallel.trace import Event, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One operation in its place: when, of which kind, and what may be written into it."""
+
+    start: float
+    end: float
+    op: Op
+    kind: Kind
+    full: str
+    short: str
+    shade: int
+    related: tuple[int, ...]  # the numbers of what it is about
+    place: int  # in `trace.events`
+
+    @property
+    def duration(self) -> float:
+        """How long it takes."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one rank does on one lane: cells in order, which do not overlap."""
+
+    rank: int
+    name: str
+    cells: list[Cell]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Everything a timeline shows, and what it cannot show."""
+
+    trace: Trace
+    naming: Naming
+    rows: list[Row]
+    instant: list[Event]  # took no time, so there is nothing to draw
+    missing: list[tuple[int, Op]]  # operations of the program that never happened
+
+    @property
+    def cells(self) -> list[Cell]:
+        """All cells, row by row."""
+        return [cell for row in self.rows for cell in row.cells]
+
+    @property
+    def kinds(self) -> list[Kind]:
+        """The kinds that are drawn, always in the same order."""
+        drawn = {cell.kind for cell in self.cells}
+        return [kind for kind in KINDS if kind in drawn]
+
+    @property
+    def shortest(self) -> float:
+        """How long the shortest cell takes."""
+        return min((cell.duration for cell in self.cells), default=0)
+
+
+def from_zero(trace: Trace) -> Trace:
+    """The same trace with its first event at 0: a real run's clock begins anywhere."""
+    begin = min((event.start for event in trace.events), default=0)
+    if not begin:
+        return trace
+    moved = [event._replace(start=event.start - begin, end=event.end - begin) for event in trace.events]
+    return Trace(trace.program, moved)
+
+
+def rows_of(trace: Trace) -> Rows:
+    """Sort the events of a trace (which begins at 0) into rows."""
+    naming = naming_of(trace.program)
+    ranks: list[list[Cell]] = [[] for _ in trace.program.ranks]
+    for place, event in enumerate(trace.events):
+        if event.duration > 0:
+            ranks[event.rank].append(_cell(place, event, naming))
+    lanes = [_lanes(cells, trace) for cells in ranks]
+    together = all(_apart(sends + receives) for _, sends, receives in lanes)
+    anybody_talks = any(sends or receives for _, sends, receives in lanes)
+    rows: list[Row] = []
+    for rank, (computing, sends, receives) in enumerate(lanes):
+        if computing or not isinstance(trace.program.goal, Collective):
+            rows += _stack(rank, "", computing)
+        if together:
+            rows += _stack(rank, "comm", sends + receives) if anybody_talks else []
+        else:
+            rows += [*_stack(rank, "send", sends), *_stack(rank, "recv", receives)]
+    rows = rows or [Row(rank, "", []) for rank in range(trace.program.world_size)]
+    instant = [event for event in trace.events if event.duration <= 0]
+    return Rows(trace, naming, rows, instant, _missing(trace.program, trace.events))
+
+
+def _cell(place: int, event: Event, naming: Naming) -> Cell:
+    full, short = naming.forms(event.op)
+    return Cell(
+        event.start,
+        event.end,
+        event.op,
+        kind_of(event.op),
+        full,
+        short,
+        naming.shade(event.rank, event.op),
+        naming.related(event.op),
+        place,
+    )
+
+
+def _lanes(cells: list[Cell], trace: Trace) -> tuple[list[Cell], list[Cell], list[Cell]]:
+    """What a rank computes, what it sends, and the rest of its communication."""
+    computing = [cell for cell in cells if trace.events[cell.place].lane is Lane.COMPUTE]
+    talking = [cell for cell in cells if trace.events[cell.place].lane is not Lane.COMPUTE]
+    sends = [cell for cell in talking if isinstance(cell.op, Send)]
+    return computing, sends, [cell for cell in talking if not isinstance(cell.op, Send)]
+
+
+def _apart(cells: Iterable[Cell]) -> bool:
+    ordered = sorted(cells, key=lambda cell: (cell.start, cell.end))
+    return all(first.end <= second.start for first, second in pairwise(ordered))
+
+
+def _stack(rank: int, name: str, cells: list[Cell]) -> list[Row]:
+    """Put cells into one row; those that overlap (in a trace of a real run, say) go into rows below."""
+    rows = [Row(rank, name, [])]
+    for cell in sorted(cells, key=lambda cell: (cell.start, cell.end)):
+        free = next((row for row in rows if not row.cells or row.cells[-1].end <= cell.start), None)
+        if free is None:
+            free = Row(rank, name, [])
+            rows.append(free)
+        free.cells.append(cell)
+    return rows
+
+
+def _missing(program: Program, events: list[Event]) -> list[tuple[int, Op]]:
+    left: dict[tuple[int, Op], int] = {}
+    for event in events:
+        left[event.rank, event.op] = left.get((event.rank, event.op), 0) + 1
+    missing: list[tuple[int, Op]] = []
+    for rank, ops in enumerate(program.ranks):
+        for op in ops:
+            if isinstance(op, Free | Join):
+                continue
+            left[rank, op] = left.get((rank, op), 0) - 1
+            if left[rank, op] < 0:
+                missing.append((rank, op))
+    return missing

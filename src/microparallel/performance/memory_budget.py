@@ -1,0 +1,77 @@
+"""How much memory is there, and how much would a collective need?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from microparallel.errors import UsageError
+from microparallel.program import Add, Op, Part, Program, Recv, Send
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """What the ranks of one machine may take together; None where nobody says how much there is."""
+
+    available: float | None
+    ranks: int
+    tensors_held: int  # what each rank keeps anyway, in tensors of full size
+
+    def require(self, size: int) -> None:
+        """Refuse a size that not even the leanest method has room for."""
+        need = self._need(size, 1)
+        if self.available is not None and need > self.available:
+            raise UsageError(
+                f"tensors of {size:,} bytes: {self.ranks} ranks need {_gigabytes(need)} for them, "
+                f"and {_gigabytes(self.available)} are free; choose smaller --sizes or fewer --ranks"
+            )
+
+    def too_large(self, programs: Iterable[Program], size: int) -> dict[str, str]:
+        """Name the programs that need more memory than there is at this size, each with the reason."""
+        needs = {program.name: self._need(size, tensors_needed(program)) for program in programs}
+        available = self.available
+        if available is None:
+            return {}
+        return {
+            name: f"it needs {_gigabytes(need)} of memory, and {_gigabytes(available)} are free"
+            for name, need in needs.items()
+            if need > available
+        }
+
+    def _need(self, size: int, tensors: int) -> float:
+        return self.ranks * size * (self.tensors_held + tensors)
+
+
+def tensors_needed(program: Program) -> int:
+    """How many tensors of full size a rank needs beside its own, at most: the parts of others, and one arrival."""
+    return 1 + max(len({part for op in ops for part in _parts(op)}) for ops in program.ranks)
+
+
+def available_memory(system: Path = Path("/proc/meminfo"), container: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The bytes that programs may still take without swapping, also inside a container; None where nobody says."""
+    found = [amount for amount in (_system_memory(system), _container_memory(container)) if amount is not None]
+    return max(0, min(found)) if found else None
+
+
+def _parts(op: Op) -> list[Part]:
+    return [op.value] if isinstance(op, Add | Recv | Send) and isinstance(op.value, Part) else []
+
+
+def _gigabytes(amount: float) -> str:
+    return f"{amount / 1e9:.1f} GB"
+
+
+def _system_memory(file: Path) -> int | None:
+    try:
+        rows = dict(line.split(":", 1) for line in file.read_text().splitlines())
+        return int(rows["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _container_memory(folder: Path) -> int | None:
+    try:
+        return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+    except (OSError, ValueError):  # "max" stands for no limit
+        return None

@@ -1,0 +1,194 @@
+"""`microparallel bench` as a person runs it."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+from microparallel.cli import all_reduce_table, main
+from microparallel.cli.bench import _show
+from microparallel.cli.sizes import parse_sizes
+from microparallel.errors import MicroparallelError, UsageError
+from microparallel.performance.all_reduce_bench import Measurements, Timing, WrongSum
+from microparallel.performance.all_reduce_report import report_on
+
+BENCH = [sys.executable, "-m", "microparallel", "bench", "allreduce"]
+SMALL = ["--ranks", "2", "--sizes", "4KB,64KB", "--algorithms", "ring,tree,naive", "--transport", "gloo"]
+
+
+def run(*arguments, command=BENCH, cwd=None):
+    return subprocess.run(
+        [*command, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=50, check=False
+    )
+
+
+def refused(capsys, monkeypatch, *arguments):
+    """The one line a wrong call is answered with, in this process: nothing is started."""
+    monkeypatch.setattr(sys, "argv", ["microparallel", "bench", "allreduce", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output, errors = capsys.readouterr()
+    assert ended.value.code == 2, errors
+    assert output == ""
+    [line] = errors.splitlines()
+    return line
+
+
+def test_everything_is_in_the_json():
+    result = run(*SMALL, "--repeats", "3", "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["machine"]["cores"] >= 1 and document["machine"]["torch"]
+    assert (document["ranks"], document["transport"], document["dtype"]) == (2, "gloo", "float32")
+    assert set(document["fit"]) >= {"latency", "seconds_per_byte", "add_seconds_per_byte", "predictions_off_by"}
+    rows = {(row["algorithm"], row["size"]): row for row in document["results"]}
+    assert list(rows) == [(name, size) for size in (4_000, 64_000) for name in ("torch", "ring", "tree", "naive")]
+    ring = rows["ring", 64_000]
+    assert ring["repeats"] == 3 == len(ring["calls"])
+    assert ring["fastest"] <= ring["lower_quartile"] <= ring["seconds"] <= ring["upper_quartile"] <= ring["slowest"]
+    assert (
+        ring["algorithm_bandwidth"] == pytest.approx(64_000 / ring["seconds"]) == pytest.approx(ring["bus_bandwidth"])
+    )
+    assert ring["messages_sent"] == [2, 2] and ring["bytes_sent"] == [64_000, 64_000]
+    assert ring["ratio_to_torch"] == pytest.approx(ring["seconds"] / rows["torch", 64_000]["seconds"])
+    assert ring["predicted_over_measured"] == pytest.approx(ring["predicted_seconds"] / ring["seconds"])
+    assert "measuring 4 KB" in result.stderr
+
+
+def test_a_table_and_a_picture_for_people(tmp_path):
+    result = run(*SMALL, "--seconds", "1", "--plot", "out.svg", "--quiet", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("all-reduce, 2 ranks on ")
+    for word in ("4 KB", "64 KB", "torch", "ring", "tree", "naive", "predicted", "fitted    a message takes"):
+        assert word in result.stdout
+    assert result.stderr.splitlines() == ["drawn in out.svg"]
+    assert (tmp_path / "out.svg").read_text().startswith("<svg")
+
+
+def made_up_report():
+    timings = [Timing("torch", 4_000, (1e-3,) * 9), Timing("ring", 4_000, (2e-3, 4e-3, 30e-3))]
+    timings += [Timing("tree", 4_000, (5e-3,)), Timing("recursive-doubling", 4_000, (), "it needs too much")]
+    timings += [Timing("add", 4_000, (1e-6,) * 9)]
+    return report_on(Measurements(4, 4, 2, "gloo", "cpu", "float32", tuple(timings)))
+
+
+def test_the_table_says_what_is_missing(capsys):
+    all_reduce_table.show(made_up_report())
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.split()[:2] == ["recursive-doubling", "left"] for line in lines)
+    assert any(line.split()[:4] == ["tree", "5.00", "ms", "one"] for line in lines)
+    assert any(line.split()[:6] == ["ring", "4.00", "ms", "3.00–17.0", "1.00M", "1.50M"] for line in lines)
+    notes = " ".join(line for line in lines if line.startswith("!"))
+    assert "recursive-doubling at 4 KB was left out: it needs too much" in notes
+    assert "tree was called 1×" in notes and "4 ranks share 2 cores" in notes and "two sizes" in notes
+
+
+def test_a_narrow_terminal_gets_fewer_columns_and_whole_ones():
+    console = Console(file=io.StringIO(), width=58)
+    console.print(all_reduce_table.table_of(made_up_report(), wide=False))
+    shown = console.file.getvalue()
+    assert "…" not in shown and "predicted" in shown and "quartiles" not in shown
+
+
+def test_under_torchrun_the_first_rank_speaks():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    arguments = ["--sizes", "4KB", "--algorithms", "ring", "--repeats", "1", "--json", "--quiet"]
+    result = run(*arguments, command=[*torchrun, *BENCH[1:]])
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["ranks"] == 2
+
+
+def test_ctrl_c_leaves_nothing_behind():
+    process = subprocess.Popen(
+        [*BENCH, *SMALL, "--seconds", "1000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for line in process.stderr:
+        if line.startswith("measuring"):
+            break
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+    ranks = [int(pid) for pid in children.split()]
+    assert ranks
+    os.kill(process.pid, signal.SIGINT)
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert output == "" and "Traceback" not in errors
+    deadline = time.monotonic() + 5
+    while any(alive(pid) for pid in ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(alive(pid) for pid in ranks)
+
+
+def alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_wrong_sum_is_a_failure_that_names_algorithm_and_size():
+    measurements = Measurements(4, 4, 2, "gloo", "cpu", "float32", (), WrongSum("ring", 64_000, rank=2))
+    with pytest.raises(MicroparallelError, match="ring gave a wrong sum on rank 2, at 64 KB") as error:
+        _show(measurements, None, False)
+    assert not isinstance(error.value, UsageError)  # exit code 1, not 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--sizes", "4XB"], ["--sizes 4XB", "4KB"]),
+        (["--sizes", "4KB,,1MB"], ["--sizes 4KB,,1MB", "''"]),
+        (["--sizes", "-4KB"], ["-4KB", "is no size"]),
+        (["--sizes", "0"], ["'0'", "at least 1"]),
+        (["--sizes", "10"], ["10 bytes", "float32", "try 8"]),
+        (["--algorithms", "rnig"], ["rnig", "did you mean ring?"]),
+        (["--algorithms", "ring,"], ["''", "choose from naive"]),
+        (["--ranks", "0"], ["--ranks 0", "at least 1"]),
+        (["--ranks", "100000"], ["--ranks 100000", "core"]),
+        (["--ranks", "many"], ["many", "--ranks"]),
+        (["--dtype", "float31"], ["float31", "did you mean float32?"]),
+        (["--seconds", "0"], ["--seconds 0", "above 0"]),
+        (["--seconds", "nan"], ["--seconds nan"]),
+        (["--repeats", "0"], ["--repeats 0", "at least 1"]),
+        (["--transport", "pigeon"], ["pigeon", "gloo"]),
+        (["--device", "tpu"], ["tpu", "cpu"]),
+        (["--plot", "plot.jpg"], ["plot.jpg", ".svg or .png"]),
+        (["--plot", "absent/plot.svg"], ["absent", "no folder"]),
+        (["--plot", "/proc/plot.svg"], ["/proc/plot.svg", "cannot be written"]),
+        (["--plto", "x.svg"], ["--plto", "--plot"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_wrong_calls(capsys, monkeypatch, arguments, words):
+    line = refused(capsys, monkeypatch, *arguments)
+    assert all(word in line for word in words), line
+
+
+def test_the_ranks_of_torchrun_s_world_are_what_they_are(capsys, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert "world of 2 ranks" in refused(capsys, monkeypatch, "--ranks", "3")
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("4KB", (4_000,)),
+        ("4 kb, 64KiB", (4_000, 65_536)),
+        ("1.5MB,1MiB,1M", (1_500_000, 1_048_576, 1_000_000)),
+        ("100,100B,2GB", (100, 2_000_000_000)),
+    ],
+)
+def test_sizes_as_people_write_them(text, sizes):
+    assert parse_sizes(text, "--sizes") == sizes

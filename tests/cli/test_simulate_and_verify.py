@@ -1,0 +1,150 @@
+"""`microparallel simulate` and `verify`: what they print, what they write, and what they refuse."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from microparallel.cli import main
+from microparallel.program import to_text
+from microparallel.schedules import build
+
+MINE = """program mine
+goal: training step of 2 stages, 2 micro-batches
+rank 0: F0.0 F0.1 B0.0 B0.1
+rank 1: F1.0 B1.0 F1.1 B1.1
+"""
+
+
+@pytest.fixture
+def run(monkeypatch, capfd, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["microparallel", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return (ended.value.code, *capfd.readouterr())
+
+    return call
+
+
+def test_simulate_shows_each_rank(run):
+    code, output, _ = run("simulate", "1f1b", "--ranks", 4, "--microbatches", 8)
+    assert code == 0
+    assert "1f1b · 4 ranks · training step of 4 stages, 8 micro-batches" in output
+    assert "makespan 33" in output
+    assert "bubble   9 (27.3%)" in output
+    rows = [line.split() for line in output.splitlines() if line.split()[:1] in (["0"], ["1"], ["2"], ["3"])]
+    assert [(row[1], row[4]) for row in rows] == [("24", "4"), ("24", "3"), ("24", "2"), ("24", "1")]
+
+
+def test_simulate_says_it_in_json(run):
+    code, output, _ = run(
+        "simulate", "ring", "--ranks", 4, "--bytes", 8, "--latency", 1, "--seconds-per-byte", 1, "--json"
+    )
+    found = json.loads(output)
+    assert code == 0
+    assert found["makespan"] == 6 * (1 + 2)
+    assert found["messages_sent"] == [6] * 4
+    assert found["bytes_sent"] == [12] * 4
+
+
+def test_simulate_several_on_the_same_model(run):
+    code, output, _ = run(
+        "simulate", "1f1b", "interleaved", "--ranks", 4, "--microbatches", 8, "--same-model", "--json"
+    )
+    plain, interleaved = json.loads(output)
+    assert code == 0
+    assert plain["work"] == interleaved["work"] == [24] * 4
+    assert interleaved["bubble"] == plain["bubble"] / 2
+
+
+def test_simulate_writes_a_chrome_trace(run, tmp_path):
+    code, output, _ = run("simulate", "1f1b", "--chrome", "trace.json")
+    assert code == 0
+    assert "wrote trace.json" in output
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
+
+
+def test_verify_a_schedule_of_ones_own(run, tmp_path):
+    (tmp_path / "mine.txt").write_text(MINE)
+    code, output, notes = run("verify", "mine.txt")
+    assert code == 0
+    assert "right" in output and "peak activations of each rank: 2 1" in output
+    assert "sends, receives and frees were added" in notes
+
+
+def test_verify_finds_what_is_wrong(run, tmp_path):
+    (tmp_path / "mine.txt").write_text(MINE.replace("B1.0 F1.1", "F1.1"))
+    code, output, errors = run("verify", "mine.txt")
+    assert code == 1
+    assert errors == ""
+    assert "rank 0 does B0.0, which needs G0.0, and no rank makes that" in output
+
+
+def test_simulate_refuses_what_is_wrong(run, tmp_path):
+    (tmp_path / "mine.txt").write_text("program mine\ngoal: all-reduce of 1 slice\nrank 0: >C0@1\nrank 1:\n")
+    code, output, errors = run("simulate", "mine.txt")
+    assert (code, output) == (2, "")
+    assert "rank 0 does >C0@1, which rank 1 never receives" in errors
+
+
+def test_verify_draws_the_circle_of_a_deadlock(run):
+    code, output, _ = run("verify", "1f1b", "--ranks", 4, "--microbatches", 8, "--sends", "blocking")
+    assert code == 1
+    assert "rank 2 sends A2.1 to rank 3, rank 3 sends G2.0 to rank 2" in output
+    assert "[>A2.1@3] <G2.0@3" in output
+
+
+def test_verify_says_it_in_json(run, tmp_path):
+    (tmp_path / "lowered.txt").write_text(to_text(build("gpipe", 3, 4)))
+    code, output, _ = run("verify", "lowered.txt", "--max-activations", 3, "--json")
+    found = json.loads(output)
+    assert code == 1
+    assert not found["right"]
+    assert found["error"] == "rank 0 holds 4 activations at once, and 3 are allowed"
+    assert found["peak_activations"] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["simulate", "1f1"], ["'1f1'", "did you mean 1f1b"]),
+        (["simulate", "1f1b", "--ranks", "0"], ["ranks=0"]),
+        (["simulate", "ring", "--microbatches", "4"], ["--microbatches 4", "collective"]),
+        (["simulate", "1f1b", "--chunks", "2"], ["chunks"]),
+        (["simulate", "1f1b", "--forward", "fast"], ["--forward fast"]),
+        (["simulate", "1f1b", "--forward", "1,2"], ["forward has 2 numbers"]),
+        (["simulate", "1f1b", "--latency", "-1"], ["--latency -1"]),
+        (["simulate", "ring", "--link", "2:3"], ["--link 2:3", "2-3=5"]),
+        (["simulate", "ring", "tree", "--chrome", "trace.json"], ["--chrome trace.json", "2 were named"]),
+        (["simulate", "ring", "--chrome", "absent/trace.json"], ["absent/trace.json", "no folder absent"]),
+        (["verify", "absent.txt"], ["absent.txt"]),
+        (["verify", "bad.txt"], ["bad.txt", "line 3", "'F0'"]),
+        (["verify", "1f1b", "--sends", "eager"], ["--sends eager", "blocking"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0] in ("simulate", "verify") else "",
+)
+def test_wrong_calls_get_one_line(run, tmp_path, arguments, words):
+    (tmp_path / "bad.txt").write_text(MINE.replace("F0.0", "F0"))
+    code, output, errors = run(*arguments)
+    assert code == 2
+    assert output == ""
+    assert len(errors.splitlines()) == 1, errors
+    for word in words:
+        assert word in errors
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.txt"]
+
+
+def test_neither_needs_torch(tmp_path):
+    """With None in its place, importing torch raises: a program is simulated and verified in a fraction of a second."""
+    code = "import sys; sys.modules['torch'] = None; from microparallel.cli import main; main()"
+    for verb in ("simulate", "verify"):
+        result = subprocess.run(
+            [sys.executable, "-c", code, verb, "1f1b"], capture_output=True, text=True, check=False, cwd=tmp_path
+        )
+        assert result.returncode == 0, result.stderr
