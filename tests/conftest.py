@@ -10,14 +10,30 @@ settings.register_profile("microparallel", deadline=None)
 settings.load_profile("microparallel")
 
 
-class CpuPool(mp.Pool):
-    """Warm ranks that talk over gloo and compute on the CPU unless a test says otherwise, also where there is a GPU."""
+class CpuPool:
+    """Warm ranks on the CPU, also where there is a GPU, that talk over one transport unless a test says otherwise."""
+
+    def __init__(self, ranks, transport):
+        self._ranks = ranks
+        self._transport = transport
 
     def run(self, function, ranks, *arguments, **named_arguments):
-        return super().run(function, ranks, *arguments, **{"transport": "gloo", "device": "cpu"} | named_arguments)
+        defaults = {"transport": self._transport, "device": "cpu"}
+        return self._ranks.run(function, ranks, *arguments, **defaults | named_arguments)
 
 
 @pytest.fixture(scope="session")
-def pool():
-    with CpuPool() as warm_ranks:
-        yield warm_ranks
+def warm_ranks():
+    with mp.Pool() as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def pool(warm_ranks):
+    return CpuPool(warm_ranks, "gloo")
+
+
+@pytest.fixture(scope="session", params=["gloo", "shm"])
+def any_pool(request, warm_ranks):
+    """For what must hold on every transport."""
+    return CpuPool(warm_ranks, request.param)

@@ -180,8 +180,8 @@ each_check = pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__
 @each_check
 @a_property
 @given(world_size=world_sizes, cases=cases, checked=st.booleans())
-def test_against_plain_python(pool, check, world_size, cases, checked):
-    wrong = pool.run(check_each, world_size, cases, check, check=checked, timeout=30)
+def test_against_plain_python(any_pool, check, world_size, cases, checked):
+    wrong = any_pool.run(check_each, world_size, cases, check, check=checked, timeout=30)
     assert wrong == [[]] * world_size
 
 
@@ -203,8 +203,8 @@ def random_floats(comms, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_every_rank_holds_the_same_bits(pool, dtype):
-    results = pool.run(random_floats, 4, dtype, timeout=30)
+def test_every_rank_holds_the_same_bits(any_pool, dtype):
+    results = any_pool.run(random_floats, 4, dtype, timeout=30)
     assert all(torch.equal(results[0], result) for result in results)
 
 
@@ -216,6 +216,6 @@ def several_in_flight(comms):
     ]
 
 
-def test_several_collectives_in_flight(pool):
-    for result in pool.run(several_in_flight, 3, timeout=30):
+def test_several_collectives_in_flight(any_pool):
+    for result in any_pool.run(several_in_flight, 3, timeout=30):
         assert result == [True, True, True, 0 + 1 + 2 + 3 * 1, 3 + 3 * 1000, 3 + 3 * 7]

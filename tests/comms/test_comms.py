@@ -13,8 +13,8 @@ def topology(comms):
     return comms.rank, comms.world_size, comms.local_rank, comms.prev_rank, comms.next_rank, str(comms.device)
 
 
-def test_topology_is_a_line_with_two_ends(pool):
-    assert pool.run(topology, 3, device="cpu", timeout=30) == [
+def test_topology_is_a_line_with_two_ends(any_pool):
+    assert any_pool.run(topology, 3, device="cpu", timeout=30) == [
         (0, 3, 0, None, 1, "cpu"),
         (1, 3, 1, 0, 2, "cpu"),
         (2, 3, 2, 1, None, "cpu"),
@@ -35,8 +35,8 @@ def sums_in_groups(comms):
 
 
 @pytest.mark.parametrize("check", [False, True])
-def test_groups_count_from_zero_and_nest(pool, check):
-    results = pool.run(sums_in_groups, 5, check=check, timeout=30)
+def test_groups_count_from_zero_and_nest(any_pool, check):
+    results = any_pool.run(sums_in_groups, 5, check=check, timeout=30)
     assert [result[:2] for result in results] == [(True, True)] * 5
     assert [result[2] for result in results] == [0, 0, 1, 1, 2]
     assert [result[3] for result in results] == [2, 4, 2, 4, None]
@@ -60,8 +60,8 @@ def dropped_request(comms):
     return bool((received == 7.0).all())
 
 
-def test_a_request_owns_its_buffer(pool):
-    warned, intact = pool.run(dropped_request, 2, timeout=30)
+def test_a_request_owns_its_buffer(any_pool):
+    warned, intact = any_pool.run(dropped_request, 2, timeout=30)
     assert intact
     assert "isend(float32[1048576], dest=1) was dropped before it was waited for" in warned[0]
 
@@ -76,8 +76,8 @@ def after_closing(comms):
         return str(error)
 
 
-def test_a_closed_comms_says_so(pool):
-    assert "this Comms has been closed" in pool.run(after_closing, 2, timeout=30)[0]
+def test_a_closed_comms_says_so(any_pool):
+    assert "this Comms has been closed" in any_pool.run(after_closing, 2, timeout=30)[0]
 
 
 def in_place_on_a_parameter(comms):
@@ -88,8 +88,8 @@ def in_place_on_a_parameter(comms):
     return layer.weight.requires_grad, layer.weight.is_leaf, layer.weight.flatten()[0].item()
 
 
-def test_parameters_need_no_special_care(pool):
-    assert pool.run(in_place_on_a_parameter, 3, timeout=30) == [(True, True, 3.0)] * 3
+def test_parameters_need_no_special_care(any_pool):
+    assert any_pool.run(in_place_on_a_parameter, 3, timeout=30) == [(True, True, 3.0)] * 3
 
 
 def refusals(comms):
@@ -117,8 +117,8 @@ def refusals(comms):
     return texts
 
 
-def test_what_cannot_work_is_refused_with_the_fix(pool):
-    texts = pool.run(refusals, 2, timeout=30)[0]
+def test_what_cannot_work_is_refused_with_the_fix(any_pool):
+    texts = any_pool.run(refusals, 2, timeout=30)[0]
     assert "torch.int64" in texts["mean of integers"] and "tensor.float()" in texts["mean of integers"]
     assert "did you mean 'sum'" in texts["unknown op"]
     assert "'rings'" in texts["unknown algorithm"]
@@ -139,8 +139,8 @@ def late(comms):
     comms.recv_tensor((1,), 1)  # never comes
 
 
-def test_a_wait_that_takes_too_long_names_the_call(pool):
+def test_a_wait_that_takes_too_long_names_the_call(any_pool):
     with pytest.raises(
         mp.RankFailed, match=r"rank 1 raised CommsTimeout: rank 1 waited in vain in irecv\(float32\[1\], src=0\)"
     ):
-        pool.run(late, 2, timeout=30)
+        any_pool.run(late, 2, timeout=30)

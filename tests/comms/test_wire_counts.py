@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import microparallel as mp
 from microparallel.collectives import ALL_REDUCES, build
+from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds
 from microparallel.transport import CountingTransport, in_process_transports, nccl_rules_transports
 
 ELEMENTS = 5040  # every number of slices that occurs below divides it
@@ -126,15 +127,20 @@ def test_nodes_of_any_size(ranks):
 
 def counted_on_the_wire(comms):
     """For each algorithm what this rank sends: as its transport counts it, and as it passes torch's own door."""
-    transport = comms._transport
     found = {}
     for name in ALL_REDUCES:
-        comms._transport = counting = CountingTransport(transport)
         tensor = torch.full((ELEMENTS,), 1.0 + comms.rank)
+        again = tensor.clone()
         with mock.patch.object(dist, "isend", wraps=dist.isend) as isend:
             comms.all_reduce(tensor, algorithm=name)
         sent = [call.args[0].nbytes for call in isend.call_args_list]
-        right = torch.equal(tensor, torch.full_like(tensor, comms.world_size * (comms.world_size + 1) / 2))
+        counting = CountingTransport(comms._transport)
+        program = build(name, comms.world_size)
+        memory = Memory(again, program.goal.slices)
+        for work in perform(rounds(program.ranks[comms.rank]), memory, counting, COMBINE["sum"]):
+            work.wait()
+        total = torch.full_like(tensor, comms.world_size * (comms.world_size + 1) / 2)
+        right = torch.equal(tensor, total) and torch.equal(again, total)
         found[name] = right, (counting.messages_sent, counting.bytes_sent), (len(sent), sum(sent))
     return found
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from microparallel.cli import options
+from microparallel.cli.output import require_writable
 from microparallel.cli.sizes import parse_sizes
 from microparallel.collectives import ALL_REDUCES
 from microparallel.errors import ConfigError, MicroparallelError
@@ -84,9 +85,10 @@ def all_reduce(
     chosen_sizes = parse_sizes(sizes, "--sizes")
     _check(chosen_sizes, dtype, seconds, repeats)
     from microparallel.performance.all_reduce_bench import Settings
-    from microparallel.performance.picture import require_writable
+    from microparallel.performance.picture import require_drawable
 
     if plot is not None:
+        require_drawable(plot, "--plot")
         require_writable(plot, "--plot")
     settings = Settings(chosen_algorithms, chosen_sizes, dtype, seconds, repeats)
     measurements = _run(settings, chosen_ranks, transport, device, quiet)

@@ -1,8 +1,9 @@
-"""Files that a verb writes: found out before the work begins that they can be written, and never left half-written."""
+"""Files that a verb writes: before the work begins, it is known that they can be written."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from microparallel.errors import ConfigError
@@ -10,10 +11,14 @@ from microparallel.errors import ConfigError
 
 def require_writable(path: Path, flag: str) -> None:
     """Raise `ConfigError` if a file cannot be written there, naming the flag that asked for it."""
-    folder = path.parent
     if path.is_dir():
-        raise ConfigError(f"{flag} {path}: it is a folder; give the name of a file")
-    if not folder.is_dir():
-        raise ConfigError(f"{flag} {path}: there is no folder {folder}; create it first")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"{flag} {path}: it must not be written to; choose another place")
+        raise ConfigError(f"{flag} {path}: this is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; create it, or choose another")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):  # permissions do not tell, for root and on odd file systems
+            writable = not path.exists() or os.access(path, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ConfigError(f"{flag} {path}: this place cannot be written to; choose another")

@@ -7,7 +7,13 @@ import functools
 from collections.abc import Callable
 
 from microparallel.collectives.all_to_all import all_to_all_all_reduce
-from microparallel.collectives.direct import direct_all_reduce
+from microparallel.collectives.direct import (
+    direct_all_gather,
+    direct_all_reduce,
+    direct_broadcast,
+    direct_reduce,
+    direct_reduce_scatter,
+)
 from microparallel.collectives.halving_doubling import halving_doubling_all_reduce
 from microparallel.collectives.hierarchical import hierarchical_all_reduce
 from microparallel.collectives.naive import naive_all_reduce
@@ -35,6 +41,10 @@ OTHERS: dict[str, Callable[..., Program]] = {
     "reduce": tree_reduce,
     "scatter": scatter,
     "gather": gather,
+    "direct-reduce-scatter": direct_reduce_scatter,
+    "direct-all-gather": direct_all_gather,
+    "direct-broadcast": direct_broadcast,
+    "direct-reduce": direct_reduce,
 }
 
 
@@ -42,7 +52,8 @@ def build(name: str, ranks: int, **options: int) -> Program:
     """Build a collective by name, for any number of ranks.
 
     `ring`, `tree` and the like are all-reduces; `hierarchical` takes `ranks_per_node`. The others are
-    `reduce-scatter`, `all-gather`, `broadcast`, `reduce`, `scatter` and `gather`.
+    `reduce-scatter`, `all-gather`, `broadcast`, `reduce`, `scatter` and `gather`; with `direct-` before the first four,
+    those that read straight from each other. `scatter`, `gather`, `direct-broadcast` and `direct-reduce` take `root`.
     """
     builders = ALL_REDUCES | OTHERS
     if name not in builders:
@@ -51,6 +62,8 @@ def build(name: str, ranks: int, **options: int) -> Program:
         raise UsageError(f"there is no collective {name!r}; {hint}")
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: a collective needs at least 1 rank")
+    if not 0 <= options.get("root", 0) < ranks:
+        raise UsageError(f"root={options['root']}: the ranks are 0 to {ranks - 1}")
     try:
         return builders[name](ranks, **options)
     except TypeError as error:

@@ -1,36 +1,83 @@
-"""Straight from every peer: each rank adds up its own slice from all others, then everybody fetches all sums."""
+"""Straight between any two ranks: made for shared memory, where everybody can read everybody."""
 
 from __future__ import annotations
 
 from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
 
+_ALL = Chunk(0, 1)
+
 
 def direct_all_reduce(ranks: int) -> Program:
-    """As many bytes as a ring, but no hop waits for the one before: made for shared memory.
+    """Each rank adds up its own slice from all others, then everybody fetches all sums.
 
     ```
-    rank 0: >C2@2 <+C0@1 >C1@1 <+C0@2 | >C0@2 <C1@1 >C0@1 <C2@2
-    rank 1: >C0@0 <+C1@2 >C2@2 <+C1@0 | >C1@0 <C2@2 >C1@2 <C0@0
-    rank 2: >C1@1 <+C2@0 >C0@0 <+C2@1 | >C2@1 <C0@0 >C2@0 <C1@1
+    rank 0: >C2@2 >C1@1 <+C0@1 <+C0@2 | >C0@2 >C0@1 <C1@1 <C2@2
+    rank 1: >C0@0 >C2@2 <+C1@2 <+C1@0 | >C1@0 >C1@2 <C2@2 <C0@0
+    rank 2: >C1@1 >C0@0 <+C2@0 <+C2@1 | >C2@1 >C2@0 <C0@0 <C1@1
     ```
 
-    At step k everybody reads from the rank k places further on, so that nobody is read by two at once.
+    As many bytes as a ring, but no hop waits for the one before. At step k everybody reads from the rank k places
+    further on, so that nobody is read by two at once.
     """
     ops = [(*_reduce_mine(rank, ranks), *_fetch_others(rank, ranks)) for rank in range(ranks)]
     return Program("direct", Collective("all-reduce", ranks), tuple(ops))
 
 
+def direct_reduce_scatter(ranks: int) -> Program:
+    """The first half: rank r ends with slice r."""
+    ops = [tuple(_reduce_mine(rank, ranks)) for rank in range(ranks)]
+    return Program("direct-reduce-scatter", Collective("reduce-scatter", ranks), tuple(ops))
+
+
+def direct_all_gather(ranks: int) -> Program:
+    """The second half: everybody fetches slice r from rank r."""
+    ops = [tuple(_fetch_others(rank, ranks)) for rank in range(ranks)]
+    return Program("direct-all-gather", Collective("all-gather", ranks), tuple(ops))
+
+
+def direct_broadcast(ranks: int, root: int = 0) -> Program:
+    """Everybody reads from the root.
+
+    ```
+    rank 0: >C0@1 >C0@2
+    rank 1: <C0@0
+    rank 2: <C0@0
+    ```
+    """
+    others = [rank for rank in range(ranks) if rank != root]
+    ops: list[tuple[Op, ...]] = [(Recv(_ALL, root),) for _ in range(ranks)]
+    ops[root] = tuple(Send(_ALL, rank) for rank in others)
+    return Program("direct-broadcast", Collective("broadcast", 1, root=root), tuple(ops))
+
+
+def direct_reduce(ranks: int, root: int = 0) -> Program:
+    """The root reads from everybody, and adds up.
+
+    ```
+    rank 0: <+C0@1 <+C0@2
+    rank 1: >C0@0
+    rank 2: >C0@0
+    ```
+    """
+    others = [rank for rank in range(ranks) if rank != root]
+    ops: list[tuple[Op, ...]] = [(Send(_ALL, root),) for _ in range(ranks)]
+    ops[root] = tuple(Recv(_ALL, rank, reduce=True) for rank in others)
+    return Program("direct-reduce", Collective("reduce", 1, root=root), tuple(ops))
+
+
 def _reduce_mine(rank: int, ranks: int) -> list[Op]:
-    ops: list[Op] = []
-    for distance in range(1, ranks):
-        reader, read = (rank - distance) % ranks, (rank + distance) % ranks
-        ops += [Send(Chunk(reader, reader + 1), reader), Recv(Chunk(rank, rank + 1), read, reduce=True)]
-    return ops
+    readers, read = _neighbours(rank, ranks)
+    sends: list[Op] = [Send(Chunk(reader, reader + 1), reader) for reader in readers]
+    return sends + [Recv(Chunk(rank, rank + 1), peer, reduce=True) for peer in read]
 
 
 def _fetch_others(rank: int, ranks: int) -> list[Op]:
-    ops: list[Op] = []
-    for distance in range(1, ranks):
-        reader, read = (rank - distance) % ranks, (rank + distance) % ranks
-        ops += [Send(Chunk(rank, rank + 1), reader), Recv(Chunk(read, read + 1), read)]
-    return ops
+    readers, read = _neighbours(rank, ranks)
+    sends: list[Op] = [Send(Chunk(rank, rank + 1), reader) for reader in readers]
+    return sends + [Recv(Chunk(peer, peer + 1), peer) for peer in read]
+
+
+def _neighbours(rank: int, ranks: int) -> tuple[list[int], list[int]]:
+    """Who reads from this rank, and from whom it reads, step by step."""
+    distances = range(1, ranks)
+    return [(rank - distance) % ranks for distance in distances], [(rank + distance) % ranks for distance in distances]

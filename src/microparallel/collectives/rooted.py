@@ -5,8 +5,8 @@ from __future__ import annotations
 from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
 
 
-def scatter(ranks: int) -> Program:
-    """Rank 0 hands slice r to rank r.
+def scatter(ranks: int, root: int = 0) -> Program:
+    """The root hands slice r to rank r.
 
     ```
     rank 0: >C1@1 >C2@2
@@ -14,13 +14,13 @@ def scatter(ranks: int) -> Program:
     rank 2: <C2@0
     ```
     """
-    root: tuple[Op, ...] = tuple(Send(Chunk(rank, rank + 1), rank) for rank in range(1, ranks))
-    leaves: list[tuple[Op, ...]] = [(Recv(Chunk(rank, rank + 1), 0),) for rank in range(1, ranks)]
-    return Program("scatter", Collective("scatter", ranks, root=0), (root, *leaves))
+    ops: list[tuple[Op, ...]] = [(Recv(_slice(rank), root),) for rank in range(ranks)]
+    ops[root] = tuple(Send(_slice(rank), rank) for rank in range(ranks) if rank != root)
+    return Program("scatter", Collective("scatter", ranks, root=root), tuple(ops))
 
 
-def gather(ranks: int) -> Program:
-    """Rank 0 collects slice r from rank r.
+def gather(ranks: int, root: int = 0) -> Program:
+    """The root collects slice r from rank r.
 
     ```
     rank 0: <C1@1 <C2@2
@@ -28,6 +28,10 @@ def gather(ranks: int) -> Program:
     rank 2: >C2@0
     ```
     """
-    root: tuple[Op, ...] = tuple(Recv(Chunk(rank, rank + 1), rank) for rank in range(1, ranks))
-    leaves: list[tuple[Op, ...]] = [(Send(Chunk(rank, rank + 1), 0),) for rank in range(1, ranks)]
-    return Program("gather", Collective("gather", ranks, root=0), (root, *leaves))
+    ops: list[tuple[Op, ...]] = [(Send(_slice(rank), root),) for rank in range(ranks)]
+    ops[root] = tuple(Recv(_slice(rank), rank) for rank in range(ranks) if rank != root)
+    return Program("gather", Collective("gather", ranks, root=root), tuple(ops))
+
+
+def _slice(rank: int) -> Chunk:
+    return Chunk(rank, rank + 1)

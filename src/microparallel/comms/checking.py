@@ -11,9 +11,9 @@ from collections import deque
 import torch
 
 from microparallel.comms.calls import HEADER_BYTES, Call, content_bytes
+from microparallel.comms.group import Group
 from microparallel.errors import Mismatch
 from microparallel.transport.base import Work
-from microparallel.transport.torch_distributed import TorchTransport
 
 HEADER_TAG = 1
 
@@ -21,7 +21,7 @@ HEADER_TAG = 1
 class Checker:
     """Compares the calls of the ranks of one group."""
 
-    def __init__(self, transport: TorchTransport) -> None:
+    def __init__(self, transport: Group) -> None:
         self._transport = transport
         self._unread: dict[int, deque[CheckedReceive]] = {}
 
@@ -54,7 +54,7 @@ class CheckedReceive:
     """
 
     def __init__(
-        self, transport: TorchTransport, call: Call, buffer: torch.Tensor, source: int, queue: deque[CheckedReceive]
+        self, transport: Group, call: Call, buffer: torch.Tensor, source: int, queue: deque[CheckedReceive]
     ) -> None:
         self._transport = transport
         self._call = call

@@ -16,15 +16,14 @@ import torch.distributed as dist
 from microparallel.collectives import all_reduce_program
 from microparallel.comms.calls import Call, describe, describe_list
 from microparallel.comms.conversation import Conversation
+from microparallel.comms.group import Group
 from microparallel.comms.headers import read_headers, write_headers
-from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
 from microparallel.comms.reductions import check_reduction, finish_reduction, stand_in, wire_reduction
 from microparallel.comms.request import Request
+from microparallel.comms.torch_group import TorchGroup
 from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
 from microparallel.errors import UsageError
-from microparallel.program import Program
 from microparallel.transport.base import Work
-from microparallel.transport.torch_distributed import TorchTransport
 
 
 class Comms(Conversation):
@@ -44,7 +43,7 @@ class Comms(Conversation):
 
     def __init__(
         self,
-        transport: TorchTransport,
+        transport: Group,
         *,
         device: torch.device,
         local_rank: int,
@@ -73,6 +72,8 @@ class Comms(Conversation):
         """The torch process group beneath, for torch's own wrappers."""
         if self._closed:
             raise UsageError("process_group: this Comms has been closed")
+        if not isinstance(self._transport, TorchGroup):
+            raise UsageError("process_group: shared memory is not a torch process group; choose transport='gloo'")
         return self._transport.group
 
     # ── from one rank to another ────────────────────────────────────────────────────────────────────────────────
@@ -267,30 +268,31 @@ class Comms(Conversation):
         """
         chosen = "" if algorithm == "auto" else f", algorithm={algorithm!r}"
         call = Call.of_all("all_reduce", describe(tensor), f"op={op!r}{chosen}")
-        program = None if algorithm == "auto" else all_reduce_program(algorithm, self.world_size)
-        request = self._all_reduce(call, tensor, op, program)
-        return request if async_op else request.wait()
+        if algorithm != "auto":
+            all_reduce_program(algorithm, self.world_size)  # says so if there is none
+        request = self._all_reduce(call, tensor, op, algorithm)
+        if not async_op:
+            return request.wait()
+        self._transport.run_in_background()
+        return request
 
     def all_reduce_mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """Average everybody's tensor, in place, on every rank."""
         return self.all_reduce(tensor, op="mean")
 
-    def _all_reduce(
-        self, call: Call, tensor: torch.Tensor, op: str, program: Program | None = None
-    ) -> Request[torch.Tensor]:
+    def _all_reduce(self, call: Call, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Request[torch.Tensor]:
         check_reduction(op, tensor.dtype, "all_reduce")
         require_writable(tensor, "all_reduce")
         wire = to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype))
+        return self._collective(
+            call,
+            lambda: [self._transport.all_reduce(wire, wire_reduction(op), algorithm)],
+            lambda: from_wire(finish_reduction(wire, op, self.world_size), tensor),
+        )
 
-        def start() -> list[Work]:
-            if program is None:
-                return [self._transport.all_reduce(wire, wire_reduction(op))]
-            memory = Memory(wire, slices_of(program))
-            for work in perform(rounds(program.ranks[self.rank]), memory, self._transport, COMBINE[wire_reduction(op)]):
-                work.wait()
-            return []
-
-        return self._collective(call, start, lambda: from_wire(finish_reduction(wire, op, self.world_size), tensor))
+    def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """An uninitialised CPU tensor where the transport moves it fastest: in shared memory, if it has that."""
+        return self._transport.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
 
     # ── smaller worlds ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -9,16 +9,16 @@ import torch
 from microparallel.comms.calls import Call, describe_content
 from microparallel.comms.checking import Checker
 from microparallel.comms.failures import named_failures
+from microparallel.comms.group import Group
 from microparallel.comms.request import Request, Result
 from microparallel.errors import UsageError
 from microparallel.transport.base import Work
-from microparallel.transport.torch_distributed import TorchTransport
 
 
 class Conversation:
     """One rank's place in a group, and how its calls are made."""
 
-    def __init__(self, transport: TorchTransport, check: bool) -> None:
+    def __init__(self, transport: Group, check: bool) -> None:
         self.rank = transport.rank
         self.world_size = transport.world_size
         self._transport = transport
@@ -38,6 +38,7 @@ class Conversation:
         """Start transfers; a connection that is already gone fails here rather than in `wait()`."""
         if self._closed:
             raise UsageError(f"{call}: this Comms has been closed; connect again, or close it later")
+        self._transport.announce(call.agreement)
         with named_failures(call, self._transport):
             works = start()
         return Request(call, works, finish, self._transport)

@@ -6,12 +6,12 @@ import contextlib
 from collections.abc import Iterator
 
 from microparallel.comms.calls import Call
+from microparallel.comms.group import Group
 from microparallel.errors import CommsError, CommsTimeout, PeerLost
-from microparallel.transport.torch_distributed import TorchTransport
 
 
 @contextlib.contextmanager
-def named_failures(call: Call, transport: TorchTransport) -> Iterator[None]:
+def named_failures(call: Call, transport: Group) -> Iterator[None]:
     """Within this block, whatever the transport raises becomes an error that names the call."""
     try:
         yield
@@ -21,7 +21,7 @@ def named_failures(call: Call, transport: TorchTransport) -> Iterator[None]:
         raise _explain(error, call, transport) from error
 
 
-def _explain(error: RuntimeError, call: Call, transport: TorchTransport) -> CommsError:
+def _explain(error: RuntimeError, call: Call, transport: Group) -> CommsError:
     """Say which rank a failed call was waiting for, and why."""
     here = f"rank {transport.rank}"
     reason = str(error).partition("\n")[0]
@@ -35,7 +35,7 @@ def _explain(error: RuntimeError, call: Call, transport: TorchTransport) -> Comm
     return CommsError(f"{call} failed on {here}: {reason}")
 
 
-def _names(ranks: list[int], transport: TorchTransport) -> str:
+def _names(ranks: list[int], transport: Group) -> str:
     def name(rank: int) -> str:
         world_rank = transport.world_ranks[rank]
         return str(rank) if rank == world_rank else f"{rank} (rank {world_rank} of the world)"

@@ -13,7 +13,7 @@ import torch
 
 from microparallel.errors import ProgramError
 from microparallel.program import Add, Chunk, Collective, Join, Op, Part, Program, Recv, Send, Value, touch
-from microparallel.transport.base import Loan, Transport, Work
+from microparallel.transport.base import COMPLETE, Loan, Transport, Work
 
 # Messages of a program have a tag of their own, so that they never mix with the caller's.
 PROGRAM_TAG = 4
@@ -126,7 +126,11 @@ class UnderWay:
 
     def extend(self, sends: Iterable[tuple[Value, Work]]) -> None:
         """Remember sends, and what they carry."""
-        self._sends.extend(sends)
+        self._sends.extend(send for send in sends if send[1] is not COMPLETE)
+
+    def touches(self, value: Value) -> bool:
+        """Whether a value is being sent."""
+        return any(touch(sent, value) for sent, _ in self._sends)
 
     def before_writing(self, value: Value) -> Iterator[Work]:
         """The sends to wait for before a value is overwritten: what is being sent must leave first."""
@@ -169,6 +173,8 @@ def _exchange(
     for work, receive, lent in arriving:
         yield work
         if lent is not None:
-            yield from under_way.before_writing(receive.value)
+            if under_way.touches(receive.value):
+                lent.keep()  # two ranks that read each other's value and then write to it would wait for each other
+                yield from under_way.before_writing(receive.value)
             combine(memory[receive.value], lent.tensor)
             lent.give_back()

@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 from microparallel.comms.calls import Call
 from microparallel.comms.failures import named_failures
+from microparallel.comms.group import Group
 from microparallel.transport.base import Work
-from microparallel.transport.torch_distributed import TorchTransport
 
 Result = TypeVar("Result")
 
@@ -21,7 +21,7 @@ _ORPHANS: list[Sequence[Work]] = []
 class Request(Generic[Result]):
     """A communication under way. It owns its buffers until `wait()` has returned; keep it until then."""
 
-    def __init__(self, call: Call, works: Sequence[Work], finish: Callable[[], Result], transport: TorchTransport):
+    def __init__(self, call: Call, works: Sequence[Work], finish: Callable[[], Result], transport: Group):
         self._call = call
         self._works = works
         self._finish: Callable[[], Result] | None = finish

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 from microparallel.errors import MicroparallelError, UsageError
@@ -15,25 +13,14 @@ from microparallel.errors import MicroparallelError, UsageError
 _SCALE = 2  # PNG pixels for each of the SVG's, so that text is sharp
 
 
-def require_writable(path: Path, flag: str) -> None:
-    """Refuse a place or a kind of picture that cannot be written, before the work that is to fill it has begun."""
+def require_drawable(path: Path, flag: str) -> None:
+    """Refuse a kind of picture that cannot be drawn, before the work that is to fill it has begun."""
     kind = path.suffix.lower()
     if kind not in (".svg", ".png"):
         raise UsageError(f"{flag} {path}: a picture ends in .svg or .png; try {path.with_suffix('.svg')}")
-    if path.is_dir():
-        raise UsageError(f"{flag} {path}: this is a folder; name a file in it, such as {path / 'plot.svg'}")
-    if not path.parent.is_dir():
-        raise UsageError(f"{flag} {path}: there is no folder {path.parent}; create it, or choose another")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            writable = not path.exists() or os.access(path, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        raise UsageError(f"{flag} {path}: this place cannot be written to; choose another")
     if kind == ".png" and not (_has_resvg() or shutil.which("rsvg-convert")):
         raise UsageError(
-            f"{flag} {path}: PNG needs resvg-py (pip install resvg-py) or the program rsvg-convert; "
+            f"{flag} {path}: PNG needs resvg-py (pip install 'microparallel[plot]') or the program rsvg-convert; "
             f"or try {path.with_suffix('.svg')}"
         )
 

@@ -14,6 +14,20 @@ class Work(Protocol):
         """Return when the transfer is complete; raise when it failed or `timeout` seconds have passed."""
 
 
+class Complete:
+    """Work that was done at once: a message that was copied, say."""
+
+    def poll(self) -> bool:
+        """Say so."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return at once."""
+
+
+COMPLETE = Complete()
+
+
 class Loan(Protocol):
     """A tensor of another rank to look at: a copy that was received, or the peer's own memory."""
 
@@ -24,6 +38,9 @@ class Loan(Protocol):
     @property
     def tensor(self) -> torch.Tensor:
         """The other rank's tensor."""
+
+    def keep(self) -> None:
+        """Make sure that the tensor stays as it is even if the other rank goes on."""
 
     def give_back(self) -> None:
         """It is no longer needed: the other rank may change it."""
@@ -81,6 +98,9 @@ class ReceivedCopy:
     def __init__(self, exchange: Exchange, like: torch.Tensor, source: int) -> None:
         self.tensor = torch.empty_like(like)
         self.work = exchange.irecv(self.tensor, source)
+
+    def keep(self) -> None:
+        """It is a copy."""
 
     def give_back(self) -> None:
         """The other rank knows already: its message has left."""

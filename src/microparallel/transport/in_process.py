@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from microparallel.errors import CommsError
-from microparallel.transport.base import SeparateMessages, Work
+from microparallel.transport.base import COMPLETE, Complete, SeparateMessages, Work
 
 
 class Pollable(Work, Protocol):
@@ -24,17 +24,6 @@ class Channels:
     """What has been sent and not yet received, for each (sender, receiver, tag)."""
 
     messages: dict[tuple[int, int, int], deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))
-
-
-class Sent:
-    """A send is complete at once: the message is a copy."""
-
-    def poll(self) -> bool:
-        """Say so."""
-        return True
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Return at once."""
 
 
 class Awaited:
@@ -70,10 +59,10 @@ class InProcessTransport:
         self.world_size = world_size
         self._channels = channels
 
-    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Sent:
+    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Complete:
         """Send a copy."""
         self._channels.messages[self.rank, to, tag].append(tensor.clone())
-        return Sent()
+        return COMPLETE
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Awaited:
         """Receive into a tensor, on whatever device it is."""

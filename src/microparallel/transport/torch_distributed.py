@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -137,29 +137,30 @@ class TorchTransport:
         """Start collecting everybody's tensor on every rank."""
         return TorchWork(dist.all_gather(outputs, tensor, group=self.group, async_op=True), tensor, *outputs)
 
-    def reduce(self, tensor: torch.Tensor, to: int, op: Reduction) -> TorchWork:
+    def reduce(self, tensor: torch.Tensor, to: int, op: str) -> TorchWork:
         """Start combining everybody's tensor on one rank; what the others' tensors hold afterwards is undefined."""
         work = dist.reduce(tensor, op=_REDUCE_OPS[op], group=self.group, group_dst=to, async_op=True)
         return TorchWork(work, tensor)
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: Reduction) -> TorchWork:
+    def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> TorchWork:
         """Start combining the ranks' inputs position by position; rank r gets position r."""
         work = dist.reduce_scatter(output, inputs, op=_REDUCE_OPS[op], group=self.group, async_op=True)
         return TorchWork(work, output, *inputs)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> TorchWork:
+    def native_all_reduce(self, tensor: torch.Tensor, op: str) -> TorchWork:
         """Start combining everybody's tensor, in place, on every rank."""
         return TorchWork(dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self.group, async_op=True), tensor)
 
-    def subgroup(self, ranks: list[int]) -> TorchTransport | None:
+    def subgroup(self, ranks: list[int]) -> Self | None:
         """Make a group of some of these ranks; only they need to call this. None on a rank that is not among them."""
         if self.rank not in ranks:
             return None
         world_ranks = [self.world_ranks[rank] for rank in ranks]
         # Members alone wait for each other, so that groups can be made inside groups.
         group = dist.new_group(world_ranks, use_local_synchronization=True)
-        self._subgroups.append(TorchTransport(group, self._store, self.carries))
-        return self._subgroups[-1]
+        subgroup = type(self)(group, self._store, self.carries)
+        self._subgroups.append(subgroup)
+        return subgroup
 
     def lost_peers(self) -> list[int]:
         """Find the ranks whose connection has gone, after a call has failed.

@@ -82,6 +82,7 @@ def _run(job: Job, parent: Connection) -> None:
 
     from microparallel.errors import CheckpointError, PeerLost, UsageError
 
+    comms = None
     try:
         comms = _join(job)
         function, arguments, named_arguments = pickle.loads(job.call)
@@ -106,7 +107,7 @@ def _run(job: Job, parent: Connection) -> None:
         parent.poll(LINGER)  # the parent's next word says that all ranks are done
     except OSError:
         sys.exit(1)  # the parent has hung up: another rank failed, and it is about to end this one
-    _leave()
+    _leave(comms)
 
 
 def _join(job: Job) -> Any:
@@ -138,9 +139,11 @@ def _join(job: Job) -> Any:
     )
 
 
-def _leave() -> None:
+def _leave(comms: Any) -> None:
     import torch.distributed as dist
 
+    if comms is not None:
+        comms.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 

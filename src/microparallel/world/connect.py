@@ -15,12 +15,14 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 from microparallel.comms import Comms
+from microparallel.comms.shared_memory import SharedMemoryGroup
+from microparallel.comms.torch_group import TorchGroup
 from microparallel.errors import CommsTimeout, UsageError
 from microparallel.topology import threads_per_rank
 from microparallel.topology.placement import Placement, find_placement
-from microparallel.transport.torch_distributed import TorchTransport
+from microparallel.transport.shared_memory import SharedMemoryTransport, futex, this_machine
 
-TRANSPORTS = ("auto", "gloo", "nccl")
+TRANSPORTS = ("auto", "shm", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_TIMEOUT = 1800.0
 
@@ -31,7 +33,8 @@ def connect(
     """Join the world that torchrun or Slurm describes in environment variables; without them, a world of one.
 
     Args:
-        transport: "gloo" (CPU), "nccl" (a GPU for every rank), or "auto": nccl where it can work, else gloo.
+        transport: "gloo" (CPU), "nccl" (a GPU for every rank), "shm" (shared memory: all ranks on one Linux
+            machine), or "auto": nccl where it can work, else gloo.
         device: where received tensors go: "cpu", "cuda", or "auto": the GPU with nccl, else the CPU.
         timeout: seconds a rank waits for the others, when joining and in each call.
         check: compare calls between ranks before each one, so that a mismatch is an error and not a hang.
@@ -62,6 +65,8 @@ def join(
     check: bool = False,
 ) -> Comms:
     """Become a rank of the world whose ranks meet in this store; the request is known to be possible."""
+    if transport == "shm":
+        return _share_memory(placement, store, timeout, check)
     backend = _choose_backend(transport, placement, store)
     chosen_device = _choose_device(device, backend, placement)
     if chosen_device.type == "cuda":
@@ -75,6 +80,18 @@ def join(
         timeout=timedelta(seconds=timeout),
     )
     return _comms_of_the_world(placement, chosen_device, check, store, owned=True)
+
+
+def _share_memory(placement: Placement, store: dist.Store, timeout: float, check: bool) -> Comms:
+    ranks = range(placement.world_size)
+    machine = this_machine()
+    store.set(f"machine/{placement.rank}", machine)
+    for rank in ranks:
+        if store.get(f"machine/{rank}").decode() != machine:
+            raise UsageError(f"transport 'shm' cannot work here: rank {rank} is on another machine; choose 'gloo'")
+    transport = SharedMemoryTransport(dist.PrefixStore("shm", store), placement.rank, ranks, timeout)
+    group = SharedMemoryGroup(transport)
+    return Comms(group, device=torch.device("cpu"), local_rank=placement.local_rank, check=check, on_close=group.close)
 
 
 def _adopt(placement: Placement, device: str, check: bool) -> Comms:
@@ -91,7 +108,7 @@ def _comms_of_the_world(
         raise UsageError("this process belongs to no torch process group; call mp.connect() first")
     devices = str(dist.get_backend_config(world))
     carries = frozenset(kind for kind, backend in (("cpu", "gloo"), ("cuda", "nccl")) if f"{kind}:{backend}" in devices)
-    transport = TorchTransport(world, store, carries)
+    transport = TorchGroup(world, store, carries)
     return Comms(
         transport,
         device=device,
@@ -101,7 +118,7 @@ def _comms_of_the_world(
     )
 
 
-def _leave_world(transport: TorchTransport) -> None:
+def _leave_world(transport: TorchGroup) -> None:
     dist.destroy_process_group()  # the world's, and with it every sub-group
     transport.forget()
 
@@ -148,6 +165,10 @@ def require_possible(transport: str, device: str, placement: Placement) -> None:
         raise UsageError(f"there is no device {device!r}; choose one of {', '.join(DEVICES)}")
     if transport == "nccl" and (obstacle := _obstacle_to_nccl(placement)):
         raise UsageError(f"transport 'nccl' cannot work here: {obstacle}; choose 'gloo'")
+    if transport == "shm" and (obstacle := futex.why_not()):
+        raise UsageError(f"transport 'shm' cannot work here: {obstacle}; choose 'gloo'")
+    if transport == "shm" and device == "cuda":
+        raise UsageError("transport 'shm' shares the CPU's memory; choose device='cpu', or transport='gloo'")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device 'cuda' was asked for, and torch sees no GPU; choose 'cpu'")
 

@@ -1,0 +1,66 @@
+"""What Comms asks of a group of ranks, whatever moves its bytes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from microparallel.transport.base import Work
+
+
+class Group(Protocol):
+    """One rank's place in a group: messages, collectives, and what is known of the others.
+
+    Tensors are contiguous, and on a device that the group carries.
+    """
+
+    rank: int
+    world_size: int
+    world_ranks: tuple[int, ...]
+    carries: frozenset[str]
+
+    def announce(self, call: str) -> None:
+        """Say what this thread calls next, where ranks compare that."""
+
+    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Start sending."""
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Start receiving."""
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Start copying the source's tensor over everybody else's."""
+
+    def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, source: int) -> Work:
+        """Start handing the source's inputs out, one to each rank, all of one size."""
+
+    def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, to: int) -> Work:
+        """Start collecting everybody's tensor on one rank."""
+
+    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> Work:
+        """Start collecting everybody's tensor on every rank."""
+
+    def reduce(self, tensor: torch.Tensor, to: int, op: str) -> Work:
+        """Start combining everybody's tensor on one rank; what the others' tensors hold afterwards is undefined."""
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> Work:
+        """Start combining the ranks' inputs position by position; rank r gets position r."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Work:
+        """Start combining everybody's tensor, in place, on every rank."""
+
+    def run_in_background(self) -> None:
+        """See to it that what has been started makes progress while this thread does something else."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A CPU tensor where this group's transfers like it best."""
+
+    def subgroup(self, ranks: list[int]) -> Group | None:
+        """Make a group of some of these ranks; only they need to call this. None on a rank that is not among them."""
+
+    def lost_peers(self) -> list[int]:
+        """The ranks that have gone, after a call has failed."""
+
+    def close(self) -> None:
+        """Leave the group."""

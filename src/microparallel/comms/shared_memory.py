@@ -1,0 +1,203 @@
+"""Every collective of a group whose ranks share a machine: the `direct` programs, over shared memory."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from microparallel.collectives import build
+from microparallel.comms.interpreter import COMBINE, Memory, Pieces, Round, perform, rounds, slices_of
+from microparallel.comms.turns import Line, Turn
+from microparallel.errors import ProgramError
+from microparallel.program import Chunk, Value
+from microparallel.transport.base import Work
+from microparallel.transport.shared_memory.exchange import SharedMemoryExchange
+from microparallel.transport.shared_memory.transport import SharedMemoryTransport
+
+# Large tensors go in blocks: what one rank has just written, the others then find in the cache.
+_BLOCK_BYTES = 4 * 2**20
+
+Blocks = Callable[[int], Iterator[Pieces]]  # given the number of slices, the tensors of each block
+
+
+class SharedMemoryGroup:
+    """One rank's place in a group that talks through shared memory."""
+
+    def __init__(self, transport: SharedMemoryTransport) -> None:
+        self.transport = transport
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self.world_ranks = transport.world_ranks
+        self.carries = transport.carries
+        self._line = Line()
+        self._call = threading.local()
+
+    def announce(self, call: str) -> None:
+        """Say what the next call of this thread is: in a collective, all ranks must say the same."""
+        self._call.text = call
+
+    # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Start sending a contiguous tensor."""
+        return self.transport.isend(tensor, to, tag)
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Start receiving into a contiguous tensor."""
+        return self.transport.irecv(tensor, source, tag)
+
+    # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Turn:
+        """Combine everybody's tensor, in place, on every rank."""
+        name = "direct" if algorithm == "auto" else algorithm
+        return self._program(_plan(name, self.world_size, self.rank), _whole(tensor), op)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Turn:
+        """Copy the source's tensor over everybody else's."""
+        return self._program(_plan("direct-broadcast", self.world_size, self.rank, source), _whole(tensor))
+
+    def reduce(self, tensor: torch.Tensor, to: int, op: str) -> Turn:
+        """Combine everybody's tensor on one rank."""
+        return self._program(_plan("direct-reduce", self.world_size, self.rank, to), _whole(tensor), op)
+
+    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> Turn:
+        """Collect everybody's tensor on every rank."""
+        outputs[self.rank].copy_(tensor)
+        return self._program(_plan("direct-all-gather", self.world_size, self.rank), _listed(outputs))
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> Turn:
+        """Combine the ranks' inputs position by position; rank r gets position r."""
+        output.copy_(inputs[self.rank])
+        pieces = [output if rank == self.rank else piece for rank, piece in enumerate(inputs)]
+        return self._program(_plan("direct-reduce-scatter", self.world_size, self.rank), _listed(pieces), op)
+
+    def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, source: int) -> Turn:
+        """Hand the source's inputs out, one to each rank."""
+        if inputs is not None:
+            output.copy_(inputs[self.rank])
+        pieces = inputs or [output] * self.world_size
+        return self._program(_plan("scatter", self.world_size, self.rank, source), _listed(pieces))
+
+    def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, to: int) -> Turn:
+        """Collect everybody's tensor on one rank."""
+        if outputs is not None:
+            outputs[self.rank].copy_(tensor)
+        pieces = outputs or [tensor] * self.world_size
+        return self._program(_plan("gather", self.world_size, self.rank, to), _listed(pieces))
+
+    def run_in_background(self) -> None:
+        """Let a thread run the collectives that have been called and not waited for."""
+        self._line.run_in_background()
+
+    def _program(self, plan: Plan, blocks: Blocks, op: str = "sum") -> Turn:
+        exchanges = _Exchanges(self.transport, _signature(getattr(self._call, "text", plan.name)))
+        combine = COMBINE[op]
+
+        def run(deadline: float | None) -> None:
+            for pieces in blocks(plan.slices):
+                for work in perform(plan.rounds, pieces, exchanges, combine):
+                    work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+        return self._line.append(run)
+
+    # ── memory, smaller groups, the end ─────────────────────────────────────────────────────────────────────────
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in this rank's shared memory: peers read it where it is."""
+        return self.transport.empty(shape, dtype)
+
+    def subgroup(self, ranks: list[int]) -> SharedMemoryGroup | None:
+        """Make a group of some of these ranks; only they need to call this. None on a rank that is not among them."""
+        transport = self.transport.subgroup(ranks)
+        return None if transport is None else SharedMemoryGroup(transport)
+
+    def lost_peers(self) -> list[int]:
+        """The ranks that were found to be gone."""
+        return self.transport.lost
+
+    def close(self) -> None:
+        """Leave the group."""
+        self.transport.close()
+        self._line.close()
+
+
+class Plan:
+    """A program as one rank performs it again and again, cut into rounds once."""
+
+    def __init__(self, name: str, slices: int, steps: tuple[Round, ...]) -> None:
+        self.name = name
+        self.slices = slices
+        self.rounds = steps
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(name: str, ranks: int, rank: int, root: int | None = None) -> Plan:
+    program = build(name, ranks) if root is None else build(name, ranks, root=root)
+    return Plan(name, slices_of(program), tuple(rounds(program.ranks[rank])))
+
+
+@functools.lru_cache(maxsize=4096)
+def _signature(call: str) -> int:
+    return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little")
+
+
+class _Exchanges:
+    """Where the interpreter gets its exchanges from: all of one collective, with its signature."""
+
+    def __init__(self, transport: SharedMemoryTransport, signature: int) -> None:
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self._transport = transport
+        self._signature = signature
+
+    def exchange(self, tag: int = 0) -> SharedMemoryExchange:  # noqa: ARG002
+        return SharedMemoryExchange(self._transport, self._signature)
+
+    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        return self._transport.isend(tensor, to, tag)
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        return self._transport.irecv(tensor, source, tag)
+
+
+def _whole(tensor: torch.Tensor) -> Blocks:
+    """One tensor, cut by the program; a large one block after block."""
+    flat = tensor.view(-1)
+    step = max(1, _BLOCK_BYTES // tensor.element_size())
+
+    def blocks(slices: int) -> Iterator[Pieces]:
+        for start in range(0, max(1, flat.numel()), step):
+            yield Memory(flat[start : start + step], slices)
+
+    return blocks
+
+
+def _listed(tensors: list[torch.Tensor]) -> Blocks:
+    """A tensor for each slice, all of one size; large ones block after block."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    size = flat[0].numel()
+    step = max(1, _BLOCK_BYTES // len(tensors) // tensors[0].element_size())
+
+    def blocks(slices: int) -> Iterator[Pieces]:
+        if slices != len(tensors):
+            raise ProgramError(f"a program of {slices} slices cannot run on a list of {len(tensors)} tensors")
+        for start in range(0, max(1, size), step):
+            yield _Listed([tensor[start : start + step] for tensor in flat])
+
+    return blocks
+
+
+class _Listed:
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, value: Value) -> torch.Tensor:
+        if not isinstance(value, Chunk) or len(value) != 1:
+            raise ProgramError(f"{value} is not one tensor of a list")
+        return self._tensors[value.start]

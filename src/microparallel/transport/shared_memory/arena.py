@@ -1,0 +1,91 @@
+"""Hand out pieces of a segment, and take them back."""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import threading
+from pathlib import Path
+
+from microparallel.errors import CommsError
+
+_LINE = 64  # pieces begin on cache lines of their own
+_GIVE_BACK = 32 * 2**20  # larger pieces are returned to the system when they are free, smaller ones kept warm
+_MARGIN = 64 * 2**20  # what is left to everybody else
+
+
+class Arena:
+    """The part of a segment that tensors live in: first fit, neighbours joined when they are free."""
+
+    def __init__(self, memory: mmap.mmap, start: int, stop: int) -> None:
+        self._memory = memory
+        self._free = [(start, stop)]  # in order, never adjacent
+        self._touched = start  # memory above this was never used
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> int:
+        """Where a piece of at least this many bytes begins; it is the caller's until `give_back`."""
+        size = _rounded(size)
+        with self._lock:
+            for index, (start, stop) in enumerate(self._free):
+                if stop - start >= size:
+                    self._require_memory(start + size - self._touched, size)
+                    if stop - start == size:
+                        del self._free[index]
+                    else:
+                        self._free[index] = (start + size, stop)
+                    self._touched = max(self._touched, start + size)
+                    return start
+        raise _too_little(size, sum(stop - start for start, stop in self._free))
+
+    def give_back(self, start: int, size: int) -> None:
+        """Take a piece back."""
+        size = _rounded(size)
+        stop = start + size
+        with self._lock:
+            index = bisect.bisect(self._free, (start, stop))
+            if index < len(self._free) and self._free[index][0] == stop:
+                stop = self._free.pop(index)[1]
+            if index > 0 and self._free[index - 1][1] == start:
+                index -= 1
+                start = self._free.pop(index)[0]
+            self._free.insert(index, (start, stop))
+        if size >= _GIVE_BACK:
+            page = mmap.PAGESIZE
+            first, last = -(-start // page) * page, min(stop, self._touched) // page * page
+            if last > first:
+                self._memory.madvise(mmap.MADV_REMOVE, first, last - first)
+
+    def _require_memory(self, fresh: int, size: int) -> None:
+        """Pages that are touched for the first time must exist: without them the kernel would end the process."""
+        if fresh > 2**20:
+            available = available_memory() - _MARGIN
+            if fresh > available:
+                raise _too_little(size, max(0, available))
+
+
+def _rounded(size: int) -> int:
+    return max(_LINE, -(-size // _LINE) * _LINE)
+
+
+def _too_little(size: int, available: int) -> CommsError:
+    return CommsError(
+        f"shared memory for {size:,} bytes is needed, and {available:,} bytes are available; "
+        "send less at once, or choose transport='gloo', which needs none"
+    )
+
+
+def available_memory() -> int:
+    """How many bytes this machine, or this container, can still give."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    limit, used = _container("memory.max"), _container("memory.current")
+    return machine if limit is None or used is None else min(machine, limit - used)
+
+
+def _container(name: str) -> int | None:
+    try:
+        text = Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

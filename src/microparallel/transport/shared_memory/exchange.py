@@ -1,0 +1,76 @@
+"""An exchange over shared memory: what a collective program sends, receives and borrows."""
+
+from __future__ import annotations
+
+import torch
+
+from microparallel.errors import Mismatch
+from microparallel.transport.base import COMPLETE, Work
+from microparallel.transport.shared_memory.transport import Borrowed, SharedMemoryTransport
+
+
+class SharedMemoryExchange:
+    """Messages of one collective; each carries its signature, so that ranks which mean different ones notice."""
+
+    def __init__(self, transport: SharedMemoryTransport, signature: int) -> None:
+        self._transport = transport
+        self._signature = signature
+
+    def isend(self, tensor: torch.Tensor, to: int) -> Work:
+        """Offer a tensor."""
+        sent = self._transport.offer(tensor, to, self._signature)
+        return COMPLETE if sent.copied else sent
+
+    def irecv(self, tensor: torch.Tensor, source: int) -> Fetched:
+        """Copy what a rank offers, when that is waited for."""
+        return Fetched(self._transport, tensor, source, self._signature)
+
+    def borrow(self, like: torch.Tensor, source: int) -> Lent:
+        """Look at what a rank offers, where it lies."""
+        return Lent(self._transport, like, source, self._signature)
+
+    def close(self) -> None:
+        """Offers are out already."""
+
+
+class Lent:
+    """A peer's tensor, in the peer's memory, from the moment that it was waited for."""
+
+    def __init__(self, transport: SharedMemoryTransport, like: torch.Tensor, source: int, signature: int) -> None:
+        self.work = self
+        self.tensor = like
+        self._transport = transport
+        self._source = source
+        self._signature = signature
+        self._borrowed: Borrowed | None = None
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the peer has offered its tensor."""
+        like = self.tensor
+        borrowed = self._transport.borrow(self._source, timeout)
+        if borrowed.signature != self._signature or borrowed.bytes.numel() != like.numel() * like.element_size():
+            raise Mismatch(f"ranks {self._transport.rank} and {self._source} do not mean the same call")
+        self.tensor = borrowed.bytes.view(like.dtype)
+        self._borrowed = borrowed
+
+    def keep(self) -> None:
+        """Copy it, and let the peer go on."""
+        self.tensor = self.tensor.clone()
+        self.give_back()
+
+    def give_back(self) -> None:
+        """The peer may change its tensor."""
+        if self._borrowed is not None:
+            self._borrowed.give_back()
+            self._borrowed = None
+
+
+class Fetched(Lent):
+    """A peer's tensor that is copied when it is waited for."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the copy is there."""
+        mine = self.tensor
+        super().wait(timeout)
+        mine.copy_(self.tensor)
+        self.give_back()

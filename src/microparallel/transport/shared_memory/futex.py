@@ -1,0 +1,55 @@
+"""Sleep until another process changes a number: Linux's futex, reached without a compiler.
+
+`wait` goes to sleep only if the number still is what the caller last saw; the kernel looks and falls asleep in one
+step, so that a `wake` in between is never missed. Both calls are full memory barriers, on every processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+
+_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
+_WAIT, _WAKE = 0, 1
+_EVERYBODY = 2**31 - 1
+
+
+def why_not() -> str:
+    """Why this machine has no futex that we know how to call; empty when it has."""
+    if sys.platform != "linux":
+        return f"it needs Linux, and this is {sys.platform}"
+    if platform.machine() not in _NUMBERS:
+        return f"it does not know the futex call of a {platform.machine()} processor"
+    return ""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_NUMBER = ctypes.c_long(_NUMBERS.get(platform.machine(), -1))
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_syscall.restype = ctypes.c_long
+
+
+def wait(address: int, seen: int, timeout: float) -> None:
+    """Sleep while the 32-bit number at this address is `seen`, at most `timeout` seconds; may also return early."""
+    limit = _Timespec(int(timeout), int(timeout % 1 * 1e9))
+    _syscall(_NUMBER, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0)
+
+
+def wake(address: int) -> None:
+    """Wake everybody who sleeps on this address."""
+    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _EVERYBODY, None, None, 0)
+
+
+# Whoever spins takes the core from whoever it waits for, unless there are enough cores. On x86 stores become visible in
+# the order they were made, so a number that was seen to change vouches for what was written before it.
+SPINNING_IS_SAFE = platform.machine() == "x86_64"
+
+
+def page_size() -> int:
+    """The unit in which memory is mapped."""
+    return os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,77 @@
+"""Mailboxes in a segment: each rank writes what it has for each peer into its own segment, and peers look there.
+
+A channel leads from one rank to another. It is a row of slots in the sender's segment, used in turn:
+
+    posted │ slot 0: state offset bytes … │ slot 1 │ …
+
+The sender fills a slot, marks it POSTED and counts up `posted`; the receiver, who waits on `posted`, reads the tensor
+where it lies in the sender's memory and marks the slot TAKEN; the sender may wait on that mark before it uses the
+tensor again. Each number has one writer at a time, and is a futex: whoever waits for it sleeps in the kernel.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from microparallel.transport.shared_memory import futex
+from microparallel.transport.shared_memory.segment import Segment
+
+SLOTS = 127
+LANES = 2  # collectives, and messages between two ranks
+CHANNEL_BYTES = 64 * (SLOTS + 1)
+FREE, POSTED, TAKEN = 0, 1, 2
+_WORDS, _LONGS = CHANNEL_BYTES // 4, CHANNEL_BYTES // 8
+
+
+class Channel:
+    """One direction between two ranks, as its sender or its receiver sees it: numbers in the sender's segment."""
+
+    def __init__(self, segment: Segment, start: int) -> None:
+        self._words = segment.words
+        self._longs = segment.longs
+        self._first_word = start // 4
+        self._first_long = start // 8
+        self._address = segment.address + start
+        self.count = 0  # how many messages this process has posted, or taken
+        self.lock = threading.Lock()  # among the threads of this process
+
+    # A slot's 64 bytes: state and tag (32 bits each), then offset, size and signature (64 bits each).
+
+    def post(self, tag: int, offset: int, size: int, signature: int) -> int:
+        """Offer a message; returns its slot, whose state must not be POSTED."""
+        slot = self.count % SLOTS
+        word, long = self._first_word + 16 * (slot + 1), self._first_long + 8 * (slot + 1)
+        self._longs[long + 1], self._longs[long + 2], self._longs[long + 3] = offset, size, signature
+        self._words[word + 1] = tag
+        self._words[word] = POSTED
+        self.count += 1
+        self._words[self._first_word] = self.count & 0xFFFFFFFF
+        futex.wake(self._address)
+        return slot
+
+    def posted(self) -> int:
+        """How many messages have been posted, modulo 2³²."""
+        return self._words[self._first_word]
+
+    def posted_address(self) -> int:
+        """Where to sleep until more are posted."""
+        return self._address
+
+    def state(self, slot: int) -> int:
+        """FREE, POSTED or TAKEN."""
+        return self._words[self._first_word + 16 * (slot + 1)]
+
+    def state_address(self, slot: int) -> int:
+        """Where to sleep until a slot's state changes."""
+        return self._address + 64 * (slot + 1)
+
+    def read(self, slot: int) -> tuple[int, int, int, int]:
+        """What was posted: tag, offset, size, signature."""
+        long = self._first_long + 8 * (slot + 1)
+        tag = self._words[self._first_word + 16 * (slot + 1) + 1]
+        return tag, self._longs[long + 1], self._longs[long + 2], self._longs[long + 3]
+
+    def take(self, slot: int) -> None:
+        """Tell the sender that its message has been read."""
+        self._words[self._first_word + 16 * (slot + 1)] = TAKEN
+        futex.wake(self._address + 64 * (slot + 1))

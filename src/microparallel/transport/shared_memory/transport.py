@@ -1,0 +1,341 @@
+"""Move tensors between ranks of one machine by reading each other's memory.
+
+A send tells the receiver where the tensor lies; the receiver copies it, or adds it to its own, straight from there. A
+tensor that does not live in its rank's segment is copied into it first. Nothing else moves.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import threading
+import time
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+
+from microparallel.errors import CommsError
+from microparallel.topology import available_cores
+from microparallel.transport.shared_memory import futex
+from microparallel.transport.shared_memory.arena import Arena
+from microparallel.transport.shared_memory.mailbox import CHANNEL_BYTES, LANES, POSTED, SLOTS, Channel
+from microparallel.transport.shared_memory.meeting import Store, exchange_descriptors
+from microparallel.transport.shared_memory.segment import Segment, create
+from microparallel.transport.shared_memory.status import STATUS_BYTES, Status
+
+_SPINS = 300  # looks before going to sleep, some microseconds; only where every rank has a core
+_NAP = 0.05  # seconds of sleep before looking whether the peer is still there
+_ARENA_BYTES = 2**38  # of addresses, not of memory
+
+
+class SharedMemoryTransport:
+    """One rank's mailboxes in its own segment, and its view of those of all others."""
+
+    carries = frozenset({"cpu"})
+
+    def __init__(self, store: Store, rank: int, world_ranks: Sequence[int], timeout: float) -> None:
+        self.rank = rank
+        self.world_ranks = tuple(world_ranks)
+        self.world_size = ranks = len(world_ranks)
+        self.timeout = timeout
+        control = -(-(STATUS_BYTES + ranks * LANES * CHANNEL_BYTES) // 4096) * 4096
+        size = control + _ARENA_BYTES
+        descriptor, self._segment = create(size)
+        try:
+            peers = exchange_descriptors(store, rank, ranks, descriptor, timeout)
+        finally:
+            os.close(descriptor)
+        self._arena = Arena(self._segment.map, control, size)
+        self._segments = {rank: self._segment}
+        self._sockets: dict[int, socket.socket] = {}
+        for peer, (connection, theirs) in peers.items():
+            self._segments[peer] = Segment(theirs, size)
+            self._sockets[peer] = connection
+            os.close(theirs)
+        self._statuses = {peer: Status(segment) for peer, segment in self._segments.items()}
+        self._out = [[_channel(self._segment, peer, lane) for peer in range(ranks)] for lane in range(LANES)]
+        self._in = [[_channel(self._segments[peer], rank, lane) for peer in range(ranks)] for lane in range(LANES)]
+        self.lost: list[int] = []  # ranks that were found to be gone
+        self._store = store
+        self._groups: Counter[tuple[int, ...]] = Counter()
+        self._staged: deque[Sent] = deque()
+        self._reclaiming = threading.Lock()
+        self._unread: dict[tuple[int, int], deque[Received]] = defaultdict(deque)
+        self._spins = _SPINS if futex.SPINNING_IS_SAFE and ranks <= available_cores() else 0
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in this rank's segment; its memory is free again when the tensor is gone."""
+        size = math.prod(shape) * dtype.itemsize
+        start = self._arena.take(size)
+        # torch holds on to the buffer as long as the tensor, or a view of it, lives.
+        buffer = memoryview(self._segment.map)[start : start + max(1, size)]
+        weakref.finalize(buffer, self._arena.give_back, start, size)
+        return torch.frombuffer(buffer, dtype=torch.uint8)[:size].view(dtype).view(tuple(shape))
+
+    def subgroup(self, ranks: Sequence[int]) -> SharedMemoryTransport | None:
+        """A transport of some of these ranks, which they all ask for."""
+        if self.rank not in ranks:
+            return None
+        members = tuple(ranks)
+        self._groups[members] += 1
+        store = _Prefixed(self._store, f"{'-'.join(map(str, members))}/{self._groups[members]}/")
+        world_ranks = [self.world_ranks[rank] for rank in members]
+        return SharedMemoryTransport(store, members.index(self.rank), world_ranks, self.timeout)
+
+    # ── collectives: messages in order ──────────────────────────────────────────────────────────────────────────
+
+    def offer(self, tensor: torch.Tensor, to: int, signature: int = 0) -> Sent:
+        """Offer a contiguous tensor for a collective; it must stay as it is until the work has been waited for."""
+        return self._post(0, tensor, to, 0, signature)
+
+    def borrow(self, source: int, timeout: float | None = None) -> Borrowed:
+        """Look at the next tensor that a rank offers, where it lies; give it back soon."""
+        channel = self._in[0][source]
+        number = channel.count
+        self._wait_for_post(channel, number, source, timeout)
+        slot = number % SLOTS
+        _, offset, size, signature = channel.read(slot)
+        channel.count = number + 1
+        return Borrowed(self._segments[source].bytes[offset : offset + size], signature, channel, slot)
+
+    # ── messages between two ranks, by tag ──────────────────────────────────────────────────────────────────────
+
+    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Sent:
+        """Start sending a contiguous tensor."""
+        return self._post(1, tensor, to, tag, 0)
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Received:
+        """Start receiving into a contiguous tensor."""
+        queue = self._unread[source, tag]
+        queue.append(Received(self, tensor, source, tag, queue))
+        return queue[-1]
+
+    def take_message(self, into: torch.Tensor, source: int, tag: int, deadline: float) -> None:
+        """Wait for the next message with this tag, and copy it."""
+        channel = self._in[1][source]
+        number = channel.count
+        while True:
+            seen = channel.posted()
+            while number % 2**32 != seen:
+                slot = number % SLOTS
+                if channel.state(slot) == POSTED and channel.read(slot)[0] == tag:
+                    self._copy_message(channel, slot, into, source)
+                    return
+                number += 1
+            self._sleep_until_changed(channel.posted_address(), channel.posted, seen, source, deadline)
+
+    def _copy_message(self, channel: Channel, slot: int, into: torch.Tensor, source: int) -> None:
+        _, offset, size, _ = channel.read(slot)
+        room = into.numel() * into.element_size()
+        if size == room:
+            _as_bytes(into).copy_(self._segments[source].bytes[offset : offset + size])
+        channel.take(slot)
+        while channel.count % 2**32 != channel.posted() and channel.state(channel.count % SLOTS) != POSTED:
+            channel.count += 1  # skip what has been taken out of turn
+        if size != room:
+            raise CommsError(f"rank {source} sent {size} bytes, and {room} were expected; both ends must mean the same")
+
+    # ── sending and waiting ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _post(self, lane: int, tensor: torch.Tensor, to: int, tag: int, signature: int) -> Sent:
+        channel = self._out[lane][to]
+        size = tensor.numel() * tensor.element_size()
+        offset, staged = self._segment.offset_of(tensor), False
+        if offset is None and size:
+            self._reclaim()
+            offset, staged = self._arena.take(size), True
+            _view(self._segment.bytes, offset, tensor).copy_(tensor.view(-1))
+        with channel.lock:
+            return self._post_here(channel, tensor, to, tag, signature, offset or 0, size, staged)
+
+    def _post_here(
+        self,
+        channel: Channel,
+        tensor: torch.Tensor,
+        to: int,
+        tag: int,
+        signature: int,
+        offset: int,
+        size: int,
+        staged: bool,
+    ) -> Sent:
+        slot = channel.count % SLOTS
+        sent = Sent(self, channel, slot, to, channel.count, tensor, (offset, size) if staged else None)
+        if channel.state(slot) == POSTED:  # all slots are in use
+            self._sleep_until_changed(
+                channel.state_address(slot), lambda: channel.state(slot), POSTED, to, time.monotonic() + self.timeout
+            )
+        channel.post(tag, offset, size, signature)
+        if staged:
+            self._staged.append(sent)
+        return sent
+
+    def _reclaim(self) -> None:
+        """Take back the copies of tensors that have been read."""
+        with self._reclaiming:
+            while self._staged and self._staged[0].taken():
+                self._staged.popleft().give_back(self._arena)
+
+    def _wait_for_post(self, channel: Channel, number: int, source: int, timeout: float | None) -> None:
+        wanted = number % 2**32
+        for _ in range(self._spins):
+            if channel.posted() != wanted:
+                return
+        if channel.posted() == wanted:
+            deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+            self._sleep_until_changed(channel.posted_address(), channel.posted, wanted, source, deadline)
+
+    def _sleep_until_changed(
+        self, address: int, look: Callable[[], int], seen: int, peer: int, deadline: float
+    ) -> None:
+        """Sleep until a number is no longer what was seen; now and then look whether the peer is still there."""
+        for _ in range(self._spins):
+            if look() != seen:
+                return
+        while look() == seen:
+            futex.wait(address, seen, _NAP)
+            if look() == seen:
+                self._require_alive(peer)
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"timed out waiting for rank {peer}")
+
+    def wait_until_taken(self, channel: Channel, slot: int, to: int, timeout: float | None) -> None:
+        """Sleep until a message has been read."""
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        self._sleep_until_changed(channel.state_address(slot), lambda: channel.state(slot), POSTED, to, deadline)
+
+    def _require_alive(self, peer: int) -> None:
+        """Raise if a peer can never answer any more; who is to blame stands in the words of those who failed."""
+        for other in (peer, *self._sockets):
+            account = self._statuses[other].account()
+            if account is not None:
+                lost = [self.world_ranks.index(rank) for rank in account.get("lost", []) if rank in self.world_ranks]
+                self._give_up([rank for rank in lost if rank != self.rank] or [other])
+        if self._hung_up(peer) or self._statuses[peer].closed:
+            self._give_up([peer])
+
+    def _give_up(self, lost: list[int]) -> NoReturn:
+        self.lost = lost
+        self._statuses[self.rank].fail({"lost": [self.world_ranks[rank] for rank in lost]})
+        raise RuntimeError(f"rank {', '.join(map(str, lost))} went away")
+
+    def _hung_up(self, peer: int) -> bool:
+        try:
+            return self._sockets[peer].recv(1, socket.MSG_PEEK) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self) -> None:
+        """Leave the group. What the others still read stays where it is until they let go of it."""
+        self._statuses[self.rank].close()
+        for connection in self._sockets.values():
+            connection.close()
+        self._sockets.clear()
+
+
+class Sent:
+    """A tensor that was offered to a rank."""
+
+    def __init__(
+        self,
+        transport: SharedMemoryTransport,
+        channel: Channel,
+        slot: int,
+        to: int,
+        number: int,
+        tensor: torch.Tensor,
+        staged: tuple[int, int] | None,
+    ) -> None:
+        self._transport = transport
+        self._channel = channel
+        self._slot = slot
+        self._to = to
+        self._number = number
+        self.copied = staged is not None or not tensor.numel()
+        self._tensor = None if self.copied else tensor
+        self._staged = staged
+
+    def taken(self) -> bool:
+        """Whether it has been read: its slot says so, or serves a later message."""
+        return self._channel.count - self._number > SLOTS or self._channel.state(self._slot) != POSTED
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the tensor may be changed: when it was copied, at once, else when it has been read."""
+        if not self.copied and not self.taken():
+            self._transport.wait_until_taken(self._channel, self._slot, self._to, timeout)
+        self._tensor = None
+
+    def give_back(self, arena: Arena) -> None:
+        """Free the copy."""
+        if self._staged is not None:
+            arena.give_back(*self._staged)
+
+
+class Borrowed:
+    """A peer's tensor, where it lies in the peer's memory."""
+
+    __slots__ = ("_channel", "_slot", "bytes", "signature")
+
+    def __init__(self, content: torch.Tensor, signature: int, channel: Channel, slot: int) -> None:
+        self.bytes = content
+        self.signature = signature
+        self._channel = channel
+        self._slot = slot
+
+    def give_back(self) -> None:
+        """Tell the peer that it may change its tensor."""
+        self._channel.take(self._slot)
+
+
+class Received:
+    """A message to come. Messages of one sender arrive in order, so waiting for a later one takes the earlier first."""
+
+    def __init__(
+        self, transport: SharedMemoryTransport, into: torch.Tensor, source: int, tag: int, queue: deque[Received]
+    ) -> None:
+        self._transport = transport
+        self._into = into
+        self._source = source
+        self._tag = tag
+        self._queue = queue
+        self._complete = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the message is in the tensor."""
+        deadline = time.monotonic() + (self._transport.timeout if timeout is None else timeout)
+        while not self._complete:
+            first = self._queue.popleft()
+            self._transport.take_message(first._into, first._source, first._tag, deadline)
+            first._complete = True
+
+
+class _Prefixed:
+    """A corner of a store for one group."""
+
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store = store
+        self._prefix = prefix
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(self._prefix + key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._prefix + key)
+
+
+def _channel(segment: Segment, peer: int, lane: int) -> Channel:
+    return Channel(segment, STATUS_BYTES + (peer * LANES + lane) * CHANNEL_BYTES)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _view(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    return memory[offset : offset + like.numel() * like.element_size()].view(like.dtype)
