@@ -21,7 +21,7 @@ with mp.connect(transport="gloo", timeout=30) as comms:
 
 LOSING_ONE = """
 import os, signal, torch, microparallel as mp
-comms = mp.connect(transport="gloo", timeout=30)
+comms = mp.connect(transport="TRANSPORT", timeout=30)
 comms.barrier()
 if comms.rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -75,10 +75,12 @@ def test_torchrun_variables():
     assert rows == ["0 2 0 3", "1 2 1 3"]
 
 
-def test_survivors_learn_which_rank_was_killed_in_which_call():
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_survivors_learn_which_rank_was_killed_in_which_call(transport):
     """No parent watches here: the ranks find out by themselves, and agree on who was first."""
     shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    first, killed, last = run_ranks([{"RANK": str(rank), **shared} for rank in range(3)], LOSING_ONE)
+    script = LOSING_ONE.replace("TRANSPORT", transport)
+    first, killed, last = run_ranks([{"RANK": str(rank), **shared} for rank in range(3)], script)
     assert first == "(1,)|rank 1 went away during all_reduce(float32[1000], op='sum') on rank 0"
     assert killed == ""
     assert last == "(1,)|rank 1 went away during all_reduce(float32[1000], op='sum') on rank 2"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from microparallel.comms.turns import Line, Turn
 from microparallel.errors import ProgramError
 from microparallel.program import Chunk, Value
 from microparallel.transport.base import Work
-from microparallel.transport.shared_memory.exchange import SharedMemoryExchange
+from microparallel.transport.shared_memory.exchange import SharedMemoryExchange, signature_of
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
 
 # Large tensors go in blocks: what one rank has just written, the others then find in the cache.
@@ -96,10 +95,12 @@ class SharedMemoryGroup:
         self._line.run_in_background()
 
     def _program(self, plan: Plan, blocks: Blocks, op: str = "sum") -> Turn:
-        exchanges = _Exchanges(self.transport, _signature(getattr(self._call, "text", plan.name)))
+        call = getattr(self._call, "text", plan.name)
+        exchanges = _Exchanges(self.transport, call)
         combine = COMBINE[op]
 
         def run(deadline: float | None) -> None:
+            self.transport.begin(call, signature_of(call))
             for pieces in blocks(plan.slices):
                 for work in perform(plan.rounds, pieces, exchanges, combine):
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -142,22 +143,17 @@ def _plan(name: str, ranks: int, rank: int, root: int | None = None) -> Plan:
     return Plan(name, slices_of(program), tuple(rounds(program.ranks[rank])))
 
 
-@functools.lru_cache(maxsize=4096)
-def _signature(call: str) -> int:
-    return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little")
-
-
 class _Exchanges:
-    """Where the interpreter gets its exchanges from: all of one collective, with its signature."""
+    """Where the interpreter gets its exchanges from: all of one collective, which they name."""
 
-    def __init__(self, transport: SharedMemoryTransport, signature: int) -> None:
+    def __init__(self, transport: SharedMemoryTransport, call: str) -> None:
         self.rank = transport.rank
         self.world_size = transport.world_size
         self._transport = transport
-        self._signature = signature
+        self._call = call
 
     def exchange(self, tag: int = 0) -> SharedMemoryExchange:  # noqa: ARG002
-        return SharedMemoryExchange(self._transport, self._signature)
+        return SharedMemoryExchange(self._transport, self._call)
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         return self._transport.isend(tensor, to, tag)

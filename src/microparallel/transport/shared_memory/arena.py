@@ -75,12 +75,21 @@ def _too_little(size: int, available: int) -> CommsError:
     )
 
 
+def total_memory() -> int:
+    """How many bytes of memory this machine has."""
+    return _machine("MemTotal")
+
+
 def available_memory() -> int:
     """How many bytes this machine, or this container, can still give."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    machine = _machine("MemAvailable")
     limit, used = _container("memory.max"), _container("memory.current")
     return machine if limit is None or used is None else min(machine, limit - used)
+
+
+def _machine(name: str) -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def _container(name: str) -> int | None:

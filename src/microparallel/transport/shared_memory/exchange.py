@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+
 import torch
 
-from microparallel.errors import Mismatch
 from microparallel.transport.base import COMPLETE, Work
 from microparallel.transport.shared_memory.transport import Borrowed, SharedMemoryTransport
 
 
-class SharedMemoryExchange:
-    """Messages of one collective; each carries its signature, so that ranks which mean different ones notice."""
+@functools.lru_cache(maxsize=4096)
+def signature_of(call: str) -> int:
+    """A number that stands for a call, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little")
 
-    def __init__(self, transport: SharedMemoryTransport, signature: int) -> None:
+
+class SharedMemoryExchange:
+    """Messages of one call; each carries the call's signature, so that ranks which mean different ones notice."""
+
+    def __init__(self, transport: SharedMemoryTransport, call: str) -> None:
         self._transport = transport
-        self._signature = signature
+        self._signature = signature_of(call)
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
         """Offer a tensor."""
@@ -37,19 +45,23 @@ class Lent:
     """A peer's tensor, in the peer's memory, from the moment that it was waited for."""
 
     def __init__(self, transport: SharedMemoryTransport, like: torch.Tensor, source: int, signature: int) -> None:
-        self.work = self
         self.tensor = like
         self._transport = transport
         self._source = source
         self._signature = signature
         self._borrowed: Borrowed | None = None
 
+    @property
+    def work(self) -> Lent:
+        """Itself is what to wait for."""
+        return self
+
     def wait(self, timeout: float | None = None) -> None:
         """Return when the peer has offered its tensor."""
         like = self.tensor
         borrowed = self._transport.borrow(self._source, timeout)
         if borrowed.signature != self._signature or borrowed.bytes.numel() != like.numel() * like.element_size():
-            raise Mismatch(f"ranks {self._transport.rank} and {self._source} do not mean the same call")
+            self._transport.disagree(borrowed.signature, self._source)
         self.tensor = borrowed.bytes.view(like.dtype)
         self._borrowed = borrowed
 

@@ -18,18 +18,19 @@ from typing import NoReturn
 
 import torch
 
-from microparallel.errors import CommsError
+from microparallel.errors import CommsError, Mismatch
 from microparallel.topology import available_cores
 from microparallel.transport.shared_memory import futex
-from microparallel.transport.shared_memory.arena import Arena
+from microparallel.transport.shared_memory.arena import Arena, total_memory
 from microparallel.transport.shared_memory.mailbox import CHANNEL_BYTES, LANES, POSTED, SLOTS, Channel
 from microparallel.transport.shared_memory.meeting import Store, exchange_descriptors
 from microparallel.transport.shared_memory.segment import Segment, create
 from microparallel.transport.shared_memory.status import STATUS_BYTES, Status
 
 _SPINS = 300  # looks before going to sleep, some microseconds; only where every rank has a core
+_EXPLANATION = 2.0  # seconds for a peer to say which call it made instead
+_LONGEST = 300  # characters of a call that are kept to be named
 _NAP = 0.05  # seconds of sleep before looking whether the peer is still there
-_ARENA_BYTES = 2**38  # of addresses, not of memory
 
 
 class SharedMemoryTransport:
@@ -43,7 +44,7 @@ class SharedMemoryTransport:
         self.world_size = ranks = len(world_ranks)
         self.timeout = timeout
         control = -(-(STATUS_BYTES + ranks * LANES * CHANNEL_BYTES) // 4096) * 4096
-        size = control + _ARENA_BYTES
+        size = control + total_memory()  # of addresses: memory is taken as it is touched
         descriptor, self._segment = create(size)
         try:
             peers = exchange_descriptors(store, rank, ranks, descriptor, timeout)
@@ -59,6 +60,8 @@ class SharedMemoryTransport:
         self._statuses = {peer: Status(segment) for peer, segment in self._segments.items()}
         self._out = [[_channel(self._segment, peer, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._in = [[_channel(self._segments[peer], rank, lane) for peer in range(ranks)] for lane in range(LANES)]
+        self.doing = ""  # the collective that this rank is in, in words
+        self._recent: deque[tuple[int, str]] = deque(maxlen=8)
         self.lost: list[int] = []  # ranks that were found to be gone
         self._store = store
         self._groups: Counter[tuple[int, ...]] = Counter()
@@ -212,11 +215,36 @@ class SharedMemoryTransport:
         """Raise if a peer can never answer any more; who is to blame stands in the words of those who failed."""
         for other in (peer, *self._sockets):
             account = self._statuses[other].account()
+            if account is not None and "call" in account:
+                self.disagree()
             if account is not None:
                 lost = [self.world_ranks.index(rank) for rank in account.get("lost", []) if rank in self.world_ranks]
                 self._give_up([rank for rank in lost if rank != self.rank] or [other])
         if self._hung_up(peer) or self._statuses[peer].closed:
             self._give_up([peer])
+
+    def begin(self, call: str, signature: int) -> None:
+        """Remember which collective this rank is in, and the last few before it."""
+        self.doing = call[:_LONGEST]
+        self._recent.append((signature, self.doing))
+
+    def disagree(self, signature: int | None = None, source: int | None = None) -> NoReturn:
+        """Raise `Mismatch`: not all ranks make the same call. Each leaves word of its own, and reads the others'."""
+        self._statuses[self.rank].fail({"call": self.doing, "recent": list(self._recent)})
+        deadline = time.monotonic() + _EXPLANATION
+        calls: dict[int, str] = {}
+        while len(calls) < self.world_size and time.monotonic() < deadline:
+            calls = {rank: call for rank in self._statuses if (call := self._call_of(rank)) is not None}
+            time.sleep(0.001)
+        rows = _rows(calls)
+        if source is not None and len(set(calls.values())) == 1:  # a message that an earlier call has left behind
+            earlier = dict((self._statuses[source].account() or {}).get("recent", ())).get(signature, "an earlier call")
+            rows = f"  rank {source} made {earlier}, and rank {self.rank} took no part in that"
+        raise Mismatch(f"the calls of these ranks do not belong together\n{rows}")
+
+    def _call_of(self, rank: int) -> str | None:
+        call = (self._statuses[rank].account() or {}).get("call")
+        return call if isinstance(call, str) else None
 
     def _give_up(self, lost: list[int]) -> NoReturn:
         self.lost = lost
@@ -237,6 +265,8 @@ class SharedMemoryTransport:
         for connection in self._sockets.values():
             connection.close()
         self._sockets.clear()
+        self._staged.clear()
+        self._unread.clear()
 
 
 class Sent:
@@ -313,6 +343,13 @@ class Received:
             first = self._queue.popleft()
             self._transport.take_message(first._into, first._source, first._tag, deadline)
             first._complete = True
+
+
+def _rows(calls: dict[int, str]) -> str:
+    ranks_of: dict[str, list[str]] = defaultdict(list)
+    for rank, call in sorted(calls.items()):
+        ranks_of[call].append(str(rank))
+    return "\n".join(f"  rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {call}" for call, ranks in ranks_of.items())
 
 
 class _Prefixed:

@@ -1,0 +1,214 @@
+"""Shared memory between ranks that are threads here: they need no processes to read each other's segments."""
+
+import gc
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import microparallel as mp
+from microparallel.transport.shared_memory import SharedMemoryTransport, arena
+from microparallel.transport.shared_memory.arena import Arena
+from microparallel.transport.shared_memory.mailbox import SLOTS
+from microparallel.transport.shared_memory.segment import create
+
+
+def everywhere(ranks, function):
+    """Run function(transport) as every rank; its results in rank order."""
+    store = dist.HashStore()
+
+    def rank_of_many(rank):
+        transport = SharedMemoryTransport(store, rank, range(ranks), timeout=20.0)
+        try:
+            return function(transport)
+        finally:
+            transport.close()
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(rank_of_many, range(ranks)))
+
+
+def test_messages_arrive_by_tag_in_order():
+    def talk(transport):
+        if transport.rank == 0:
+            for number, tag in enumerate([5, 6, 5, 6]):
+                transport.isend(torch.full((3,), float(number)), 1, tag).wait()
+            return None
+        found = []
+        for tag in (6, 5, 5, 6):
+            into = torch.empty(3)
+            transport.irecv(into, 0, tag).wait()
+            found.append(into[0].item())
+        return found
+
+    assert everywhere(2, talk)[1] == [1.0, 0.0, 2.0, 3.0]
+
+
+def test_waiting_for_a_later_receive_takes_the_earlier_first():
+    def talk(transport):
+        if transport.rank == 0:
+            for number in range(3):
+                transport.isend(torch.tensor([number]), 1).wait()
+            return None
+        into = [torch.empty(1, dtype=torch.int64) for _ in range(3)]
+        works = [transport.irecv(tensor, 0) for tensor in into]
+        works[2].wait()
+        assert [tensor.item() for tensor in into] == [0, 1, 2]
+        works[0].wait()
+        return True
+
+    assert everywhere(2, talk)[1]
+
+
+def test_more_messages_than_slots():
+    count = 3 * SLOTS + 5
+
+    def talk(transport):
+        if transport.rank == 0:
+            for number in range(count):
+                transport.isend(torch.tensor([number]), 1)
+            return None
+        into = torch.empty(1, dtype=torch.int64)
+        found = []
+        for _ in range(count):
+            transport.irecv(into, 0).wait()
+            found.append(into.item())
+        return found
+
+    assert everywhere(2, talk)[1] == list(range(count))
+
+
+def test_what_lies_in_the_segment_is_not_copied():
+    """The receiver sees a change that the sender makes after it has offered: it reads the very same memory."""
+    changed = threading.Event()
+
+    def talk(transport):
+        if transport.rank == 0:
+            tensor = transport.empty((4,), torch.float32)
+            tensor.fill_(1.0)
+            sent = transport.offer(tensor, 1)
+            assert not sent.copied
+            tensor.fill_(2.0)
+            changed.set()
+            sent.wait()
+            return None
+        changed.wait(10)
+        borrowed = transport.borrow(0)
+        seen = borrowed.bytes.view(torch.float32).clone()
+        borrowed.give_back()
+        return seen.tolist()
+
+    assert everywhere(2, talk)[1] == [2.0] * 4
+
+
+def test_what_lies_elsewhere_is_copied_at_once():
+    changed = threading.Event()
+
+    def talk(transport):
+        if transport.rank == 0:
+            tensor = torch.ones(4)
+            transport.offer(tensor, 1).wait()
+            tensor.fill_(2.0)
+            changed.set()
+            return None
+        changed.wait(10)
+        return transport.borrow(0).bytes.view(torch.float32).tolist()
+
+    assert everywhere(2, talk)[1] == [1.0] * 4
+
+
+def test_a_message_of_another_size_is_an_error_and_leaves_the_line_clear():
+    def talk(transport):
+        if transport.rank == 0:
+            transport.isend(torch.zeros(3), 1).wait()
+            transport.isend(torch.ones(2), 1).wait()
+            return None
+        with pytest.raises(mp.CommsError, match="rank 0 sent 12 bytes, and 8 were expected"):
+            transport.irecv(torch.empty(2), 0).wait()
+        into = torch.empty(2)
+        transport.irecv(into, 0).wait()
+        return into.tolist()
+
+    assert everywhere(2, talk)[1] == [1.0, 1.0]
+
+
+def test_copies_are_given_back():
+    def talk(transport):
+        for _ in range(20):
+            if transport.rank == 0:
+                transport.isend(torch.zeros(1000), 1).wait()
+                transport.irecv(torch.empty(1), 1).wait()
+            else:
+                transport.irecv(torch.empty(1000), 0).wait()
+                transport.isend(torch.zeros(1), 0).wait()
+        transport._reclaim()
+        return len(transport._staged)
+
+    assert max(everywhere(2, talk)) <= 1
+
+
+def test_tensors_give_their_memory_back():
+    def fill(transport):
+        before = list(transport._arena._free)
+        tensor = transport.empty((10, 100), torch.float64)
+        view = tensor[3]
+        view.fill_(1.0)
+        del tensor
+        gc.collect()
+        assert list(transport._arena._free) != before  # the view still lives
+        del view
+        gc.collect()
+        return list(transport._arena._free) == before
+
+    assert everywhere(1, fill) == [True]
+
+
+def test_empty_shapes():
+    assert everywhere(1, lambda transport: transport.empty((0, 3), torch.int8).shape)[0] == (0, 3)
+    assert everywhere(1, lambda transport: transport.empty((), torch.int8).shape)[0] == ()
+
+
+def test_the_arena_joins_free_neighbours():
+    descriptor, segment = create(2**20)
+    os.close(descriptor)
+    pieces = Arena(segment.map, 0, 2**20)
+    places = [pieces.take(1000) for _ in range(5)]
+    assert places == sorted(set(places)) and all(place % 64 == 0 for place in places)
+    for index in (1, 3, 0, 4, 2):
+        pieces.give_back(places[index], 1000)
+    assert pieces._free == [(0, 2**20)]
+
+
+def test_too_little_memory_is_said_before_it_is_touched(monkeypatch):
+    monkeypatch.setattr(arena, "available_memory", lambda: 100 * 2**20)
+
+    def ask(transport):
+        with pytest.raises(
+            mp.CommsError, match=r"shared memory for 1,073,741,824 bytes is needed, and 37,748,736 bytes"
+        ):
+            transport.empty((2**30,), torch.uint8)
+        return transport.empty((10,), torch.uint8).numel()
+
+    assert everywhere(1, ask) == [10]
+
+
+def descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def mappings():
+    return sum("memfd:microparallel" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_nothing_is_left_open():
+    everywhere(3, lambda transport: transport.rank)
+    gc.collect()
+    before = descriptors(), mappings()
+    for _ in range(10):
+        everywhere(3, lambda transport: transport.rank)
+    gc.collect()
+    assert (descriptors(), mappings()) == before
