@@ -3,7 +3,7 @@
 import pytest
 
 import microparallel as mp
-from microparallel.performance.memory_budget import MemoryBudget, available_memory, tensors_needed
+from microparallel.performance.memory_budget import MemoryBudget, tensors_needed
 from microparallel.performance.time_budget import FEWEST_REPEATS, MOST_REPEATS, TimeBudget
 
 
@@ -63,15 +63,3 @@ def test_an_algorithm_that_does_not_fit_is_named_with_the_reason():
     with pytest.raises(mp.UsageError, match=r"--sizes"):
         budget.require(1_000_000_000)
     assert MemoryBudget(None, ranks=4, tensors_held=3).too_large(programs, 10**12) == {}
-
-
-def test_free_memory_is_the_machine_s_or_the_container_s(tmp_path):
-    meminfo = tmp_path / "meminfo"
-    assert available_memory(meminfo, tmp_path) is None
-    meminfo.write_text("MemTotal:       8000 kB\nMemAvailable:   4000 kB\nHugePages_Total:   0\n")
-    assert available_memory(meminfo, tmp_path) == 4000 * 1024
-    (tmp_path / "memory.current").write_text("1000000\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert available_memory(meminfo, tmp_path) == 4000 * 1024
-    (tmp_path / "memory.max").write_text("3000000\n")
-    assert available_memory(meminfo, tmp_path) == 2_000_000

@@ -100,7 +100,7 @@ class SharedMemoryGroup:
         combine = COMBINE[op]
 
         def run(deadline: float | None) -> None:
-            self.transport.begin(call, signature_of(call))
+            self.transport.peers.begin(call, signature_of(call))
             for pieces in blocks(plan.slices):
                 for work in perform(plan.rounds, pieces, exchanges, combine):
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -120,7 +120,7 @@ class SharedMemoryGroup:
 
     def lost_peers(self) -> list[int]:
         """The ranks that were found to be gone."""
-        return self.transport.lost
+        return self.transport.peers.lost
 
     def close(self) -> None:
         """Leave the group."""

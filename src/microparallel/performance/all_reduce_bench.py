@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from microparallel.collectives import all_reduce_program
 from microparallel.comms import Comms
-from microparallel.performance.memory_budget import MemoryBudget, available_memory
+from microparallel.performance.memory_budget import MemoryBudget
 from microparallel.performance.rounds import ADD, TORCH, Case, Rounds, largest
 from microparallel.performance.time_budget import TimeBudget
-from microparallel.topology import available_cores, find_placement
+from microparallel.topology import available_cores, available_memory, find_placement
 
 _TENSORS_OF_A_CASE = 3  # what a rank contributes, what it expects, and what is reduced
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from microparallel.errors import UsageError
 from microparallel.program import Add, Op, Part, Program, Recv, Send
@@ -48,30 +47,9 @@ def tensors_needed(program: Program) -> int:
     return 1 + max(len({part for op in ops for part in _parts(op)}) for ops in program.ranks)
 
 
-def available_memory(system: Path = Path("/proc/meminfo"), container: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The bytes that programs may still take without swapping, also inside a container; None where nobody says."""
-    found = [amount for amount in (_system_memory(system), _container_memory(container)) if amount is not None]
-    return max(0, min(found)) if found else None
-
-
 def _parts(op: Op) -> list[Part]:
     return [op.value] if isinstance(op, Add | Recv | Send) and isinstance(op.value, Part) else []
 
 
 def _gigabytes(amount: float) -> str:
     return f"{amount / 1e9:.1f} GB"
-
-
-def _system_memory(file: Path) -> int | None:
-    try:
-        rows = dict(line.split(":", 1) for line in file.read_text().splitlines())
-        return int(rows["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _container_memory(folder: Path) -> int | None:
-    try:
-        return int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
-    except (OSError, ValueError):  # "max" stands for no limit
-        return None

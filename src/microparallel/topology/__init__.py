@@ -2,6 +2,7 @@
 
 from microparallel.topology.cores import DO_NOT_SPIN, MOST_RANKS_PER_CORE, available_cores, threads_per_rank
 from microparallel.topology.links import Link
+from microparallel.topology.memory import available_memory, total_memory
 from microparallel.topology.placement import ALONE, Placement, find_placement
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "Link",
     "Placement",
     "available_cores",
+    "available_memory",
     "find_placement",
     "threads_per_rank",
+    "total_memory",
 ]

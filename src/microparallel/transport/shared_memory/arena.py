@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 import mmap
 import threading
-from pathlib import Path
 
 from microparallel.errors import CommsError
+from microparallel.topology import available_memory
 
 _LINE = 64  # pieces begin on cache lines of their own
 _GIVE_BACK = 32 * 2**20  # larger pieces are returned to the system when they are free, smaller ones kept warm
@@ -59,9 +59,9 @@ class Arena:
     def _require_memory(self, fresh: int, size: int) -> None:
         """Pages that are touched for the first time must exist: without them the kernel would end the process."""
         if fresh > 2**20:
-            available = available_memory() - _MARGIN
-            if fresh > available:
-                raise _too_little(size, max(0, available))
+            available = available_memory()
+            if available is not None and fresh > available - _MARGIN:
+                raise _too_little(size, max(0, available - _MARGIN))
 
 
 def _rounded(size: int) -> int:
@@ -73,28 +73,3 @@ def _too_little(size: int, available: int) -> CommsError:
         f"shared memory for {size:,} bytes is needed, and {available:,} bytes are available; "
         "send less at once, or choose transport='gloo', which needs none"
     )
-
-
-def total_memory() -> int:
-    """How many bytes of memory this machine has."""
-    return _machine("MemTotal")
-
-
-def available_memory() -> int:
-    """How many bytes this machine, or this container, can still give."""
-    machine = _machine("MemAvailable")
-    limit, used = _container("memory.max"), _container("memory.current")
-    return machine if limit is None or used is None else min(machine, limit - used)
-
-
-def _machine(name: str) -> int:
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
-
-
-def _container(name: str) -> int | None:
-    try:
-        text = Path("/sys/fs/cgroup", name).read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None

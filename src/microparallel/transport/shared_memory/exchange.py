@@ -8,7 +8,8 @@ import hashlib
 import torch
 
 from microparallel.transport.base import COMPLETE, Work
-from microparallel.transport.shared_memory.transport import Borrowed, SharedMemoryTransport
+from microparallel.transport.shared_memory.transport import SharedMemoryTransport
+from microparallel.transport.shared_memory.works import Borrowed
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,7 +62,7 @@ class Lent:
         like = self.tensor
         borrowed = self._transport.borrow(self._source, timeout)
         if borrowed.signature != self._signature or borrowed.bytes.numel() != like.numel() * like.element_size():
-            self._transport.disagree(borrowed.signature, self._source)
+            self._transport.peers.disagree(borrowed.signature, self._source)
         self.tensor = borrowed.bytes.view(like.dtype)
         self._borrowed = borrowed
 

@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import threading
 import time
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
 import torch
 
-from microparallel.errors import CommsError, Mismatch
-from microparallel.topology import available_cores
+from microparallel.errors import CommsError
+from microparallel.topology import available_cores, total_memory
 from microparallel.transport.shared_memory import futex
-from microparallel.transport.shared_memory.arena import Arena, total_memory
+from microparallel.transport.shared_memory.arena import Arena
 from microparallel.transport.shared_memory.mailbox import CHANNEL_BYTES, LANES, POSTED, SLOTS, Channel
 from microparallel.transport.shared_memory.meeting import Store, exchange_descriptors
+from microparallel.transport.shared_memory.peers import Peers
 from microparallel.transport.shared_memory.segment import Segment, create
-from microparallel.transport.shared_memory.status import STATUS_BYTES, Status
+from microparallel.transport.shared_memory.status import STATUS_BYTES
+from microparallel.transport.shared_memory.works import Borrowed, Inbox, Received, Sent
 
 _SPINS = 300  # looks before going to sleep, some microseconds; only where every rank has a core
-_EXPLANATION = 2.0  # seconds for a peer to say which call it made instead
-_LONGEST = 300  # characters of a call that are kept to be named
+_MOST = 2**38  # bytes of addresses where the machine does not say how much memory it has
 _NAP = 0.05  # seconds of sleep before looking whether the peer is still there
 
 
@@ -44,30 +43,26 @@ class SharedMemoryTransport:
         self.world_size = ranks = len(world_ranks)
         self.timeout = timeout
         control = -(-(STATUS_BYTES + ranks * LANES * CHANNEL_BYTES) // 4096) * 4096
-        size = control + total_memory()  # of addresses: memory is taken as it is touched
+        size = control + (total_memory() or _MOST)  # of addresses: memory is taken as it is touched
         descriptor, self._segment = create(size)
         try:
-            peers = exchange_descriptors(store, rank, ranks, descriptor, timeout)
+            met = exchange_descriptors(store, rank, ranks, descriptor, timeout)
         finally:
             os.close(descriptor)
         self._arena = Arena(self._segment.map, control, size)
         self._segments = {rank: self._segment}
-        self._sockets: dict[int, socket.socket] = {}
-        for peer, (connection, theirs) in peers.items():
+        for peer, (_, theirs) in met.items():
             self._segments[peer] = Segment(theirs, size)
-            self._sockets[peer] = connection
             os.close(theirs)
-        self._statuses = {peer: Status(segment) for peer, segment in self._segments.items()}
+        connections = {peer: connection for peer, (connection, _) in met.items()}
+        self.peers = Peers(rank, self.world_ranks, self._segments, connections)
         self._out = [[_channel(self._segment, peer, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._in = [[_channel(self._segments[peer], rank, lane) for peer in range(ranks)] for lane in range(LANES)]
-        self.doing = ""  # the collective that this rank is in, in words
-        self._recent: deque[tuple[int, str]] = deque(maxlen=8)
-        self.lost: list[int] = []  # ranks that were found to be gone
         self._store = store
         self._groups: Counter[tuple[int, ...]] = Counter()
         self._staged: deque[Sent] = deque()
         self._reclaiming = threading.Lock()
-        self._unread: dict[tuple[int, int], deque[Received]] = defaultdict(deque)
+        self._inboxes: dict[tuple[int, int], Inbox] = defaultdict(Inbox)
         self._spins = _SPINS if futex.SPINNING_IS_SAFE and ranks <= available_cores() else 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -113,22 +108,21 @@ class SharedMemoryTransport:
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Received:
         """Start receiving into a contiguous tensor."""
-        queue = self._unread[source, tag]
-        queue.append(Received(self, tensor, source, tag, queue))
-        return queue[-1]
+        inbox = self._inboxes[source, tag]
+        received = Received(self, tensor, source, tag, inbox)
+        inbox.waiting.append(received)
+        return received
 
     def take_message(self, into: torch.Tensor, source: int, tag: int, deadline: float) -> None:
         """Wait for the next message with this tag, and copy it."""
         channel = self._in[1][source]
-        number = channel.count
         while True:
-            seen = channel.posted()
-            while number % 2**32 != seen:
-                slot = number % SLOTS
-                if channel.state(slot) == POSTED and channel.read(slot)[0] == tag:
+            with channel.lock:
+                seen = channel.posted()
+                slot = _find(channel, tag, seen)
+                if slot is not None:
                     self._copy_message(channel, slot, into, source)
                     return
-                number += 1
             self._sleep_until_changed(channel.posted_address(), channel.posted, seen, source, deadline)
 
     def _copy_message(self, channel: Channel, slot: int, into: torch.Tensor, source: int) -> None:
@@ -202,7 +196,7 @@ class SharedMemoryTransport:
         while look() == seen:
             futex.wait(address, seen, _NAP)
             if look() == seen:
-                self._require_alive(peer)
+                self.peers.require_alive(peer)
                 if time.monotonic() > deadline:
                     raise RuntimeError(f"timed out waiting for rank {peer}")
 
@@ -211,145 +205,11 @@ class SharedMemoryTransport:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         self._sleep_until_changed(channel.state_address(slot), lambda: channel.state(slot), POSTED, to, deadline)
 
-    def _require_alive(self, peer: int) -> None:
-        """Raise if a peer can never answer any more; who is to blame stands in the words of those who failed."""
-        for other in (peer, *self._sockets):
-            account = self._statuses[other].account()
-            if account is not None and "call" in account:
-                self.disagree()
-            if account is not None:
-                lost = [self.world_ranks.index(rank) for rank in account.get("lost", []) if rank in self.world_ranks]
-                self._give_up([rank for rank in lost if rank != self.rank] or [other])
-        if self._hung_up(peer) or self._statuses[peer].closed:
-            self._give_up([peer])
-
-    def begin(self, call: str, signature: int) -> None:
-        """Remember which collective this rank is in, and the last few before it."""
-        self.doing = call[:_LONGEST]
-        self._recent.append((signature, self.doing))
-
-    def disagree(self, signature: int | None = None, source: int | None = None) -> NoReturn:
-        """Raise `Mismatch`: not all ranks make the same call. Each leaves word of its own, and reads the others'."""
-        self._statuses[self.rank].fail({"call": self.doing, "recent": list(self._recent)})
-        deadline = time.monotonic() + _EXPLANATION
-        calls: dict[int, str] = {}
-        while len(calls) < self.world_size and time.monotonic() < deadline:
-            calls = {rank: call for rank in self._statuses if (call := self._call_of(rank)) is not None}
-            time.sleep(0.001)
-        rows = _rows(calls)
-        if source is not None and len(set(calls.values())) == 1:  # a message that an earlier call has left behind
-            earlier = dict((self._statuses[source].account() or {}).get("recent", ())).get(signature, "an earlier call")
-            rows = f"  rank {source} made {earlier}, and rank {self.rank} took no part in that"
-        raise Mismatch(f"the calls of these ranks do not belong together\n{rows}")
-
-    def _call_of(self, rank: int) -> str | None:
-        call = (self._statuses[rank].account() or {}).get("call")
-        return call if isinstance(call, str) else None
-
-    def _give_up(self, lost: list[int]) -> NoReturn:
-        self.lost = lost
-        self._statuses[self.rank].fail({"lost": [self.world_ranks[rank] for rank in lost]})
-        raise RuntimeError(f"rank {', '.join(map(str, lost))} went away")
-
-    def _hung_up(self, peer: int) -> bool:
-        try:
-            return self._sockets[peer].recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except OSError:
-            return True
-
     def close(self) -> None:
         """Leave the group. What the others still read stays where it is until they let go of it."""
-        self._statuses[self.rank].close()
-        for connection in self._sockets.values():
-            connection.close()
-        self._sockets.clear()
+        self.peers.close()
         self._staged.clear()
-        self._unread.clear()
-
-
-class Sent:
-    """A tensor that was offered to a rank."""
-
-    def __init__(
-        self,
-        transport: SharedMemoryTransport,
-        channel: Channel,
-        slot: int,
-        to: int,
-        number: int,
-        tensor: torch.Tensor,
-        staged: tuple[int, int] | None,
-    ) -> None:
-        self._transport = transport
-        self._channel = channel
-        self._slot = slot
-        self._to = to
-        self._number = number
-        self.copied = staged is not None or not tensor.numel()
-        self._tensor = None if self.copied else tensor
-        self._staged = staged
-
-    def taken(self) -> bool:
-        """Whether it has been read: its slot says so, or serves a later message."""
-        return self._channel.count - self._number > SLOTS or self._channel.state(self._slot) != POSTED
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Return when the tensor may be changed: when it was copied, at once, else when it has been read."""
-        if not self.copied and not self.taken():
-            self._transport.wait_until_taken(self._channel, self._slot, self._to, timeout)
-        self._tensor = None
-
-    def give_back(self, arena: Arena) -> None:
-        """Free the copy."""
-        if self._staged is not None:
-            arena.give_back(*self._staged)
-
-
-class Borrowed:
-    """A peer's tensor, where it lies in the peer's memory."""
-
-    __slots__ = ("_channel", "_slot", "bytes", "signature")
-
-    def __init__(self, content: torch.Tensor, signature: int, channel: Channel, slot: int) -> None:
-        self.bytes = content
-        self.signature = signature
-        self._channel = channel
-        self._slot = slot
-
-    def give_back(self) -> None:
-        """Tell the peer that it may change its tensor."""
-        self._channel.take(self._slot)
-
-
-class Received:
-    """A message to come. Messages of one sender arrive in order, so waiting for a later one takes the earlier first."""
-
-    def __init__(
-        self, transport: SharedMemoryTransport, into: torch.Tensor, source: int, tag: int, queue: deque[Received]
-    ) -> None:
-        self._transport = transport
-        self._into = into
-        self._source = source
-        self._tag = tag
-        self._queue = queue
-        self._complete = False
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Return when the message is in the tensor."""
-        deadline = time.monotonic() + (self._transport.timeout if timeout is None else timeout)
-        while not self._complete:
-            first = self._queue.popleft()
-            self._transport.take_message(first._into, first._source, first._tag, deadline)
-            first._complete = True
-
-
-def _rows(calls: dict[int, str]) -> str:
-    ranks_of: dict[str, list[str]] = defaultdict(list)
-    for rank, call in sorted(calls.items()):
-        ranks_of[call].append(str(rank))
-    return "\n".join(f"  rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {call}" for call, ranks in ranks_of.items())
+        self._inboxes.clear()
 
 
 class _Prefixed:
@@ -368,6 +228,17 @@ class _Prefixed:
 
 def _channel(segment: Segment, peer: int, lane: int) -> Channel:
     return Channel(segment, STATUS_BYTES + (peer * LANES + lane) * CHANNEL_BYTES)
+
+
+def _find(channel: Channel, tag: int, posted: int) -> int | None:
+    """The slot of the first message with a tag that has not been taken."""
+    number = channel.count
+    while number % 2**32 != posted:
+        slot = number % SLOTS
+        if channel.state(slot) == POSTED and channel.read(slot)[0] == tag:
+            return slot
+        number += 1
+    return None
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

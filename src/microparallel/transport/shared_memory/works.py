@@ -1,0 +1,101 @@
+"""What is under way over shared memory: a tensor that was offered, one that is looked at, a message to come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from microparallel.transport.shared_memory.arena import Arena
+from microparallel.transport.shared_memory.mailbox import POSTED, SLOTS, Channel
+
+if TYPE_CHECKING:
+    from microparallel.transport.shared_memory.transport import SharedMemoryTransport
+
+
+class Sent:
+    """A tensor that was offered to a rank."""
+
+    def __init__(
+        self,
+        transport: SharedMemoryTransport,
+        channel: Channel,
+        slot: int,
+        to: int,
+        number: int,
+        tensor: torch.Tensor,
+        staged: tuple[int, int] | None,
+    ) -> None:
+        self._transport = transport
+        self._channel = channel
+        self._slot = slot
+        self._to = to
+        self._number = number
+        self.copied = staged is not None or not tensor.numel()
+        self._tensor = None if self.copied else tensor
+        self._staged = staged
+
+    def taken(self) -> bool:
+        """Whether it has been read: its slot says so, or serves a later message."""
+        return self._channel.count - self._number > SLOTS or self._channel.state(self._slot) != POSTED
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the tensor may be changed: when it was copied, at once, else when it has been read."""
+        if not self.copied and not self.taken():
+            self._transport.wait_until_taken(self._channel, self._slot, self._to, timeout)
+        self._tensor = None
+
+    def give_back(self, arena: Arena) -> None:
+        """Free the copy."""
+        if self._staged is not None:
+            arena.give_back(*self._staged)
+
+
+class Borrowed:
+    """A peer's tensor, where it lies in the peer's memory."""
+
+    __slots__ = ("_channel", "_slot", "bytes", "signature")
+
+    def __init__(self, content: torch.Tensor, signature: int, channel: Channel, slot: int) -> None:
+        self.bytes = content
+        self.signature = signature
+        self._channel = channel
+        self._slot = slot
+
+    def give_back(self) -> None:
+        """Tell the peer that it may change its tensor."""
+        self._channel.take(self._slot)
+
+
+class Inbox:
+    """The receives from one rank with one tag that have been called for and not completed, in order."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[Received] = deque()
+        self.lock = threading.Lock()
+
+
+class Received:
+    """A message to come. Messages of one sender arrive in order, so waiting for a later one takes the earlier first."""
+
+    def __init__(
+        self, transport: SharedMemoryTransport, into: torch.Tensor, source: int, tag: int, inbox: Inbox
+    ) -> None:
+        self._transport = transport
+        self._into = into
+        self._source = source
+        self._tag = tag
+        self._inbox = inbox
+        self._complete = False
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the message is in the tensor."""
+        deadline = time.monotonic() + (self._transport.timeout if timeout is None else timeout)
+        with self._inbox.lock:
+            while not self._complete:
+                first = self._inbox.waiting.popleft()
+                self._transport.take_message(first._into, first._source, first._tag, deadline)
+                first._complete = True
