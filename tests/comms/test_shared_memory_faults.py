@@ -1,5 +1,6 @@
 """What ranks that share memory do when one of them dies, stops or disagrees."""
 
+import gc
 import os
 import signal
 import socket
@@ -128,6 +129,7 @@ def join_and_leave(comms, times):
     """Groups that come and go; returns by how much open files, mappings and memory have grown since the first few."""
 
     def measure():
+        gc.collect()
         status = Path("/proc/self/status").read_text().splitlines()
         memory = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
         maps = Path("/proc/self/maps").read_text().count("microparallel")

@@ -111,7 +111,7 @@ def test_what_lies_elsewhere_is_copied_at_once():
     def talk(transport):
         if transport.rank == 0:
             tensor = torch.ones(4)
-            transport.offer(tensor, 1).wait()
+            transport.offer(tensor, 1, copy=transport.copy(tensor)).wait()
             tensor.fill_(2.0)
             changed.set()
             return None

@@ -9,7 +9,7 @@ import torch
 
 from microparallel.transport.base import COMPLETE, Work
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
-from microparallel.transport.shared_memory.works import Borrowed
+from microparallel.transport.shared_memory.works import Borrowed, Copy
 
 
 @functools.lru_cache(maxsize=4096)
@@ -24,10 +24,14 @@ class SharedMemoryExchange:
     def __init__(self, transport: SharedMemoryTransport, call: str) -> None:
         self._transport = transport
         self._signature = signature_of(call)
+        self._copies: dict[tuple[int, int], Copy | None] = {}
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
-        """Offer a tensor."""
-        sent = self._transport.offer(tensor, to, self._signature)
+        """Offer a tensor; one that must be copied is copied once, for all who are offered it."""
+        place = (tensor.data_ptr(), tensor.numel())
+        if place not in self._copies:
+            self._copies[place] = self._transport.copy(tensor)
+        sent = self._transport.offer(tensor, to, self._signature, self._copies[place])
         return COMPLETE if sent.copied else sent
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Fetched:
@@ -39,7 +43,11 @@ class SharedMemoryExchange:
         return Lent(self._transport, like, source, self._signature)
 
     def close(self) -> None:
-        """Offers are out already."""
+        """Offers are out already; copies are theirs now."""
+        for copy in self._copies.values():
+            if copy is not None:
+                copy.let_go()
+        self._copies.clear()
 
 
 class Lent:

@@ -25,7 +25,7 @@ from microparallel.transport.shared_memory.meeting import Store, exchange_descri
 from microparallel.transport.shared_memory.peers import Peers
 from microparallel.transport.shared_memory.segment import Segment, create
 from microparallel.transport.shared_memory.status import STATUS_BYTES
-from microparallel.transport.shared_memory.works import Borrowed, Inbox, Received, Sent
+from microparallel.transport.shared_memory.works import Borrowed, Copy, Inbox, Received, Sent
 
 _SPINS = 300  # looks before going to sleep, some microseconds; only where every rank has a core
 _MOST = 2**38  # bytes of addresses where the machine does not say how much memory it has
@@ -86,9 +86,9 @@ class SharedMemoryTransport:
 
     # ── collectives: messages in order ──────────────────────────────────────────────────────────────────────────
 
-    def offer(self, tensor: torch.Tensor, to: int, signature: int = 0) -> Sent:
-        """Offer a contiguous tensor for a collective; it must stay as it is until the work has been waited for."""
-        return self._post(0, tensor, to, 0, signature)
+    def offer(self, tensor: torch.Tensor, to: int, signature: int = 0, copy: Copy | None = None) -> Sent:
+        """Offer a contiguous tensor for a collective, or its copy; it must stay as it is until it was waited for."""
+        return self._post(0, tensor, to, 0, signature, copy)
 
     def borrow(self, source: int, timeout: float | None = None) -> Borrowed:
         """Look at the next tensor that a rank offers, where it lies; give it back soon."""
@@ -104,7 +104,11 @@ class SharedMemoryTransport:
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Sent:
         """Start sending a contiguous tensor."""
-        return self._post(1, tensor, to, tag, 0)
+        copy = self.copy(tensor)
+        sent = self._post(1, tensor, to, tag, 0, copy)
+        if copy is not None:
+            copy.let_go()
+        return sent
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Received:
         """Start receiving into a contiguous tensor."""
@@ -138,36 +142,29 @@ class SharedMemoryTransport:
 
     # ── sending and waiting ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _post(self, lane: int, tensor: torch.Tensor, to: int, tag: int, signature: int) -> Sent:
+    def copy(self, tensor: torch.Tensor) -> Copy | None:
+        """Copy a tensor into the segment; None if it lives there, or has nothing in it."""
+        size = tensor.numel() * tensor.element_size()
+        if not size or self._segment.offset_of(tensor) is not None:
+            return None
+        self._reclaim()
+        copy = Copy(self._arena, size)
+        _view(self._segment.bytes, copy.start, tensor).copy_(tensor.view(-1))
+        return copy
+
+    def _post(self, lane: int, tensor: torch.Tensor, to: int, tag: int, signature: int, copy: Copy | None) -> Sent:
         channel = self._out[lane][to]
         size = tensor.numel() * tensor.element_size()
-        offset, staged = self._segment.offset_of(tensor), False
-        if offset is None and size:
-            self._reclaim()
-            offset, staged = self._arena.take(size), True
-            _view(self._segment.bytes, offset, tensor).copy_(tensor.view(-1))
+        offset = copy.start if copy is not None else self._segment.offset_of(tensor) or 0
+        if copy is not None:
+            copy.hold()
         with channel.lock:
-            return self._post_here(channel, tensor, to, tag, signature, offset or 0, size, staged)
-
-    def _post_here(
-        self,
-        channel: Channel,
-        tensor: torch.Tensor,
-        to: int,
-        tag: int,
-        signature: int,
-        offset: int,
-        size: int,
-        staged: bool,
-    ) -> Sent:
-        slot = channel.count % SLOTS
-        sent = Sent(self, channel, slot, to, channel.count, tensor, (offset, size) if staged else None)
-        if channel.state(slot) == POSTED:  # all slots are in use
-            self._sleep_until_changed(
-                channel.state_address(slot), lambda: channel.state(slot), POSTED, to, time.monotonic() + self.timeout
-            )
-        channel.post(tag, offset, size, signature)
-        if staged:
+            slot = channel.count % SLOTS
+            sent = Sent(self, channel, slot, to, channel.count, tensor, copy)
+            if channel.state(slot) == POSTED:  # all slots are in use
+                self.wait_until_taken(channel, slot, to, None)
+            channel.post(tag, offset, size, signature)
+        if copy is not None:
             self._staged.append(sent)
         return sent
 
@@ -175,7 +172,7 @@ class SharedMemoryTransport:
         """Take back the copies of tensors that have been read."""
         with self._reclaiming:
             while self._staged and self._staged[0].taken():
-                self._staged.popleft().give_back(self._arena)
+                self._staged.popleft().let_go()
 
     def _wait_for_post(self, channel: Channel, number: int, source: int, timeout: float | None) -> None:
         wanted = number % 2**32

@@ -16,6 +16,29 @@ if TYPE_CHECKING:
     from microparallel.transport.shared_memory.transport import SharedMemoryTransport
 
 
+class Copy:
+    """A tensor's copy in the segment: free again when nobody holds it, its maker or whoever was offered it."""
+
+    def __init__(self, arena: Arena, size: int) -> None:
+        self.start = arena.take(size)
+        self.size = size
+        self._arena = arena
+        self._holders = 1
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        """One more needs it."""
+        with self._lock:
+            self._holders += 1
+
+    def let_go(self) -> None:
+        """One fewer needs it."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders == 0:
+                self._arena.give_back(self.start, self.size)
+
+
 class Sent:
     """A tensor that was offered to a rank."""
 
@@ -27,16 +50,16 @@ class Sent:
         to: int,
         number: int,
         tensor: torch.Tensor,
-        staged: tuple[int, int] | None,
+        copy: Copy | None,
     ) -> None:
         self._transport = transport
         self._channel = channel
         self._slot = slot
         self._to = to
         self._number = number
-        self.copied = staged is not None or not tensor.numel()
+        self.copied = copy is not None or not tensor.numel()
         self._tensor = None if self.copied else tensor
-        self._staged = staged
+        self._copy = copy
 
     def taken(self) -> bool:
         """Whether it has been read: its slot says so, or serves a later message."""
@@ -48,10 +71,10 @@ class Sent:
             self._transport.wait_until_taken(self._channel, self._slot, self._to, timeout)
         self._tensor = None
 
-    def give_back(self, arena: Arena) -> None:
-        """Free the copy."""
-        if self._staged is not None:
-            arena.give_back(*self._staged)
+    def let_go(self) -> None:
+        """The copy has been read."""
+        if self._copy is not None:
+            self._copy.let_go()
 
 
 class Borrowed:
