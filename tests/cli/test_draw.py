@@ -1,6 +1,7 @@
 """`microparallel draw`: what it prints, what it writes, and how it refuses."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -152,7 +153,7 @@ def test_a_terminal_s_width_is_kept(draw):
         (["ddp", "--microbatches", "4"], ["microbatches=4", "ddp"]),
         (["1f1b", "--forward", "fast"], ["--forward fast", "1,2,1,1"]),
         (["1f1b", "--forward", "-1"], ["--forward -1", "0 or more"]),
-        (["1f1b", "--forward", "1,2"], ["forward", "2 numbers", "stage 2"]),
+        (["1f1b", "--forward", "1,2"], ["forward", "2 numbers", "4 stages"]),
         (["1f1b", "--latency", "nan"], ["--latency nan"]),
         (["1f1b", "--bytes", "inf"], ["--bytes inf"]),
         (["ring", "--link", "2>3"], ["--link 2>3", "2-3=5"]),
@@ -173,7 +174,6 @@ def test_a_terminal_s_width_is_kept(draw):
         (["binary.bin"], ["binary.bin", "not UTF-8"]),
         (["good.txt", "--ranks", "2"], ["--ranks 2", "good.txt"]),
         (["unmade.txt"], ["unmade.txt", "A0.0", "no rank makes"]),
-        (["stuck.txt"], ["stuck", "rank 0"]),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -217,7 +217,35 @@ def test_it_needs_no_torch_and_has_examples():
 
 def test_costs_default_to_what_the_program_is_about():
     assert costs_of(load("ring")).latency == 1
-    assert costs_of(load("ring"), seconds_per_byte=2).latency == 0
+    assert costs_of(load("ring"), seconds_per_byte=2).latency == 1
     assert costs_of(load("1f1b")) == mp.Costs()
     assert costs_of(load("ddp")).seconds_per_byte == 1
     assert costs_of(load("1f1b"), forward="1,2,3,4").forward == [1, 2, 3, 4]
+
+
+def test_a_deadlock_is_shown_instead_of_a_drawing(draw, tmp_path):
+    (tmp_path / "stuck.txt").write_text(
+        "program stuck\ngoal: all-reduce of 1 slice\nrank 0: <C0@1 >C0@1\nrank 1: <C0@0 >C0@0\n"
+    )
+    code, output, errors = draw("stuck.txt")
+    assert (code, output) == (1, "")
+    assert "stuck.txt cannot be drawn: deadlock under buffered sends: rank 0 waits for C0 from rank 1" in errors
+
+
+def test_what_is_wrong_is_drawn_and_said(draw, tmp_path):
+    (tmp_path / "half.txt").write_text(
+        "program half\ngoal: training step of 1 stage, 2 micro-batches\nrank 0: F0.0 F0.1 B0.0\n"
+    )
+    code, output, errors = draw("half.txt")
+    assert code == 1
+    assert "F1" in output and "half.txt is wrong: B0.1 never" in errors
+
+
+def test_a_link_is_followed_and_a_pipe_is_refused(draw, tmp_path):
+    (tmp_path / "real.svg").write_text("old")
+    (tmp_path / "link.svg").symlink_to("real.svg")
+    os.mkfifo(tmp_path / "pipe.svg")
+    assert draw("ring", "--svg", "link.svg")[0] == 0
+    assert (tmp_path / "link.svg").is_symlink() and "<svg" in (tmp_path / "real.svg").read_text()
+    code, _, errors = draw("ring", "--svg", "pipe.svg")
+    assert code == 2 and "pipe.svg: this is not an ordinary file" in errors

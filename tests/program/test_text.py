@@ -104,10 +104,26 @@ def test_remarks_and_blank_lines():
         ("program x\ngoal: all-reduce of 1 slice", "has no ranks"),
         ("program x\nhello\n", "line 2: 'hello' begins no line of a program"),
         ("program x\ngoal: broadcast of 2 slices\nrank 0:", "line 2: broadcast needs a root"),
-        ("program x\ngoal: all-reduce of 0 slices\nrank 0:", "line 2: a collective of 0 slices"),
+        ("program x\ngoal: all-reduce of 0 slices\nrank 0:", "line 2: a collective has 1 to 100,000 slices, not 0"),
+        ("program x\ngoal: all-reduce of 1 slice\nrank 0: >C0@²", "line 3: '>C0@²' is no operation"),
+        ("program x\nprogram y", "line 2: a second name; the program is called 'x' already"),
+        (
+            "program x\ngoal: training step of 2 stages, 1 micro-batch, buckets 0:2 1:2\nrank 0:",
+            "line 2: stage 1 is in bucket 0:2 and in another",
+        ),
         ("program x\ngoal: all-reduce of 9 slices\nrank 0: >C3:3@1", r"line 3: Chunk\(3, 3\) has no slices"),
     ],
 )
 def test_what_cannot_be_read_is_named(text, words):
     with pytest.raises(mp.ProgramError, match=words):
         from_text(text)
+
+
+def test_names_that_would_not_read_back_are_refused():
+    for name in ("", " a", "a#b", "a\nb"):
+        with pytest.raises(mp.ProgramError, match="is no name for a program"):
+            Program(name, Collective("all-reduce", 1), ((),))
+
+
+def test_a_byte_order_mark_does_no_harm():
+    assert from_text("\ufeff" + to_text(build("ring", 2))) == build("ring", 2)

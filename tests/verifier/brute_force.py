@@ -237,6 +237,10 @@ class Shelf:
         parts = [part for op in self.program.ranks[self.rank] for part in halves(op)]
         return [(stage, f"D{stage}.{microbatch}") for kind, stage, microbatch in parts if kind in "BW"]
 
+    def places(self):
+        """The stages and micro-batches this rank worked on."""
+        return {(part[1], part[2]) for part in self.did if isinstance(part, tuple)}
+
     def check_end(self):
         if any(isinstance(op, Free) for ops in self.program.ranks for op in ops):
             left = sorted(name for name in self.held if name[0] in "AGR")
@@ -271,6 +275,8 @@ def check_training_step(goal, shelves):
     for shelf in shelves:
         for kind, *place in (part for part in shelf.did if isinstance(part, tuple)):
             done[tuple(place)].append((kind, shelf.rank))
+    updates = {any(isinstance(part, OptimizerStep) for part in shelf.did) for shelf in shelves if shelf.places()}
+    require(len(updates) <= 1, "some ranks update their weights, and others do not")
     wanted = {(stage, microbatch) for stage in range(goal.stages) for microbatch in range(goal.microbatches)}
     require(set(done) == wanted, "a stage or micro-batch is missing, or one too many")
     for place, visits in done.items():
@@ -280,5 +286,9 @@ def check_training_step(goal, shelves):
         replicas = {rank for place, visits in done.items() if place[0] == stage for _, rank in visits}
         holding = [bucket for bucket, stages in buckets(goal).items() if stage in stages]
         require(holding or len(replicas) == 1, f"stage {stage} has replicas, and no bucket to sum its gradients in")
+        for bucket in holding:
+            members = [shelf for shelf in shelves if bucket in shelf.did]
+            parts = {tuple(sorted({s for s, _ in shelf.places()} & set(buckets(goal)[bucket]))) for shelf in members}
+            require(len(parts) <= 1, f"{bucket} holds different stages on different ranks")
         summed = all(bucket in shelves[rank].did for rank in replicas for bucket in holding)
         require(summed, f"a replica of stage {stage} does not sum its gradients with the others")

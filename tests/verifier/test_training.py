@@ -54,6 +54,18 @@ def test_right_steps():
         (step("F0.0 *U0@dp B0.0", "F0.1 B0.1 *U0@dp", goal=REPLICAS), r"rank 0 does \*U0@dp, which needs D0.0"),
         (step("F0.0 B0.0 S *U0@dp", "F0.1 B0.1 *U0@dp S", goal=REPLICAS), "rank 0 does S, which needs U0"),
         (step("F0.0 B0.0 *U0@dp", "F0.1 B0.1 *U0@tp", goal=REPLICAS), "rank 0 sums U0 along dp, and rank 1 along tp"),
+        (
+            step("F0.0 B0.0 *U0@dp S", "F0.1 B0.1 *U0@dp", goal=REPLICAS),
+            "rank 0 updates its weights .S., and rank 1",
+        ),
+        (
+            step(
+                "F0.0 >A0.0@1 <G0.0@1 B0.0 *U0@dp",
+                "<A0.0@0 F1.0 B1.0 >G0.0@0 *U0@dp",
+                goal="training step of 2 stages, 1 micro-batch, buckets 0:2",
+            ),
+            r"U0 holds stages \[0\] on rank 0 and stages \[1\] on rank 1",
+        ),
         (step("F0.0 F1.0 B1.0 B0.0 >D0.0@1", "<D0.0@0"), "only activations .A. and their gradients .G. travel"),
         (
             step("F0.0 B0.0", "F0.1 B0.1", goal="training step of 1 stage, 2 micro-batches"),

@@ -15,7 +15,7 @@ from microparallel.cli.output import require_writable
 from microparallel.cli.simulate import summary
 from microparallel.drawing import View, coloured, head_of, hops_of, plain, text_lines
 from microparallel.drawing import draw as draw_program
-from microparallel.errors import ConfigError, UsageError
+from microparallel.errors import ConfigError, MicroparallelError, ProgramError, UsageError
 from microparallel.program import Collective, Program
 from microparallel.simulator import simulate
 from microparallel.trace import Trace, reasons
@@ -83,8 +83,14 @@ def draw(
     _require_drawable(program)
     given = any(cost is not None for cost in costs) or bool(link)
     chosen = _view(view, program, costs_given=given)
+    wrong = programs.complaint(name, program)
+    if wrong is not None and "deadlock" in wrong:
+        raise MicroparallelError(f"{name} cannot be drawn: {wrong}")
     with Console(stderr=True).status("drawing") if len(program) > _SLOW else nullcontext():
-        trace = simulate(program, programs.costs_of(program, *costs, links=link))
+        try:
+            trace = simulate(program, programs.costs_of(program, *costs, links=link))
+        except ProgramError as error:
+            raise MicroparallelError(f"{name} cannot be drawn: {wrong or error}") from None
         _write(trace, chosen, width, wanted)
         document = _document(trace, wanted) if json else ""
     if json:
@@ -93,6 +99,8 @@ def draw(
         print("\n".join([head_of(trace), *(f"wrote {path}" for path in wanted.values())]))
     else:
         _show(trace, chosen, width)
+    if wrong is not None:
+        raise MicroparallelError(f"{name} is wrong: {wrong}")
 
 
 def _require_files(wanted: dict[str, Path]) -> None:

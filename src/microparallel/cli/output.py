@@ -13,6 +13,8 @@ def require_writable(path: Path, flag: str) -> None:
     """Raise `ConfigError` if a file cannot be written there, naming the flag that asked for it."""
     if path.is_dir():
         raise ConfigError(f"{flag} {path}: this is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{flag} {path}: this is not an ordinary file; name one that may be replaced")
     if not path.parent.is_dir():
         raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; create it, or choose another")
     try:

@@ -17,6 +17,7 @@ from microparallel.errors import ConfigError, DataError, ProgramError, UsageErro
 from microparallel.program import Free, Program, Recv, Send, TrainingStep, from_text
 from microparallel.simulator import Costs
 from microparallel.topology import Link
+from microparallel.verifier import verify
 
 _PROGRAM, _COSTS = "Which program", "What operations cost"
 
@@ -77,7 +78,7 @@ Latency = Annotated[
     float | None,
     typer.Option(
         metavar="TIME",
-        help="What each message costs, however small.",
+        help="What each message costs, however small; so long, it holds its sender's and its receiver's port.",
         show_default="1 in collectives, else 0",
         rich_help_panel=_COSTS,
     ),
@@ -116,8 +117,8 @@ Links = Annotated[
     list[str] | None,
     typer.Option(
         "--link",
-        metavar="FROM-TO=TIME",
-        help="A link with a latency of its own: 2-3=5. Can be given several times.",
+        metavar="FROM-TO=TIME[,TIME]",
+        help="A link with a latency, and seconds a byte, of its own: 2-3=5 or 2-3=5,0.1. Can be given several times.",
         show_default="none",
         rich_help_panel=_COSTS,
     ),
@@ -126,7 +127,9 @@ Links = Annotated[
 
 _SCHEDULES = schedules.PIPELINES | schedules.DATA_PARALLEL
 _COLLECTIVES = collectives.ALL_REDUCES | collectives.OTHERS
-_MOST = {"ranks": 1024, "microbatches": 100_000}  # beyond which a mistyped number would fill the memory
+# Beyond these a mistyped number would fill the memory.
+_MOST = {"ranks": 1024, "microbatches": 100_000, "chunks": 64, "layers": 10_000}
+_MOST_CELLS = 500_000  # ranks × micro-batches × chunks, or layers: about ten operations each
 
 
 def _tell(note: str) -> None:
@@ -153,7 +156,7 @@ def load(
     """
     options = {"chunks": chunks, "layers": layers, "buckets": buckets, "ranks_per_node": ranks_per_node}
     given = {option: number for option, number in options.items() if number is not None}
-    _require_not_too_many({"ranks": ranks, "microbatches": microbatches})
+    _require_not_too_many({"ranks": ranks, "microbatches": microbatches, "chunks": chunks, "layers": layers})
     kind, _, short = name.rpartition(":")
     if (kind or _kind(name, microbatches, tell)) == "pipeline" and short in _SCHEDULES:
         if short in schedules.PIPELINES and microbatches is None:
@@ -175,6 +178,10 @@ def _require_not_too_many(given: dict[str, int | None]) -> None:
     for name, number in given.items():
         if number is not None and number > _MOST[name]:
             raise ConfigError(f"--{name} {number}: at most {_MOST[name]} are built here")
+    cells = math.prod(number for number in given.values() if number is not None)
+    if cells > _MOST_CELLS:
+        flags = " ".join(f"--{name} {number}" for name, number in given.items() if number is not None)
+        raise ConfigError(f"{flags}: that makes millions of operations, which would fill the memory; choose less")
 
 
 def _kind(name: str, microbatches: int | None, tell: Callable[[str], None]) -> str:
@@ -201,6 +208,17 @@ def read(path: Path) -> Program:
         raise DataError(f"{path} cannot be read as a program: {reason}") from None
     except ProgramError as error:
         raise ProgramError(f"{path}: {error}") from None
+
+
+def complaint(name: str, program: Program) -> str | None:
+    """What is wrong with a program that was read from a file; what is built here by name is right."""
+    if not Path(name).exists():
+        return None
+    try:
+        verify(program)
+    except ProgramError as error:
+        return str(error)
+    return None
 
 
 def complete(program: Program, name: str, tell: Callable[[str], None] = _tell) -> Program:
@@ -231,7 +249,7 @@ def costs_of(
     bytes_per_value: float | None = None,
     links: list[str] | None = None,
 ) -> Costs:
-    """The costs that flags say. Without a word about messages, they cost what `default_costs` says."""
+    """The costs that flags say; for what they do not say, what `default_costs` says."""
     stages = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     chosen: dict[str, Any] = {name: _times(name, text) for name, text in stages.items() if text is not None}
     messages = {
@@ -240,12 +258,10 @@ def costs_of(
         "add_seconds_per_byte": add_seconds_per_byte,
         "bytes_per_value": bytes_per_value,
     }
-    about_messages = {name: _number(name, number) for name, number in messages.items() if number is not None}
-    if not about_messages:
-        defaults = default_costs(program)
-        about_messages = {"latency": defaults.latency, "seconds_per_byte": defaults.seconds_per_byte}
-    per_byte = about_messages.get("seconds_per_byte", 0)
-    return Costs(**chosen, **about_messages, links=dict(_link(text, program, per_byte) for text in links or []))
+    defaults = default_costs(program)
+    usual = {"latency": defaults.latency, "seconds_per_byte": defaults.seconds_per_byte}
+    given = {name: _number(name, number) for name, number in messages.items() if number is not None}
+    return Costs(**chosen, **usual | given, links=dict(_link(text, program) for text in links or []))
 
 
 def _flag(name: str) -> str:
@@ -268,15 +284,18 @@ def _times(name: str, text: str) -> float | list[float]:
     return numbers if len(numbers) > 1 else numbers[0]
 
 
-def _link(text: str, program: Program, seconds_per_byte: float) -> tuple[tuple[int, int], Link]:
-    ends, _, latency = text.partition("=")
+def _link(text: str, program: Program) -> tuple[tuple[int, int], Link]:
+    ends, _, costs = text.partition("=")
     sender, _, receiver = ends.partition("-")
     try:
-        channel, link = (int(sender), int(receiver)), Link(float(latency), seconds_per_byte)
-    except ValueError:
-        raise ConfigError(f"--link {text}: it looks like 2-3=5, from rank 2 to rank 3 with latency 5") from None
-    if not (math.isfinite(link.latency) and link.latency >= 0):
-        raise ConfigError(f"--link {text}: a latency must be 0 or more, and finite")
-    if not all(0 <= rank < program.world_size for rank in channel):
-        raise ConfigError(f"--link {text}: the ranks are 0 to {program.world_size - 1}")
+        channel = (int(sender), int(receiver))
+        latency, *per_byte = map(float, costs.split(","))
+        link = Link(latency, *per_byte)
+    except (ValueError, TypeError):
+        hint = "from rank 2 to rank 3 with latency 5; after a comma, seconds a byte"
+        raise ConfigError(f"--link {text}: it looks like 2-3=5, {hint}") from None
+    if not all(math.isfinite(cost) and cost >= 0 for cost in (latency, *per_byte)):
+        raise ConfigError(f"--link {text}: its costs must be 0 or more, and finite")
+    if channel[0] == channel[1] or not all(0 <= rank < program.world_size for rank in channel):
+        raise ConfigError(f"--link {text}: it joins two of the ranks 0 to {program.world_size - 1}")
     return channel, link

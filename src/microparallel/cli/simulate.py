@@ -15,13 +15,12 @@ from rich.table import Table
 
 from microparallel.cli import options, programs
 from microparallel.cli.output import require_writable
-from microparallel.errors import ConfigError
+from microparallel.errors import ConfigError, MicroparallelError
 from microparallel.program import Program, TrainingStep
 from microparallel.simulator import Costs
 from microparallel.simulator import simulate as simulate_program
 from microparallel.simulator.costs import PerStage
 from microparallel.trace import Trace
-from microparallel.verifier import verify as verify_program
 
 EXAMPLES = options.examples(
     ("microparallel simulate 1f1b --ranks 4 --microbatches 8", "bubble, waiting and activations of each rank"),
@@ -88,8 +87,9 @@ def simulate(
     shares: list[float] = []
     for name in names:
         program = programs.load(name, ranks, microbatches, chunks, layers, buckets, ranks_per_node)
-        if Path(name).exists():
-            verify_program(program)  # what is built here is right; numbers of a wrong program would mislead
+        wrong = programs.complaint(name, program)
+        if wrong is not None:  # its numbers would mislead
+            raise MicroparallelError(f"{name} is wrong: {wrong}")
         costs = programs.costs_of(
             program,
             forward,
@@ -106,26 +106,28 @@ def simulate(
     if chrome is not None:
         traces[0].to_chrome(chrome)
     if json:
-        print(json_format.dumps([summary(trace) for trace in traces] if len(traces) > 1 else summary(traces[0])))
+        found = [summary(trace, share) for trace, share in zip(traces, shares, strict=True)]
+        print(json_format.dumps(found if len(found) > 1 else found[0]))
     elif len(traces) > 1:
         Console().print(_side_by_side(traces, shares))
     else:
-        _show_one(traces[0])
+        _show_one(traces[0], shares[0])
     if chrome is not None and not json:
         print(f"wrote {chrome}")
 
 
-def summary(trace: Trace) -> dict[str, Any]:
-    """Everything that was found out, for scripts."""
+def summary(trace: Trace, share: float = 1) -> dict[str, Any]:
+    """Everything that was found out, for scripts; `share` is what one activation counts."""
+    pipeline = _is_pipeline(trace)
     numbers = {
         "makespan": trace.makespan,
-        "bubble": trace.bubble,
-        "bubble_async": trace.bubble_async,
-        "bubble_fraction": trace.bubble_fraction,
+        "bubble": trace.bubble if pipeline else None,
+        "bubble_async": trace.bubble_async if pipeline else None,
+        "bubble_fraction": trace.bubble_fraction if pipeline else None,
         "work": trace.work,
         "exposed_communication": trace.exposed_communication,
         "waiting": trace.waiting,
-        "peak_activations": trace.peak_activations,
+        "peak_activations": [peak * share for peak in trace.peak_activations],
         "messages_sent": trace.messages_sent,
         "bytes_sent": trace.bytes_sent,
     }
@@ -133,7 +135,7 @@ def summary(trace: Trace) -> dict[str, Any]:
     return {"program": program.name, "goal": str(program.goal), "ranks": program.world_size, **numbers}
 
 
-def _show_one(trace: Trace) -> None:
+def _show_one(trace: Trace, share: float) -> None:
     console = Console(highlight=False)
     program = trace.program
     training = isinstance(program.goal, TrainingStep)
@@ -150,12 +152,13 @@ def _show_one(trace: Trace) -> None:
     for rank in range(program.world_size):
         cells = [str(rank), *([number(trace.work[rank])] if training else [])]
         cells += [number(trace.exposed_communication[rank]), number(trace.waiting[rank])]
-        cells += [str(trace.peak_activations[rank])] if training else []
+        cells += [number(trace.peak_activations[rank] * share)] if training else []
         table.add_row(*cells, str(trace.messages_sent[rank]), number(trace.bytes_sent[rank]))
     console.print(table)
-    console.print("exposed: communication that nothing hides; held: activations, at most at once\n")
+    held = "; held: activations, at most at once" if training else ""
+    console.print(f"exposed: communication that nothing hides{held}\n")
     console.print(f"makespan {number(trace.makespan)}")
-    if training:
+    if _is_pipeline(trace):
         console.print(
             f"bubble   {number(trace.bubble)} ({trace.bubble_fraction:.1%}); "
             f"{number(trace.bubble_async)} if no barrier stands between two steps",
@@ -169,8 +172,8 @@ def _table() -> Table:
 def _side_by_side(traces: list[Trace], shares: list[float]) -> Table:
     training = any(isinstance(trace.program.goal, TrainingStep) for trace in traces)
     table = _table()
-    table.caption = "of the rank with most: messages, communication that nothing hides (exposed)"
-    table.caption += ",\nand activations held at once (held)" if training else ""
+    table.caption = "of the rank with most: exposed (communication that nothing hides), messages, bytes"
+    table.caption += ",\nand held (activations at once)" if training else ""
     table.add_column("program", no_wrap=True)
     several = len({trace.program.world_size for trace in traces}) > 1
     columns = [*(["ranks"] if several else []), "makespan", *(["bubble", "%", "async", "held"] if training else [])]
@@ -178,14 +181,19 @@ def _side_by_side(traces: list[Trace], shares: list[float]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for trace, share in zip(traces, shares, strict=True):
         row = [trace.program.name, *([str(trace.program.world_size)] if several else []), number(trace.makespan)]
-        if isinstance(trace.program.goal, TrainingStep):
+        if _is_pipeline(trace):
             row += [number(trace.bubble), f"{trace.bubble_fraction:.1%}", number(trace.bubble_async)]
             row.append(number(max(trace.peak_activations) * share))
         elif training:
             row += ["-"] * 4
-        row += [number(max(trace.exposed_communication)), str(max(trace.messages_sent)), number(sum(trace.bytes_sent))]
+        row += [number(max(trace.exposed_communication)), str(max(trace.messages_sent)), number(max(trace.bytes_sent))]
         table.add_row(*row)
     return table
+
+
+def _is_pipeline(trace: Trace) -> bool:
+    """Whether gaps are a bubble: in a collective and in data parallelism they are communication."""
+    return isinstance(trace.program.goal, TrainingStep) and not trace.program.goal.buckets
 
 
 def _share(program: Program) -> float:
@@ -210,5 +218,5 @@ def _scaled(costs: Costs, share: float) -> Costs:
 
 
 def number(value: float) -> str:
-    """A number as short as it can be said without lying: 33, 0.125, 1.2e-05."""
+    """A number to six digits, as short as it can be said: 33, 0.125, 1.2e-05."""
     return f"{float(value):.6g}"

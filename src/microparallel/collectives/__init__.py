@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 from collections.abc import Callable
 
 from microparallel.collectives.all_to_all import all_to_all_all_reduce
@@ -64,10 +65,12 @@ def build(name: str, ranks: int, **options: int) -> Program:
         raise UsageError(f"ranks={ranks}: a collective needs at least 1 rank")
     if not 0 <= options.get("root", 0) < ranks:
         raise UsageError(f"root={options['root']}: the ranks are 0 to {ranks - 1}")
-    try:
-        return builders[name](ranks, **options)
-    except TypeError as error:
-        raise UsageError(f"collective {name!r} does not take {', '.join(options)}") from error
+    known = [option for option in inspect.signature(builders[name]).parameters if option != "ranks"]
+    for option in options:
+        if option not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes no options"
+            raise UsageError(f"collective {name!r} does not take {option}; {takes}")
+    return builders[name](ranks, **options)
 
 
 @functools.cache

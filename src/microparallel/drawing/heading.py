@@ -30,7 +30,8 @@ def metrics_of(trace: Trace) -> dict[str, str]:
     """What is measured on a trace, by name, ready to be read."""
     metrics = {"makespan": short(trace.makespan)}
     if isinstance(trace.program.goal, TrainingStep):
-        metrics["bubble"] = percent(trace.bubble_fraction)
+        if not trace.program.goal.buckets:  # in data parallelism, gaps are communication
+            metrics["bubble"] = percent(trace.bubble_fraction)
         if any(trace.exposed_communication):
             metrics["exposed communication"] = short(max(trace.exposed_communication))
         metrics["peak activations"] = per_rank(trace.peak_activations)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,6 +10,7 @@ from microparallel.errors import ProgramError
 from microparallel.program.ops import Op, Send
 
 CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "scatter", "gather"]
+MOST_SLICES = 100_000
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 
 
@@ -32,8 +34,8 @@ class Collective:
     root: int | None = None
 
     def __post_init__(self) -> None:
-        if self.slices < 1:
-            raise ProgramError(f"a collective of {self.slices} slices moves nothing; at least 1 is needed")
+        if not 1 <= self.slices <= MOST_SLICES:
+            raise ProgramError(f"a collective has 1 to {MOST_SLICES:,} slices, not {self.slices:,}")
         if (self.root is not None) != (self.kind in ROOTED):
             raise ProgramError(f"{self.kind} {'needs a' if self.kind in ROOTED else 'has no'} root")
 
@@ -60,6 +62,9 @@ class TrainingStep:
         for start, stop in self.buckets:
             if not 0 <= start < stop <= self.stages:
                 raise ProgramError(f"bucket {start}:{stop} is no range of {self.stages} stages")
+        for (start, stop), (other, _) in itertools.pairwise(sorted(self.buckets)):
+            if other < stop:
+                raise ProgramError(f"stage {other} is in bucket {start}:{stop} and in another; it can be in one only")
 
     def __str__(self) -> str:
         buckets = "".join(f" {start}:{stop}" for start, stop in self.buckets)
@@ -80,6 +85,8 @@ class Program:
     ranks: tuple[tuple[Op, ...], ...]
 
     def __post_init__(self) -> None:
+        if self.name != self.name.strip() or not self.name or any(sign in self.name for sign in "#\n\r"):
+            raise ProgramError(f"{self.name!r} is no name for a program; it needs letters, and neither # nor line ends")
         if not self.ranks:
             raise ProgramError(f"program {self.name!r} has no ranks; at least 1 is needed")
 

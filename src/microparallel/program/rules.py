@@ -46,6 +46,8 @@ class Rules:
         self._buckets = goal.buckets if isinstance(goal, TrainingStep) else ()
         self._ops = ops
         self._deltas: list[Delta] | None = None
+        self._gradients_of: dict[Value, tuple[Value, ...]] = {}
+        self._updated_with: tuple[Value, ...] | None = None
 
     def needs(self, op: o.Op) -> tuple[Value, ...]:
         """The values that must be there before an operation begins."""
@@ -98,6 +100,11 @@ class Rules:
         return self._deltas
 
     def _gradients(self, value: Value) -> tuple[Value, ...]:
+        if value not in self._gradients_of:
+            self._gradients_of[value] = self._find_gradients(value)
+        return self._gradients_of[value]
+
+    def _find_gradients(self, value: Value) -> tuple[Value, ...]:
         if not isinstance(value, Bucket):
             return (value,)
         if value.index >= len(self._buckets):
@@ -107,9 +114,12 @@ class Rules:
 
     def _reduced(self) -> tuple[Value, ...]:
         """What the weights are updated with: the buckets of this rank's stages, and gradients that are in no bucket."""
-        buckets = {bucket: None for delta in self.deltas() for bucket in self._buckets_of(delta.stage)}
-        alone = [delta for delta in self.deltas() if not self._buckets_of(delta.stage)]
-        return (*buckets, *alone)
+        if self._updated_with is None:
+            buckets_of = {stage: self._buckets_of(stage) for stage in {delta.stage for delta in self.deltas()}}
+            buckets = {bucket: None for delta in self.deltas() for bucket in buckets_of[delta.stage]}
+            alone = [delta for delta in self.deltas() if not buckets_of[delta.stage]]
+            self._updated_with = (*buckets, *alone)
+        return self._updated_with
 
     def _buckets_of(self, stage: int) -> list[Bucket]:
         return [Bucket(index) for index, (start, stop) in enumerate(self._buckets) if start <= stage < stop]

@@ -27,10 +27,13 @@ _COMPUTE: dict[str, Callable[[int, int], o.Op]] = {
     "I": o.BackwardInput,
     "W": o.BackwardWeight,
 }
-_STAGE_OP = re.compile(r"([FBIW])(\d+)\.(\d+)")
-_PAIR = re.compile(r"F(\d+)\.(\d+)&B(\d+)\.(\d+)")
-_COLLECTIVE = re.compile(rf"({'|'.join(get_args(CollectiveKind))}) of (\d+) slices?(?:, root (\d+))?")
-_TRAINING = re.compile(r"training step of (\d+) stages?, (\d+) micro-batch(?:es)?(?:, buckets((?: \d+:\d+)+))?")
+_N = "[0-9]{1,9}"
+_RANK = re.compile(_N)
+_STAGE_OP = re.compile(rf"([FBIW])({_N})\.({_N})")
+_PAIR = re.compile(rf"F({_N})\.({_N})&B({_N})\.({_N})")
+_COLLECTIVE = re.compile(rf"({'|'.join(get_args(CollectiveKind))}) of ({_N}) slices?(?:, root ({_N}))?")
+_BUCKETS = rf"(?:, buckets((?: {_N}:{_N})+))?"
+_TRAINING = re.compile(rf"training step of ({_N}) stages?, ({_N}) micro-batch(?:es)?{_BUCKETS}")
 
 
 def to_text(program: Program) -> str:
@@ -44,11 +47,15 @@ def from_text(text: str) -> Program:
     """Read a program from its text form; errors name the line and the word."""
     name, goal = "", None
     ranks: list[tuple[o.Op, ...]] = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
         content = line.partition("#")[0].strip()
         if not content:
             continue
         try:
+            if content.startswith("program ") and name:
+                raise ProgramError(f"a second name; the program is called {name!r} already")
+            if content.startswith("goal:") and goal is not None:
+                raise ProgramError(f"a second goal; the program's goal is {goal} already")
             if content.startswith("program "):
                 name = content.removeprefix("program ").strip()
             elif content.startswith("goal:"):
@@ -99,15 +106,15 @@ def _parse_communication(text: str) -> o.Op:
     kind, (value, _, place) = text[:1], text[1:].partition("@")
     if kind == "*" and place:
         return o.AllReduce(parse_value(value), place)
-    if kind == ">" and place.isdigit():
+    if kind == ">" and _RANK.fullmatch(place):
         return o.Send(parse_value(value), int(place))
-    if kind == "<" and place.isdigit():
+    if kind == "<" and _RANK.fullmatch(place):
         return o.Recv(parse_value(value.removeprefix("+")), int(place), reduce=value.startswith("+"))
     raise ProgramError(f"{text!r} is no operation; it looks like F0.3, B0.3, >A0.3@1, <A0.3@0, <+C2@0 or C0+=P1")
 
 
 def _parse_rank(content: str, expected: int) -> tuple[o.Op, ...]:
-    match = re.fullmatch(r"rank +(\d+):(.*)", content)
+    match = re.fullmatch(rf"rank +({_N}):(.*)", content)
     if match is None:
         raise ProgramError(
             f"{content.split(maxsplit=1)[0]!r} begins no line of a program; lines begin with program, goal: or rank"

@@ -110,7 +110,8 @@ class Bucket:
 Value = Act | Grad | Rest | Delta | Chunk | Part | Bucket
 
 _OF_A_STAGE: dict[str, type[Act | Grad | Rest | Delta]] = {"A": Act, "G": Grad, "R": Rest, "D": Delta}
-_VALUE = re.compile(r"([AGRD])(\d+)\.(\d+)|C(\d+)(?::(\d+))?|P(\d+)|U(\d+)")
+_N = "[0-9]{1,9}"
+_VALUE = re.compile(rf"([AGRD])({_N})\.({_N})|C({_N})(?::({_N}))?|P({_N})|U({_N})")
 
 
 def touch(one: Value, other: Value) -> bool:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
 
 from microparallel.errors import UsageError
 from microparallel.program import (
@@ -18,6 +21,7 @@ from microparallel.program import (
     Goal,
     Op,
     OptimizerStep,
+    Program,
     Value,
 )
 from microparallel.topology import Link
@@ -35,12 +39,12 @@ class Costs:
         backward_weight: the half that gives the gradients of its weights. A full backward takes both halves' time.
         forward_backward: a forward and a backward that run as one operation; their times together, if None.
         optimizer: the update of the weights.
-        latency: what each message costs, however small.
+        latency: what each message costs, however small; as long, it keeps its sender's and its receiver's port busy.
         seconds_per_byte: what each of its bytes costs.
         add_seconds_per_byte: what it costs to add a received byte to one's own.
         bytes_per_value: the size of a collective's whole tensor, of a stage's output, or of a layer's gradients; or a
             function from a value to its size.
-        links: connections that differ from the others, by (sender, receiver).
+        links: connections that differ from the others, by (sender, receiver); what a `Link` leaves out is as usual.
 
     Example:
         ```python
@@ -62,24 +66,37 @@ class Costs:
 
     def __post_init__(self) -> None:
         for name, value in _numbers(self):
-            if not value >= 0:
-                raise UsageError(f"Costs: {name}={value} is no time or size; it must be 0 or more")
+            if not isinstance(value, Real) or not 0 <= float(value) < math.inf:
+                raise UsageError(f"Costs: {name}={value!r} is no time or size; it must be a number, 0 or more")
+
+    def check(self, program: Program) -> None:
+        """Raise `UsageError` unless these costs belong to this program."""
+        for sender, receiver in self.links:
+            if not (0 <= sender < program.world_size and 0 <= receiver < program.world_size and sender != receiver):
+                raise UsageError(f"Costs: there is no link {sender} → {receiver} among {program.world_size} ranks")
+        if isinstance(program.goal, Collective):
+            return
+        stages = program.goal.stages
+        for name in ("forward", "backward_input", "backward_weight", "forward_backward"):
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and len(value) != stages:
+                raise UsageError(f"Costs: {name} has {len(value)} numbers, and the program has {stages} stages")
 
     def of(self, op: Op) -> float:
         """How long a computation takes."""
         match op:
             case Forward(stage):
-                return _at(self.forward, stage, "forward")
+                return _at(self.forward, stage)
             case BackwardInput(stage):
-                return _at(self.backward_input, stage, "backward_input")
+                return _at(self.backward_input, stage)
             case BackwardWeight(stage):
-                return _at(self.backward_weight, stage, "backward_weight")
+                return _at(self.backward_weight, stage)
             case Backward(stage):
-                halves = _at(self.backward_input, stage, "backward_input")
-                return halves + _at(self.backward_weight, stage, "backward_weight")
+                halves = _at(self.backward_input, stage)
+                return halves + _at(self.backward_weight, stage)
             case ForwardBackward(forward, backward):
                 if self.forward_backward is not None:
-                    return _at(self.forward_backward, forward.stage, "forward_backward")
+                    return _at(self.forward_backward, forward.stage)
                 return self.of(forward) + self.of(backward)
             case OptimizerStep():
                 return self.optimizer
@@ -88,7 +105,10 @@ class Costs:
     def size(self, value: Value, goal: Goal) -> float:
         """How many bytes a value has."""
         if callable(self.bytes_per_value):
-            return self.bytes_per_value(value)
+            size = self.bytes_per_value(value)
+            if not 0 <= size < math.inf:
+                raise UsageError(f"Costs: bytes_per_value says that {value} has {size} bytes; it must be 0 or more")
+            return size
         if isinstance(value, Chunk) and isinstance(goal, Collective):
             return self.bytes_per_value * len(value) / goal.slices
         if isinstance(value, Bucket) and not isinstance(goal, Collective) and value.index < len(goal.buckets):
@@ -98,21 +118,19 @@ class Costs:
 
     def link(self, sender: int, receiver: int) -> Link:
         """The connection from one rank to another."""
-        return self.links.get((sender, receiver)) or Link(self.latency, self.seconds_per_byte)
+        usual = Link(self.latency, self.seconds_per_byte)
+        own = self.links.get((sender, receiver))
+        return usual if own is None else own.or_else(usual)
 
 
-def _at(cost: PerStage, stage: int, name: str) -> float:
-    if not isinstance(cost, Sequence):
-        return cost
-    if stage >= len(cost):
-        raise UsageError(f"Costs: {name} has {len(cost)} numbers, and the program has a stage {stage}; give one each")
-    return cost[stage]
+def _at(cost: PerStage, stage: int) -> float:
+    return cost[stage] if isinstance(cost, Sequence) else cost
 
 
-def _numbers(costs: Costs) -> Iterator[tuple[str, float]]:
+def _numbers(costs: Costs) -> Iterator[tuple[str, Any]]:
     for name in ("forward", "backward_input", "backward_weight", "forward_backward"):
         value = getattr(costs, name)
-        if isinstance(value, Sequence):
+        if isinstance(value, Sequence) and not isinstance(value, str):
             yield from ((f"{name}[{index}]", number) for index, number in enumerate(value))
         elif value is not None:
             yield name, value
@@ -121,5 +139,8 @@ def _numbers(costs: Costs) -> Iterator[tuple[str, float]]:
     if not callable(costs.bytes_per_value):
         yield "bytes_per_value", costs.bytes_per_value
     for (sender, receiver), link in costs.links.items():
-        yield f"latency of link {sender} → {receiver}", link.latency
-        yield f"seconds_per_byte of link {sender} → {receiver}", link.seconds_per_byte
+        if not isinstance(link, Link):
+            raise UsageError(f"Costs: link {sender} → {receiver} is {link!r}; give mp.Link(latency=…)")
+        for name in ("latency", "seconds_per_byte"):
+            if getattr(link, name) is not None:
+                yield f"{name} of link {sender} → {receiver}", getattr(link, name)

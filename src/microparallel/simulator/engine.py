@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from microparallel.errors import ProgramError
@@ -35,7 +36,6 @@ from microparallel.program import (
     TrainingStep,
     Value,
     lane,
-    touch,
 )
 from microparallel.simulator.costs import Costs
 from microparallel.trace import Event, Trace
@@ -54,7 +54,9 @@ def simulate(program: Program, costs: Costs | None = None) -> Trace:
         print(trace.makespan, trace.bubble_fraction, trace.peak_activations)  # 33 0.2727… [4, 3, 2, 1]
         ```
     """
-    return _Simulation(program, costs or Costs()).run()
+    costs = costs or Costs()
+    costs.check(program)
+    return _Simulation(program, costs).run()
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +68,7 @@ class _Message:
     send: Send | None = None
     offered: float | None = None
     posted: float | None = None
+    issued: float = 0  # when its rank came to the Send
     start: float = 0
     end: float | None = None
     number: int = 0  # of its Send, among all
@@ -86,7 +89,7 @@ class _Rank:
     port_free: float = 0
     ready: dict[Value, float] = field(default_factory=dict)  # when each value was made
     unmade: dict[Value, list[_Message]] = field(default_factory=dict)  # to be sent as soon as the value is made
-    sending: list[_Message] = field(default_factory=list)  # chunks that are under way, or wait to be
+    sending: dict[object, list[_Message]] = field(default_factory=dict)  # by slice: what is under way, or waits to be
     receiving: _Message | None = None
 
 
@@ -142,7 +145,7 @@ class _Simulation:
             for value in rank.rules.makes(op):
                 ready[value] = end
                 for message in rank.unmade.pop(value, ()):
-                    self._offer(message, max(end, message.start))
+                    self._offer(message, max(end, message.issued))
             rank.compute_free = end
             rank.compute_at += 1
         return rank.compute_at > began_at
@@ -176,12 +179,13 @@ class _Simulation:
         message.send, message.number = op, self._count
         self._count += 1
         if isinstance(op.value, Chunk | Part):  # only this lane makes them, so they are there
-            rank.sending.append(message)
+            for place in _places(op.value):
+                rank.sending.setdefault(place, []).append(message)
             self._offer(message, rank.comm_free)
         elif op.value in rank.ready:
             self._offer(message, max(rank.comm_free, rank.ready[op.value]))
         else:
-            message.start = rank.comm_free
+            message.issued = rank.comm_free
             rank.unmade.setdefault(op.value, []).append(message)
 
     def _offer(self, message: _Message, time: float) -> None:
@@ -205,13 +209,16 @@ class _Simulation:
             return False
         if message.end is None:
             return False
-        end = message.end
+        start, end = message.start, message.end
         if op.reduce:
             free = self._busy_until(rank, op.value, end)
             if free is None:
                 return False
+            if free > end:  # it has arrived, and waits to be added: waiting is not communication
+                self._events.append(Event(rank.number, Lane.COMM, op, start, end))
+                start = free
             end = free + self._costs.size(op.value, self._program.goal) * self._costs.add_seconds_per_byte
-        self._events.append(Event(rank.number, Lane.COMM, op, message.start, end))
+        self._events.append(Event(rank.number, Lane.COMM, op, start, end))
         rank.ready[op.value] = rank.comm_free = end
         rank.receiving = None
         return True
@@ -235,11 +242,12 @@ class _Simulation:
 
     def _busy_until(self, rank: _Rank, value: Value, time: float) -> float | None:
         """When a value may be overwritten, at the earliest at `time`; None while that is not known."""
-        if not rank.sending:
-            return time
-        rank.sending = [message for message in rank.sending if message.end is None or message.end > time]
-        for message in rank.sending:
-            if message.send is not None and touch(message.send.value, value):
+        for place in _places(value) if rank.sending else ():
+            messages = rank.sending.get(place)
+            if not messages:
+                continue
+            rank.sending[place] = messages = [m for m in messages if m.end is None or m.end > time]
+            for message in messages:
                 if message.end is None:
                     return None
                 time = max(time, message.end)
@@ -303,13 +311,24 @@ class _Simulation:
             messages.append(_Message(*channel))
         return messages[index]
 
+    def _hint(self) -> str:
+        silent = not any(isinstance(op, Send | Recv) for ops in self._program.ranks for op in ops)
+        return ", and mp.schedules.lower adds the messages that are missing" if silent else ""
+
     def _require_end(self) -> None:
+        for messages in self._messages.values():
+            for message in messages:
+                if message.send is not None and message.posted is None:
+                    raise ProgramError(
+                        f"program {self._program.name!r} loses a message: rank {message.sender} does {message.send}, "
+                        "and nobody receives it; mp.verify says more"
+                    )
         for rank in self._ranks:
             for ops, at in ((rank.compute, rank.compute_at), (rank.comm, rank.comm_at)):
                 if at < len(ops):
                     raise ProgramError(
                         f"program {self._program.name!r} does not come to its end: rank {rank.number} stands at "
-                        f"{ops[at]} for ever; mp.verify says why"
+                        f"{ops[at]} for ever; mp.verify says why{self._hint()}"
                     )
 
 
@@ -323,6 +342,11 @@ def _prepare(number: int, ops: tuple[Op, ...], program: Program) -> _Rank:
         elif not isinstance(op, Free):
             (rank.comm if lane(op) is Lane.COMM else rank.compute).append(op)
     return rank
+
+
+def _places(value: Value) -> Iterable[object]:
+    """The pieces of memory a value stands for, so that overlapping chunks are found without comparing all."""
+    return value.slices if isinstance(value, Chunk) else (value,)
 
 
 def _groups(program: Program) -> dict[tuple[Value, str], list[int]]:

@@ -12,13 +12,14 @@ from microparallel.program import Op, Recv, Send
 from microparallel.trace.event import Event
 
 # A rank sends and receives at the same time, and a viewer cannot draw two bars on one row.
-_ROWS = ("compute", "send", "receive")
+_ROWS = ("compute", "send", "receive and reduce")
 
 
 def write_chrome(events: Sequence[Event], ranks: int, path: Path, seconds_per_unit: float) -> None:
     """Write events as a Chrome trace; times become microseconds."""
     scale = 1e6 * seconds_per_unit
     entries = [*_names(ranks), *(_bar(event, scale) for event in events), *_arrows(events, scale)]
+    path = path.resolve()  # a link stays one, and what it leads to is replaced
     aside = path.with_name(f"{path.name}.part")
     aside.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}))
     aside.replace(path)  # whoever opens it sees the whole trace

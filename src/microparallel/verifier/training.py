@@ -53,6 +53,7 @@ def check_training_step(program: Program, goal: TrainingStep) -> None:
         for microbatch in range(goal.microbatches):
             _check_once(done, stage, microbatch)
     _check_replicas(program, goal, done[Forward])
+    _check_updates(program)
 
 
 def _not_allowed(op: Op, goal: TrainingStep) -> str:
@@ -77,6 +78,8 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
     held: list[set[Value]] = [set() for _ in program.ranks]
     ever: list[set[Value]] = [set() for _ in program.ranks]
     steps: Counter[int] = Counter()
+    silent = not any(isinstance(op, Send | Recv) for ops in program.ranks for op in ops)
+    hint = "; nothing is sent: mp.schedules.lower(program) adds the messages" if silent and len(held) > 1 else ""
 
     def visit(rank: int, place: int, op: Op) -> None:
         def wrong(reason: str) -> ProgramError:
@@ -85,7 +88,7 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
         for value in rules[rank].needs(op):
             if value not in held[rank]:
                 state = "has freed" if value in ever[rank] else "does not have"
-                raise wrong(f"which needs {value}, and {state} it")
+                raise wrong(f"which needs {value}, and {state} it{hint}")
         for value in rules[rank].makes(op):
             if value in ever[rank]:
                 raise wrong(f"and has had {value} before")
@@ -159,8 +162,33 @@ def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> 
             )
         for rank in sorted(ranks):
             for bucket in buckets:
+                _check_members(program, goal, bucket, rank, reduced)
                 if bucket not in reduced[rank]:
                     raise ProgramError(f"rank {rank} runs stage {stage} and never all-reduces {bucket}, which holds it")
+
+
+def _check_members(program: Program, goal: TrainingStep, bucket: Bucket, rank: int, reduced: list[set[Value]]) -> None:
+    """Ranks that sum a bucket must mean the same stages by it."""
+    start, stop = goal.buckets[bucket.index]
+    mine = _stages_within(program, rank, start, stop)
+    for other, buckets in enumerate(reduced):
+        theirs = _stages_within(program, other, start, stop)
+        if bucket in buckets and theirs != mine:
+            raise ProgramError(f"{bucket} holds stages {mine} on rank {rank} and stages {theirs} on rank {other}")
+
+
+def _stages_within(program: Program, rank: int, start: int, stop: int) -> list[int]:
+    stages = {half.stage for op in program.ranks[rank] for half in halves(op)}
+    return sorted(stage for stage in stages if start <= stage < stop)
+
+
+def _check_updates(program: Program) -> None:
+    """Either every rank that computes updates its weights, or none does."""
+    workers = [rank for rank, ops in enumerate(program.ranks) if any(halves(op) for op in ops)]
+    updated = [rank for rank in workers if OptimizerStep() in program.ranks[rank]]
+    if updated and updated != workers:
+        missing = next(rank for rank in workers if rank not in updated)
+        raise ProgramError(f"rank {updated[0]} updates its weights (S), and rank {missing} does not")
 
 
 def _check_axes(program: Program) -> None:
