@@ -3,7 +3,8 @@
     python benchmarks/simulator.py                                             up to a million operations
     python benchmarks/simulator.py > benchmarks/results/simulator-2-cores.txt
 
-A ring grows with its ranks (4p(p−1) operations), a pipeline with its micro-batches; 1F1B runs on 8 ranks here.
+Collectives grow with their ranks (4p(p−1) operations), a pipeline with its micro-batches (on 8 ranks here), data
+parallelism with its ranks.
 """
 
 import argparse
@@ -30,6 +31,16 @@ def one_f_one_b(operations: int) -> Program:
     return mp.schedules.build("1f1b", PIPELINE_RANKS, round(operations / each))
 
 
+def direct(operations: int) -> Program:
+    """A direct all-reduce of about so many operations."""
+    return mp.collectives.build("direct", round((operations / 4) ** 0.5 + 0.5))
+
+
+def ddp(operations: int) -> Program:
+    """A data-parallel step of about so many operations, on as many ranks as it takes with 64 layers in 16 buckets."""
+    return mp.schedules.ddp(layers=64, buckets=16, ranks=max(1, round(operations / (2 * 64 + 16 + 1))))
+
+
 def seconds_to_simulate(program: Program, repeats: int) -> float:
     """The fastest of a few runs: whatever else the machine does can only make one slower."""
     times = []
@@ -50,7 +61,7 @@ def main() -> None:
     machine = f"{available_cores()} cores, {platform.machine()}, Python {platform.python_version()}"
     print(f"mp.simulate on {machine}, microparallel {mp.__version__}; the fastest of {options.repeats} runs\n")
     print(f"{'program':10}{'ranks':>7}{'operations':>14}{'seconds':>11}{'µs an operation':>18}")
-    for name, build in (("ring", ring), ("1f1b", one_f_one_b)):
+    for name, build in (("ring", ring), ("direct", direct), ("1f1b", one_f_one_b), ("ddp", ddp)):
         for operations in (10_000, 30_000, 100_000, 300_000, 1_000_000):
             if operations <= options.most:
                 program = build(operations)

@@ -24,6 +24,9 @@ COMBINE: dict[str, Combine] = {
     "product": lambda mine, theirs: mine.mul_(theirs),
     "min": lambda mine, theirs: torch.minimum(mine, theirs, out=mine),
     "max": lambda mine, theirs: torch.maximum(mine, theirs, out=mine),
+    "band": lambda mine, theirs: mine.bitwise_and_(theirs),
+    "bor": lambda mine, theirs: mine.bitwise_or_(theirs),
+    "bxor": lambda mine, theirs: mine.bitwise_xor_(theirs),
 }
 
 

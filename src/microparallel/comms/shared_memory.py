@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,13 +15,24 @@ from microparallel.collectives import build
 from microparallel.comms.interpreter import COMBINE, Memory, Pieces, Round, perform, rounds, slices_of
 from microparallel.comms.turns import Line, Turn
 from microparallel.errors import ProgramError
-from microparallel.program import Chunk, Value
+from microparallel.program import Chunk, Part, Recv, Send, Value
 from microparallel.transport.base import Work
 from microparallel.transport.shared_memory.exchange import SharedMemoryExchange, signature_of
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
 
 # Large tensors go in blocks: what one rank has just written, the others then find in the cache.
 _BLOCK_BYTES = 4 * 2**20
+
+# Python stops its threads as it ends, in whatever they are doing, and C++ ends the process for that. So groups that
+# were not closed are closed before.
+_OPEN: weakref.WeakSet[SharedMemoryGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for group in list(_OPEN):
+        group.close()
+
 
 Blocks = Callable[[int], Iterator[Pieces]]  # given the number of slices, the tensors of each block
 
@@ -35,10 +48,12 @@ class SharedMemoryGroup:
         self.carries = transport.carries
         self._line = Line()
         self._call = threading.local()
+        _OPEN.add(self)
 
-    def announce(self, call: str) -> None:
+    def announce(self, call: str, timeout: float | None = None) -> None:
         """Say what the next call of this thread is: in a collective, all ranks must say the same."""
         self._call.text = call
+        self._call.timeout = timeout
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -90,6 +105,23 @@ class SharedMemoryGroup:
         pieces = outputs or [tensor] * self.world_size
         return self._program(_plan("gather", self.world_size, self.rank, to), _listed(pieces))
 
+    def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Turn:
+        """Hand input r to rank r, and get one from each; sizes may differ, as long as each pair of ranks agrees."""
+        outputs[self.rank].copy_(inputs[self.rank])
+        return self._program(_personal_plan(self.world_size, self.rank), lambda _: iter([_Personal(inputs, outputs)]))
+
+    def barrier(self) -> Turn:
+        """Meet: nobody goes on before everybody has come."""
+        return self.all_reduce(torch.zeros(1, dtype=torch.uint8), "sum")
+
+    def afterwards(self, action: Callable[[], object]) -> Turn:
+        """Do something of this rank's own after the collectives that have been called."""
+
+        def run(_: float | None) -> None:
+            action()
+
+        return self._line.append(run)
+
     def run_in_background(self) -> None:
         """Let a thread run the collectives that have been called and not waited for."""
         self._line.run_in_background()
@@ -105,7 +137,7 @@ class SharedMemoryGroup:
                 for work in perform(plan.rounds, pieces, exchanges, combine):
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
-        return self._line.append(run)
+        return self._line.append(run, getattr(self._call, "timeout", None))
 
     # ── memory, smaller groups, the end ─────────────────────────────────────────────────────────────────────────
 
@@ -124,6 +156,7 @@ class SharedMemoryGroup:
 
     def close(self) -> None:
         """Leave the group."""
+        _OPEN.discard(self)
         self.transport.close()
         self._line.close()
 
@@ -141,6 +174,20 @@ class Plan:
 def _plan(name: str, ranks: int, rank: int, root: int | None = None) -> Plan:
     program = build(name, ranks) if root is None else build(name, ranks, root=root)
     return Plan(name, slices_of(program), tuple(rounds(program.ranks[rank])))
+
+
+@functools.lru_cache(maxsize=64)
+def _personal_plan(ranks: int, rank: int) -> Plan:
+    """Everybody has something of its own for everybody: it goes out as a chunk, and arrives as a part.
+
+    ```
+    rank 0: >C2@2 >C1@1 <P1@1 <P2@2
+    ```
+    """
+    distances = range(1, ranks)
+    sends = [Send(Chunk(to, to + 1), to) for to in ((rank - distance) % ranks for distance in distances)]
+    receives = [Recv(Part(source), source) for source in ((rank + distance) % ranks for distance in distances)]
+    return Plan("all-to-all", ranks, tuple(rounds([*sends, *receives])))
 
 
 class _Exchanges:
@@ -197,3 +244,18 @@ class _Listed:
         if not isinstance(value, Chunk) or len(value) != 1:
             raise ProgramError(f"{value} is not one tensor of a list")
         return self._tensors[value.start]
+
+
+class _Personal:
+    """What a rank hands to each of the others, and what it gets from each."""
+
+    def __init__(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        self._inputs = inputs
+        self._outputs = outputs
+
+    def __getitem__(self, value: Value) -> torch.Tensor:
+        if isinstance(value, Part):
+            return self._outputs[value.rank]
+        if isinstance(value, Chunk) and len(value) == 1:
+            return self._inputs[value.start]
+        raise ProgramError(f"{value} is nothing that one rank hands to another")

@@ -1,8 +1,8 @@
 """Collectives one after another, in the order in which they were called, by whoever has time for them.
 
 Every rank must run the collectives of a group in the same order, so they wait in a line. Whoever waits for one runs it,
-and those before it. A call that is not waited for at once can be left to a thread of its own, which runs what stands in
-the line while the caller computes.
+and those before it. A call that is not waited for at once can be left to a thread, which runs what stands in the line
+while the caller computes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from queue import SimpleQueue
+
+from microparallel.errors import CommsError
 
 Deed = Callable[[float | None], None]  # given the time at which to give up
 
@@ -18,73 +21,166 @@ Deed = Callable[[float | None], None]  # given the time at which to give up
 class Turn:
     """One collective in the line: complete when it has been waited for."""
 
-    def __init__(self, line: Line, deed: Deed) -> None:
+    def __init__(self, line: Line, deed: Deed, timeout: float | None = None) -> None:
         self._line = line
-        self._deed = deed
-        self._error: BaseException | None = None
+        self._deed: Deed | None = deed
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self.error: BaseException | None = None
         self.done = False
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when it has run; raise what it raised."""
         if not self.done:
-            self._line.run_up_to(self, None if timeout is None else time.monotonic() + timeout)
-        if self._error is not None:
-            raise self._error
+            self._line.run_up_to(self, _deadline(timeout))
+        if self.error is not None:
+            raise self.error
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call this when it has run: at once, or by the thread that runs it."""
+        with self._lock:
+            if not self.done:
+                self._callbacks.append(callback)
+                return
+        callback()
 
     def run(self, deadline: float | None) -> None:
         """Do it, and remember how it ended."""
+        error: BaseException | None = None
         try:
-            self._deed(deadline)
-        except BaseException as error:
-            self._error = error
-            if not isinstance(error, Exception):
+            if self._deed is not None:
+                self._deed(_earlier(deadline, _deadline(self._timeout)))
+        except BaseException as raised:
+            error = raised
+            if not isinstance(raised, Exception):
                 raise
         finally:
+            self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """It has run, or will never run."""
+        self.error = error
+        self._deed = None  # and with it the tensors
+        with self._lock:
             self.done = True
+
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether somebody asked to be called."""
+        return bool(self._callbacks)
+
+    def report(self) -> None:
+        """Call those who asked to be called."""
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
 
 class Line:
-    """The collectives of one group that have been called and not run."""
+    """The collectives of one group that have been called and not run.
+
+    A callback may call another collective and wait for it. So whoever runs callbacks is no longer counted on to run
+    what stands in the line: if need be another thread takes over.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[Turn] = deque()
         self._running = threading.Lock()  # held by whoever runs one
-        self._work = threading.Semaphore(0)
-        self._thread: threading.Thread | None = None
+        self._wakeups: SimpleQueue[None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._available = 0  # threads that are not busy with callbacks
+        self._counting = threading.Lock()
         self._closed = False
 
-    def append(self, deed: Deed) -> Turn:
+    def append(self, deed: Deed, timeout: float | None = None) -> Turn:
         """Stand at the end of the line."""
-        turn = Turn(self, deed)
-        self._waiting.append(turn)
+        turn = Turn(self, deed, timeout)
+        if self._closed:
+            turn.end(_closed())
+        else:
+            self._waiting.append(turn)
         return turn
 
     def run_up_to(self, turn: Turn, deadline: float | None) -> None:
         """Run what stands in the line, up to and including this one."""
-        with self._running:
-            while not turn.done:
-                self._waiting.popleft().run(deadline)
+        while not turn.done:
+            patience = -1 if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._running.acquire(timeout=patience):
+                raise RuntimeError("timed out waiting for the collectives that were called before")
+            if (first := self._run_first(deadline, unless=turn)) is not None:
+                first.report()
+
+    def _run_first(self, deadline: float | None, unless: Turn | None = None) -> Turn | None:
+        """Run the first in the line and let go of the lock, which the caller has taken; None if there is none."""
+        try:
+            turn = None if unless is not None and unless.done else self._take()
+            if turn is not None:
+                turn.run(deadline)
+        finally:
+            self._running.release()
+        return turn
+
+    def _take(self) -> Turn | None:
+        try:
+            return self._waiting.popleft()
+        except IndexError:
+            return None
 
     def run_in_background(self) -> None:
         """Let a thread run what stands in the line."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._keep_running, name="microparallel collectives", daemon=True)
-            self._thread.start()
-        self._work.release()
+        self._require_thread()
+        self._wakeups.put(None)
+
+    def _require_thread(self) -> None:
+        with self._counting:
+            if self._available == 0 and not self._closed:
+                self._available += 1
+                thread = threading.Thread(target=self._keep_running, name="microparallel collectives", daemon=True)
+                self._threads.append(thread)
+                thread.start()
 
     def _keep_running(self) -> None:
         while True:
-            self._work.acquire()
+            self._wakeups.get()
             if self._closed:
                 return
-            with self._running:
-                while self._waiting:
-                    self._waiting.popleft().run(None)
+            while self._waiting:
+                self._running.acquire()
+                if (turn := self._run_first(None)) is not None and turn.has_callbacks:
+                    self._report(turn)
+
+    def _report(self, turn: Turn) -> None:
+        """Run callbacks, in a thread of ours that others must not count on meanwhile."""
+        with self._counting:
+            self._available -= 1
+        if self._waiting:
+            self.run_in_background()
+        turn.report()
+        with self._counting:
+            self._available += 1
 
     def close(self) -> None:
-        """Let the thread end."""
+        """Let the threads end; what nobody has run yet never runs."""
         self._closed = True
-        if self._thread is not None:
-            self._work.release()
-            self._thread.join()
-            self._thread = None
+        while (turn := self._take()) is not None:
+            turn.end(_closed())
+            turn.report()
+        for _ in self._threads:
+            self._wakeups.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._threads.clear()
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + timeout
+
+
+def _earlier(one: float | None, other: float | None) -> float | None:
+    return other if one is None else one if other is None else min(one, other)
+
+
+def _closed() -> CommsError:
+    return CommsError("the group was closed before this call could be made")

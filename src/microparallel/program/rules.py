@@ -21,6 +21,7 @@ simulator, the passes and the interpreters all read it here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 
 from microparallel.errors import ProgramError
@@ -115,14 +116,17 @@ class Rules:
     def _reduced(self) -> tuple[Value, ...]:
         """What the weights are updated with: the buckets of this rank's stages, and gradients that are in no bucket."""
         if self._updated_with is None:
-            buckets_of = {stage: self._buckets_of(stage) for stage in {delta.stage for delta in self.deltas()}}
-            buckets = {bucket: None for delta in self.deltas() for bucket in buckets_of[delta.stage]}
-            alone = [delta for delta in self.deltas() if not buckets_of[delta.stage]]
+            bucket_of = _bucket_of(self._buckets)
+            buckets = {Bucket(bucket_of[delta.stage]): None for delta in self.deltas() if delta.stage in bucket_of}
+            alone = [delta for delta in self.deltas() if delta.stage not in bucket_of]
             self._updated_with = (*buckets, *alone)
         return self._updated_with
 
-    def _buckets_of(self, stage: int) -> list[Bucket]:
-        return [Bucket(index) for index, (start, stop) in enumerate(self._buckets) if start <= stage < stop]
+
+@functools.lru_cache(maxsize=64)
+def _bucket_of(buckets: tuple[tuple[int, int], ...]) -> dict[int, int]:
+    """For each stage that is in a bucket, which one; all ranks ask for the same."""
+    return {stage: index for index, (start, stop) in enumerate(buckets) for stage in range(start, stop)}
 
 
 def _kept(stage: int, microbatch: int) -> tuple[Value, ...]:

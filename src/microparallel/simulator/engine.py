@@ -15,7 +15,7 @@ operation is looked at a bounded number of times: the time grows with the number
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -91,6 +91,7 @@ class _Rank:
     unmade: dict[Value, list[_Message]] = field(default_factory=dict)  # to be sent as soon as the value is made
     sending: dict[object, list[_Message]] = field(default_factory=dict)  # by slice: what is under way, or waits to be
     receiving: _Message | None = None
+    missing: Value | None = None  # what the compute lane waits for
 
 
 class _Simulation:
@@ -101,6 +102,7 @@ class _Simulation:
         self._ranks = [_prepare(number, ops, program) for number, ops in enumerate(program.ranks)]
         self._eligible: list[tuple[float, int, _Message]] = []  # transfers that can begin, by time
         self._count = 0
+        self._to_advance: deque[_Rank] = deque()
         self._messages: dict[tuple[int, int], list[_Message]] = defaultdict(list)
         self._sent: dict[tuple[int, int], int] = defaultdict(int)
         self._received: dict[tuple[int, int], int] = defaultdict(int)
@@ -108,14 +110,16 @@ class _Simulation:
         self._arrived: dict[tuple[Value, str], dict[int, float]] = defaultdict(dict)
 
     def run(self) -> Trace:
-        for rank in self._ranks:
-            self._advance(rank)
-        while self._eligible:
-            time, _, message = heapq.heappop(self._eligible)
-            self._transfer(message, time)
-            self._advance(self._ranks[message.receiver])
-            if self._ranks[message.sender].sending:  # it may wait to overwrite what it sent
-                self._advance(self._ranks[message.sender])
+        self._to_advance.extend(self._ranks)
+        while self._to_advance or self._eligible:
+            while self._to_advance:  # first everything that can happen without another transfer
+                self._advance(self._to_advance.popleft())
+            if self._eligible:
+                time, _, message = heapq.heappop(self._eligible)
+                self._transfer(message, time)
+                self._to_advance.append(self._ranks[message.receiver])
+                if self._ranks[message.sender].sending:  # it may wait to overwrite what it sent
+                    self._to_advance.append(self._ranks[message.sender])
         self._require_end()
         return Trace(self._program, self._events)
 
@@ -134,11 +138,8 @@ class _Simulation:
                 if not self._join(rank):
                     break
                 continue
-            start = rank.compute_free
-            try:
-                for value in rank.rules.needs(op):
-                    start = max(start, ready[value])
-            except KeyError:  # not made yet
+            start = self._when_ready(rank, op, rank.compute_free)
+            if start is None:
                 break
             end = start + self._costs.of(op)
             self._events.append(Event(rank.number, Lane.COMPUTE, op, start, end))
@@ -149,6 +150,19 @@ class _Simulation:
             rank.compute_free = end
             rank.compute_at += 1
         return rank.compute_at > began_at
+
+    def _when_ready(self, rank: _Rank, op: Op, start: float) -> float | None:
+        """When an operation can begin, at the earliest at `start`; None while something it needs has not been made."""
+        if rank.missing is not None and rank.missing not in rank.ready:
+            return None  # what was missing the last time still is
+        rank.missing = None
+        for value in rank.rules.needs(op):
+            made = rank.ready.get(value)
+            if made is None:
+                rank.missing = value
+                return None
+            start = max(start, made)
+        return start
 
     def _advance_comm(self, rank: _Rank) -> bool:
         began_at, ops = rank.comm_at, rank.comm
@@ -263,21 +277,18 @@ class _Simulation:
         self._events.append(Event(message.sender, Lane.COMM, message.send, message.start, end, 1, size))
 
     def _all_reduce(self, rank: _Rank, op: AllReduce) -> bool:
-        try:
-            ready = max((rank.ready[value] for value in rank.rules.needs(op)), default=0)
-        except KeyError:
-            return False
-        key = (op.value, op.axis)
         if op.value in rank.ready:  # the last rank to come has ended it for all
             return True
+        key = (op.value, op.axis)
         arrived, group = self._arrived[key], self._groups[key]
-        arrived[rank.number] = max(rank.comm_free, ready)
+        needed = [] if rank.number in arrived else rank.rules.needs(op)
+        if rank.number in arrived or not all(value in rank.ready for value in needed):
+            return False
+        arrived[rank.number] = max([rank.comm_free, *(rank.ready[value] for value in needed)])
         if len(arrived) < len(group):
             return False
         self._reduce_together(op, group, max(arrived.values()))
-        for other in group:
-            if other != rank.number:
-                self._advance(self._ranks[other])
+        self._to_advance.extend(self._ranks[other] for other in group if other != rank.number)
         return True
 
     def _reduce_together(self, op: AllReduce, group: list[int], start: float) -> None:

@@ -1,0 +1,214 @@
+"""What every call of the torch backend needs: how it is started and finished, and who answers for which device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from microparallel.comms.backend_devices import backends_of, refusal, start
+from microparallel.comms.backend_options import Options
+from microparallel.comms.backend_reductions import Reduction
+from microparallel.comms.backend_tensors import bring_back, describe, first_tensor, in_words, is_copy
+from microparallel.comms.backend_work import CollectiveWork, SeveralWorks
+from microparallel.comms.calls import Call
+from microparallel.comms.shared_memory import SharedMemoryGroup
+from microparallel.comms.turns import Turn
+from microparallel.errors import UsageError
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+# torch declares several forms of each method. With a base that is Any, ours can say what they take in one.
+_ProcessGroup: Any = dist.ProcessGroup
+
+# What torch called these methods before 2.13.
+BEFORE_2_13 = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+
+
+def on_cpu(method: Method) -> Method:
+    """Tensors on another device go to the backend that the program chose for it."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def dispatch(self: CallingGroup, *arguments: Any, **named: Any) -> Any:
+        tensor = first_tensor(arguments)
+        if tensor is None or tensor.is_cpu:
+            return method(self, *arguments, **named)
+        side = self.side_of(tensor.device)
+        return getattr(side, name if hasattr(side, name) else BEFORE_2_13[name])(*arguments, **named)
+
+    return dispatch  # type: ignore[return-value]
+
+
+class CallingGroup(_ProcessGroup):  # type: ignore[misc]
+    """One rank's place in a group, as torch sees it, without the calls themselves."""
+
+    # What torch asks a backend; `_get_backend` returns this object itself.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def __init__(self, store: dist.Store, group: SharedMemoryGroup, timeout: timedelta) -> None:
+        super().__init__(group.rank, group.world_size)
+        self._store = store
+        self._group = group
+        self._timeout = timeout
+        self._names = ["", ""]
+        self._sides: dict[str, dist.ProcessGroup] = {}
+        self._together: list[dist.Work] | None = None
+
+    # ── how calls are started and finished ──────────────────────────────────────────────────────────────────────
+
+    def _announce(self, options: Options, name: str, content: str, *details: str) -> Call:
+        call = in_words(name, content, *details)
+        self._group.announce(call.text, options.timeout)
+        return call
+
+    def _finish(
+        self, wires: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], reduction: Reduction | None = None
+    ) -> list[Turn]:
+        """What remains to be done when a collective has run, if anything."""
+        changes = reduction is not None and reduction.changes_output
+        if not changes and not any(is_copy(wire, tensor) for wire, tensor in zip(wires, tensors, strict=True)):
+            return []
+
+        def finish() -> None:
+            if reduction is not None:
+                for wire in wires:
+                    reduction.after(wire)
+            bring_back(wires, tensors)
+
+        return [self._group.afterwards(finish)]
+
+    def _work(self, call: Call, turns: Sequence[Turn], result: Any, options: Options) -> dist.Work:
+        work = CollectiveWork(self._group, call, turns, result)
+        if options.waits and self._together is None:
+            work.wait()
+        else:
+            self._group.run_in_background()
+        return self._remember(work)
+
+    def _remember(self, work: dist.Work) -> dist.Work:
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _require_one_for_each(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        if len(tensors) != self.size():
+            raise UsageError(f"{name}: the list needs one tensor for each of {self.size()} ranks, not {len(tensors)}")
+
+    def _require_alike(self, call: Call, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> None:
+        for tensor in tensors:
+            if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
+                raise UsageError(f"{call}: {describe(tensor)} in the list does not match {describe(like)}")
+
+    def _world_rank(self, rank: int) -> int:
+        return self._group.world_ranks[rank]
+
+    # ── calls that are started together ─────────────────────────────────────────────────────────────────────────
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            self.side_of(device)._start_coalescing(device)
+        else:
+            self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        if device.type != "cpu":
+            return self.side_of(device)._end_coalescing(device)
+        works, self._together = self._together or [], None
+        return SeveralWorks(works)
+
+    # ── devices ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def side_of(self, device: torch.device) -> dist.ProcessGroup:
+        """The process group for the tensors of another device, started when it is first needed."""
+        backend = backends_of(self).get(device.type)
+        if backend is None:
+            raise refusal(device)
+        if device.type not in self._sides:
+            self._sides[device.type] = start(
+                device, backend, self._store, self.rank(), self._group.world_ranks, self._timeout
+            )
+        return self._sides[device.type]
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device) for device in backends_of(self) or ("cpu",)]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type == "cpu" or not backends_of(self):
+            return self
+        return self.side_of(device)._get_backend(device)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` helps."""
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # noqa: ARG002
+        """A tensor in shared memory: peers read it where it is."""
+        return self._group.empty((size,), dtype)
+
+    # ── names, timeouts, the end ────────────────────────────────────────────────────────────────────────────────
+
+    def getBackendName(self) -> str:
+        """The name that torch knows this backend by."""
+        return "microparallel"
+
+    name = _get_backend_name = getBackendName
+
+    # torch keeps a group's name in its backends, and this group has none besides itself.
+
+    def getGroupName(self) -> str:
+        """The name that torch gave this group."""
+        return self._names[0]
+
+    def getGroupDesc(self) -> str:
+        """What its maker said it is for."""
+        return self._names[1]
+
+    def setGroupName(self, name: str) -> None:
+        """Torch names its groups when it has made them."""
+        self._names[0] = name
+
+    def setGroupDesc(self, description: str) -> None:
+        """And describes them."""
+        self._names[1] = description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+
+    def get_group_store(self) -> dist.Store:
+        """Where the ranks of this group leave notes for each other."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long calls wait for the others from now on."""
+        self._timeout = timeout
+        self._group.transport.timeout = timeout.total_seconds()
+
+    def split_group(self, *_: Any, **__: Any) -> Any:
+        """Refuse: torch splits groups that are bound to a GPU."""
+        raise UsageError("backend 'microparallel' does not split groups; call torch.distributed.new_group(ranks)")
+
+    def shutdown(self) -> None:
+        """Leave the group; `destroy_process_group` calls this."""
+        for side in self._sides.values():
+            side.shutdown()
+        self._sides.clear()
+        self._group.close()
+
+    abort = shutdown

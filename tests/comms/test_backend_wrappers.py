@@ -1,0 +1,203 @@
+"""torch's own distributed wrappers on the backend "microparallel": unchanged, and with gloo's results."""
+
+from contextlib import nullcontext
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from microparallel._torch_entry import register
+
+WIDTH = 16
+
+
+def with_backend(comms, backend, path, body, arguments):
+    register()
+    store = dist.FileStore(str(path), comms.world_size)
+    dist.init_process_group(
+        backend, store=store, rank=comms.rank, world_size=comms.world_size, timeout=timedelta(seconds=30)
+    )
+    torch.manual_seed(0)
+    try:
+        return body(comms.rank, path.parent / backend, *arguments)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def both(pool, tmp_path):
+    """Runs a body as a program would, under each backend, and compares what it returns."""
+
+    def run(body, *arguments, ranks=2):
+        ours, gloos = (
+            pool.run(with_backend, ranks, backend, tmp_path / f"store-{backend}", body, arguments, transport="shm")
+            for backend in ("microparallel", "gloo")
+        )
+        for our_result, gloos_result in zip(ours, gloos, strict=True):
+            torch.testing.assert_close(our_result, gloos_result)
+
+    return run
+
+
+class Net(nn.Module):
+    """Has a layer that is not always used, buffers, and enough parameters for several buckets."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, inputs, extra=True):
+        hidden = torch.relu(self.norm(self.first(inputs)))
+        return self.last(self.sometimes(hidden) if extra else hidden)
+
+
+def batch(rank, step):
+    return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def weights(model):
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def ddp(rank, _, options, hook):
+    # PowerSGD's callbacks call collectives, in an order of their own if there are several buckets.
+    model = DistributedDataParallel(Net(), bucket_cap_mb=25 if hook == "power" else 0.0005, **options)
+    if hook == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif hook == "own":
+        model.register_comm_hook(None, lambda _, bucket: own_hook(bucket))
+    elif hook == "power":
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    unused = options.get("find_unused_parameters", False)
+    for step in range(4):
+        with model.no_sync() if step == 1 else nullcontext():
+            model(batch(rank, step), extra=not (unused and step % 2)).square().mean().backward()
+        if step != 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights(model.module)
+
+
+def own_hook(bucket):
+    future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "hook"),
+    [
+        ({}, ""),
+        ({"find_unused_parameters": True}, ""),
+        ({"gradient_as_bucket_view": True, "broadcast_buffers": False}, ""),
+        ({"static_graph": True}, ""),
+        ({}, "own"),
+        ({}, "fp16"),
+    ],
+    ids=["plain", "unused", "views", "static", "own-hook", "fp16-hook"],
+)
+def test_distributed_data_parallel(both, options, hook):
+    both(ddp, options, hook)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the hook synchronizes with the GPU, for tensors on the CPU too")
+def test_power_sgd(pool, tmp_path):
+    """Not compared with gloo: there the hook's nested calls race, and end the process now and then."""
+    path = tmp_path / "store"
+    first, second = pool.run(with_backend, 2, "microparallel", path, ddp, ({}, "power"), transport="shm")
+    torch.manual_seed(0)
+    for name, weight in Net().state_dict().items():
+        if name.endswith("weight") and "norm" not in name:
+            assert torch.equal(first[name], second[name])
+            assert not torch.equal(first[name], weight)
+
+
+def zero_redundancy(rank, _):
+    model = DistributedDataParallel(Net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    for step in range(3):
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model.module)
+
+
+def sharded_tensors(rank, _):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    entire = torch.arange(48.0).view(8, 6)
+    sharded = distribute_tensor(entire, mesh, [Shard(0), Shard(1)])
+    product = sharded @ distribute_tensor(entire.t().contiguous(), mesh, [Replicate(), Shard(0)])
+    moved = product.redistribute(mesh, [Shard(1), Replicate()])
+    back = DTensor.from_local(moved.to_local(), mesh, [Shard(1), Replicate()]).full_tensor()
+    return product.full_tensor(), moved.to_local(), back, mesh["rows"].get_group().size()
+
+
+def fully_sharded(rank, _):
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(3):
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+def checkpointed(rank, folder):
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"sharded": distribute_tensor(torch.arange(10.0), mesh, [Shard(0)]), "step": torch.tensor(3)}
+    dist.checkpoint.save(state, checkpoint_id=folder)
+    loaded = {"sharded": distribute_tensor(torch.zeros(10), mesh, [Shard(0)]), "step": torch.tensor(0)}
+    dist.checkpoint.load(loaded, checkpoint_id=folder)
+    return loaded["sharded"].full_tensor(), loaded["step"]
+
+
+def pipelined(rank, _, schedule_class):
+    stage_module = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), nn.Linear(WIDTH, 2)][rank]
+    stage = PipelineStage(stage_module, rank, 2, torch.device("cpu"))
+    schedule = schedule_class(stage, 4, loss_fn=nn.functional.mse_loss)
+    losses = []
+    for step in range(2):
+        if rank == 0:
+            schedule.step(batch(0, step))
+        else:
+            schedule.step(target=torch.ones(8, 2), losses=losses)
+    return [parameter.grad for parameter in stage_module.parameters()], [loss.detach() for loss in losses]
+
+
+def test_zero_redundancy_optimizer(both):
+    both(zero_redundancy)
+
+
+def test_device_mesh_and_dtensor(both):
+    both(sharded_tensors, ranks=4)
+
+
+def test_fully_shard(both):
+    both(fully_sharded)
+
+
+def test_distributed_checkpoint(both):
+    both(checkpointed)
+
+
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_pipelining(both, schedule):
+    both(pipelined, schedule)

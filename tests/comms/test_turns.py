@@ -1,0 +1,107 @@
+"""Collectives in a line: their order, who runs them, and how they end."""
+
+import threading
+
+import pytest
+
+from microparallel.comms.turns import Line
+from microparallel.errors import CommsError
+
+
+@pytest.fixture
+def line():
+    line = Line()
+    yield line
+    line.close()
+
+
+def test_waiting_runs_those_before_it(line):
+    done = []
+    turns = [line.append(lambda _, number=number: done.append(number)) for number in range(3)]
+    turns[1].wait()
+    assert done == [0, 1]
+    assert not turns[2].done
+    turns[2].wait()
+    assert done == [0, 1, 2]
+
+
+def test_a_thread_runs_what_nobody_waits_for(line):
+    ran = threading.Event()
+    line.append(lambda _: ran.set())
+    line.run_in_background()
+    assert ran.wait(20)
+
+
+def test_an_error_belongs_to_its_own_turn(line):
+    def fail(_):
+        raise CommsError("lost")
+
+    failing, fine = line.append(fail), line.append(lambda _: None)
+    fine.wait()
+    for _ in range(2):
+        with pytest.raises(CommsError, match="lost"):
+            failing.wait()
+
+
+def test_a_callback_may_wait_for_another_turn(line):
+    results = []
+    finished = threading.Event()
+
+    def outer():
+        inner = line.append(lambda _: results.append("inner"))
+        nested = threading.Event()
+        inner.then(nested.set)
+        line.run_in_background()
+        assert nested.wait(20)
+        results.append("outer")
+        finished.set()
+
+    gate = threading.Event()
+    turn = line.append(lambda _: gate.wait(20))
+    turn.then(outer)
+    line.run_in_background()
+    gate.set()
+    assert finished.wait(20)
+    assert results == ["inner", "outer"]
+
+
+def test_callbacks_of_what_is_done_run_at_once(line):
+    turn = line.append(lambda _: None)
+    turn.wait()
+    called = []
+    turn.then(lambda: called.append(True))
+    assert called
+
+
+def test_waiting_gives_up(line):
+    gate = threading.Event()
+    begun = threading.Event()
+    line.append(lambda _: (begun.set(), gate.wait(20)))
+    line.run_in_background()
+    assert begun.wait(20)
+    later = line.append(lambda _: None)
+    with pytest.raises(RuntimeError, match="timed out"):
+        later.wait(0.01)
+    gate.set()
+    later.wait()
+
+
+def test_a_turn_knows_its_deadline(line):
+    deadlines = []
+    line.append(deadlines.append, 5.0).wait()
+    line.append(deadlines.append).wait()
+    line.append(deadlines.append, 5.0).wait(1.0)
+    assert deadlines[1] is None
+    assert deadlines[2] < deadlines[0] + 5
+
+
+def test_what_has_not_run_when_the_line_closes_never_runs():
+    line = Line()
+    called = []
+    turn = line.append(lambda _: called.append("run"))
+    turn.then(lambda: called.append("told"))
+    line.close()
+    for closed in (turn, line.append(lambda _: called.append("late"))):
+        with pytest.raises(CommsError, match="closed"):
+            closed.wait()
+    assert called == ["told"]
