@@ -6,6 +6,7 @@ is next to nothing here: the backend is imported when a program first asks for i
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import Any
 
@@ -14,7 +15,8 @@ def register() -> None:
     """Make `torch.distributed.init_process_group("microparallel")` known."""
     distributed = sys.modules.get("torch.distributed.distributed_c10d")  # not there in builds without distributed
     if distributed is not None:
-        distributed.Backend.register_backend("microparallel", _create, extended_api=True, devices=["cpu"])
+        with contextlib.suppress(Exception):  # whatever it is, `import torch` matters more
+            distributed.Backend.register_backend("microparallel", _create, extended_api=True, devices=["cpu"])
 
 
 def _create(options: Any, _backend_options: Any = None) -> Any:
