@@ -212,3 +212,24 @@ def test_nothing_is_left_open():
         everywhere(3, lambda transport: transport.rank)
     gc.collect()
     assert (descriptors(), mappings()) == before
+
+
+def test_tags_out_of_turn_around_the_row_of_slots():
+    """A slot is filled again as soon as its message is taken; the receiver must not take the new one for the old."""
+    rounds = 40
+
+    def talk(transport):
+        if transport.rank == 0:
+            for number in range(rounds * 20):
+                transport.isend(torch.tensor([number]), 1, tag=number % 2)
+            return None
+        into = torch.empty(1, dtype=torch.int64)
+        found = []
+        for start in range(0, rounds * 20, 20):  # ten odd ones, then the ten even ones before them
+            for tag in (1, 0):
+                for index in range(10):
+                    transport.irecv(into, 0, tag).wait()
+                    found.append(into.item() == start + 2 * index + tag)
+        return all(found)
+
+    assert everywhere(2, talk)[1]

@@ -32,7 +32,8 @@ class Channel:
         self._first_word = start // 4
         self._first_long = start // 8
         self._address = segment.address + start
-        self.count = 0  # how many messages this process has posted, or taken
+        self.count = 0  # how many messages this process has posted, or taken without a gap
+        self._out_of_turn: set[int] = set()  # the numbers of those that it has taken beyond that
         self.lock = threading.Lock()  # among the threads of this process
 
     # A slot's 64 bytes: state and tag (32 bits each), then offset, size and signature (64 bits each).
@@ -40,11 +41,11 @@ class Channel:
     def post(self, tag: int, offset: int, size: int, signature: int) -> int:
         """Offer a message; returns its slot, whose state must not be POSTED."""
         slot = self.count % SLOTS
+        self.count += 1  # first: who looks at the slot's state from now on must know that it serves another message
         word, long = self._first_word + 16 * (slot + 1), self._first_long + 8 * (slot + 1)
         self._longs[long + 1], self._longs[long + 2], self._longs[long + 3] = offset, size, signature
         self._words[word + 1] = tag
         self._words[word] = POSTED
-        self.count += 1
         self._words[self._first_word] = self.count & 0xFFFFFFFF
         futex.wake(self._address)
         return slot
@@ -70,6 +71,26 @@ class Channel:
         long = self._first_long + 8 * (slot + 1)
         tag = self._words[self._first_word + 16 * (slot + 1) + 1]
         return tag, self._longs[long + 1], self._longs[long + 2], self._longs[long + 3]
+
+    def find(self, tag: int, posted: int) -> int | None:
+        """The number of the first message with a tag that has not been taken.
+
+        A slot's state does not tell: the sender may have filled a slot again as soon as its message was taken.
+        """
+        number = self.count
+        while number % 2**32 != posted:
+            if number not in self._out_of_turn and self.read(number % SLOTS)[0] == tag:
+                return number
+            number += 1
+        return None
+
+    def take_number(self, number: int) -> None:
+        """Take a message, in turn or not."""
+        self._out_of_turn.add(number)
+        while self.count in self._out_of_turn:
+            self._out_of_turn.remove(self.count)
+            self.count += 1
+        self.take(number % SLOTS)
 
     def take(self, slot: int) -> None:
         """Tell the sender that its message has been read."""

@@ -123,20 +123,18 @@ class SharedMemoryTransport:
         while True:
             with channel.lock:
                 seen = channel.posted()
-                slot = _find(channel, tag, seen)
-                if slot is not None:
-                    self._copy_message(channel, slot, into, source)
+                number = channel.find(tag, seen)
+                if number is not None:
+                    self._copy_message(channel, number, into, source)
                     return
             self._sleep_until_changed(channel.posted_address(), channel.posted, seen, source, deadline)
 
-    def _copy_message(self, channel: Channel, slot: int, into: torch.Tensor, source: int) -> None:
-        _, offset, size, _ = channel.read(slot)
+    def _copy_message(self, channel: Channel, number: int, into: torch.Tensor, source: int) -> None:
+        _, offset, size, _ = channel.read(number % SLOTS)
         room = into.numel() * into.element_size()
         if size == room:
             _as_bytes(into).copy_(self._segments[source].bytes[offset : offset + size])
-        channel.take(slot)
-        while channel.count % 2**32 != channel.posted() and channel.state(channel.count % SLOTS) != POSTED:
-            channel.count += 1  # skip what has been taken out of turn
+        channel.take_number(number)
         if size != room:
             raise CommsError(f"rank {source} sent {size} bytes, and {room} were expected; both ends must mean the same")
 
@@ -225,17 +223,6 @@ class _Prefixed:
 
 def _channel(segment: Segment, peer: int, lane: int) -> Channel:
     return Channel(segment, STATUS_BYTES + (peer * LANES + lane) * CHANNEL_BYTES)
-
-
-def _find(channel: Channel, tag: int, posted: int) -> int | None:
-    """The slot of the first message with a tag that has not been taken."""
-    number = channel.count
-    while number % 2**32 != posted:
-        slot = number % SLOTS
-        if channel.state(slot) == POSTED and channel.read(slot)[0] == tag:
-            return slot
-        number += 1
-    return None
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
