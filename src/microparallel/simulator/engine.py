@@ -14,9 +14,11 @@ operation is looked at a bounded number of times: the time grows with the number
 
 from __future__ import annotations
 
+import gc
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from microparallel.errors import ProgramError
@@ -56,7 +58,20 @@ def simulate(program: Program, costs: Costs | None = None) -> Trace:
     """
     costs = costs or Costs()
     costs.check(program)
-    return _Simulation(program, costs).run()
+    with _no_garbage_collection():
+        return _Simulation(program, costs).run()
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Events stay, and there are millions: the collector would look through all of them again and again for nothing."""
+    wanted = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if wanted:
+            gc.enable()
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +107,7 @@ class _Rank:
     sending: dict[object, list[_Message]] = field(default_factory=dict)  # by slice: what is under way, or waits to be
     receiving: _Message | None = None
     missing: Value | None = None  # what the compute lane waits for
+    held_up: bool = False  # it waits to overwrite what it sends
 
 
 class _Simulation:
@@ -118,7 +134,8 @@ class _Simulation:
                 time, _, message = heapq.heappop(self._eligible)
                 self._transfer(message, time)
                 self._to_advance.append(self._ranks[message.receiver])
-                if self._ranks[message.sender].sending:  # it may wait to overwrite what it sent
+                if self._ranks[message.sender].held_up:
+                    self._ranks[message.sender].held_up = False
                     self._to_advance.append(self._ranks[message.sender])
         self._require_end()
         return Trace(self._program, self._events)
@@ -263,6 +280,7 @@ class _Simulation:
             rank.sending[place] = messages = [m for m in messages if m.end is None or m.end > time]
             for message in messages:
                 if message.end is None:
+                    rank.held_up = True
                     return None
                 time = max(time, message.end)
         return time
@@ -357,7 +375,9 @@ def _prepare(number: int, ops: tuple[Op, ...], program: Program) -> _Rank:
 
 def _places(value: Value) -> Iterable[object]:
     """The pieces of memory a value stands for, so that overlapping chunks are found without comparing all."""
-    return value.slices if isinstance(value, Chunk) else (value,)
+    if not isinstance(value, Chunk):
+        return (value,)
+    return (value.start,) if value.stop == value.start + 1 else value.slices
 
 
 def _groups(program: Program) -> dict[tuple[Value, str], list[int]]:
