@@ -100,7 +100,8 @@ Strategy = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default="auto", rich_help_panel=_WORLD)]
 TransportName = Annotated[
-    str | None, typer.Option("--transport", help="auto, gloo or nccl.", show_default="auto", rich_help_panel=_WORLD)
+    str | None,
+    typer.Option("--transport", help="auto, shm, gloo or nccl.", show_default="auto", rich_help_panel=_WORLD),
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for scripts.")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from microparallel.errors import ProgramError
-from microparallel.program.ops import Op, Send
+from microparallel.program.ops import AllReduce, Op, Recv, Send
 
 CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "scatter", "gather"]
 MOST_SLICES = 100_000
@@ -98,6 +98,20 @@ class Program:
     def __len__(self) -> int:
         """Count the operations of all ranks."""
         return sum(map(len, self.ranks))
+
+    @property
+    def sends_nothing(self) -> bool:
+        """Whether it only says what to compute: `mp.schedules.lower` adds the messages."""
+        return not any(isinstance(op, Send | Recv) for ops in self.ranks for op in ops)
+
+    def all_reduces(self) -> dict[AllReduce, list[int]]:
+        """Each all-reduce, with the ranks that take part in it."""
+        groups: dict[AllReduce, list[int]] = {}
+        for rank, ops in enumerate(self.ranks):
+            for op in dict.fromkeys(ops):
+                if isinstance(op, AllReduce):
+                    groups.setdefault(op, []).append(rank)
+        return groups
 
     def messages_sent(self) -> list[int]:
         """How many messages each rank sends."""

@@ -14,118 +14,47 @@ operation is looked at a bounded number of times: the time grows with the number
 
 from __future__ import annotations
 
-import gc
 import heapq
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 from microparallel.errors import ProgramError
 from microparallel.program import (
     Add,
     AllReduce,
     Chunk,
-    Free,
     Join,
     Lane,
     Op,
     Part,
     Program,
     Recv,
-    Rules,
     Send,
-    TrainingStep,
     Value,
-    lane,
 )
 from microparallel.simulator.costs import Costs
+from microparallel.simulator.state import Message, Rank, places_of, prepare
 from microparallel.trace import Event, Trace
 
 
-def simulate(program: Program, costs: Costs | None = None) -> Trace:
-    """Find out what a program would cost, without running it.
+class Simulation:
+    """One walk through a program."""
 
-    Args:
-        program: what to simulate; one that `mp.verify` accepts. One that does not come to its end is refused.
-        costs: how long operations and messages take; without it a forward and each half of a backward take 1.
-
-    Example:
-        ```python
-        trace = mp.simulate(mp.schedules.build("1f1b", 4, 8), mp.Costs(forward=1, backward_input=1, backward_weight=1))
-        print(trace.makespan, trace.bubble_fraction, trace.peak_activations)  # 33 0.2727… [4, 3, 2, 1]
-        ```
-    """
-    costs = costs or Costs()
-    costs.check(program)
-    with _no_garbage_collection():
-        return _Simulation(program, costs).run()
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Events stay, and there are millions: the collector would look through all of them again and again for nothing."""
-    wanted = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if wanted:
-            gc.enable()
-
-
-@dataclass(slots=True, eq=False)
-class _Message:
-    """One transfer: when each side was ready for it, and when it ended."""
-
-    sender: int
-    receiver: int
-    send: Send | None = None
-    offered: float | None = None
-    posted: float | None = None
-    issued: float = 0  # when its rank came to the Send
-    start: float = 0
-    end: float | None = None
-    number: int = 0  # of its Send, among all
-
-
-@dataclass(slots=True, eq=False)
-class _Rank:
-    """Where one rank stands: a clock and a place in the list for each lane."""
-
-    number: int
-    rules: Rules
-    compute: list[Op]
-    comm: list[Op]
-    compute_at: int = 0
-    comm_at: int = 0
-    compute_free: float = 0
-    comm_free: float = 0
-    port_free: float = 0
-    ready: dict[Value, float] = field(default_factory=dict)  # when each value was made
-    unmade: dict[Value, list[_Message]] = field(default_factory=dict)  # to be sent as soon as the value is made
-    sending: dict[object, list[_Message]] = field(default_factory=dict)  # by slice: what is under way, or waits to be
-    receiving: _Message | None = None
-    missing: Value | None = None  # what the compute lane waits for
-    held_up: bool = False  # it waits to overwrite what it sends
-
-
-class _Simulation:
     def __init__(self, program: Program, costs: Costs) -> None:
         self._program = program
         self._costs = costs
         self._events: list[Event] = []
-        self._ranks = [_prepare(number, ops, program) for number, ops in enumerate(program.ranks)]
-        self._eligible: list[tuple[float, int, _Message]] = []  # transfers that can begin, by time
+        self._ranks = [prepare(number, ops, program) for number, ops in enumerate(program.ranks)]
+        self._eligible: list[tuple[float, int, Message]] = []  # transfers that can begin, by time
         self._count = 0
-        self._to_advance: deque[_Rank] = deque()
-        self._messages: dict[tuple[int, int], list[_Message]] = defaultdict(list)
+        self._to_advance: deque[Rank] = deque()
+        self._messages: dict[tuple[int, int], list[Message]] = defaultdict(list)
         self._sent: dict[tuple[int, int], int] = defaultdict(int)
         self._received: dict[tuple[int, int], int] = defaultdict(int)
-        self._groups = _groups(program)
-        self._arrived: dict[tuple[Value, str], dict[int, float]] = defaultdict(dict)
+        self._groups = program.all_reduces()
+        self._arrived: dict[AllReduce, dict[int, float]] = defaultdict(dict)
 
     def run(self) -> Trace:
+        """Walk to the end."""
         self._to_advance.extend(self._ranks)
         while self._to_advance or self._eligible:
             while self._to_advance:  # first everything that can happen without another transfer
@@ -140,14 +69,14 @@ class _Simulation:
         self._require_end()
         return Trace(self._program, self._events)
 
-    def _advance(self, rank: _Rank) -> None:
+    def _advance(self, rank: Rank) -> None:
         """Let both lanes do what they can; one may make what the other waits for."""
         moved = True
         while moved:
             moved = self._advance_compute(rank)
             moved = self._advance_comm(rank) or moved
 
-    def _advance_compute(self, rank: _Rank) -> bool:
+    def _advance_compute(self, rank: Rank) -> bool:
         began_at, ops, ready = rank.compute_at, rank.compute, rank.ready
         while rank.compute_at < len(ops):
             op = ops[rank.compute_at]
@@ -168,7 +97,7 @@ class _Simulation:
             rank.compute_at += 1
         return rank.compute_at > began_at
 
-    def _when_ready(self, rank: _Rank, op: Op, start: float) -> float | None:
+    def _when_ready(self, rank: Rank, op: Op, start: float) -> float | None:
         """When an operation can begin, at the earliest at `start`; None while something it needs has not been made."""
         if rank.missing is not None and rank.missing not in rank.ready:
             return None  # what was missing the last time still is
@@ -181,7 +110,7 @@ class _Simulation:
             start = max(start, made)
         return start
 
-    def _advance_comm(self, rank: _Rank) -> bool:
+    def _advance_comm(self, rank: Rank) -> bool:
         began_at, ops = rank.comm_at, rank.comm
         while rank.comm_at < len(ops):
             op = ops[rank.comm_at]
@@ -203,14 +132,14 @@ class _Simulation:
             rank.comm_at += 1
         return rank.comm_at > began_at
 
-    def _send(self, rank: _Rank, op: Send) -> None:
+    def _send(self, rank: Rank, op: Send) -> None:
         channel = (rank.number, op.to)
         message = self._message(channel, self._sent[channel])
         self._sent[channel] += 1
         message.send, message.number = op, self._count
         self._count += 1
         if isinstance(op.value, Chunk | Part):  # only this lane makes them, so they are there
-            for place in _places(op.value):
+            for place in places_of(op.value):
                 rank.sending.setdefault(place, []).append(message)
             self._offer(message, rank.comm_free)
         elif op.value in rank.ready:
@@ -219,17 +148,17 @@ class _Simulation:
             message.issued = rank.comm_free
             rank.unmade.setdefault(op.value, []).append(message)
 
-    def _offer(self, message: _Message, time: float) -> None:
+    def _offer(self, message: Message, time: float) -> None:
         message.offered = time
         if message.posted is not None:
             self._push(message)
 
-    def _push(self, message: _Message) -> None:
+    def _push(self, message: Message) -> None:
         assert message.offered is not None and message.posted is not None
         # Of transfers that can begin at the same time, a port serves first what was sent first.
         heapq.heappush(self._eligible, (max(message.offered, message.posted), message.number, message))
 
-    def _receive(self, rank: _Rank, op: Recv) -> bool:
+    def _receive(self, rank: Rank, op: Recv) -> bool:
         """Post a receive, or end one whose message has arrived; False while it is to be waited for."""
         message = rank.receiving
         if message is None:
@@ -254,7 +183,7 @@ class _Simulation:
         rank.receiving = None
         return True
 
-    def _post(self, rank: _Rank, op: Recv, time: float) -> None:
+    def _post(self, rank: Rank, op: Recv, time: float) -> None:
         channel = (op.source, rank.number)
         message = rank.receiving = self._message(channel, self._received[channel])
         self._received[channel] += 1
@@ -262,7 +191,7 @@ class _Simulation:
         if message.offered is not None:
             self._push(message)
 
-    def _add(self, rank: _Rank, op: Add) -> bool:
+    def _add(self, rank: Rank, op: Add) -> bool:
         start = self._busy_until(rank, op.into, rank.comm_free)
         if start is None:
             return False
@@ -271,9 +200,9 @@ class _Simulation:
         rank.comm_free = end
         return True
 
-    def _busy_until(self, rank: _Rank, value: Value, time: float) -> float | None:
+    def _busy_until(self, rank: Rank, value: Value, time: float) -> float | None:
         """When a value may be overwritten, at the earliest at `time`; None while that is not known."""
-        for place in _places(value) if rank.sending else ():
+        for place in places_of(value) if rank.sending else ():
             messages = rank.sending.get(place)
             if not messages:
                 continue
@@ -285,7 +214,7 @@ class _Simulation:
                 time = max(time, message.end)
         return time
 
-    def _transfer(self, message: _Message, time: float) -> None:
+    def _transfer(self, message: Message, time: float) -> None:
         sender = self._ranks[message.sender]
         assert message.send is not None
         size = self._costs.size(message.send.value, self._program.goal)
@@ -294,11 +223,10 @@ class _Simulation:
         message.end = sender.port_free = end
         self._events.append(Event(message.sender, Lane.COMM, message.send, message.start, end, 1, size))
 
-    def _all_reduce(self, rank: _Rank, op: AllReduce) -> bool:
+    def _all_reduce(self, rank: Rank, op: AllReduce) -> bool:
         if op.value in rank.ready:  # the last rank to come has ended it for all
             return True
-        key = (op.value, op.axis)
-        arrived, group = self._arrived[key], self._groups[key]
+        arrived, group = self._arrived[op], self._groups[op]
         needed = [] if rank.number in arrived else rank.rules.needs(op)
         if rank.number in arrived or not all(value in rank.ready for value in needed):
             return False
@@ -324,7 +252,7 @@ class _Simulation:
             self._events.append(Event(number, Lane.COMM, op, start, end, messages, messages * size / count))
             self._ranks[number].ready[op.value] = self._ranks[number].comm_free = end
 
-    def _join(self, rank: _Rank) -> bool:
+    def _join(self, rank: Rank) -> bool:
         """Both lanes stand before the same Join: let them go on together."""
         lanes = (rank.compute, rank.compute_at), (rank.comm, rank.comm_at)
         if not all(at < len(ops) and isinstance(ops[at], Join) for ops, at in lanes):
@@ -334,15 +262,11 @@ class _Simulation:
         rank.comm_at += 1
         return True
 
-    def _message(self, channel: tuple[int, int], index: int) -> _Message:
+    def _message(self, channel: tuple[int, int], index: int) -> Message:
         messages = self._messages[channel]
         if index == len(messages):
-            messages.append(_Message(*channel))
+            messages.append(Message(*channel))
         return messages[index]
-
-    def _hint(self) -> str:
-        silent = not any(isinstance(op, Send | Recv) for ops in self._program.ranks for op in ops)
-        return ", and mp.schedules.lower adds the messages that are missing" if silent else ""
 
     def _require_end(self) -> None:
         for messages in self._messages.values():
@@ -352,40 +276,11 @@ class _Simulation:
                         f"program {self._program.name!r} loses a message: rank {message.sender} does {message.send}, "
                         "and nobody receives it; mp.verify says more"
                     )
+        hint = ", and mp.schedules.lower adds the messages that are missing" if self._program.sends_nothing else ""
         for rank in self._ranks:
             for ops, at in ((rank.compute, rank.compute_at), (rank.comm, rank.comm_at)):
                 if at < len(ops):
                     raise ProgramError(
                         f"program {self._program.name!r} does not come to its end: rank {rank.number} stands at "
-                        f"{ops[at]} for ever; mp.verify says why{self._hint()}"
+                        f"{ops[at]} for ever; mp.verify says why{hint}"
                     )
-
-
-def _prepare(number: int, ops: tuple[Op, ...], program: Program) -> _Rank:
-    """Deal a rank's operations to its lanes. A Free takes no time, and a Join stands on both."""
-    rank = _Rank(number, Rules(program.goal, ops), [], [])
-    for op in ops:
-        if isinstance(op, Join):
-            rank.compute.append(op)
-            rank.comm.append(op)
-        elif not isinstance(op, Free):
-            (rank.comm if lane(op) is Lane.COMM else rank.compute).append(op)
-    return rank
-
-
-def _places(value: Value) -> Iterable[object]:
-    """The pieces of memory a value stands for, so that overlapping chunks are found without comparing all."""
-    if not isinstance(value, Chunk):
-        return (value,)
-    return (value.start,) if value.stop == value.start + 1 else value.slices
-
-
-def _groups(program: Program) -> dict[tuple[Value, str], list[int]]:
-    """Which ranks take part in each all-reduce."""
-    groups: dict[tuple[Value, str], list[int]] = defaultdict(list)
-    if isinstance(program.goal, TrainingStep):
-        for rank, ops in enumerate(program.ranks):
-            for op in ops:
-                if isinstance(op, AllReduce):
-                    groups[op.value, op.axis].append(rank)
-    return groups

@@ -50,7 +50,7 @@ _CHOICES = {
     "lr_schedule": LR_SCHEDULES,
     "dtype": ("float32", "float64"),
     "device": ("auto", "cpu", "cuda"),
-    "transport": ("auto", "gloo", "nccl"),
+    "transport": ("auto", "shm", "gloo", "nccl"),
 }
 _CHOICES_OR_YOUR_OWN = {"model": MODELS, "loss": LOSSES}  # or "module:function"
 _WORDS = {"int": "a whole number", "float": "a number", "str": "text in quotes", "bool": "true or false"}

@@ -48,7 +48,7 @@ class Execution:
         self._received: Counter[tuple[int, int]] = Counter()
         self._under_way: list[list[tuple[Value, int, int]]] = [[] for _ in program.ranks]  # value, receiver, number
         self._at_receive: set[int] = set()  # ranks that have posted the receive they stand at
-        self._groups = _groups(program)
+        self._groups = program.all_reduces()
         self._reduced: Counter[AllReduce] = Counter()
 
     def run(self, visit: Visit) -> list[Wait]:
@@ -156,13 +156,3 @@ class Execution:
 
     def _wait(self, rank: int, deed: str, on: int) -> Wait:
         return Wait(rank, self._done[rank], deed, on)
-
-
-def _groups(program: Program) -> dict[AllReduce, list[int]]:
-    """Which ranks take part in each all-reduce."""
-    groups: dict[AllReduce, list[int]] = defaultdict(list)
-    for rank, ops in enumerate(program.ranks):
-        for op in dict.fromkeys(ops):
-            if isinstance(op, AllReduce):
-                groups[op].append(rank)
-    return groups

@@ -78,8 +78,8 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
     held: list[set[Value]] = [set() for _ in program.ranks]
     ever: list[set[Value]] = [set() for _ in program.ranks]
     steps: Counter[int] = Counter()
-    silent = not any(isinstance(op, Send | Recv) for ops in program.ranks for op in ops)
-    hint = "; nothing is sent: mp.schedules.lower(program) adds the messages" if silent and len(held) > 1 else ""
+    lonely = program.sends_nothing and program.world_size > 1
+    hint = "; nothing is sent: mp.schedules.lower(program) adds the messages" if lonely else ""
 
     def visit(rank: int, place: int, op: Op) -> None:
         def wrong(reason: str) -> ProgramError:

@@ -1,16 +1,17 @@
 """Hand every rank's segment to every other rank, over private sockets.
 
-Each rank listens on a socket in a folder that only its user can enter, and writes the path into the store where the
-ranks meet. A pair of ranks then has one connection: each end says who it is and hands over a descriptor. The folder is
-gone when all have met. The connections stay: a rank that dies, in whatever way, closes them, and the others notice.
+Each rank listens on a socket whose name is long and random, and writes the name into the store where the ranks meet. A
+pair of ranks then has one connection: each end says who it is and hands over a descriptor. The names live in the kernel
+alone, so that nothing is left behind however a rank ends, and strangers who come are sent away. The connections stay: a
+rank that dies, in whatever way, closes them, and the others notice.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,9 +33,9 @@ class Store(Protocol):
 
 
 def this_machine() -> str:
-    """The same text for processes that can meet: the machine since it was started, and the files they see."""
+    """The same text for processes that can meet: the machine since it was started, and its network as they see it."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {Path('/proc/self/ns/mnt').stat().st_ino}"
+    return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
 
 
 def exchange_descriptors(
@@ -51,6 +52,9 @@ def exchange_descriptors(
         while len(peers) < ranks - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout)
+            if not _same_user(connection):
+                connection.close()
+                continue
             peer, theirs = _receive(connection, ranks, None)
             _send(connection, rank, ranks, descriptor)
             peers[peer] = (connection, theirs)
@@ -61,22 +65,23 @@ def exchange_descriptors(
 
 @contextmanager
 def _listening(store: Store, rank: int) -> Iterator[socket.socket]:
-    with (
-        tempfile.TemporaryDirectory(prefix="microparallel-") as folder,  # which nobody else may enter
-        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener,
-    ):
-        path = str(Path(folder) / "socket")
-        listener.bind(path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        name = f"microparallel-{secrets.token_hex(16)}"
+        listener.bind(_address(name))
         listener.listen()
-        store.set(f"socket/{rank}", path)
+        store.set(f"socket/{rank}", name)
         yield listener
 
 
-def _connect(path: str, timeout: float) -> socket.socket:
+def _address(name: str) -> str:
+    return f"\0{name}"  # a name that begins with zero is the kernel's, not a file's
+
+
+def _connect(name: str, timeout: float) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(timeout)
     try:
-        connection.connect(path)
+        connection.connect(_address(name))
     except OSError as error:
         connection.close()
         raise CommsError(f"the socket of another rank cannot be reached: {error}") from error
@@ -88,7 +93,8 @@ def _send(connection: socket.socket, rank: int, ranks: int, descriptor: int) -> 
 
 
 def _receive(connection: socket.socket, ranks: int, expected: int | None) -> tuple[int, int]:
-    _require_same_user(connection)
+    if not _same_user(connection):
+        raise CommsError("the socket of another rank belongs to another user; ranks must run as the same one")
     message, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
     if len(message) != _HELLO.size or len(descriptors) != 1:
         raise CommsError("another rank went away while the ranks were meeting")
@@ -98,7 +104,6 @@ def _receive(connection: socket.socket, ranks: int, expected: int | None) -> tup
     return rank, descriptors[0]
 
 
-def _require_same_user(connection: socket.socket) -> None:
+def _same_user(connection: socket.socket) -> bool:
     _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if user != os.getuid():
-        raise CommsError(f"user {user} came to a meeting of user {os.getuid()}'s ranks, and was refused")
+    return bool(user == os.getuid())
