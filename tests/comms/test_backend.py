@@ -19,6 +19,7 @@ INTEGERS = (torch.int64, torch.int32, torch.int8, torch.uint8)
 
 
 def start(comms, path, timeout=20.0, backend="microparallel"):
+    comms.close()  # the ranks that the pool has made are a world already
     register()  # torch does it by itself where the package is installed; a working tree may be older
     store = dist.FileStore(str(path), comms.world_size)
     dist.init_process_group(

@@ -22,6 +22,7 @@ WIDTH = 16
 
 
 def with_backend(comms, backend, path, body, arguments):
+    comms.close()  # the ranks that the pool has made are a world already
     register()
     store = dist.FileStore(str(path), comms.world_size)
     dist.init_process_group(

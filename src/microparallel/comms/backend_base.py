@@ -63,10 +63,16 @@ class CallingGroup(_ProcessGroup):  # type: ignore[misc]
         super().__init__(group.rank, group.world_size)
         self._store = store
         self._group = group
+        group.process_group = self
         self._timeout = timeout
         self._names = ["", ""]
         self._sides: dict[str, dist.ProcessGroup] = {}
         self._together: list[dist.Work] | None = None
+
+    @property
+    def shared_memory(self) -> SharedMemoryGroup:
+        """The same group, as `Comms` sees it."""
+        return self._group
 
     # ── how calls are started and finished ──────────────────────────────────────────────────────────────────────
 
@@ -209,6 +215,6 @@ class CallingGroup(_ProcessGroup):  # type: ignore[misc]
         for side in self._sides.values():
             side.shutdown()
         self._sides.clear()
-        self._group.close()
+        self._group.shut_down()
 
     abort = shutdown

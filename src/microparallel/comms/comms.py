@@ -20,7 +20,6 @@ from microparallel.comms.group import Group
 from microparallel.comms.headers import read_headers, write_headers
 from microparallel.comms.reductions import check_reduction, finish_reduction, stand_in, wire_reduction
 from microparallel.comms.request import Request
-from microparallel.comms.torch_group import TorchGroup
 from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
 from microparallel.errors import UsageError
 from microparallel.transport.base import Work
@@ -72,9 +71,7 @@ class Comms(Conversation):
         """The torch process group beneath, for torch's own wrappers."""
         if self._closed:
             raise UsageError("process_group: this Comms has been closed")
-        if not isinstance(self._transport, TorchGroup):
-            raise UsageError("process_group: shared memory is not a torch process group; choose transport='gloo'")
-        return self._transport.group
+        return self._transport.process_group
 
     # ── from one rank to another ────────────────────────────────────────────────────────────────────────────────
 

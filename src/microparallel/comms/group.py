@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from microparallel.transport.base import Work
 
@@ -19,6 +20,10 @@ class Group(Protocol):
     world_size: int
     world_ranks: tuple[int, ...]
     carries: frozenset[str]
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The torch process group that this is."""
 
     def announce(self, call: str) -> None:
         """Say what this thread calls next, where ranks compare that."""

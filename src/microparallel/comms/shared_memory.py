@@ -8,13 +8,15 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from microparallel.collectives import build
 from microparallel.comms.interpreter import COMBINE, Memory, Pieces, Round, perform, rounds, slices_of
 from microparallel.comms.turns import Line, Turn
-from microparallel.errors import ProgramError
+from microparallel.errors import ProgramError, UsageError
 from microparallel.program import Chunk, Part, Recv, Send, Value
 from microparallel.transport.base import Work
 from microparallel.transport.shared_memory.exchange import SharedMemoryExchange, signature_of
@@ -31,7 +33,7 @@ _OPEN: weakref.WeakSet[SharedMemoryGroup] = weakref.WeakSet()
 @atexit.register
 def _close_all() -> None:
     for group in list(_OPEN):
-        group.close()
+        group.shut_down()
 
 
 Blocks = Callable[[int], Iterator[Pieces]]  # given the number of slices, the tensors of each block
@@ -48,7 +50,19 @@ class SharedMemoryGroup:
         self.carries = transport.carries
         self._line = Line()
         self._call = threading.local()
+        self._process_group: dist.ProcessGroup | None = None
         _OPEN.add(self)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The same group, as torch sees it."""
+        if self._process_group is None:
+            raise UsageError("process_group: torch knows nothing of this group")
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup) -> None:
+        self._process_group = group
 
     def announce(self, call: str, timeout: float | None = None) -> None:
         """Say what the next call of this thread is: in a collective, all ranks must say the same."""
@@ -147,16 +161,26 @@ class SharedMemoryGroup:
 
     def subgroup(self, ranks: list[int]) -> SharedMemoryGroup | None:
         """Make a group of some of these ranks; only they need to call this. None on a rank that is not among them."""
-        transport = self.transport.subgroup(ranks)
-        return None if transport is None else SharedMemoryGroup(transport)
+        if self.rank not in ranks:
+            return None
+        world_ranks = [self.world_ranks[rank] for rank in ranks]
+        group: Any = dist.new_group(world_ranks, backend="microparallel", use_local_synchronization=True)
+        shared: SharedMemoryGroup = group.shared_memory
+        return shared
 
     def lost_peers(self) -> list[int]:
         """The ranks that were found to be gone."""
         return self.transport.peers.lost
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group, and let torch forget it; its `shut_down` is called on the way."""
+        if self._process_group is not None:
+            dist.destroy_process_group(self._process_group)
+
+    def shut_down(self) -> None:
+        """Let go of everything."""
         _OPEN.discard(self)
+        self._process_group = None
         self.transport.close()
         self._line.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from microparallel.collectives import all_reduce_program
 from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
@@ -12,6 +13,11 @@ from microparallel.transport.torch_distributed import TorchTransport, TorchWork
 
 class TorchGroup(TorchTransport):
     """A torch process group that also runs all-reduce programs."""
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """torch's group."""
+        return self.group
 
     def announce(self, call: str) -> None:
         """torch compares nothing; checked mode does."""

@@ -14,17 +14,22 @@ import torch.distributed as dist
 # they would hold it for ever: its threads would outlive `close()`, and now and then crash the process as Python ends.
 import torch.distributed.nn.functional
 
+from microparallel._torch_entry import register
 from microparallel.comms import Comms
-from microparallel.comms.shared_memory import SharedMemoryGroup
+from microparallel.comms.backend import MicroparallelGroup
+from microparallel.comms.group import Group
 from microparallel.comms.torch_group import TorchGroup
 from microparallel.errors import CommsTimeout, UsageError
 from microparallel.topology import threads_per_rank
 from microparallel.topology.placement import Placement, find_placement
-from microparallel.transport.shared_memory import SharedMemoryTransport, futex, this_machine
+from microparallel.transport.shared_memory import futex, this_machine
 
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_TIMEOUT = 1800.0
+
+# What torch calls them. With NCCL, gloo stands beside it: it carries CPU tensors, and the headers of checked mode.
+_BACKENDS = {"shm": "microparallel", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 
 
 def connect(
@@ -33,8 +38,8 @@ def connect(
     """Join the world that torchrun or Slurm describes in environment variables; without them, a world of one.
 
     Args:
-        transport: "gloo" (CPU), "nccl" (a GPU for every rank), "shm" (shared memory: all ranks on one Linux
-            machine), or "auto": nccl where it can work, else gloo.
+        transport: "shm" (shared memory: all ranks on one Linux machine), "gloo" (TCP), "nccl" (a GPU for every rank),
+            or "auto": nccl where it can work, else shared memory where it can, else gloo.
         device: where received tensors go: "cpu", "cuda", or "auto": the GPU with nccl, else the CPU.
         timeout: seconds a rank waits for the others, when joining and in each call.
         check: compare calls between ranks before each one, so that a mismatch is an error and not a hang.
@@ -65,33 +70,20 @@ def join(
     check: bool = False,
 ) -> Comms:
     """Become a rank of the world whose ranks meet in this store; the request is known to be possible."""
-    if transport == "shm":
-        return _share_memory(placement, store, timeout, check)
-    backend = _choose_backend(transport, placement, store)
-    chosen_device = _choose_device(device, backend, placement)
+    chosen = _choose_transport(transport, device, placement, store)
+    chosen_device = _choose_device(device, chosen, placement)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
+    if chosen == "shm" and "microparallel" not in dist.Backend.backend_list:
+        register()  # a package that is merely on the path was not announced to torch
     dist.init_process_group(
-        # With NCCL, gloo stands beside it: it carries CPU tensors, and the headers of checked mode.
-        "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
+        _BACKENDS[chosen],
         store=store,
         rank=placement.rank,
         world_size=placement.world_size,
         timeout=timedelta(seconds=timeout),
     )
     return _comms_of_the_world(placement, chosen_device, check, store, owned=True)
-
-
-def _share_memory(placement: Placement, store: dist.Store, timeout: float, check: bool) -> Comms:
-    ranks = range(placement.world_size)
-    machine = this_machine()
-    store.set(f"machine/{placement.rank}", machine)
-    for rank in ranks:
-        if store.get(f"machine/{rank}").decode() != machine:
-            raise UsageError(f"transport 'shm' cannot work here: rank {rank} is on another machine; choose 'gloo'")
-    transport = SharedMemoryTransport(dist.PrefixStore("shm", store), placement.rank, ranks, timeout)
-    group = SharedMemoryGroup(transport)
-    return Comms(group, device=torch.device("cpu"), local_rank=placement.local_rank, check=check, on_close=group.close)
 
 
 def _adopt(placement: Placement, device: str, check: bool) -> Comms:
@@ -106,16 +98,28 @@ def _comms_of_the_world(
     world = dist.group.WORLD
     if world is None:
         raise UsageError("this process belongs to no torch process group; call mp.connect() first")
-    devices = str(dist.get_backend_config(world))
-    carries = frozenset(kind for kind, backend in (("cpu", "gloo"), ("cuda", "nccl")) if f"{kind}:{backend}" in devices)
-    transport = TorchGroup(world, store, carries)
+    carries = _carried_by(world)
+    group: Group
+    if isinstance(world, MicroparallelGroup) and carries == {"cpu"}:
+        group = world.shared_memory
+        leave, forget = group.close, _nothing
+    else:
+        group = torch_group = TorchGroup(world, store, carries)
+        leave, forget = (lambda: _leave_world(torch_group)), torch_group.forget
     return Comms(
-        transport,
-        device=device,
-        local_rank=placement.local_rank,
-        check=check,
-        on_close=(lambda: _leave_world(transport)) if owned else transport.forget,
+        group, device=device, local_rank=placement.local_rank, check=check, on_close=leave if owned else forget
     )
+
+
+def _carried_by(world: dist.ProcessGroup) -> frozenset[str]:
+    """The devices whose tensors a group takes as they are."""
+    backends = str(dist.get_backend_config(world)).split(",")
+    able = {"cpu:gloo": "cpu", "cpu:microparallel": "cpu", "cuda:nccl": "cuda"}
+    return frozenset(able[backend] for backend in backends if backend in able)
+
+
+def _nothing() -> None:
+    """The group is its owner's to leave."""
 
 
 def _leave_world(transport: TorchGroup) -> None:
@@ -173,13 +177,21 @@ def require_possible(transport: str, device: str, placement: Placement) -> None:
         raise UsageError("device 'cuda' was asked for, and torch sees no GPU; choose 'cpu'")
 
 
-def _choose_backend(transport: str, placement: Placement, store: dist.Store) -> str:
+def _choose_transport(transport: str, device: str, placement: Placement, store: dist.Store) -> str:
+    """What the user chose, or what every rank can do: machines may differ, and all ranks must choose alike."""
+    nccl = transport in ("auto", "nccl") and not _obstacle_to_nccl(placement)
+    shm = transport in ("auto", "shm") and not futex.why_not() and device != "cuda"
+    store.set(f"can/{placement.rank}", f"{'nccl' if nccl else ''},{this_machine() if shm else ''}")
+    answers = [store.get(f"can/{rank}").decode().split(",") for rank in range(placement.world_size)]
+    machines = [machine for _, machine in answers]
+    elsewhere = [rank for rank, machine in enumerate(machines) if not machine or machine != machines[0]]
+    if transport == "shm" and elsewhere:
+        raise UsageError(f"transport 'shm' cannot work here: rank {elsewhere[0]} is on another machine; choose 'gloo'")
     if transport != "auto":
         return transport
-    # Machines may differ, and all ranks must choose alike.
-    store.set(f"nccl/{placement.rank}", "no" if _obstacle_to_nccl(placement) else "yes")
-    answers = [store.get(f"nccl/{rank}") for rank in range(placement.world_size)]
-    return "nccl" if all(answer == b"yes" for answer in answers) else "gloo"
+    if all(can == "nccl" for can, _ in answers):
+        return "nccl"
+    return "gloo" if elsewhere else "shm"
 
 
 def _obstacle_to_nccl(placement: Placement) -> str | None:

@@ -12,6 +12,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,17 +47,19 @@ def exchange_descriptors(
         listener.settimeout(timeout)
         peers: dict[int, tuple[socket.socket, int]] = {}
         for peer in range(rank):  # the higher rank of a pair connects to the lower
-            connection = _connect(store.get(f"socket/{peer}").decode(), timeout)
-            _send(connection, rank, ranks, descriptor)
-            peers[peer] = (connection, _receive(connection, ranks, peer)[1])
+            peers[peer] = _visit(store, peer, rank, ranks, descriptor, timeout)
         while len(peers) < ranks - 1:
             connection, _ = listener.accept()
             connection.settimeout(timeout)
             if not _same_user(connection):
                 connection.close()
                 continue
-            peer, theirs = _receive(connection, ranks, None)
-            _send(connection, rank, ranks, descriptor)
+            try:
+                peer, theirs = _receive(connection, ranks, None)
+                _send(connection, rank, ranks, descriptor)
+            except ConnectionError:  # whoever came has gone, and may come again
+                connection.close()
+                continue
             peers[peer] = (connection, theirs)
     for connection, _ in peers.values():
         connection.setblocking(False)
@@ -77,15 +80,30 @@ def _address(name: str) -> str:
     return f"\0{name}"  # a name that begins with zero is the kernel's, not a file's
 
 
-def _connect(name: str, timeout: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout)
-    try:
-        connection.connect(_address(name))
-    except OSError as error:
-        connection.close()
-        raise CommsError(f"the socket of another rank cannot be reached: {error}") from error
-    return connection
+def _visit(
+    store: Store, peer: int, rank: int, ranks: int, descriptor: int, timeout: float
+) -> tuple[socket.socket, int]:
+    """Connect to a lower rank.
+
+    A group of the same ranks may have met under the same name before, and its notes may still be in the store. So
+    nobody at home means that the new note is yet to come.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout)
+        try:
+            connection.connect(_address(store.get(f"socket/{peer}").decode()))
+            _send(connection, rank, ranks, descriptor)
+            return connection, _receive(connection, ranks, peer)[1]
+        except ConnectionError as error:
+            connection.close()
+            if time.monotonic() > deadline:
+                raise CommsError(f"the socket of rank {peer} cannot be reached: {error}") from error
+            time.sleep(0.001)
+        except BaseException:
+            connection.close()
+            raise
 
 
 def _send(connection: socket.socket, rank: int, ranks: int, descriptor: int) -> None:
@@ -97,7 +115,7 @@ def _receive(connection: socket.socket, ranks: int, expected: int | None) -> tup
         raise CommsError("the socket of another rank belongs to another user; ranks must run as the same one")
     message, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
     if len(message) != _HELLO.size or len(descriptors) != 1:
-        raise CommsError("another rank went away while the ranks were meeting")
+        raise ConnectionResetError("another rank went away while the ranks were meeting")
     rank, their_ranks = _HELLO.unpack(message)
     if their_ranks != ranks or not 0 <= rank < ranks or (expected is not None and rank != expected):
         raise CommsError(f"a rank {rank} of {their_ranks} came to a meeting of {ranks} ranks")

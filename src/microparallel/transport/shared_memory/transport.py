@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -58,8 +58,6 @@ class SharedMemoryTransport:
         self.peers = Peers(rank, self.world_ranks, self._segments, connections)
         self._out = [[_channel(self._segment, peer, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._in = [[_channel(self._segments[peer], rank, lane) for peer in range(ranks)] for lane in range(LANES)]
-        self._store = store
-        self._groups: Counter[tuple[int, ...]] = Counter()
         self._staged: deque[Sent] = deque()
         self._reclaiming = threading.Lock()
         self._inboxes: dict[tuple[int, int], Inbox] = defaultdict(Inbox)
@@ -73,16 +71,6 @@ class SharedMemoryTransport:
         buffer = memoryview(self._segment.map)[start : start + max(1, size)]
         weakref.finalize(buffer, self._arena.give_back, start, size)
         return torch.frombuffer(buffer, dtype=torch.uint8)[:size].view(dtype).view(tuple(shape))
-
-    def subgroup(self, ranks: Sequence[int]) -> SharedMemoryTransport | None:
-        """A transport of some of these ranks, which they all ask for."""
-        if self.rank not in ranks:
-            return None
-        members = tuple(ranks)
-        self._groups[members] += 1
-        store = _Prefixed(self._store, f"{'-'.join(map(str, members))}/{self._groups[members]}/")
-        world_ranks = [self.world_ranks[rank] for rank in members]
-        return SharedMemoryTransport(store, members.index(self.rank), world_ranks, self.timeout)
 
     # ── collectives: messages in order ──────────────────────────────────────────────────────────────────────────
 
@@ -205,20 +193,6 @@ class SharedMemoryTransport:
         self.peers.close()
         self._staged.clear()
         self._inboxes.clear()
-
-
-class _Prefixed:
-    """A corner of a store for one group."""
-
-    def __init__(self, store: Store, prefix: str) -> None:
-        self._store = store
-        self._prefix = prefix
-
-    def set(self, key: str, value: str) -> None:
-        self._store.set(self._prefix + key, value)
-
-    def get(self, key: str) -> bytes:
-        return self._store.get(self._prefix + key)
 
 
 def _channel(segment: Segment, peer: int, lane: int) -> Channel:
