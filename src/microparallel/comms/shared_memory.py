@@ -25,6 +25,9 @@ from microparallel.transport.shared_memory.transport import SharedMemoryTranspor
 # Large tensors go in blocks: what one rank has just written, the others then find in the cache.
 _BLOCK_BYTES = 4 * 2**20
 
+# Up to here one meeting of the ranks (all-to-all) beats two (direct), though each rank adds more.
+_LITTLE_BYTES = 512 * 2**10
+
 # Python stops its threads as it ends, in whatever they are doing, and C++ ends the process for that. So groups that
 # were not closed are closed before.
 _OPEN: weakref.WeakSet[SharedMemoryGroup] = weakref.WeakSet()
@@ -83,8 +86,13 @@ class SharedMemoryGroup:
 
     def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Turn:
         """Combine everybody's tensor, in place, on every rank."""
-        name = "direct" if algorithm == "auto" else algorithm
+        name = self._best_for(tensor) if algorithm == "auto" else algorithm
         return self._program(_plan(name, self.world_size, self.rank), _whole(tensor), op)
+
+    def _best_for(self, tensor: torch.Tensor) -> str:
+        """Meeting costs more than adding, as long as there is little to add: then everybody adds everything up."""
+        added = tensor.numel() * tensor.element_size() * (self.world_size - 1)
+        return "all-to-all" if added <= _LITTLE_BYTES else "direct"
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Turn:
         """Copy the source's tensor over everybody else's."""

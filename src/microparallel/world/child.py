@@ -5,6 +5,7 @@ It reads jobs from its parent, runs each in a world of its own and reports what 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -71,7 +72,7 @@ def main(parent_fd: int, lifeline_fd: int, answers_fd: int) -> None:
     while True:
         try:
             message = pickle.loads(parent.recv_bytes())
-        except EOFError:
+        except (EOFError, OSError):  # the parent has hung up
             return
         if isinstance(message, Job):
             _run(message, parent)
@@ -92,6 +93,9 @@ def _run(job: Job, parent: Connection) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as error:
+        # torch's threads must be gone before Python ends: otherwise they now and then take the process with them.
+        with contextlib.suppress(Exception):
+            _leave(comms)
         sys.exit(error.code if error.code is not None else 0)
     except BaseException as error:  # the parent decides what to do about it
         report = Raised(
