@@ -1,13 +1,145 @@
-"""Ranks that stay warm for the whole session: starting processes is what costs time in these tests."""
+"""Ranks that stay warm for the whole session, and new ones in a moment: starting processes is what costs time here."""
+
+import contextlib
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 
 import microparallel as mp
+from microparallel.topology import DO_NOT_SPIN
+
+os.environ.setdefault(*DO_NOT_SPIN)  # as the command line does, before torch is imported
+# Whenever ranks meet, torch asks the name server who ::ffff:127.0.0.1 is, and waits 5 seconds when no answer comes.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 # How long an example takes says more about the machine than about the code; pytest's own timeout catches hangs.
 settings.register_profile("microparallel", deadline=None)
 settings.load_profile("microparallel")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fresh-ranks", action="store_true", help="start every rank as users do, in a new interpreter")
+
+
+class Nursery:
+    """Starts ranks by forking a process that has imported torch already; see nursery.py."""
+
+    def __init__(self):
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", Path(__file__).with_name("nursery.py"), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},  # no threads: they would not survive a fork
+            process_group=0,
+        )
+        theirs.close()
+
+    def fork(self, command, *, pass_fds, env, **same_for_all):
+        """What `subprocess.Popen` does for a rank, without a new interpreter."""
+        files = [1, 2, *pass_fds]
+        request = {"program": command[-1], "places": files, "environment": env, "folder": str(Path.cwd())}
+        with adopting_orphans():
+            socket.send_fds(self._socket, [json.dumps(request).encode()], files)
+            pid = int(self._socket.recv(100))
+            self._socket.recv(100)  # it is ours
+        return Fork(pid)
+
+    @contextlib.contextmanager
+    def starting_ranks(self):
+        """Within this block, `mp.launch` and pools start their ranks here."""
+        from microparallel.world import rank_process
+
+        with pytest.MonkeyPatch.context() as patch:
+            quick = SimpleNamespace(**vars(subprocess) | {"Popen": self.fork})
+            patch.setattr(rank_process, "subprocess", quick)
+            yield
+
+    def close(self):
+        self._socket.close()
+        self._process.wait()
+
+
+class Fork:
+    """A process that was forked for us: as much of `subprocess.Popen` as it takes to watch over a rank."""
+
+    def __init__(self, pid):
+        self.pid = pid
+        self.returncode = None
+
+    def poll(self):
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout=float("inf")):
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.002)
+        return self.returncode
+
+    def send_signal(self, number):
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+@contextlib.contextmanager
+def adopting_orphans():
+    """Become the parent of what a descendant leaves behind when it ends (PR_SET_CHILD_SUBREAPER, which is 36)."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(36, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(36, 0, 0, 0, 0)
+
+
+class NoNursery:
+    """Where ranks cannot be forked, or should not be."""
+
+    def starting_ranks(self):
+        return contextlib.nullcontext()
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="session")
+def nursery(request):
+    fresh = request.config.getoption("--fresh-ranks") or sys.platform != "linux"
+    nursery = NoNursery() if fresh else Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def quick_ranks(nursery):
+    """For tests that launch ranks in this process, and do not ask how these started."""
+    with nursery.starting_ranks():
+        yield
+
+
+@pytest.fixture(scope="session")
+def warm_ranks(nursery):
+    class WarmRanks(mp.Pool):
+        def run(self, *arguments, **named_arguments):
+            with nursery.starting_ranks():
+                return super().run(*arguments, **named_arguments)
+
+    with WarmRanks() as ranks:
+        yield ranks
 
 
 class CpuPool:
@@ -20,12 +152,6 @@ class CpuPool:
     def run(self, function, ranks, *arguments, **named_arguments):
         defaults = {"transport": self._transport, "device": "cpu"}
         return self._ranks.run(function, ranks, *arguments, **defaults | named_arguments)
-
-
-@pytest.fixture(scope="session")
-def warm_ranks():
-    with mp.Pool() as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ MicroparallelError
 │   ├── PeerLost                 .ranks went away during .call
 │   ├── Mismatch                 ranks made different calls, or the same call with different tensors
 │   └── CommsTimeout             a call waited longer than its timeout
+├── GradientError                gradients that are missing or not finite, where that was to be an error
 └── CheckpointError              a checkpoint that cannot be written or read
 KeyboardInterrupt
 └── Interrupted                  Ctrl-C, after which every rank came to its own end: .results
@@ -108,6 +109,10 @@ class Mismatch(CommsError):
 
 class CommsTimeout(CommsError, TimeoutError):
     """A call waited longer than its timeout."""
+
+
+class GradientError(MicroparallelError, RuntimeError):
+    """Gradients are missing or not finite, and the caller wanted to know: names the step, ranks and parameters."""
 
 
 class CheckpointError(MicroparallelError):

@@ -58,7 +58,27 @@ def test_everything_is_in_the_json():
     assert ring["messages_sent"] == [2, 2] and ring["bytes_sent"] == [64_000, 64_000]
     assert ring["ratio_to_torch"] == pytest.approx(ring["seconds"] / rows["torch", 64_000]["seconds"])
     assert ring["predicted_over_measured"] == pytest.approx(ring["predicted_seconds"] / ring["seconds"])
+    assert document["bounds"] == [] and ring["share_of_bound"] is None
     assert "measuring 4 KB" in result.stderr
+
+
+def test_shared_memory_stands_beside_gloo_and_what_memory_allows():
+    arguments = ["--ranks", "2", "--sizes", "4KB,64KB", "--algorithms", "none", "--repeats", "3", "--json", "--quiet"]
+    result = run(*arguments, "--transport", "shm")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["transport"] == "shm" and document["fit"] is None and document["notes"] != []
+    rows = {(row["label"], row["size"]): row for row in document["results"]}
+    names = ["torch on gloo", "torch on shm", "shm", "shm, in place"]
+    assert list(rows) == [(name, size) for size in (4_000, 64_000) for name in names]
+    bounds = {(row["label"], row["size"]): row for row in document["bounds"]}
+    assert list(bounds) == [(name, size) for size in (4_000, 64_000) for name in ("bound", "bound, in place")]
+    for name, bound in (("torch on shm", "bound"), ("shm", "bound"), ("shm, in place", "bound, in place")):
+        row = rows[name, 64_000]
+        assert row["bound_seconds"] == bounds[bound, 64_000]["seconds"]
+        assert row["share_of_bound"] == pytest.approx(row["bound_seconds"] / row["seconds"])
+        assert row["ratio_to_torch"] == pytest.approx(row["seconds"] / rows["torch on gloo", 64_000]["seconds"])
+    assert result.stderr == ""
 
 
 def test_a_table_and_a_picture_for_people(tmp_path):
@@ -90,11 +110,47 @@ def test_the_table_says_what_is_missing(capsys):
     assert "tree was called 1×" in notes and "4 ranks share 2 cores" in notes and "two sizes" in notes
 
 
+def shown_in(report, width):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(all_reduce_table.table_of(report, width))
+    return console.file.getvalue()
+
+
+def report_of_shared_memory(*algorithms):
+    calls = {"torch": 100e-3, "torch on shm": 26e-3, "shm": 25e-3, "shm, in place": 12.5e-3}
+    calls |= {"bound": 20e-3, "bound, in place": 15e-3, **dict.fromkeys(algorithms, 30e-3), "add": 1e-3}
+    timings = [Timing(name, size, (seconds,) * 9) for size in (4_000, 10**8) for name, seconds in calls.items()]
+    return report_on(Measurements(2, 2, 2, "shm", "cpu", "float32", tuple(timings)))
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("algorithms", [(), ("ring", "recursive-doubling")])
+def test_the_share_of_the_memory_s_bandwidth_stands_in_the_table(width, algorithms):
+    shown = shown_in(report_of_shared_memory(*algorithms), width)
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+    methods = ["torch on gloo", "torch on shm", "shm", "shm, in place", "bound", "bound, in place", *algorithms]
+    found = [next(name for name in reversed(methods) if line.startswith(name)) for line in lines if " ms " in line]
+    assert found == methods * 2
+    [shm] = {line for line in lines if line.startswith("shm 25.0 ms") and "G" in line}
+    assert " 0.25 80 %" in shm
+    assert any(line.startswith("shm, in place") and "120 %" in line for line in lines)
+    for heading in ("msgs", "predicted", "÷time"):  # algorithms alone have those
+        assert (heading in lines[0]) == (bool(algorithms) and (width > 80 or heading != "msgs"))
+
+
 def test_a_narrow_terminal_gets_fewer_columns_and_whole_ones():
-    console = Console(file=io.StringIO(), width=58)
-    console.print(all_reduce_table.table_of(made_up_report(), wide=False))
-    shown = console.file.getvalue()
+    shown = shown_in(report_of_shared_memory("recursive-doubling"), 66)
     assert "…" not in shown and "predicted" in shown and "quartiles" not in shown
+    assert "predicted" not in shown_in(made_up_report(), 66)  # a single size predicts nothing
+
+
+def test_the_caption_explains_the_columns_that_are_shown(capsys):
+    all_reduce_table.show(report_of_shared_memory())
+    shared = capsys.readouterr().out
+    assert "of bound  bound ÷ time" in shared and "torch on gloo" in shared and "predicted" not in shared
+    all_reduce_table.show(made_up_report())
+    assert "bound" not in capsys.readouterr().out
 
 
 def test_under_torchrun_the_first_rank_speaks():
@@ -154,6 +210,7 @@ def test_a_wrong_sum_is_a_failure_that_names_algorithm_and_size():
         (["--sizes", "10"], ["10 bytes", "float32", "try 8"]),
         (["--algorithms", "rnig"], ["rnig", "did you mean ring?"]),
         (["--algorithms", "ring,"], ["''", "choose from naive"]),
+        (["--algorithms", "ring,none"], ["there is no all-reduce 'none'"]),
         (["--ranks", "0"], ["--ranks 0", "at least 1"]),
         (["--ranks", "100000"], ["--ranks 100000", "core"]),
         (["--ranks", "many"], ["many", "--ranks"]),

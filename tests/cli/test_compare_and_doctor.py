@@ -2,8 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+
+import pytest
+import torch
+
+from microparallel.cli.compare import _about_torch
+from microparallel.train.compare import Comparison
+from microparallel.train.config import TrainConfig
 
 
 def run(*arguments):
@@ -16,20 +24,88 @@ def test_compare_finds_that_all_strategies_agree():
     result = run("compare", "--ranks", "2", "--steps", "5", "--dim", "16", "--depth", "4", "--json")
     assert result.returncode == 0, result.stderr
     rows = {row["strategy"]: row for row in json.loads(result.stdout)}
-    assert set(rows) == {"single", "naive", "torch-ddp"}
+    assert set(rows) == {"single", "naive", "hooks", "torch-ddp"}
     assert all(row["agrees"] and row["loss_difference"] < 1e-12 for row in rows.values())
     assert rows["naive"]["ranks"] == 2
+
+
+SMALL = ["--dim", "16", "--depth", "4", "--batch", "7", "--device", "cpu"]
+
+
+def test_compare_in_process_finds_that_replicas_agree_with_plain_training():
+    result = run("compare", "--in-process", "--ranks", "3", "--steps", "5", *SMALL, "--json")
+    assert result.returncode == 0, result.stderr
+    rows = {row["strategy"]: row for row in json.loads(result.stdout)}
+    assert list(rows) == ["single", "replicas-cpu", "replicas-ring"]
+    assert all(row["agrees"] and row["weight_difference"] < 1e-12 for row in rows.values())
+    assert [len(row["losses"]) for row in rows.values()] == [5, 5, 5]
+    assert rows["replicas-ring"]["ranks"] == 3
+    assert "nn.DataParallel needs a GPU, and --device is cpu" in result.stderr.replace("\n", " ")
+
+
+def test_compare_in_process_for_people():
+    result = run("compare", "--in-process", "--steps", "30", *SMALL)
+    assert result.returncode == 0, result.stderr
+    losses, differences = result.stdout.split("mlp, 30 steps of 7 samples, float64, sgd")
+    steps = re.findall(r"^│ +(\d+) │", losses, re.MULTILINE)
+    assert (len(steps), steps[0], steps[-1]) == (20, "1", "30")
+    assert "replicas" in differences and "same" in differences and "differs" not in differences
+    assert differences.count("replicas-ring") == 1  # not cut short where the terminal is narrow
+    assert "nn.DataParallel needs a GPU" in differences
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "words"),
+    [
+        (0, "auto", "needs a GPU, and torch sees none here"),
+        (0, "cpu", "needs a GPU, and --device is cpu"),
+        (1, "auto", "with 1 GPU that is plain training"),
+        (2, "cuda", "torch-dp is nn.DataParallel, on 2 GPUs"),
+    ],
+)
+def test_what_torch_s_own_was_compared_with_is_said(gpus, device, words):
+    strategies = {"single": 1, "replicas-cpu": 3} | ({"torch-dp": gpus} if gpus else {})
+    rows = [Comparison(name, ranks, 1.0, 0.0, 0.0, 0.1, True, [1.0]) for name, ranks in strategies.items()]
+    assert words in _about_torch(TrainConfig(device=device), rows)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--transport", "gloo"], "--transport gloo: with --in-process nothing is transported"),
+        (["--ranks", "1"], "--ranks 1"),
+        pytest.param(
+            ["--device", "cuda"],
+            "--device cuda: torch sees no GPU here; try --device cpu",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here"),
+        ),
+    ],
+)
+def test_compare_in_process_refuses_in_one_line(flags, words):
+    result = run("compare", "--in-process", *flags)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_compare_in_process_fails_when_replicas_differ():
+    """In float32 with a learning rate that blows everything up: what is not a number agrees with nothing."""
+    result = run("compare", "--in-process", "--steps", "8", *SMALL, "--dtype", "float32", "--lr", "1e30")
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert result.stdout.count("differs") == 3
 
 
 def test_doctor_measures_transports_and_proves_parity():
     result = run("doctor", "--selftest", "--ranks", "2", "--json")
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(result.stdout)
-    gloo = next(check for check in report["transports"] if check["name"] == "gloo")
-    assert gloo["works"] and all(time["seconds"] > 0 for time in gloo["times"])
+    assert [check["name"] for check in report["transports"]] == ["shm", "gloo", "nccl"]
+    for check in report["transports"][:2]:
+        assert check["works"] and all(time["seconds"] > 0 for time in check["times"]), check
     assert report["facts"]["torch"]
     checks = {finding["check"] for finding in report["selftest"]}
     assert checks == {"collectives", "naive, float64", "torch-ddp, float64", "naive, float32", "torch-ddp, float32"}
+    assert {finding["setting"]["transport"] for finding in report["selftest"]} >= {"shm", "gloo"}
 
 
 def test_torchrun_is_not_needed():
@@ -48,4 +124,5 @@ def test_torchrun_is_not_needed():
 def test_doctor_for_people():
     result = run("doctor")
     assert result.returncode == 0
-    assert "gloo" in result.stdout and "GB/s" in result.stdout
+    shm, gloo = (line.split() for line in result.stdout.splitlines() if "GB/s" in line)
+    assert shm[:2] == ["✓", "shm"] and gloo[:2] == ["✓", "gloo"]

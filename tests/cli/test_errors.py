@@ -1,6 +1,5 @@
 """A wrong call gets one line that names the value, the place and the fix, exit code 2, and no traceback."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -8,32 +7,14 @@ import sys
 import pytest
 import torch
 
-from microparallel.cli import main
-
-
-def microparallel(*arguments, cwd, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "microparallel", *map(str, arguments)],
-        cwd=cwd,
-        env=os.environ | {name: str(value) for name, value in environment.items()},
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-
 
 def refused(result):
     """The one line a wrong call is answered with."""
-    return the_one_line(result.returncode, result.stdout, result.stderr)
-
-
-def the_one_line(code, output, errors):
-    assert code == 2, errors
-    assert output == ""
-    assert "Traceback" not in errors
-    lines = errors.splitlines()
-    assert len(lines) == 1, errors
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
     return lines[0]
 
 
@@ -79,8 +60,7 @@ def the_one_line(code, output, errors):
     ],
     ids=lambda value: " ".join(value) if value and value[0] in ("train", "compare", "trian", "doctor") else "",
 )
-def test_wrong_calls(tmp_path, monkeypatch, capfd, arguments, words):
-    """In this process, since there are many of them and torch takes seconds to import."""
+def test_wrong_calls(tmp_path, microparallel, arguments, words):
     if "nccl" in arguments and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     (tmp_path / "bad.toml").write_text("bacth = 3\n")
@@ -100,13 +80,7 @@ def test_wrong_calls(tmp_path, monkeypatch, capfd, arguments, words):
         "        return torch.zeros(64), 0\n"
         "def bad7(): return Bad(range(9))\n"
     )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["microparallel", *arguments])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    line = the_one_line(ended.value.code, *capfd.readouterr())
+    line = refused(microparallel(*arguments))
     for word in words:
         assert word in line
     assert not (tmp_path / "runs").exists()
@@ -114,36 +88,37 @@ def test_wrong_calls(tmp_path, monkeypatch, capfd, arguments, words):
 
 
 def test_a_wrong_call_in_a_process_of_its_own(tmp_path):
-    line = refused(microparallel("train", "--rnaks", 4, cwd=tmp_path))
+    command = [sys.executable, "-m", "microparallel", "train", "--rnaks", "4"]
+    line = refused(subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False))
     assert "--rnaks" in line and "--ranks" in line
 
 
-def test_a_port_in_use(tmp_path):
+def test_a_port_in_use(microparallel):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
         world = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        line = refused(microparallel("train", cwd=tmp_path, **world))
+        line = refused(microparallel("train", **world))
     assert f"port {port}" in line and "MASTER_PORT" in line
 
 
-def test_an_out_folder_that_holds_a_run(tmp_path):
+def test_an_out_folder_that_holds_a_run(microparallel):
     settings = ["train", "--steps", "1", "--dim", "8", "--depth", "2", "--out", "run", "--quiet"]
-    assert microparallel(*settings, cwd=tmp_path).returncode == 0
-    line = refused(microparallel(*settings, cwd=tmp_path))
+    assert microparallel(*settings).returncode == 0
+    line = refused(microparallel(*settings))
     assert "--out run holds a run already" in line and "--resume" in line
-    line = refused(microparallel("train", "--resume", "run", "--batch", "10", cwd=tmp_path))
+    line = refused(microparallel("train", "--resume", "run", "--batch", "10"))
     assert "--batch 10 would change a run" in line
 
 
-def test_a_failing_rank_is_a_failure_of_the_work_with_its_traceback(tmp_path):
+def test_a_failing_rank_is_a_failure_of_the_work_with_its_traceback(tmp_path, microparallel):
     (tmp_path / "own.py").write_text(
         "import torch\n"
         "class Broken(torch.nn.Linear):\n"
         "    def forward(self, inputs): raise RuntimeError('deliberate')\n"
         "def make_model(): return Broken(64, 10)\n"
     )
-    result = microparallel("train", "--ranks", "2", "--model", "own:make_model", "--data", "digits", cwd=tmp_path)
+    result = microparallel("train", "--ranks", "2", "--model", "own:make_model", "--data", "digits")
     assert result.returncode == 1
     assert "deliberate" in result.stderr and "own.py" in result.stderr

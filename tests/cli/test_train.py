@@ -13,12 +13,16 @@ import pytest
 SMALL = ["--steps", "6", "--dim", "16", "--depth", "3", "--batch", "50", "--json", "--quiet"]
 
 
-def run(*command, cwd, timeout=55):
-    result = subprocess.run(
-        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    return result
+@pytest.fixture
+def train(microparallel):
+    """A call that succeeds: what it prints."""
+
+    def call(*arguments):
+        result = microparallel("train", *arguments)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return call
 
 
 def losses(folder):
@@ -26,18 +30,20 @@ def losses(folder):
     return [record["loss"] for record in records if "loss" in record]
 
 
-def test_torchrun_gives_the_same_result(tmp_path):
-    train = ["-m", "microparallel", "train", *SMALL]
-    ours = run(sys.executable, *train, "--ranks", "4", "--out", "ours", cwd=tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", "--standalone"]
-    theirs = run(*torchrun, *train, "--out", "theirs", cwd=tmp_path)
-    ours, theirs = json.loads(ours.stdout), json.loads(theirs.stdout)
-    assert theirs["ranks"] == 4
+def test_torchrun_gives_the_same_result(tmp_path, train):
+    """3 ranks: their shares of 50 samples differ, and so do their sums when added in another order."""
+    ours = json.loads(train(*SMALL, "--ranks", 3, "--out", "ours"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone"]
+    command = [*torchrun, "-m", "microparallel", "train", *SMALL, "--out", "theirs"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=55, check=False)
+    assert result.returncode == 0, result.stderr
+    theirs = json.loads(result.stdout)
+    assert theirs["ranks"] == 3
     assert losses(tmp_path / "ours") == losses(tmp_path / "theirs")
     assert ours["validation_loss"] == theirs["validation_loss"]
 
 
-def test_your_own_model_and_data_from_a_config_file(tmp_path):
+def test_your_own_model_and_data_from_a_config_file(tmp_path, train):
     (tmp_path / "mine.py").write_text(
         "import torch\n"
         "from torch.utils.data import TensorDataset\n"
@@ -50,25 +56,23 @@ def test_your_own_model_and_data_from_a_config_file(tmp_path):
     (tmp_path / "run.toml").write_text(
         'model = "mine:make_model"\ndata = "mine:make_dataset"\nepochs = 40\nbatch = 16\nlr = 0.02\nranks = 2\n'
     )
-    summary = json.loads(
-        run(sys.executable, "-m", "microparallel", "train", "--config", "run.toml", "--json", cwd=tmp_path).stdout
-    )
+    summary = json.loads(train("--config", "run.toml", "--json"))
     assert summary["steps"] == 160
     assert summary["validation_accuracy"] is None  # nothing to count in a regression
     assert summary["validation_loss"] < 0.1
 
 
-def test_text_of_your_own(tmp_path):
+def test_text_of_your_own(tmp_path, train):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("to be or not to be, that is the question. " * 100)
-    command = ["train", "--model", "gpt", "--data", "notes", "--dim", "32", "--depth", "1", "--heads", "2"]
-    result = run(sys.executable, "-m", "microparallel", *command, "--steps", "30", "--context", "16", cwd=tmp_path)
-    assert "validation accuracy" in result.stdout
-    assert "kept in runs/" in result.stdout
+    small = ["--dim", 32, "--depth", 1, "--heads", 2, "--steps", 30, "--context", 16]
+    output = train("--model", "gpt", "--data", "notes", *small)
+    assert "validation accuracy" in output
+    assert "kept in runs/" in output
 
 
 @pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)])
-def test_stopping_saves_and_resume_goes_on(tmp_path, ranks, number):
+def test_stopping_saves_and_resume_goes_on(tmp_path, train, ranks, number):
     command = [sys.executable, "-m", "microparallel", "train", "--ranks", ranks, "--dim", "16", "--depth", "3"]
     process = subprocess.Popen(
         list(map(str, [*command, "--steps", "100000", "--out", "run", "--lr-schedule", "constant"])),
@@ -90,21 +94,18 @@ def test_stopping_saves_and_resume_goes_on(tmp_path, ranks, number):
     assert "go on with: microparallel train --resume run" in errors
     assert "kept in run" in output
     done = len(losses(tmp_path / "run"))
-    resumed = run(
-        *command[:4], "--resume", "run", "--steps", done + 5, "--ranks", ranks, "--json", "--quiet", cwd=tmp_path
-    )
-    assert json.loads(resumed.stdout)["steps"] == done + 5
+    resumed = json.loads(train("--resume", "run", "--steps", done + 5, "--ranks", ranks, "--json", "--quiet"))
+    assert resumed["steps"] == done + 5
     assert len(losses(tmp_path / "run")) == done + 5
 
 
-def test_defaults_reach_the_promised_accuracy_on_one_rank(tmp_path):
-    summary = json.loads(run(sys.executable, "-m", "microparallel", "train", "--json", "--quiet", cwd=tmp_path).stdout)
+def test_defaults_reach_the_promised_accuracy_on_one_rank(train):
+    summary = json.loads(train("--json", "--quiet"))
     assert summary["validation_accuracy"] >= 0.95
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_defaults_reach_the_promised_accuracy_on_four_ranks(tmp_path):
-    command = [sys.executable, "-m", "microparallel", "train", "--ranks", "4", "--json", "--quiet"]
-    summary = json.loads(run(*command, cwd=tmp_path, timeout=120).stdout)
+def test_defaults_reach_the_promised_accuracy_on_four_ranks(train):
+    summary = json.loads(train("--ranks", 4, "--json", "--quiet"))
     assert summary["validation_accuracy"] >= 0.95

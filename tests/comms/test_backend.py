@@ -438,6 +438,35 @@ def test_starting_and_ending_again_and_again(pool, tmp_path):
         assert after == before
 
 
+def from_anybody(rank):
+    """Rank 0 takes what comes, by tag; returns what each sender sent."""
+    if rank:
+        for number in range(3):
+            dist.send(torch.tensor([10 * rank + number]), 0, tag=number % 2)
+        return []
+    heard = {1: [], 2: []}
+    for tag in (0, 0, 0, 0, 1, 1):
+        tensor = torch.empty(1, dtype=torch.int64)
+        heard[dist.recv(tensor, tag=tag)].append(tensor.item())
+    return [sorted(heard[1]), sorted(heard[2])]
+
+
+def test_receiving_from_anybody(pool, tmp_path):
+    assert alone(pool, tmp_path, from_anybody, ranks=3)[0] == [[10, 11, 12], [20, 21, 22]]
+
+
+def nobody_is_left(rank):
+    if rank:
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        dist.recv(torch.empty(1))
+    return str(caught.value)
+
+
+def test_nobody_is_left_to_receive_from(pool, tmp_path):
+    assert "rank 1" in alone(pool, tmp_path, nobody_is_left)[0]
+
+
 def test_callbacks_may_call_and_wait(pool, tmp_path):
     """PowerSGD's hook does this: a future's callback starts another collective, and waits for it."""
 

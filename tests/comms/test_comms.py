@@ -34,6 +34,23 @@ def sums_in_groups(comms):
     return (evens is None) != (odds is None), total == sum(odd_or_even), mine.rank, pair
 
 
+def sums_in_groups_that_overlap(comms):
+    """Ranks are in different numbers of groups when the next one is made, and groups of the same ranks come again."""
+    first, last = comms.group([0, 1, 2]), comms.group([1, 2, 3])
+    groups = [first, last, comms.group([0, 3]), comms.group([0, 3]), comms.group(range(4))]
+    return [float(group.all_reduce(torch.tensor(float(comms.rank)))) if group else None for group in groups]
+
+
+def test_groups_may_overlap(any_pool):
+    together = [
+        [3.0, None, 3.0, 3.0, 6.0],
+        [3.0, 6.0, None, None, 6.0],
+        [3.0, 6.0, None, None, 6.0],
+        [None, 6.0, 3.0, 3.0, 6.0],
+    ]
+    assert any_pool.run(sums_in_groups_that_overlap, 4, timeout=30) == together
+
+
 @pytest.mark.parametrize("check", [False, True])
 def test_groups_count_from_zero_and_nest(any_pool, check):
     results = any_pool.run(sums_in_groups, 5, check=check, timeout=30)

@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ LEARNT = r"^conclusion: one process reads \d+\.\d% of the digits held back .*\n.
 EQUAL_TO_WHOLE_BATCH = "^conclusion: averaging gradients equals the whole batch: the two copies are identical"
 EQUAL_TO_UNCUT = "^conclusion: in all 8 steps the gradients equal those of the uncut network, bit for bit"
 MESSAGE_COST = r"^conclusion: a message below \d+ (B|KiB|MiB) is mostly latency"
+EXPOSED = r"^conclusion: communication that no computation hides: \d+\.\d ms by hand,\n.* ms in \d bucket"
 GPU = torch.cuda.is_available()
 
 # command as a learner types it → arguments that make it quick, exit code, what it says
@@ -32,6 +34,10 @@ CALLS = {
     "manual_pipeline.py": ("--steps 8", 0, EQUAL_TO_UNCUT),
     "manual_pipeline.py --cut 4": ("--steps 8", 0, EQUAL_TO_UNCUT),
     "manual_pipeline.py --batch 256": ("--steps 8", 0, EQUAL_TO_UNCUT),
+    "hooks_demo.py": ("--steps 3", 0, EXPOSED),
+    "hooks_demo.py --link 0": ("--steps 3", 0, EXPOSED),
+    "hooks_demo.py --bucket 100": ("--steps 1 --width 128", 0, EXPOSED.replace(r"\d bucket", "1 bucket")),
+    "hooks_demo.py --bucket 0.1": ("--steps 1 --width 128 --depth 4", 0, EXPOSED),
     "ping_pong.py": ("--rounds 5", 0, MESSAGE_COST),
     "ping_pong.py --rounds 100": ("--rounds 10", 0, MESSAGE_COST),
     "ping_pong.py --device cuda": ("--rounds 5", *((0, MESSAGE_COST) if GPU else (1, "torch sees no GPU"))),
@@ -41,6 +47,8 @@ WRONG_CALLS = {
     "monolith.py --batch 0": "at least 1",
     "manual_data_parallel.py --batch 1": "at least 2",
     "manual_pipeline.py --cut 16": "from 1 to 15",
+    "hooks_demo.py --bucket 0": "above 0",
+    "hooks_demo.py --link nan": "at least 0",
     "ping_pong.py --rounds 0": "at least 1",
 }
 
@@ -57,17 +65,10 @@ def test_every_command_of_a_docstring_is_covered(script):
 
 
 @pytest.mark.parametrize("command", CALLS)
-def test_reaches_its_conclusion(command, tmp_path):
+def test_reaches_its_conclusion(command, tmp_path, call_here):
     quickly, exit_code, says = CALLS[command]
-    script, *arguments = f"{command} {quickly}".split()
-    finished = subprocess.run(
-        [sys.executable, EXAMPLES / script, *arguments],
-        cwd=tmp_path,  # neither the repository nor examples/: a lab runs from anywhere
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=50,
-    )
+    call = f"{command} {quickly}"
+    finished = in_a_process_of_its_own(call, tmp_path) if command in SCRIPTS else call_here(call)
     assert finished.returncode == exit_code, finished.stdout + finished.stderr
     assert re.search(says, finished.stderr if exit_code else finished.stdout, re.MULTILINE), finished.stdout
     assert exit_code or not finished.stderr
@@ -75,26 +76,55 @@ def test_reaches_its_conclusion(command, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def in_a_process_of_its_own(call, folder):
+    """As a learner calls it; once for every lab, since it takes seconds to import torch."""
+    script, *arguments = call.split()
+    return subprocess.run(
+        [sys.executable, EXAMPLES / script, *arguments],
+        cwd=folder,  # neither the repository nor examples/: a lab runs from anywhere
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+
+
+@pytest.fixture
+def call_here(tmp_path, monkeypatch, capfd, quick_ranks):
+    """Call a lab in this process, in an empty folder; the answer is what `subprocess.run` would give."""
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+
+    def call(command):
+        script, *arguments = command.split()
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        code, words = 0, ""
+        try:
+            runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+        except SystemExit as ended:
+            code, words = (1, ended.code) if isinstance(ended.code, str) else (ended.code, "")
+        except Exception:
+            code, words = 1, traceback.format_exc()
+        output, errors = capfd.readouterr()
+        return subprocess.CompletedProcess(command, code, output, errors + words)
+
+    yield call
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_shows_the_question_and_commands_to_copy(script, monkeypatch, capsys):
+def test_help_shows_the_question_and_commands_to_copy(script, monkeypatch, call_here):
     monkeypatch.setenv("COLUMNS", "100")
-    assert call_here(f"{script} --help", monkeypatch) == 0
-    text = capsys.readouterr().out
-    assert "\nQuestion   " in text
-    assert f"python examples/{script} --" in text
-    assert all(len(line) <= 100 for line in text.splitlines())
+    finished = call_here(f"{script} --help")
+    assert finished.returncode == 0
+    assert "\nQuestion   " in finished.stdout
+    assert f"python examples/{script} --" in finished.stdout
+    assert all(len(line) <= 100 for line in finished.stdout.splitlines())
 
 
 @pytest.mark.parametrize("command", WRONG_CALLS)
-def test_a_wrong_call_is_refused_with_the_fix(command, monkeypatch, capsys):
-    assert call_here(command, monkeypatch) == 2
-    assert WRONG_CALLS[command] in capsys.readouterr().err
-
-
-def call_here(command: str, monkeypatch: pytest.MonkeyPatch) -> object:
-    """Run a call that ends while it reads its arguments: no need for a process of its own."""
-    script, *arguments = command.split()
-    monkeypatch.setattr(sys, "argv", [script, *arguments])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
-    return ended.value.code
+def test_a_wrong_call_is_refused_with_the_fix(command, call_here):
+    finished = call_here(command)
+    assert finished.returncode == 2
+    assert WRONG_CALLS[command] in finished.stderr

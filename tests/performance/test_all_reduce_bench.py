@@ -4,26 +4,112 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import microparallel as mp
 from microparallel.performance.all_reduce_bench import Measurements, Settings, Timing, WrongSum, bench_all_reduce
 from microparallel.performance.all_reduce_report import bus_bandwidth, report_on
-from microparallel.performance.rounds import ADD, TORCH, Case, Rounds
+from microparallel.performance.case import Case, transport_of
+from microparallel.performance.memory_bound import touch_in_place, touch_ordinary
+from microparallel.performance.methods import (
+    ADD,
+    BOUND,
+    BOUND_IN_PLACE,
+    SHM,
+    SHM_IN_PLACE,
+    TORCH,
+    TORCH_ON_SHM,
+    Method,
+    methods_for,
+)
+from microparallel.performance.rounds import Call, Rounds
 
 ALGORITHMS = ("naive", "ring", "tree")
+WITHOUT_ALGORITHMS = {
+    "gloo": (TORCH,),
+    "shm": (TORCH, TORCH_ON_SHM, SHM, SHM_IN_PLACE, BOUND, BOUND_IN_PLACE),
+}
+
+
+def bench_where_it_is(comms, settings):
+    return transport_of(comms), bench_all_reduce(comms, settings)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
-def test_every_method_is_measured_at_every_size_on_all_ranks_alike(pool, dtype):
+def test_every_method_is_measured_at_every_size_on_all_ranks_alike(any_pool, dtype):
     settings = Settings(ALGORITHMS, sizes=(80_000, 8), dtype=dtype, repeats=2)
-    first, second = pool.run(bench_all_reduce, 2, settings)
+    (transport, first), (_, second) = any_pool.run(bench_where_it_is, 2, settings)
     assert first == second
     assert first.wrong is None
-    assert (first.ranks, first.transport, first.device, first.dtype) == (2, "gloo", "cpu", dtype)
+    assert (first.ranks, first.transport, first.device, first.dtype) == (2, transport, "cpu", dtype)
     assert [(timing.method, timing.size) for timing in first.timings] == [
-        (method, size) for size in (8, 80_000) for method in (TORCH, *ALGORITHMS, ADD)
+        (method, size) for size in (8, 80_000) for method in (*WITHOUT_ALGORITHMS[transport], *ALGORITHMS, ADD)
     ]
     assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in first.timings)
+
+
+def test_algorithms_may_be_left_out_and_a_single_rank_has_no_bound(warm_ranks):
+    for ranks in (1, 3):
+        [measurements, *_] = warm_ranks.run(bench_all_reduce, ranks, Settings((), sizes=(4_000,), repeats=1))
+        methods = [timing.method for timing in measurements.timings]
+        assert methods == [TORCH, TORCH_ON_SHM, SHM, SHM_IN_PLACE, *([BOUND, BOUND_IN_PLACE] if ranks > 1 else []), ADD]
+        assert measurements.transport == "shm"
+        report = report_on(measurements)
+        assert not any("fitted" in note for note in report.notes)  # nobody asked for that
+        assert (report.rows[-1].share_of_bound is not None) == (ranks > 1)
+
+
+def who_does_what(comms):
+    groups, backends = [], []
+
+    def all_reduce(tensor, group):
+        groups.append(group)
+        backends.append(dist.get_backend(group))
+
+    case = Case(comms, 4_000, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.distributed.all_reduce", all_reduce)
+        with methods_for(comms, ["ring"]) as methods:
+            for method in methods:
+                method.meet()
+                method.call(method.tensor_of(case), case)
+    with pytest.raises(ValueError, match="not initialized"):  # torch has forgotten it: it was closed
+        dist.get_backend(groups[0])
+    return backends, [method.name for method in methods if method.tensor_of(case) is case.shared]
+
+
+def test_torch_s_own_runs_on_gloo_beside_ours(warm_ranks):
+    backends, in_place = warm_ranks.run(who_does_what, 2, transport="shm")[0]
+    assert backends == ["gloo", "gloo", "microparallel"]  # the first to meet, so that no connection has to wake up
+    assert in_place == [SHM_IN_PLACE]
+
+
+def bytes_touched(comms, touch):
+    """Count what is added and copied, by standing in for the tensors."""
+    counts = {"add": 0, "copy": 0}
+
+    class Counted(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), named=None):
+            for kind in counts:
+                if function.__name__ == f"{kind}_":
+                    counts[kind] += arguments[0].numel() * arguments[0].element_size()
+            return super().__torch_function__(function, types, arguments, named or {})
+
+    case = Case(comms, 4 * 3_000, torch.float32)
+    case.scratch = case.scratch.as_subclass(Counted)
+    kept = case.contribution.clone(), case.expected.clone()
+    touch(comms.rank, comms.world_size, case.tensor.as_subclass(Counted), case)
+    assert torch.equal(case.contribution, kept[0]) and torch.equal(case.expected, kept[1])
+    return counts
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_bound_touches_what_an_all_reduce_must(warm_ranks, ranks):
+    size, others = 12_000, 12_000 * (ranks - 1) // ranks
+    for touch, copied in ((touch_in_place, others), (touch_ordinary, others + size)):
+        for counts in warm_ranks.run(bytes_touched, ranks, touch, transport="shm"):
+            assert counts == {"add": others, "copy": copied}
 
 
 def with_progress(comms, settings):
@@ -82,11 +168,12 @@ def order_of_calls(comms):
         return honest(tensor, op, algorithm)
 
     comms.all_reduce = all_reduce
-    rounds = Rounds(comms, ["ring", "tree"], Case(comms, 400, torch.float32))
-    rounds.warm_up()
-    rounds.one_more()
-    rounds.end("tree")
-    rounds.one_more()
+    with methods_for(comms, ["ring", "tree"]) as methods:  # torch's own comes before them, and add after
+        rounds = Rounds(comms, methods[1:3], Case(comms, 400, torch.float32))
+        rounds.warm_up()
+        rounds.one_more()
+        rounds.end("tree")
+        rounds.one_more()
     return called, rounds.counted, rounds.seconds
 
 
@@ -97,18 +184,31 @@ def test_methods_take_turns_and_a_slow_one_is_left_out_of_the_rest(pool):
     assert len(seconds["ring"]) == 2 and len(seconds["tree"]) == 1
 
 
+def made_up_calls(comms, cores):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("microparallel.performance.rounds.available_cores", lambda: cores)
+        patch.setattr("microparallel.performance.rounds.time_call", lambda *_: Call(1.0 + comms.rank, 3.0, True))
+        methods = [Method("together", None, None), Method("alone", None, None, alone=True)]
+        return Rounds(comms, methods, None).one_more()
+
+
+def test_ranks_that_share_cores_alone_take_as_long_as_their_work(any_pool):
+    assert any_pool.run(made_up_calls, 2, 1)[1] == {"together": 2.0, "alone": 6.0}  # of 3 + 3 seconds of work
+    assert any_pool.run(made_up_calls, 2, 4)[1] == {"together": 2.0, "alone": 3.0}
+
+
 def contributions(comms):
     case = Case(comms, 4 * 25_000, torch.float32)
-    case.refill()
-    mine = case.tensor.clone()
-    comms.all_reduce(case.tensor)
-    right = case.is_right()
-    case.tensor[24_999] += 1
-    return mine, right, case.is_right()
+    case.refill(case.shared)
+    mine = case.shared.clone()
+    comms.all_reduce(case.shared)
+    right = case.is_right(case.shared)
+    case.shared[24_999] += 1
+    return mine, right, case.is_right(case.shared)
 
 
-def test_the_exact_sum_is_known_and_one_wrong_number_is_seen(pool):
-    results = pool.run(contributions, 3)
+def test_the_exact_sum_is_known_and_one_wrong_number_is_seen(any_pool):
+    results = any_pool.run(contributions, 3)
     for _, right, still_right in results:
         assert right and not still_right
     first, second, _ = (mine for mine, _, _ in results)
@@ -173,3 +273,38 @@ def test_one_size_is_measured_but_not_fitted():
     assert report.costs is None and report.typical_factor is None
     assert any("two sizes" in note for note in report.notes)
     assert all(row.seconds for row in report.rows)
+
+
+def over_shared_memory(ranks=4):
+    """The same, had messages gone over shared memory: gloo's and the bounds' times must not change what is fitted."""
+    plain = measurements(ranks)
+    timings = list(plain.timings)
+    for size in (10_000, 10_000_000):
+        timings += [Timing(method, size, (8e-4,) * 5) for method in (TORCH_ON_SHM, SHM)]
+        timings += [Timing(SHM_IN_PLACE, size, (4e-4,) * 5)]
+        timings += [Timing(BOUND, size, (6e-4,) * 5), Timing(BOUND_IN_PLACE, size, (5e-4,) * 5)]
+    timings.sort(key=lambda timing: timing.size)
+    return dataclasses.replace(plain, timings=tuple(timings), transport="shm")
+
+
+def test_what_goes_through_shared_memory_is_compared_with_what_memory_allows():
+    report = report_on(over_shared_memory())
+    rows = {(row.algorithm, row.size): row for row in report.rows}
+    shares = {name: rows[name, 10_000].share_of_bound for name in (TORCH, TORCH_ON_SHM, SHM, SHM_IN_PLACE, "ring")}
+    assert shares == {
+        TORCH: None,
+        "ring": None,
+        **dict.fromkeys((TORCH_ON_SHM, SHM), pytest.approx(0.75)),
+        SHM_IN_PLACE: pytest.approx(1.25),
+    }
+    assert rows[SHM, 10_000].bound_seconds == 6e-4 and rows[SHM, 10_000].ratio_to_torch == pytest.approx(0.4)
+    assert rows[TORCH, 10_000].label == "torch on gloo" and rows[SHM_IN_PLACE, 10_000].label == SHM_IN_PLACE
+    assert {row.algorithm for row in report.bounds} == {BOUND, BOUND_IN_PLACE}
+    assert not {ADD, BOUND, BOUND_IN_PLACE} & {row.algorithm for row in report.rows}
+
+
+def test_only_the_algorithms_are_predicted_and_only_they_decide_what_is_fitted():
+    report, plain = report_on(over_shared_memory()), report_on(measurements())
+    assert report.costs == plain.costs and report.typical_factor == pytest.approx(1)
+    predicted = {row.algorithm for row in report.rows if row.predicted_seconds is not None}
+    assert predicted == {row.algorithm for row in report.rows if row.messages_sent is not None} == set(ALGORITHMS)

@@ -9,6 +9,7 @@ from microparallel.performance.all_reduce_bench import Measurements, Timing
 from microparallel.performance.all_reduce_plot import plot_all_reduce
 from microparallel.performance.all_reduce_report import report_on
 from microparallel.performance.chart import Line, Panel, Point, draw_chart
+from microparallel.performance.methods import BOUND, BOUND_IN_PLACE, SHM, SHM_IN_PLACE, TORCH_ON_SHM
 from microparallel.performance.picture import require_drawable, write_picture
 from microparallel.performance.units import show_seconds, show_size
 
@@ -19,13 +20,14 @@ def texts(svg):
     return [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
 
 
-def report(ranks=4, algorithms=tuple(mp.collectives.ALL_REDUCES), sizes=(4_000, 1_000_000)):
+def report(ranks=4, algorithms=tuple(mp.collectives.ALL_REDUCES), sizes=(4_000, 1_000_000), transport="gloo"):
+    others = (TORCH_ON_SHM, SHM, SHM_IN_PLACE, BOUND, BOUND_IN_PLACE) if transport == "shm" else ()
     timings = [
         Timing(method, size, (1e-4 + size * 1e-9 * factor, 2e-4 + size * 1e-9 * factor))
         for size in sizes
-        for factor, method in enumerate(("torch", *algorithms, "add"), 1)
+        for factor, method in enumerate(("torch", *others, *algorithms, "add"), 1)
     ]
-    return report_on(Measurements(ranks, ranks, 2, "gloo", "cpu", "float32", tuple(timings)))
+    return report_on(Measurements(ranks, ranks, 2, transport, "cpu", "float32", tuple(timings)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -46,6 +48,24 @@ def test_the_plot_has_a_line_for_each_algorithm_and_a_dashed_one_for_its_predict
     measured = [line for line in lines if not line.get("stroke-dasharray") and not line.get("stroke-opacity")]
     assert len(measured) == 3 * 2 + 3  # three methods in two panels, and the legend's
     assert sum(line.get("stroke-width") == "3.0" for line in measured) == 2 + 1  # torch's own is the thick one
+
+
+def test_what_goes_through_shared_memory_is_drawn_below_what_memory_allows():
+    svg = plot_all_reduce(report(transport="shm"))
+    words = texts(svg)
+    assert {"torch on gloo", TORCH_ON_SHM, SHM, SHM_IN_PLACE, "bound", *mp.collectives.ALL_REDUCES} <= set(words)
+    assert "torch" not in words and BOUND_IN_PLACE not in words
+    lines = list(ElementTree.fromstring(svg).iter(f"{SVG}polyline"))
+    dotted = [line for line in lines if line.get("stroke-linecap") == "round"]
+    assert len(dotted) == 2 * 2 + 1  # one for each kind of tensor in two panels, and the legend's
+    assert not any(line.get("stroke-linecap") for line in ElementTree.fromstring(plot_all_reduce(report())).iter())
+
+
+def test_no_two_lines_look_alike():
+    root = ElementTree.fromstring(plot_all_reduce(report(transport="shm", sizes=(4_000,))))
+    markers = [(mark.get("d"), mark.get("fill")) for mark in root.iter(f"{SVG}path")]
+    methods = 4 + len(mp.collectives.ALL_REDUCES)
+    assert len(markers) == 3 * methods and len(set(markers)) == methods  # in two panels and the legend
 
 
 def test_a_single_size_and_left_out_methods_can_be_drawn():

@@ -6,16 +6,19 @@ import microparallel as mp
 from microparallel.program import Backward, Forward, from_text, to_text
 from microparallel.schedules import PIPELINES, build, dualpipev, gpipe, interleaved, naive, one_f_one_b, zb_h1, zbv
 
-RANKS, MICROBATCHES = range(1, 10), range(1, 25)
+# Numbers of ranks and micro-batches. Schedules change their course around m = p, 2p - 1 and 2p.
+SMALL = [(p, m) for p in range(1, 6) for m in range(1, 13)]
+LARGER = [(p, m) for p in range(6, 10) for m in (1, p - 1, p, p + 1, 2 * p - 1, 2 * p, 24)]
+ALL = [(p, m) for p in range(1, 10) for m in range(1, 25)]
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_every_schedule_is_right_for_all_small_shapes(name):
-    for ranks in RANKS:
-        for microbatches in MICROBATCHES:
-            program = build(name, ranks, microbatches)
-            mp.verify(program)
-            assert program.world_size == ranks
+@pytest.mark.parametrize("shapes", [SMALL + LARGER, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_every_schedule_is_right_for_all_small_shapes(name, shapes):
+    for ranks, microbatches in shapes:
+        program = build(name, ranks, microbatches)
+        mp.verify(program)
+        assert program.world_size == ranks
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 4])

@@ -1,5 +1,6 @@
 """Time, messages and bytes of every all-reduce are those of the known formulas."""
 
+import functools
 import math
 from fractions import Fraction
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 import microparallel as mp
 
+build = functools.cache(mp.collectives.build)  # the same few numbers of ranks come again and again
 numbers = st.fractions(0, 10, max_denominator=20)
 sizes = st.fractions(1, 1000, max_denominator=3)
 
@@ -53,12 +55,12 @@ def simulate(program, n, a, b, g):
 @pytest.mark.parametrize("name", TIMES)
 @given(ranks=st.integers(1, 17), n=sizes, a=numbers, b=numbers, g=numbers)
 def test_time(name, ranks, n, a, b, g):
-    assert simulate(mp.collectives.build(name, ranks), n, a, b, g).makespan == TIMES[name](ranks, n, a, b, g)
+    assert simulate(build(name, ranks), n, a, b, g).makespan == TIMES[name](ranks, n, a, b, g)
 
 
 @given(nodes=st.integers(1, 4), inside=st.integers(1, 4), n=sizes, a=numbers, b=numbers, g=numbers)
 def test_time_of_hierarchical(nodes, inside, n, a, b, g):
-    program = mp.collectives.build("hierarchical", nodes * inside, ranks_per_node=inside)
+    program = build("hierarchical", nodes * inside, ranks_per_node=inside)
     share = n / inside
     expected = (inside - 1) * (2 * (a + share * b) + share * g) + ring(nodes, share, a, b, g)
     assert simulate(program, n, a, b, g).makespan == expected
@@ -67,7 +69,7 @@ def test_time_of_hierarchical(nodes, inside, n, a, b, g):
 @pytest.mark.parametrize("ranks", range(1, 10))
 def test_messages_and_bytes(ranks):
     n, others = Fraction(5040), ranks - 1
-    traces = {name: simulate(mp.collectives.build(name, ranks), n, 1, 0, 0) for name in TIMES}
+    traces = {name: simulate(build(name, ranks), n, 1, 0, 0) for name in TIMES}
     assert traces["naive"].messages_sent == [others] + [1] * others
     assert traces["naive"].bytes_sent == [others * n] + [n] * others
     assert traces["all-to-all"].messages_sent == [others] * ranks
@@ -84,8 +86,8 @@ def test_messages_and_bytes_of_folded_ranks(ranks):
     """p − 2^k even ranks hand everything over and wait; their partners do their share and hand the result back."""
     n, power = Fraction(5040), power_below(ranks)
     folded, rounds = ranks - power, int(math.log2(power))
-    doubling = simulate(mp.collectives.build("recursive-doubling", ranks), n, 1, 0, 0)
-    halving = simulate(mp.collectives.build("halving-doubling", ranks), n, 1, 0, 0)
+    doubling = simulate(build("recursive-doubling", ranks), n, 1, 0, 0)
+    halving = simulate(build("halving-doubling", ranks), n, 1, 0, 0)
     share = 2 * n * Fraction(power - 1, power)
     for rank in range(ranks):
         resting, partner = rank < 2 * folded and rank % 2 == 0, rank < 2 * folded and rank % 2 == 1
@@ -99,5 +101,5 @@ def test_messages_and_bytes_of_folded_ranks(ranks):
 @pytest.mark.parametrize("name", mp.collectives.ALL_REDUCES | mp.collectives.OTHERS)
 def test_the_program_and_the_trace_count_the_same(name):
     for ranks in range(1, 10):
-        program = mp.collectives.build(name, ranks)
+        program = build(name, ranks)
         assert mp.simulate(program).messages_sent == program.messages_sent()

@@ -1,12 +1,15 @@
 """Any number of ranks learns exactly what one process learns."""
 
+import functools
+
 import pytest
 import torch
 
 from microparallel.train.build import build
 from microparallel.train.config import TrainConfig
 
-RANKS = [1, 2, 3, 4]
+WORLDS = [("shm", 1), ("shm", 2), ("shm", 3), ("shm", 4), ("gloo", 3)]
+SLOW_WORLDS = [pytest.param("gloo", ranks, marks=pytest.mark.slow) for ranks in (1, 2, 4)]
 RELATIVE = {"float32": 1e-6, "float64": 1e-12}
 
 
@@ -30,13 +33,20 @@ def configuration(model, **changes):
     ).resolved()
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.fixture(scope="module")
+def learn_alone(pool):
+    """What one process learns; each configuration is run once."""
+    return functools.cache(lambda config: pool.run(learn, 1, config, timeout=50)[0])
+
+
+@pytest.mark.parametrize(("transport", "ranks"), WORLDS + SLOW_WORLDS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
-def test_the_single_process_is_the_oracle(pool, model, dtype, ranks):
-    [(wanted, wanted_weights)] = pool.run(learn, 1, configuration(model, dtype=dtype), timeout=50)
+def test_the_single_process_is_the_oracle(pool, learn_alone, model, dtype, transport, ranks):
+    wanted, wanted_weights = learn_alone(configuration(model, dtype=dtype))
     strategy = {"strategy": "naive", "ranks": ranks}
-    results = pool.run(learn, ranks, configuration(model, dtype=dtype, **strategy), timeout=50)
+    config = configuration(model, dtype=dtype, **strategy)
+    results = pool.run(learn, ranks, config, transport=transport, timeout=50)
     for losses, weights in results:
         assert losses == pytest.approx(wanted, rel=RELATIVE[dtype], abs=0)
         assert torch.equal(weights, results[0][1])  # bit-identical on every rank
@@ -60,18 +70,19 @@ def test_the_same_on_a_gpu(pool, model, dtype, transport, ranks):
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
-def test_adaptive_optimizers_in_float64(pool, optimizer):
+def test_adaptive_optimizers_in_float64(pool, learn_alone, optimizer):
     changes = {"dtype": "float64", "optimizer": optimizer, "momentum": 0.0, "lr": 0.001}
-    [(wanted, wanted_weights)] = pool.run(learn, 1, configuration("mlp", **changes), timeout=50)
-    results = pool.run(learn, 3, configuration("mlp", ranks=3, **changes), timeout=50)
+    wanted, wanted_weights = learn_alone(configuration("mlp", **changes))
+    results = pool.run(learn, 3, configuration("mlp", ranks=3, **changes), transport="shm", timeout=50)
     for losses, weights in results:
         assert losses == pytest.approx(wanted, rel=1e-11, abs=0)
         torch.testing.assert_close(weights, wanted_weights, rtol=0, atol=1e-10)
 
 
-def test_torch_ddp_agrees_too(pool):
-    [(wanted, _)] = pool.run(learn, 1, configuration("mlp", dtype="float64"), timeout=50)
-    config = configuration("mlp", dtype="float64", strategy="torch-ddp", ranks=3)
+@pytest.mark.parametrize("strategy", ["hooks", "torch-ddp"])
+def test_other_strategies_agree_too(pool, learn_alone, strategy):
+    wanted, _ = learn_alone(configuration("mlp", dtype="float64"))
+    config = configuration("mlp", dtype="float64", strategy=strategy, ranks=3)
     for losses, _ in pool.run(learn, 3, config, timeout=50):
         assert losses == pytest.approx(wanted, rel=1e-12, abs=0)
 
@@ -83,7 +94,7 @@ def tail_smaller_than_the_world(comms, strategy):
     return [training.step() for _ in range(9)]
 
 
-@pytest.mark.parametrize("strategy", ["naive", "torch-ddp"])
+@pytest.mark.parametrize("strategy", ["naive", "hooks", "torch-ddp"])
 def test_a_rank_may_have_no_samples_at_all(pool, strategy):
     [wanted] = pool.run(tail_smaller_than_the_world, 1, "single", timeout=50)
     for losses in pool.run(tail_smaller_than_the_world, 4, strategy, timeout=50):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -47,15 +46,15 @@ def test_capturing_draws_nothing() -> None:
     assert random_state.capture() == state
 
 
-def test_another_process_goes_on_where_this_one_stood() -> None:
-    code = (
-        "import json, sys, random, torch; from microparallel.train import random_state; "
-        "random_state.restore(json.load(sys.stdin)); print(json.dumps([random.gauss(0, 1), torch.randn(3).tolist()]))"
-    )
+def go_on(comms: Any, text: str) -> list[Any]:
+    random_state.restore(json.loads(text))
+    return [random.gauss(0, 1), torch.randn(3).tolist()]
+
+
+def test_another_process_goes_on_where_this_one_stood(pool: Any) -> None:
     text = json.dumps(random_state.capture())
     here = [random.gauss(0, 1), torch.randn(3).tolist()]
-    there = subprocess.run([sys.executable, "-c", code], input=text, capture_output=True, text=True, check=True)
-    assert json.loads(there.stdout) == here
+    assert pool.run(go_on, 1, text, timeout=50) == [here]
 
 
 def test_numpy_is_captured_only_where_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

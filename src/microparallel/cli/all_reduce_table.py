@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -14,17 +15,26 @@ from rich.table import Table
 
 from microparallel import __version__
 from microparallel.performance.all_reduce_report import Report, Row
+from microparallel.performance.methods import BOUNDS, TORCH
 from microparallel.performance.units import show_number, show_seconds, show_size, time_unit
 
-_COLUMNS = ("algorithm", "time", "quartiles", "alg", "bus", "msgs", "÷torch", "predicted", "÷time")
-_LESS_IMPORTANT = ("quartiles", "alg", "msgs")  # left out where the terminal is narrow
-_FULL_WIDTH, _WIDTH_OF_FILES = 78, 96
+_COLUMNS = ("method", "time", "quartiles", "alg", "bus", "msgs", "÷torch", "of bound", "predicted", "÷time")
+_LEAST_IMPORTANT_FIRST = ("msgs", "alg", "quartiles")  # left out where the terminal is narrow
+_NOTHING = ("–", "")
+_WIDTH_OF_FILES = 96
 _RATES = ((1e9, "G"), (1e6, "M"), (1e3, "K"))
-_CAPTION = """\
-time      the median; half of the calls lie between the quartiles
-alg, bus  bytes a second: size ÷ time, and the same × 2(p−1)/p
-msgs      the most that one rank sends
-÷torch    time ÷ torch's own;  ÷time  predicted ÷ measured"""
+_CAPTIONS = {
+    "time": "time      the median; half of the calls lie between the quartiles",
+    "alg": "alg       bytes a second: size ÷ time",
+    "bus": "bus       bytes a second: size ÷ time × 2(p−1)/p",
+    "msgs": "msgs      the most that one rank sends",
+    "÷torch": "÷torch    time ÷ torch's own",
+    "÷time": "÷time     predicted ÷ measured",
+    "of bound": """\
+shm       comms.all_reduce over shared memory; in place: a tensor of comms.empty
+bound     what memory allows: each rank, by itself, adds and copies what shm must
+of bound  bound ÷ time: the share of the memory's bandwidth that is reached""",
+}
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -39,6 +49,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "dtype": measured.dtype,
         "fit": None if report.costs is None else asdict(report.costs) | {"predictions_off_by": report.typical_factor},
         "results": [asdict(row) | {"calls": calls[row.algorithm, row.size]} for row in report.rows],
+        "bounds": [asdict(row) | {"calls": calls[row.algorithm, row.size]} for row in report.bounds],
         "notes": report.notes,
     }
 
@@ -50,8 +61,10 @@ def show(report: Report) -> None:
         console = Console(highlight=False, width=_WIDTH_OF_FILES)
     console.print(_headline(report))
     console.print()
-    console.print(table_of(report, wide=console.width >= _FULL_WIDTH))
-    console.print(f"\n[dim]{_CAPTION}[/]")
+    table = table_of(report, console.width)
+    console.print(table)
+    shown = [str(column.header) for column in table.columns]
+    console.print("\n[dim]" + "\n".join(text for heading, text in _CAPTIONS.items() if heading in shown) + "[/]")
     for line in [*_fit_lines(report), *(f"[yellow]![/] {note}" for note in report.notes)]:
         console.print(line)
 
@@ -74,37 +87,66 @@ def _headline(report: Report) -> str:
     return f"[bold]all-reduce[/], {ranks} on {cores}: {where}"
 
 
-def table_of(report: Report, wide: bool) -> Table:
-    """One row for each method, under a heading for each size; the fastest is green."""
+def table_of(report: Report, width: int) -> Table:
+    """One row for each method, under a heading for each size; the fastest is green, what limits it is dim."""
+    rows = _every_row(report)
+    cells = [dict(zip(_COLUMNS, _cells(row), strict=True)) for row in rows]
+    shown = _columns(cells, width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0, show_edge=False)
-    shown = [heading for heading in _COLUMNS if wide or heading not in _LESS_IMPORTANT]
     for heading in shown:
-        table.add_column(heading, justify="left" if heading == "algorithm" else "right", no_wrap=True)
-    for size, group in groupby(report.rows, key=lambda row: row.size):
-        rows = list(group)
-        repeats = max(row.repeats for row in rows)
+        table.add_column(heading, justify="left" if heading == _COLUMNS[0] else "right", no_wrap=True)
+    for size, group in groupby(zip(rows, cells, strict=True), key=lambda pair: pair[0].size):
+        pairs = list(group)
+        repeats = max(row.repeats for row, _ in pairs)
         table.add_row(f"[bold]{show_size(size)}[/] [dim]{_count(repeats, 'call')}[/]")
-        fastest = min(row.seconds for row in rows if row.seconds)
-        for row in rows:
-            cells = dict(zip(_COLUMNS, _cells(row), strict=True))
-            table.add_row(*(cells[heading] for heading in shown), style="green" if row.seconds == fastest else None)
+        fastest = min(row.seconds for row, _ in pairs if row.seconds and not _is_bound(row))
+        for row, texts in pairs:
+            style = "dim" if _is_bound(row) else "green" if row.seconds == fastest else None
+            table.add_row(*(texts[heading] for heading in shown), style=style)
         table.add_section()
     return table
+
+
+def _columns(cells: Sequence[dict[str, str]], width: int) -> list[str]:
+    """The columns that have something to say; and where they do not fit, not the least important ones."""
+    shown = [heading for heading in _COLUMNS if any(texts[heading] not in _NOTHING for texts in cells)]
+    for heading in _LEAST_IMPORTANT_FIRST:
+        if heading in shown and _width(shown, cells) > width:
+            shown.remove(heading)
+    return shown
+
+
+def _width(headings: Sequence[str], cells: Sequence[dict[str, str]]) -> int:
+    """How wide a table of these columns is, with a space between them."""
+    widths = [max(len(heading), *(len(texts[heading]) for texts in cells)) for heading in headings]
+    return sum(widths) + len(widths) - 1
+
+
+def _every_row(report: Report) -> list[Row]:
+    """Size by size: torch's own, and what goes through shared memory; the bounds of that; the algorithms."""
+    order = [TORCH, *BOUNDS, *dict.fromkeys(BOUNDS.values())]
+    place = {method: index for index, method in enumerate(order)}
+    return sorted([*report.rows, *report.bounds], key=lambda row: (row.size, place.get(row.algorithm, len(order))))
+
+
+def _is_bound(row: Row) -> bool:
+    return row.algorithm in BOUNDS.values()
 
 
 def _cells(row: Row) -> list[str]:
     predicted = "–" if row.predicted_seconds is None else show_seconds(row.predicted_seconds)
     messages = "–" if row.messages_sent is None else str(max(row.messages_sent))
     if row.seconds is None:
-        return [f" {row.algorithm}", "left out", "", "", "", messages, "", predicted, ""]
+        return [f" {row.label}", "left out", "", "", "", messages, "", "", predicted, ""]
     return [
-        f" {row.algorithm}",
+        f" {row.label}",
         show_seconds(row.seconds),
         _quartiles(row),
         _rate(row.algorithm_bandwidth),
         _rate(row.bus_bandwidth),
         messages,
         show_number(row.ratio_to_torch or 0),
+        "–" if row.share_of_bound is None else f"{row.share_of_bound:.0%}".replace("%", " %"),
         predicted,
         "–" if row.predicted_over_measured is None else show_number(row.predicted_over_measured),
     ]

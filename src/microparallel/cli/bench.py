@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 ALL_REDUCE_EXAMPLES = options.examples(
     ("microparallel bench allreduce", "every algorithm, 4 KB to 100 MB, in about a minute"),
+    ("microparallel bench allreduce --algorithms none", "shared memory beside gloo, and what memory allows"),
     ("microparallel bench allreduce --ranks 4 --plot allreduce.svg", "and as a picture"),
     ("microparallel bench allreduce --algorithms ring,tree --sizes 64KB,1MB --repeats 50", "some of it, thoroughly"),
     ("microparallel bench allreduce --json > allreduce.json", "every number, for scripts"),
@@ -52,9 +53,10 @@ def all_reduce(
     ] = None,
     sizes: Annotated[
         str, typer.Option(metavar="SIZES", help="Sizes of the tensor: KB is 1000 bytes, KiB 1024.")
-    ] = "4KB,32KB,256KB,2MB,16MB,100MB",
+    ] = "4KB,64KB,1MB,4MB,25MB,100MB",
     algorithms: Annotated[
-        str | None, typer.Option(metavar="NAMES", help=f"Some of {', '.join(ALL_REDUCES)}.", show_default="all")
+        str | None,
+        typer.Option(metavar="NAMES", help=f"Some of {', '.join(ALL_REDUCES)}; or none.", show_default="all"),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Time to spend on measuring, in all.")] = 60.0,
     repeats: Annotated[
@@ -62,7 +64,7 @@ def all_reduce(
     ] = None,
     dtype: Annotated[str, typer.Option(help=f"{', '.join(_BYTES)}.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    transport: Annotated[str, typer.Option(help="auto, gloo or nccl.")] = "auto",
+    transport: Annotated[str, typer.Option(help="auto, shm, gloo or nccl.")] = "auto",
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw time and bandwidth over size, as .svg or .png.")
     ] = None,
@@ -71,15 +73,21 @@ def all_reduce(
 ) -> int:
     """Time every all-reduce algorithm and torch's own, and predict the times from a fitted latency and bandwidth.
 
+    Where ranks share memory, the algorithms go through it, and torch's own runs on gloo in the same processes. Beside
+    them stand comms.all_reduce by itself, of an ordinary tensor and of one in shared memory, and
+    torch.distributed.all_reduce on our backend, each with the share of the memory's bandwidth that it reaches. That
+    bound, which is the time to add and copy the same bytes, is measured in the same run.
+
     All methods take turns within each size, so that whatever else the machine does disturbs all of them alike. A call
     takes as long as its slowest rank; shown is the median with its quartiles. Every result is compared with the exact
     sum, and a wrong one makes the exit code 1. What is left out for lack of memory, or called only a few times for lack
     of time, is listed.
 
-    The prediction knows two costs of a message, its latency and its bytes, and one of adding. They are fitted to all
-    measured times, and then the simulator runs each algorithm with them. In its world each rank has a core of its own,
-    sends and receives at once at full speed, and takes one message after another. Where ranks share cores, where moving
-    bytes is itself work for a core, or where several messages arrive at once, it is off, and shows by how much.
+    The prediction knows two costs of a message, its latency and its bytes, and one of adding. They are fitted to the
+    algorithms' measured times, and then the simulator runs each algorithm with them. In its world each rank has a core
+    of its own, sends and receives at once at full speed, and takes one message after another. Where ranks share cores,
+    where moving bytes is itself work for a core, or where several messages arrive at once, it is off, and shows by how
+    much.
     """
     chosen_algorithms, chosen_ranks = _algorithms(algorithms), _ranks(ranks)
     chosen_sizes = parse_sizes(sizes, "--sizes")
@@ -100,6 +108,8 @@ def all_reduce(
 def _algorithms(text: str | None) -> tuple[str, ...]:
     if text is None:
         return tuple(ALL_REDUCES)
+    if text == "none":
+        return ()
     names = [name.strip() for name in text.split(",")]
     for name in names:
         _require(name, (*ALL_REDUCES, "torch"), f"--algorithms {text}: there is no all-reduce {name!r}")

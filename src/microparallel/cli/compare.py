@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_format
 import os
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,9 +17,13 @@ from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import STRATEGIES, TrainConfig, merge, read_config
 from microparallel.train.run_folder import without_nan
 
+if TYPE_CHECKING:
+    from microparallel.train.compare import Comparison
+
 EXAMPLES = options.examples(
     ("microparallel compare --ranks 4", "20 steps of the MLP, in float64, where only rounding may differ"),
     ("microparallel compare --model gpt --ranks 2 --dtype float32", "a small GPT in float32"),
+    ("microparallel compare --in-process --ranks 3", "three replicas in this process: through the CPU, by a ring"),
 )
 _DEFAULTS: dict[str, Any] = {
     "ranks": 2,
@@ -30,6 +34,7 @@ _DEFAULTS: dict[str, Any] = {
     "lr_schedule": "constant",
 }
 
+_LOSSES_SHOWN = 20  # in the terminal; --json has the loss of every step
 _CAPTION = {
     "float64": "Δ: the largest relative difference over all steps, over all weights",
     "float32": "Δ: the largest relative difference over all steps, over all weights.\n"
@@ -55,7 +60,13 @@ def compare(
     momentum: options.Momentum = None,
     seed: options.Seed = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or float64.", show_default="float64")] = None,
-    ranks: Annotated[int | None, typer.Option(help="How many processes share each batch.", show_default="2")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="How many processes (or replicas) share each batch.", show_default="2")
+    ] = None,
+    in_process: Annotated[
+        bool,
+        typer.Option("--in-process", help="Compare replicas in one process with each other and with nn.DataParallel."),
+    ] = False,
     device: options.Device = None,
     transport: options.TransportName = None,
     config: options.ConfigFile = None,
@@ -65,6 +76,10 @@ def compare(
 
     torch's own DistributedDataParallel is measured beside ours. The exit code is 1 if a strategy differs from the
     single process by more than rounding.
+
+    With --in-process no ranks are started: replicas in one process share each batch, on the GPUs in turn or all on the
+    CPU. Their gradients are averaged through the CPU, then by a ring; where there are GPUs, torch's nn.DataParallel is
+    measured beside them.
     """
     given = {name: value for name, value in locals().items() if name in TrainConfig.__dataclass_fields__}
     chosen = TrainConfig(**merge(_DEFAULTS | (read_config(config) if config else {}), given)).resolved()
@@ -72,30 +87,77 @@ def compare(
         raise ConfigError("compare starts its own ranks; run it without torchrun or srun")
     if chosen.ranks < 2:
         raise ConfigError(f"--ranks {chosen.ranks}: there is nothing to compare with fewer than 2 ranks; try --ranks 2")
-    strategies = [name for name in STRATEGIES if name not in ("auto", "single")]
-
-    from microparallel.train.build import check
-    from microparallel.train.compare import compare as compare_strategies
-    from microparallel.world import Pool
-
-    check(chosen)
-    console = Console(stderr=True)
-    with console.status("starting ranks") as status, Pool() as pool:
-        rows = compare_strategies(chosen, strategies, pool, progress=lambda text: status.update(f"running {text}"))
+    if in_process and chosen.transport != "auto":
+        raise ConfigError(f"--transport {chosen.transport}: with --in-process nothing is transported; leave it out")
+    rows = _rows(chosen, in_process)
     if json:
         print(json_format.dumps(without_nan([asdict(row) for row in rows]), indent=2))
     else:
-        Console().print(_table(rows, chosen))
+        _show(rows, chosen, in_process)
+    if in_process:
+        Console(stderr=json).print(_about_torch(chosen, rows), highlight=False)
     return 0 if all(row.agrees for row in rows) else 1
 
 
-def _table(rows: list[Any], config: TrainConfig) -> Table:
+def _rows(config: TrainConfig, in_process: bool) -> list[Comparison]:
+    """Do the work, and say meanwhile what is being done."""
+    from microparallel.train.build import check
+    from microparallel.train.compare import compare as compare_strategies
+    from microparallel.train.compare import compare_in_process
+    from microparallel.world import Pool
+
+    check(config)
+    with Console(stderr=True).status("running" if in_process else "starting ranks") as status:
+
+        def progress(text: str) -> None:
+            status.update(f"running {text}")
+
+        if in_process:
+            return compare_in_process(config, progress)
+        with Pool() as pool:
+            strategies = [name for name in STRATEGIES if name not in ("auto", "single")]
+            return compare_strategies(config, strategies, pool, progress)
+
+
+def _about_torch(config: TrainConfig, rows: list[Comparison]) -> str:
+    """What was compared with torch's own, or why it was not."""
+    gpus = next((row.ranks for row in rows if row.strategy == "torch-dp"), 0)
+    if gpus == 1:
+        return "torch-dp is nn.DataParallel, which gives each GPU one share: with 1 GPU that is plain training."
+    if gpus:
+        return f"torch-dp is nn.DataParallel, on {gpus} GPUs."
+    why = "--device is cpu" if config.device == "cpu" else "torch sees none here"
+    return f"nn.DataParallel needs a GPU, and {why}: compared with plain training on one device (single) alone."
+
+
+def _show(rows: list[Comparison], config: TrainConfig, in_process: bool) -> None:
+    console = Console()
+    if in_process:
+        console.print(_loss_table(rows))
+    console.print(_table(rows, config, "replicas" if in_process else "ranks"))
+
+
+def _loss_table(rows: list[Comparison]) -> Table:
+    """The loss of each strategy, step by step; of a long run, a selection of steps."""
+    table = Table(title="loss at each step")
+    table.add_column("step", justify="right")
+    for row in rows:
+        table.add_column(row.strategy, justify="right")
+    steps = len(rows[0].losses)
+    for step in sorted({round(line * (steps - 1) / (_LOSSES_SHOWN - 1)) for line in range(_LOSSES_SHOWN)}):
+        table.add_row(str(step + 1), *(f"{row.losses[step]:.12f}" for row in rows))
+    return table
+
+
+def _table(rows: list[Comparison], config: TrainConfig, unit: str) -> Table:
     table = Table(
         title=f"{config.model}, {config.steps} steps of {config.batch} samples, {config.dtype}, {config.optimizer}",
         caption=_CAPTION[config.dtype],
     )
-    for heading in ("strategy", "ranks", "final loss", "Δ loss", "Δ weights", "ms a step", "verdict"):
-        table.add_column(heading, justify="left" if heading == "strategy" else "right")
+    for heading in ("strategy", unit, "final loss", "Δ loss", "Δ weights", "ms a step", "verdict"):
+        # In a narrow terminal numbers may be cut short, but not who did how well.
+        words = heading in ("strategy", "verdict")
+        table.add_column(heading, justify="left" if heading == "strategy" else "right", no_wrap=words)
     for row in rows:
         table.add_row(
             row.strategy,
@@ -104,6 +166,6 @@ def _table(rows: list[Any], config: TrainConfig) -> Table:
             f"{row.loss_difference:.1e}" if row.loss_difference else "0",
             f"{row.weight_difference:.1e}" if row.weight_difference else "0",
             f"{row.seconds_a_step * 1e3:.1f}",
-            "[green]same[/]" if row.agrees else "[bold red]different[/]",
+            "[green]same[/]" if row.agrees else "[bold red]differs[/]",
         )
     return table

@@ -93,7 +93,7 @@ Ranks = Annotated[
 Strategy = Annotated[
     str | None,
     typer.Option(
-        help="single, naive, or torch-ddp (torch's own, to compare with).",
+        help="single, naive, hooks (gradients travel during backward), or torch-ddp (torch's own, to compare with).",
         show_default="single for 1 rank, else naive",
         rich_help_panel=_WORLD,
     ),

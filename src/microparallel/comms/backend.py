@@ -301,9 +301,14 @@ class MicroparallelGroup(CallingGroup):
         work = self._group.irecv(wire, source, tag)
         return self._remember(MessageWork(self._group, call, work, [tensor], lambda: bring_back([wire], [tensor])))
 
-    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:  # noqa: ARG002
-        """Refuse: a receiver looks into one sender's memory."""
-        raise UsageError("backend 'microparallel' receives from a rank that is named; pass src=, or choose 'gloo'")
+    @on_cpu
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        """Start receiving from whoever sends first."""
+        (tensor,) = _as_list(tensors)
+        call = in_words("recv", describe(tensor), "src=any", f"tag={tag}")
+        wire = plain(tensor)
+        work = self._group.irecv_from_anybody(wire, tag)
+        return self._remember(MessageWork(self._group, call, work, [tensor], lambda: bring_back([wire], [tensor])))
 
     # The names that torch used before 2.13, as in `BEFORE_2_13`.
     _allgather_base = all_gather_single

@@ -141,6 +141,10 @@ class MessageWork(StartedWork):
             self._error = error
         self._done = True
 
+    def _source_rank(self) -> int:
+        """Who sent it, once it is here; torch asks when a program receives from anybody."""
+        return int(getattr(self._work, "source", -1))
+
     def _when_done(self, callback: Callable[[], None]) -> None:
         def receive() -> None:
             self._wait_quietly()

@@ -21,6 +21,7 @@ from microparallel.program import Chunk, Part, Recv, Send, Value
 from microparallel.transport.base import Work
 from microparallel.transport.shared_memory.exchange import SharedMemoryExchange, signature_of
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
+from microparallel.transport.torch_groups import make_group
 
 # Large tensors go in blocks: what one rank has just written, the others then find in the cache.
 _BLOCK_BYTES = 4 * 2**20
@@ -81,6 +82,10 @@ class SharedMemoryGroup:
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Start receiving into a contiguous tensor."""
         return self.transport.irecv(tensor, source, tag)
+
+    def irecv_from_anybody(self, tensor: torch.Tensor, tag: int = 0) -> Work:
+        """Start receiving from whoever sends first."""
+        return self.transport.irecv_from_anybody(tensor, tag)
 
     # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -172,7 +177,7 @@ class SharedMemoryGroup:
         if self.rank not in ranks:
             return None
         world_ranks = [self.world_ranks[rank] for rank in ranks]
-        group: Any = dist.new_group(world_ranks, backend="microparallel", use_local_synchronization=True)
+        group: Any = make_group(self.process_group, world_ranks, "microparallel")
         shared: SharedMemoryGroup = group.shared_memory
         return shared
 

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from microparallel.performance.all_reduce_report import Report, Row, bus_bandwidth
 from microparallel.performance.chart import Line, Panel, Point, draw_chart
-from microparallel.performance.rounds import TORCH
+from microparallel.performance.methods import BOUNDS, TORCH, TORCH_ON_SHM
 from microparallel.performance.units import show_seconds, show_size
 
 _SIZE = "size of the tensor"
 
 
 def plot_all_reduce(report: Report) -> str:
-    """Draw one line for each algorithm as SVG, with torch's own emphasised and the predictions dashed."""
+    """Draw one line for each method as SVG: torch's own emphasised, predictions dashed, what memory allows dotted."""
     measured = report.measurements
     times, bandwidths = [], []
     for algorithm in dict.fromkeys(row.algorithm for row in report.rows):
         rows = [row for row in report.rows if row.algorithm == algorithm and row.seconds]
         if rows:
-            times.append(_times(algorithm, rows))
-            bandwidths.append(_bandwidths(algorithm, rows, measured.ranks))
+            times.append(_times(rows))
+            bandwidths.append(_bandwidths(rows, measured.ranks))
     panels = [Panel("time of a call", _SIZE, times, show_size, show_seconds_shortly)]
     if measured.ranks > 1:
         panels.append(Panel("bus bandwidth", _SIZE, bandwidths, show_size, lambda rate: f"{show_size(rate)}/s"))
@@ -31,23 +33,33 @@ def show_seconds_shortly(seconds: float) -> str:
     return show_seconds(seconds).replace(".00", "").replace(".0", "")
 
 
-def _times(algorithm: str, rows: list[Row]) -> Line:
+def _times(rows: list[Row]) -> Line:
     points = [
         Point(row.size, row.seconds, row.lower_quartile, row.upper_quartile)
         for row in rows
         if row.seconds and row.lower_quartile and row.upper_quartile
     ]
-    predicted = [(row.size, row.predicted_seconds) for row in rows if row.predicted_seconds]
-    return Line(algorithm, points, predicted, emphasised=algorithm == TORCH)
+    algorithm = rows[0].algorithm
+    return Line(
+        rows[0].label,
+        points,
+        predicted=[(row.size, row.predicted_seconds) for row in rows if row.predicted_seconds],
+        # Those of one kind have one bound, which is drawn once.
+        bound=[(row.size, row.bound_seconds) for row in rows if row.bound_seconds and algorithm != TORCH_ON_SHM],
+        emphasised=algorithm == TORCH,
+        strong=algorithm in BOUNDS,
+    )
 
 
-def _bandwidths(algorithm: str, rows: list[Row], ranks: int) -> Line:
+def _bandwidths(rows: list[Row], ranks: int) -> Line:
     """The same line in another measure; the predictions are left to the first panel."""
+    line = _times(rows)
     points = [
         Point(point.x, *(bus_bandwidth(point.x, seconds, ranks) for seconds in (point.y, point.high, point.low)))
-        for point in _times(algorithm, rows).points
+        for point in line.points
     ]
-    return Line(algorithm, points, emphasised=algorithm == TORCH)
+    bound = [(size, bus_bandwidth(size, seconds, ranks)) for size, seconds in line.bound]
+    return replace(line, points=points, predicted=(), bound=bound)
 
 
 def _subtitle(report: Report) -> str:

@@ -5,8 +5,8 @@ latency, a stretch that climbs one decade a decade is bandwidth.
 
     title
     ┌───────────────────┐  ┌───────────────────┐   ● one
-    │ panel      ┄┄/─●  │  │ panel      ──■──  │   ■ another
-    │    ●──●─┄┄/       │  │    ■──────●       │   ┄ predicted
+    │ panel      ┄┄/─●  │  │ panel ·····──■──  │   ■ another
+    │    ●──●─┄┄/       │  │    ■──────●       │   ┄ predicted   · bound
     └───────────────────┘  └───────────────────┘
 """
 
@@ -28,6 +28,7 @@ _MARKERS = {
     "triangle": "M0 -4.5L4.5 3.5H-4.5z",
     "diamond": "M0 -5L4.5 0L0 5L-4.5 0z",
 }
+_LOOKS = {"predicted": 'stroke-dasharray="4 4"', "bound": 'stroke-dasharray="0.1 4.5" stroke-linecap="round"'}
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,14 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """One line: measured points, and what had been predicted for them."""
+    """One line: measured points, what had been predicted for them, and what limits them."""
 
     label: str
     points: Sequence[Point]
     predicted: Sequence[tuple[float, float]] = ()
-    emphasised: bool = False
+    bound: Sequence[tuple[float, float]] = ()
+    emphasised: bool = False  # black: the one that others are compared with
+    strong: bool = False  # thicker than the rest
 
 
 @dataclass(frozen=True)
@@ -102,35 +105,38 @@ def draw_chart(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
     ]
     for index, panel in enumerate(panels):
         parts += _draw_panel(panel, _LEFT + index * (width + _GAP), width, styles)
-    predicted = any(line.predicted for panel in panels for line in panel.lines)
-    return "\n".join([*parts, *_legend(styles, predicted), "</svg>", ""])
+    every_line = [line for panel in panels for line in panel.lines]
+    kinds = {"predicted": any(line.predicted for line in every_line), "bound": any(line.bound for line in every_line)}
+    return "\n".join([*parts, *_legend(styles, [kind for kind, drawn in kinds.items() if drawn]), "</svg>", ""])
 
 
 def _styles(lines: Sequence[Line]) -> Iterator[_Style]:
-    """Black and thick for what is emphasised; of the others, each another colour and marker."""
+    """Black and thick for what is emphasised; of the others, each another pair of colour and marker."""
     markers = list(_MARKERS)
     index = 0
     for line in lines:
         if line.emphasised:
             yield _Style(_INK, "circle", 3.0)
         else:
-            yield _Style(_COLOURS[index % len(_COLOURS)], markers[index % len(markers)], 1.6)
+            marker = markers[(index + index // len(_COLOURS)) % len(markers)]
+            yield _Style(_COLOURS[index % len(_COLOURS)], marker, 2.6 if line.strong else 1.6)
             index += 1
 
 
 def _draw_panel(panel: Panel, left: float, width: float, styles: dict[str, _Style]) -> list[str]:
     points = [point for line in panel.lines for point in line.points]
-    guesses = [guess for line in panel.lines for guess in line.predicted]
-    heights = [height for point in points for height in (point.low, point.high)] + [y for _, y in guesses]
+    others = [place for line in panel.lines for place in (*line.predicted, *line.bound)]
+    heights = [height for point in points for height in (point.low, point.high)] + [y for _, y in others]
     x = _scale([point.x for point in points], left, left + width)
     y = _scale(heights, _BOTTOM, _TOP)
     parts = _grid(panel, x, y)
     for line in panel.lines:
         style = styles[line.label]
-        if line.predicted:
-            dashes = f'stroke-width="{style.width * 0.8:.2g}" stroke-dasharray="4 4" stroke-opacity="0.75"'
-            parts.append(_path([(x.at(size), y.at(height)) for size, height in line.predicted], style, dashes))
-    for line in sorted(panel.lines, key=lambda line: line.emphasised):  # what is emphasised comes to lie on top
+        for kind, places in (("predicted", line.predicted), ("bound", line.bound)):
+            look = f'stroke-width="{style.width * 0.8:.2g}" {_LOOKS[kind]} stroke-opacity="0.75"'
+            parts += [_path([(x.at(size), y.at(height)) for size, height in places], style, look)] if places else []
+    # What is emphasised comes to lie on top.
+    for line in sorted(panel.lines, key=lambda line: (line.emphasised, line.strong)):
         parts += _draw_line(line, styles[line.label], x, y)
     return parts
 
@@ -166,7 +172,8 @@ def _draw_line(line: Line, style: _Style, x: _Scale, y: _Scale) -> list[str]:
     return parts
 
 
-def _legend(styles: dict[str, _Style], predicted: bool) -> list[str]:
+def _legend(styles: dict[str, _Style], kinds: Sequence[str]) -> list[str]:
+    """What each line is called; and in grey, what else is drawn of it."""
     left = _WIDTH - _LEGEND + 14
     parts = []
     for index, (label, style) in enumerate(styles.items()):
@@ -177,9 +184,8 @@ def _legend(styles: dict[str, _Style], predicted: bool) -> list[str]:
     below = _TOP + 10 + len(styles) * 23 + 14
     grey = _Style(_GREY, "circle", 1.4)
     explained = [("spread: quartiles", 'stroke-opacity="0.45"', [(left + 13, below - 8), (left + 13, below + 8)])]
-    if predicted:
-        dashed = [(left, below + 23), (left + 26, below + 23)]
-        explained.append(("predicted", 'stroke-dasharray="4 4"', dashed))
+    for index, kind in enumerate(kinds, 1):
+        explained.append((kind, _LOOKS[kind], [(left, below + 23 * index), (left + 26, below + 23 * index)]))
     for text, look, points in explained:
         parts.append(_path(points, grey, f'stroke-width="1.6" {look}'))
         parts.append(_text(left + 34, sum(height for _, height in points) / 2 + 4, text, colour=_GREY))

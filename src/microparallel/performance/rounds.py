@@ -11,49 +11,33 @@ another one: whatever disturbs a minute of the run disturbs all of them alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from microparallel.comms import Comms
-
-TORCH = "torch"  # torch.distributed.all_reduce, which the others are measured against
-ADD = "add"  # no all-reduce: each rank adds one tensor to another, all at once
-_PERIOD = 10_007  # a prime, so that no two slices of a tensor look alike
-_EXACT = 256  # whole numbers up to here are exact in every dtype, bfloat16 too
-
-
-class Case:
-    """One rank's tensor of one size: whole numbers, so that their sum is exact in whatever order they are added."""
-
-    def __init__(self, comms: Comms, size: int, dtype: torch.dtype) -> None:
-        length = size // dtype.itemsize
-        patterns = [_pattern(rank, comms.world_size) for rank in range(comms.world_size)]
-        self.contribution = _repeat(patterns[comms.rank].to(comms.device, dtype), length)
-        self.expected = _repeat(torch.stack(patterns).sum(0).to(comms.device, dtype), length)
-        self.tensor = torch.empty_like(self.contribution)
-
-    def refill(self) -> None:
-        """Put this rank's contribution back."""
-        self.tensor.copy_(self.contribution)
-
-    def is_right(self) -> bool:
-        """Whether the tensor holds exactly the sum."""
-        return torch.equal(self.tensor, self.expected)
+from microparallel.performance.case import Case
+from microparallel.performance.methods import Method
+from microparallel.topology import available_cores
 
 
 class Rounds:
-    """The calls at one size so far: for every method its seconds, each those of the slowest rank."""
+    """The calls at one size so far: for every method its seconds, each those of the slowest rank.
 
-    def __init__(self, comms: Comms, methods: Sequence[str], case: Case) -> None:
-        self.seconds: dict[str, list[float]] = {method: [] for method in (*methods, ADD)}
+    A rank that waits for the others has waited for whoever shares its core too. Where ranks do something alone, the
+    slowest one's time leaves that out, so then a call takes at least what keeps all cores busy together.
+    """
+
+    def __init__(self, comms: Comms, methods: Sequence[Method], case: Case) -> None:
+        self.seconds: dict[str, list[float]] = {method.name: [] for method in methods}
         self.counted = 0
         self.spent = self.last_round = 0.0
         self.wrong: tuple[str, int] | None = None  # a method whose result was not the sum, and on which rank
         self._comms = comms
         self._case = case
-        self._order = list(self.seconds)
+        self._cores = min(available_cores(), comms.world_size)
+        self._order = list(methods)
 
     def warm_up(self) -> None:
         """A first round, which is not counted: connections, caches and memory are made ready."""
@@ -62,47 +46,51 @@ class Rounds:
     def one_more(self) -> dict[str, float]:
         """A round that counts; returns what each call took."""
         together = self._round()
-        for method, seconds in together.items():
-            self.seconds[method].append(seconds)
+        for name, seconds in together.items():
+            self.seconds[name].append(seconds)
         self.counted += 1
         return together
 
-    def end(self, method: str) -> None:
+    def end(self, name: str) -> None:
         """Leave a method out of the rounds to come."""
-        self._order.remove(method)
+        self._order = [method for method in self._order if method.name != name]
 
     def _round(self) -> dict[str, float]:
         begun = time.perf_counter()
-        mine, right = time_round(self._comms, self._order, self._case)
-        blamed = [0 if right[method] else self._comms.rank + 1 for method in self._order]
-        *numbers, self.last_round = largest(self._comms, [*mine.values(), *blamed, time.perf_counter() - begun])
-        self.spent += self.last_round
-        together = dict(zip(self._order, numbers, strict=False))
-        for method, rank in zip(self._order, numbers[len(together) :], strict=True):
-            self.wrong = (method, int(rank) - 1) if rank else self.wrong
+        calls = [time_call(method, self._case) for method in self._order]
+        blamed = [0 if call.right else self._comms.rank + 1 for call in calls]
+        slowest = largest(self._comms, [*(call.seconds for call in calls), *blamed])
+        work = total(self._comms, [call.work for call in calls])
+        together = {}
+        for method, seconds, all_work, rank in zip(self._order, slowest, work, slowest[len(calls) :], strict=False):
+            together[method.name] = max(seconds, all_work / self._cores) if method.alone else seconds
+            self.wrong = (method.name, int(rank) - 1) if rank else self.wrong
         self._order = self._order[1:] + self._order[:1]
+        [self.last_round] = largest(self._comms, [time.perf_counter() - begun])
+        self.spent += self.last_round
         return together
 
 
-def time_round(comms: Comms, methods: Sequence[str], case: Case) -> tuple[dict[str, float], dict[str, bool]]:
-    """Time one call of each method, in this order; returns the seconds on this rank, and whether the sum was right."""
-    seconds, right = {}, {}
-    for method in methods:
-        call = _function(comms, method, case)
-        case.refill()
-        seconds[method] = time_call(comms, call, case.tensor)
-        right[method] = method == ADD or case.is_right()
-    return seconds, right
+@dataclass(frozen=True)
+class Call:
+    """One call on this rank: how long it took, how long it kept a core busy, and whether the sum was right."""
+
+    seconds: float
+    work: float
+    right: bool
 
 
-def time_call(comms: Comms, call: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> float:
-    """The seconds that a call takes on this rank. All ranks begin together: waiting for a late one is not its cost."""
-    comms.barrier()
-    begun = time.perf_counter()
-    call(tensor)
+def time_call(method: Method, case: Case) -> Call:
+    """Call a method once. All ranks begin together: waiting for a late one is not its cost."""
+    tensor = method.tensor_of(case)
+    case.refill(tensor)
+    method.meet()
+    begun, work_before = time.perf_counter(), time.process_time()
+    method.call(tensor, case)
     if tensor.is_cuda:  # a GPU works in the background: stop the clock when it is done
         torch.cuda.synchronize(tensor.device)
-    return time.perf_counter() - begun
+    seconds, work = time.perf_counter() - begun, time.process_time() - work_before
+    return Call(seconds, work, not method.sums or case.is_right(tensor))
 
 
 def largest(comms: Comms, numbers: Sequence[float]) -> list[float]:
@@ -111,19 +99,7 @@ def largest(comms: Comms, numbers: Sequence[float]) -> list[float]:
     return together
 
 
-def _function(comms: Comms, method: str, case: Case) -> Callable[[torch.Tensor], object]:
-    if method == TORCH:
-        return lambda tensor: dist.all_reduce(tensor, group=comms.process_group)
-    if method == ADD:
-        return lambda tensor: tensor.add_(case.contribution)
-    return lambda tensor: comms.all_reduce(tensor, algorithm=method)
-
-
-def _pattern(rank: int, ranks: int) -> torch.Tensor:
-    """Whole numbers of one rank, so small that the sum over all ranks is exact too."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, max(2, _EXACT // ranks), (_PERIOD,), generator=generator)
-
-
-def _repeat(pattern: torch.Tensor, length: int) -> torch.Tensor:
-    return pattern.repeat(-(-length // len(pattern)))[:length].clone()
+def total(comms: Comms, numbers: Sequence[float]) -> list[float]:
+    """The sum of all ranks' numbers, position by position."""
+    together: list[float] = comms.all_reduce(torch.tensor(numbers, dtype=torch.float64)).tolist()
+    return together

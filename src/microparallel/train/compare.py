@@ -9,14 +9,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from microparallel.comms import Comms
-from microparallel.train.build import build
+from microparallel.data_parallel import Replicas
+from microparallel.errors import UsageError
+from microparallel.train.build import build, build_optimizer
 from microparallel.train.config import TrainConfig
-from microparallel.world import Pool
+from microparallel.train.strategies import Step, single
+from microparallel.train.training import Training
+from microparallel.world import Pool, connect
 
 # How far apart two ways of adding the same numbers may end, relative to the largest: rounding, and nothing else.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -33,43 +40,116 @@ class Comparison:
     """One strategy beside the single process."""
 
     strategy: str
-    ranks: int
+    ranks: int  # or replicas in one process
     final_loss: float
     loss_difference: float  # the largest over all steps, relative to the single process's loss
     weight_difference: float  # the largest over all weights, relative to the largest weight of its tensor
     seconds_a_step: float
     agrees: bool
+    losses: list[float]  # of every step
+
+
+def compare(
+    config: TrainConfig, strategies: Sequence[str], pool: Pool, progress: Progress = lambda _: None
+) -> list[Comparison]:
+    """Do a job as a single process, then with each strategy, and measure how far apart they end."""
+
+    def run(strategy: str, ranks: int) -> Outcome:
+        progress(f"{strategy} on {_counted(ranks, 'rank')}")
+        job = replace(config, strategy=strategy, ranks=ranks)
+        result: Outcome = pool.run(outcome, ranks, job, transport=config.transport, device=config.device)[0]
+        return result
+
+    return _side_by_side(run, dict.fromkeys(strategies, config.ranks), config.dtype)
 
 
 def outcome(comms: Comms, config: TrainConfig) -> Outcome | None:
     """Do the job on one rank; rank 0 tells what came of it."""
     training = build(config, comms)
+    result = _carry_out(training, config, training.model)
+    return result if comms.rank == 0 else None
+
+
+# ── in one process ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def compare_in_process(config: TrainConfig, progress: Progress = lambda _: None) -> list[Comparison]:
+    """Do a job on one device, then with `config.ranks` replicas in this process, and measure how far apart they end.
+
+    Replicas average through the CPU, then by the ring. torch's nn.DataParallel is beside them where there are GPUs.
+    """
+    devices = replica_devices(config.device, config.ranks)
+    gpus = sorted({device.index for device in devices if device.type == "cuda"})
+    job = replace(config, strategy="single", ranks=1)
+
+    def run(strategy: str, replicas: int) -> Outcome:
+        progress(f"{strategy} with {_counted(replicas, 'replica')}")
+        training = build(job, comms)
+        result: nn.Module | Replicas = training.model
+        if strategy == "torch-dp":
+            training.strategy = _torch_data_parallel(training, gpus)
+        elif strategy != "single":
+            result = _replicated(training, job, devices, averaging=strategy.removeprefix("replicas-"))
+        return _carry_out(training, job, result)
+
+    ours = dict.fromkeys(["replicas-cpu", "replicas-ring"], len(devices))
+    torchs = {"torch-dp": len(gpus)} if gpus else {}
+    with connect("gloo", device=devices[0].type) as comms:  # a world of one: nothing is sent
+        return _side_by_side(run, ours | torchs, config.dtype)
+
+
+def replica_devices(device: str, count: int) -> list[torch.device]:
+    """Where so many replicas go: over the GPUs in turn, or all of them to the CPU."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return [torch.device("cpu")] * count
+    if not torch.cuda.is_available():
+        raise UsageError(f"--device {device}: torch sees no GPU here; try --device cpu")
+    return [torch.device("cuda", replica % torch.cuda.device_count()) for replica in range(count)]
+
+
+def _replicated(training: Training, config: TrainConfig, devices: list[torch.device], averaging: str) -> Replicas:
+    """Let replicas do a training's steps in place of its model."""
+    replicas = Replicas(training.model, devices, averaging)
+    training.optimizer = build_optimizer(config, nn.ModuleList(replicas.models))
+    training.strategy = lambda inputs, targets, _: replicas.step(inputs, targets, training.loss_fn)
+    return replicas
+
+
+def _torch_data_parallel(training: Training, gpus: list[int]) -> Step:
+    """torch's own: outputs are gathered on the first GPU, and the loss of the whole batch is computed there."""
+    wrapped = nn.DataParallel(training.model, device_ids=gpus)
+    if training.loss_fn is not None:
+        return single(wrapped, training.comms, training.loss_fn)
+
+    def step(inputs: object, targets: torch.Tensor, samples: int) -> torch.Tensor:
+        losses = wrapped(inputs, targets).view(-1)  # the model computes its own: a mean from each GPU,
+        shares = [len(share) / samples for share in targets.chunk(len(gpus))]  # which saw a share of this size
+        loss: torch.Tensor = (losses * losses.new_tensor(shares)).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    return step
+
+
+# ── what both have in common ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _carry_out(training: Training, config: TrainConfig, result: nn.Module | Replicas) -> Outcome:
+    """Do every step of a job; `result` holds what has been learnt."""
     losses, seconds = [], []
     for _ in range(config.steps or len(training.sampler)):
         begun = time.perf_counter()
         losses.append(training.step())
         seconds.append(time.perf_counter() - begun)
-    if comms.rank != 0:
-        return None
-    weights = {name: tensor.cpu() for name, tensor in training.model.state_dict().items()}
+    weights = {name: tensor.cpu() for name, tensor in result.state_dict().items()}
     return Outcome(losses, weights, statistics.median(seconds[2:] or seconds))  # the first steps warm up
 
 
-def compare(
-    config: TrainConfig, strategies: Sequence[str], pool: Pool, progress: Callable[[str], None] = lambda _: None
-) -> list[Comparison]:
-    """Do a job as a single process, then with each strategy, and measure how far apart they end."""
-
-    def run(strategy: str) -> Outcome:
-        ranks = 1 if strategy == "single" else config.ranks
-        progress(f"{strategy} on {ranks} rank{'s' * (ranks > 1)}")
-        job = replace(config, strategy=strategy, ranks=ranks)
-        result: Outcome = pool.run(outcome, ranks, job, transport=config.transport, device=config.device)[0]
-        return result
-
-    reference = run("single")
-    rows = [_beside("single", 1, reference, reference, config.dtype)]
-    return rows + [_beside(name, config.ranks, run(name), reference, config.dtype) for name in strategies]
+def _side_by_side(run: Callable[[str, int], Outcome], strategies: dict[str, int], dtype: str) -> list[Comparison]:
+    """Run the job as it is, then with each strategy on its number of ranks or replicas."""
+    reference = run("single", 1)
+    rows = [_beside("single", 1, reference, reference, dtype)]
+    return rows + [_beside(name, ranks, run(name, ranks), reference, dtype) for name, ranks in strategies.items()]
 
 
 def _beside(strategy: str, ranks: int, ours: Outcome, reference: Outcome, dtype: str) -> Comparison:
@@ -89,9 +169,14 @@ def _beside(strategy: str, ranks: int, ours: Outcome, reference: Outcome, dtype:
         weight_difference=weight_difference,
         seconds_a_step=ours.seconds_a_step,
         agrees=max(loss_difference, weight_difference) <= TOLERANCE[dtype],
+        losses=ours.losses,
     )
 
 
 def _largest(differences: Iterable[float]) -> float:
     """The largest difference; infinite when one of them is not a number, which `max` would pass over."""
     return max(difference if math.isfinite(difference) else math.inf for difference in differences)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"

@@ -23,7 +23,7 @@ from microparallel.train import user_code
 
 MODELS = ("mlp", "gpt")
 LOSSES = ("cross-entropy", "mse")
-STRATEGIES = ("auto", "single", "naive", "torch-ddp")
+STRATEGIES = ("auto", "single", "naive", "hooks", "torch-ddp")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 LR_SCHEDULES = ("constant", "linear")
 

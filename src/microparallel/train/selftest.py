@@ -11,6 +11,7 @@ from microparallel.comms import Comms
 from microparallel.errors import MicroparallelError
 from microparallel.train.compare import compare
 from microparallel.train.config import TrainConfig
+from microparallel.transport.shared_memory import futex
 from microparallel.world import Pool
 
 
@@ -38,7 +39,8 @@ class Finding:
 
 def settings_here(ranks: int | None = None) -> list[Setting]:
     """The ways to run ranks that this machine allows."""
-    settings = [Setting("gloo", "cpu", ranks or 4)]
+    on_the_cpu = ["gloo"] if futex.why_not() else ["shm", "gloo"]
+    settings = [Setting(transport, "cpu", ranks or 4) for transport in on_the_cpu]
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
         settings.append(Setting("gloo", "cuda", ranks or max(2, gpus)))
@@ -108,8 +110,10 @@ def wrong_collectives(comms: Comms) -> list[str]:
     last = ranks - 1
     gathered = comms.gather(mine(rank), dst=last)
     reduced = comms.reduce(mine(rank), dst=last)
+    in_place = comms.empty(5).copy_(mine(rank))
     results = {
         "all_reduce": torch.equal(comms.all_reduce(mine(rank)), total),
+        "all_reduce of comms.empty": torch.equal(comms.all_reduce(in_place), total.cpu()),
         "all_reduce_mean": torch.allclose(comms.all_reduce_mean(mine(rank)), total / ranks),
         "broadcast": torch.equal(comms.broadcast(mine(rank), src=last), mine(last)),
         "all_gather": all(map(torch.equal, comms.all_gather(mine(rank)), everybody)),

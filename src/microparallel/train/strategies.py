@@ -9,7 +9,13 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
-from microparallel.data_parallel import LossFunction, mean_loss, naive_data_parallel_step
+from microparallel.data_parallel import (
+    LossFunction,
+    ddp_step,
+    mean_loss,
+    naive_data_parallel_step,
+    register_ddp_hooks,
+)
 from microparallel.train.data import first_samples
 
 # (this rank's inputs, this rank's targets, samples of all ranks together) → the mean loss of the whole batch
@@ -32,6 +38,16 @@ def naive(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
 
     def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
         return naive_data_parallel_step(model, comms, inputs, targets, loss_fn, samples=samples)
+
+    return step
+
+
+def hooks(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
+    """One all-reduce for every gradient, each as soon as backward has made it."""
+    register_ddp_hooks(model, comms, use_bucketing=False)
+
+    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
+        return ddp_step(model, comms, inputs, targets, loss_fn, samples=samples)
 
     return step
 
@@ -60,5 +76,6 @@ def torch_ddp(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> S
 STEPS: dict[str, Callable[[nn.Module, Comms, LossFunction | None], Step]] = {
     "single": single,
     "naive": naive,
+    "hooks": hooks,
     "torch-ddp": torch_ddp,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
+from microparallel.comms.notes import gather_json
 from microparallel.data_parallel import LossFunction, mean_loss
 from microparallel.errors import CheckpointError
 from microparallel.train import random_state
@@ -52,10 +52,10 @@ class Training:
         self.optimizer = optimizer
         self.data = data
         self.sampler = sampler
+        self.strategy = strategy
         self.steps_done = 0
         self.last_loss: float | None = None
         self.last_samples = 0  # of all ranks together, in the last step
-        self._strategy = strategy
         self._learning_rate = learning_rate
         self._dtype = dtype
         self._batches: Iterator[list[int]] = iter(())
@@ -67,7 +67,7 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate.at(self.steps_done)
         self.optimizer.zero_grad()
-        loss = self._strategy(inputs, targets, samples)
+        loss = self.strategy(inputs, targets, samples)
         self.optimizer.step()
         self.steps_done += 1
         self.last_samples = samples
@@ -107,7 +107,7 @@ class Training:
         return {
             "loss": self.last_loss,
             "sampler": self.sampler.state_dict(),
-            "random": _gather_json(random_state.capture(), self.comms),
+            "random": gather_json(random_state.capture(), self.comms),
         }
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -146,11 +146,3 @@ class Training:
         if isinstance(value, list | tuple):
             return type(value)(self._place(part) for part in value)
         return value
-
-
-def _gather_json(value: Any, comms: Comms) -> list[Any]:
-    """Everybody's value on every rank, as JSON: nothing that comes from a peer is ever unpickled."""
-    text = json.dumps(value).encode()
-    longest = int(comms.all_reduce(torch.tensor(len(text)), op="max").item())
-    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-    return [json.loads(bytes(part.tolist())) for part in comms.all_gather(padded)]

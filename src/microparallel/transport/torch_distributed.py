@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from microparallel.transport.base import Loan, ReceivedCopy, Work
+from microparallel.transport.torch_groups import make_group
 
 Reduction = Literal["sum", "min", "max", "product"]
 
@@ -156,8 +157,7 @@ class TorchTransport:
         if self.rank not in ranks:
             return None
         world_ranks = [self.world_ranks[rank] for rank in ranks]
-        # Members alone wait for each other, so that groups can be made inside groups.
-        group = dist.new_group(world_ranks, use_local_synchronization=True)
+        group = make_group(self.group, world_ranks)
         subgroup = type(self)(group, self._store, self.carries)
         self._subgroups.append(subgroup)
         return subgroup

@@ -56,6 +56,11 @@ class Peers:
         if self._hung_up(peer) or self._statuses[peer].closed:
             self._give_up([peer])
 
+    def require_any_alive(self) -> None:
+        """Raise if no peer can send anything any more."""
+        if all(self._hung_up(peer) or self._statuses[peer].closed for peer in self._connections):
+            self._give_up(list(self._connections))
+
     def disagree(self, signature: int | None = None, source: int | None = None) -> NoReturn:
         """Raise `Mismatch`: not all ranks make the same call. Each leaves word of its own, and reads the others'."""
         self._statuses[self._rank].fail({"call": self._doing, "recent": list(self._recent)})

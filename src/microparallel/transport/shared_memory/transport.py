@@ -25,10 +25,11 @@ from microparallel.transport.shared_memory.meeting import Store, exchange_descri
 from microparallel.transport.shared_memory.peers import Peers
 from microparallel.transport.shared_memory.segment import Segment, create
 from microparallel.transport.shared_memory.status import STATUS_BYTES
-from microparallel.transport.shared_memory.works import Borrowed, Copy, Inbox, Received, Sent
+from microparallel.transport.shared_memory.works import Borrowed, Copy, Inbox, Received, ReceivedFromAnybody, Sent
 
 _SPINS = 300  # looks before going to sleep, some microseconds; only where every rank has a core
 _MOST = 2**38  # bytes of addresses where the machine does not say how much memory it has
+_GLANCE = 0.0002  # seconds between two looks at several ranks
 _NAP = 0.05  # seconds of sleep before looking whether the peer is still there
 
 
@@ -104,6 +105,29 @@ class SharedMemoryTransport:
         received = Received(self, tensor, source, tag, inbox)
         inbox.waiting.append(received)
         return received
+
+    def irecv_from_anybody(self, tensor: torch.Tensor, tag: int = 0) -> ReceivedFromAnybody:
+        """Start receiving into a contiguous tensor whatever comes first."""
+        return ReceivedFromAnybody(self, tensor, tag)
+
+    def take_from_anybody(self, into: torch.Tensor, tag: int, deadline: float) -> int:
+        """Wait for a message with this tag from any rank, and copy it; returns who sent it.
+
+        Nobody can sleep on several numbers at once, so this looks round, and rests for a moment in between.
+        """
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        while True:
+            for source in others:
+                channel = self._in[1][source]
+                with channel.lock:
+                    number = channel.find(tag, channel.posted())
+                    if number is not None:
+                        self._copy_message(channel, number, into, source)
+                        return source
+            self.peers.require_any_alive()
+            if time.monotonic() > deadline:
+                raise RuntimeError("timed out waiting for a message of any rank")
+            time.sleep(_GLANCE)
 
     def take_message(self, into: torch.Tensor, source: int, tag: int, deadline: float) -> None:
         """Wait for the next message with this tag, and copy it."""

@@ -122,3 +122,19 @@ class Received:
                 first = self._inbox.waiting.popleft()
                 self._transport.take_message(first._into, first._source, first._tag, deadline)
                 first._complete = True
+
+
+class ReceivedFromAnybody:
+    """A message to come, from whoever sends first."""
+
+    def __init__(self, transport: SharedMemoryTransport, into: torch.Tensor, tag: int) -> None:
+        self.source = -1  # who it was, once it is here
+        self._transport = transport
+        self._into = into
+        self._tag = tag
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the message is in the tensor."""
+        if self.source < 0:
+            deadline = time.monotonic() + (self._transport.timeout if timeout is None else timeout)
+            self.source = self._transport.take_from_anybody(self._into, self._tag, deadline)

@@ -1,0 +1,155 @@
+"""HookTracker: the real order and times of hooks and all-reduces, as a Trace."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from microparallel.comms import Comms
+from microparallel.data_parallel.buckets import GradientBucket
+from microparallel.data_parallel.ddp import registered_hooks
+from microparallel.data_parallel.hook_trace import Cargo, Notes, trace_of
+from microparallel.data_parallel.watched_comms import WatchedComms
+from microparallel.errors import UsageError
+from microparallel.trace import Trace
+
+
+class HookTracker:
+    """Writes down when each gradient of a step is ready, and when its all-reduce leaves and is back.
+
+    It watches hooks, buckets or the naive step without changing them: it has hooks of its own on the model, which run
+    before those that are registered later, and hands out a Comms that is watched.
+
+    The ranks of one machine share a clock; those of several do not, and their times cannot be laid side by side. On a
+    GPU operations are only queued when torch returns from them, so what is tracked must be on the CPU.
+
+    Example:
+        ```python
+        tracker = mp.HookTracker(model, comms)
+        hooks = mp.register_ddp_hooks(model, tracker.comms, bucket_size_mb=0.25)
+        with tracker.step():
+            mp.ddp_step(model, tracker.comms, inputs, targets)
+        print(tracker.order)  # names, in the order in which this rank's gradients were ready
+        print(mp.draw_overlap(tracker.trace("buckets"), seconds=True))
+        tracker.remove()
+        ```
+
+    Args:
+        model: the one to watch; register other hooks on it afterwards.
+        comms: the ranks that take part.
+        link_seconds: play a slower network: each gradient's all-reduce takes so much longer.
+
+    Attributes:
+        comms: to be used in place of the one that was given.
+    """
+
+    def __init__(self, model: nn.Module, comms: Comms, link_seconds: float = 0.0) -> None:
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if not named:
+            raise UsageError("the model has no trainable parameters, so no gradient can be tracked; unfreeze some")
+        if elsewhere := next((name for name, parameter in named if parameter.device.type != "cpu"), None):
+            raise UsageError(f"{elsewhere} is not on the CPU, and elsewhere times cannot be told; use model.cpu()")
+        if not (math.isfinite(link_seconds) and link_seconds >= 0):
+            raise UsageError(f"link_seconds={link_seconds!r}: a time must be finite and at least 0; try 0.005")
+        if registered_hooks(model) is not None:
+            raise UsageError("the model has hooks already, which would run before those of the tracker; remove() them")
+        self._model = model
+        self._parameters = dict(named)
+        self._names = {id(parameter): name for name, parameter in named}
+        self._watched = WatchedComms(comms, self._cargo_of, link_seconds)
+        self.comms = cast(Comms, self._watched)
+        self._called: dict[str, float] = {}
+        self._ready: dict[str, float] = {}
+        self._forward_end = math.nan
+        self._handles = list(self._register())
+
+    @property
+    def order(self) -> list[str]:
+        """The parameters in the order in which their gradients were ready on this rank, in the last step."""
+        return list(self._ready)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """How long after the end of the forward each gradient was ready on this rank, in the last step."""
+        return {name: at - self._forward_end for name, at in self._ready.items()}
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Write down the one step that is done inside; what was written down before is forgotten."""
+        self._called.clear()
+        self._ready.clear()
+        self._watched.flights.clear()
+        self._forward_end = time.perf_counter()  # of a rank that has no samples and does no forward
+        yield
+
+    def trace(self, name: str = "step") -> Trace:
+        """What all ranks wrote down in the last step; every rank must ask for it together."""
+        flights = self._watched.flights
+        for flight in flights:
+            flight.wait()
+        cargo = Cargo(
+            tuple(self._parameters),
+            tuple(flight.cargo for flight in flights),
+            tuple(flight.size for flight in flights),
+        )
+        return trace_of(name, cargo, self._everybodys_notes(cargo))
+
+    def remove(self) -> None:
+        """Take the tracker's hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._watched.stop_watching()
+
+    def _register(self) -> Iterator[RemovableHandle]:
+        for parameter in self._parameters.values():
+            yield parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+        owners = {name.rpartition(".")[0] for name in self._parameters}
+        for owner in owners:
+            # Each function gets its own name as an argument's default, at once: seen from inside, `owner` would be
+            # whatever the loop has come to.
+            def on_call(module: nn.Module, inputs: Any, owner: str = owner) -> None:  # noqa: ARG001
+                self._called.setdefault(owner, time.perf_counter())
+
+            yield self._model.get_submodule(owner).register_forward_pre_hook(on_call)
+        yield self._model.register_forward_hook(self._on_forward_end)
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        self._ready[self._names[id(parameter)]] = time.perf_counter()
+
+    def _on_forward_end(self, *_: Any) -> None:
+        self._forward_end = time.perf_counter()
+
+    def _cargo_of(self, tensor: torch.Tensor) -> tuple[str, ...]:
+        """Whose gradients a tensor holds: it is the gradient of one parameter, or the buffer of a bucket."""
+        hooks = registered_hooks(self._model)
+        for parcel in hooks.parcels if hooks is not None else ():
+            if isinstance(parcel, GradientBucket) and parcel.buffer is tensor:
+                return tuple(self._names[id(parameter)] for parameter in parcel.parameters)
+        return tuple(name for name, parameter in self._parameters.items() if parameter.grad is tensor)
+
+    def _everybodys_notes(self, cargo: Cargo) -> list[Notes]:
+        parameters, flights = len(cargo.parameters), len(cargo.flights)
+        mine = [
+            self._forward_end,
+            *(self._called.get(name.rpartition(".")[0], math.nan) for name in cargo.parameters),
+            *(self._ready.get(name, math.nan) for name in cargo.parameters),
+            *(flight.left for flight in self._watched.flights),
+            *(flight.back for flight in self._watched.flights),
+        ]
+        notes = []
+        for numbers in self.comms.all_gather(torch.tensor(mine, dtype=torch.float64)):
+            end, called, ready, left, back = torch.split(numbers, [1, parameters, parameters, flights, flights])
+            notes.append(Notes(_row(called), end.item(), _row(ready), _row(left), _row(back)))
+        return notes
+
+
+def _row(numbers: torch.Tensor) -> tuple[float, ...]:
+    return tuple(numbers.tolist())

@@ -1,0 +1,224 @@
+"""Average gradients while backward still computes: what `DataParallel` does between `backward()` and its return.
+
+```
+backward   ▒▒ g3 ▒▒ g2 ▒▒ g1 ▒▒ g0 │ end: wait for the last bucket
+buckets         [g3 g2]────┐  [g1 g0]───┐
+all-reduce                 └▓▓▓▓▓▓      └▓▓▓▓▓▓
+```
+
+Every rank must start its all-reduces in the same order, whatever the order in which its gradients arrive. So a full
+bucket leaves when all buckets before it have left. The order of the buckets is the order in which gradients arrived in
+the first pass, as one rank saw it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from microparallel.comms import Comms
+from microparallel.comms.notes import gather_json
+from microparallel.data_parallel.flat_bucket import FlatBucket, split
+from microparallel.data_parallel.roll_call import RollCall
+from microparallel.errors import GradientError, UsageError
+
+_MOST_NAMES = 8  # parameters of a rank that an error names
+
+
+class Reducer:
+    """The buckets of one model on one rank, and how far they are in this backward."""
+
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        comms: Comms,
+        bucket_bytes: float,
+        *,
+        check_finite: bool,
+        refuse_unused: bool,
+    ) -> None:
+        self.roll_call = RollCall(comms)
+        self.buckets: list[FlatBucket] = []
+        self.passes = 0  # backward passes that were averaged
+        self.running = False
+        self.wanted: Callable[[], bool] = lambda: False  # begins, if this backward is to be averaged
+        self.afterwards: Callable[[int], None] = lambda _: None  # is told a rank that took part
+        self._check_finite = check_finite
+        self._refuse_unused = refuse_unused
+        self._comms = comms
+        self._bucket_bytes = bucket_bytes
+        self._names = {parameter: name for name, parameter in named.items()}
+        self._order: list[nn.Parameter] = []
+        self._learnt = False
+        self._places: dict[nn.Parameter, tuple[FlatBucket, int]] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._arrived: list[nn.Parameter] = []
+        self._left = 0  # buckets that have left
+        self._not_finite: list[str] = []
+        self._scale = 1.0
+
+    # ── before backward ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def prepare(self) -> None:
+        """Look whether parameters were frozen or unfrozen, or the last backward was cut short by an error."""
+        if self.running:
+            self._clean_up()
+        trainable = [parameter for parameter in self._names if parameter.requires_grad]
+        if len(trainable) != len(self._places) or any(parameter not in self._places for parameter in trainable):
+            self._order = trainable[::-1]  # backward begins at the end
+            self._learnt = False
+            self._watch(trainable)
+        if not self.buckets:
+            self._make_buckets()
+
+    def _watch(self, trainable: Sequence[nn.Parameter]) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = [_hook(parameter, weakref.WeakMethod(self._arrive)) for parameter in trainable]
+        self.buckets = []
+
+    def _make_buckets(self) -> None:
+        self._places.clear()
+        self.buckets = [FlatBucket(group, self._comms) for group in split(self._order, self._bucket_bytes)]
+        for bucket in self.buckets:
+            for index, parameter in enumerate(bucket.parameters):
+                self._places[parameter] = (bucket, index)
+
+    # ── during backward ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self) -> None:
+        """Gradients are about to arrive."""
+        self.running = True
+        self._scale = self.roll_call.answer()
+        if not self.buckets:
+            self._make_buckets()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def _arrive(self, parameter: nn.Parameter) -> None:
+        """A hook: torch calls it when a gradient has been added to `parameter.grad`."""
+        if not self.running and not self.wanted():
+            return
+        bucket, index = self._places[parameter]
+        self._require_usable(parameter, bucket.ready[index])
+        if self._check_finite and not bool(parameter.grad.isfinite().all()):  # type: ignore[union-attr]
+            bucket.bad += 1
+            self._not_finite.append(self._names[parameter])
+        bucket.put(index, self._scale)
+        self._arrived.append(parameter)
+        if not bucket.missing:
+            self._let_full_buckets_leave()
+
+    def _require_usable(self, parameter: nn.Parameter, came_before: bool) -> None:
+        gradient = parameter.grad
+        if came_before:
+            raise UsageError(
+                f"parameter {self._names[parameter]!r} got two gradients in one backward, which reentrant activation "
+                "checkpointing does to shared parameters; use checkpoint(..., use_reentrant=False)"
+            )
+        if gradient is not None and gradient.is_sparse:
+            raise UsageError(
+                f"the gradient of {self._names[parameter]!r} is sparse, and buckets are dense; use sparse=False"
+            )
+        if gradient is not None and gradient.requires_grad:
+            raise UsageError("backward(create_graph=True) cannot be averaged; call it inside no_sync()")
+
+    def _let_full_buckets_leave(self) -> None:
+        while self._left < len(self.buckets) and not self.buckets[self._left].missing:
+            self.buckets[self._left].leave(self._comms)
+            self._left += 1
+
+    # ── the end of backward ─────────────────────────────────────────────────────────────────────────────────────
+
+    def _end(self) -> None:
+        """torch calls this when backward has computed everything, and before it returns to its caller."""
+        if self._arrived:
+            self._average()
+        else:  # torch.autograd.grad leaves parameters alone, and so do we
+            self.running = False
+
+    def take_part(self) -> None:
+        """Go through a backward of the others without gradients of one's own."""
+        self.prepare()
+        self.running = True
+        self._average(take_results=False)
+
+    def _average(self, take_results: bool = True) -> None:
+        for bucket in self.buckets[self._left :]:
+            bucket.fill_up(self._scale) if take_results else bucket.flat.zero_()
+            bucket.leave(self._comms)
+        for bucket in self.buckets:
+            bucket.come_back()
+        self.passes += 1
+        self._require_fine()
+        for bucket in self.buckets:
+            if take_results and bucket.missing:
+                _take_from_others(bucket)
+        if not self._learnt:
+            self._learn_order()
+        self._clean_up()
+        self.afterwards(self.roll_call.present[0])
+
+    def _require_fine(self) -> None:
+        """Every rank finds the same sums here, so all of them raise, or none does."""
+        if self._check_finite and any(bucket.anything_bad for bucket in self.buckets):
+            self._refuse("gradients that are not finite", self._not_finite)
+        present = len(self.roll_call.present)
+        if self._refuse_unused and any(bucket.had_by_fewest < present for bucket in self.buckets):
+            came = set(self._arrived)
+            self._refuse("no gradients", [self._names[parameter] for parameter in self._order if parameter not in came])
+
+    def _refuse(self, what: str, mine: list[str]) -> NoReturn:
+        parts = [
+            f"rank {rank}: {', '.join(names[:_MOST_NAMES])}{', …' * (len(names) > _MOST_NAMES)}"
+            for rank, names in enumerate(gather_json(mine, self._comms))
+            if names and rank in self.roll_call.present
+        ]
+        self._clean_up()
+        raise GradientError(f"step {self.passes}: {what} for parameters of {'; '.join(parts)}")
+
+    def _learn_order(self) -> None:
+        """Put gradients into buckets in the order in which they arrived; the unused ones come last."""
+        numbers = {parameter: number for number, parameter in enumerate(self._order)}
+        came = dict.fromkeys(self._arrived)
+        order = [*came, *(parameter for parameter in self._order if parameter not in came)]
+        indices = torch.tensor([numbers[parameter] for parameter in order])
+        self._comms.broadcast(indices, src=self.roll_call.present[0])
+        learnt = indices.tolist()
+        if learnt != sorted(learnt):
+            self._order = [self._order[index] for index in learnt]
+            self.buckets = []  # made anew before the next pass
+        self._learnt = True
+
+    def _clean_up(self) -> None:
+        for bucket in self.buckets:
+            bucket.come_back()
+            bucket.reset()
+        self._arrived = []
+        self._not_finite = []
+        self._left = 0
+        self.running = False
+
+
+def _hook(parameter: nn.Parameter, method: weakref.WeakMethod[Callable[[nn.Parameter], None]]) -> RemovableHandle:
+    """Python cannot see that a hook and its parameter hold each other, so the hook does not hold on."""
+
+    def arrive(parameter: nn.Parameter) -> None:
+        function = method()
+        if function is not None:
+            function(parameter)
+
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
+    return handle
+
+
+def _take_from_others(bucket: FlatBucket) -> None:
+    """A gradient that only others had arrives here too; one that nobody had stays None."""
+    having = bucket.having.tolist()
+    for parameter, view, ready, ranks in zip(bucket.parameters, bucket.views, bucket.ready, having, strict=True):
+        if not ready and ranks > 0:
+            parameter.grad = view

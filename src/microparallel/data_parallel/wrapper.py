@@ -1,0 +1,223 @@
+"""DataParallel: your model on every rank, its gradients averaged when `backward()` returns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from microparallel.comms import Comms
+from microparallel.data_parallel.agreement import require_same_model
+from microparallel.data_parallel.reducer import Reducer
+from microparallel.data_parallel.replicate import replicate
+from microparallel.errors import UsageError
+
+
+class DataParallel(nn.Module):
+    """A model whose ranks each compute on their own samples and all end up with the average gradients.
+
+    Rank 0's parameters and buffers are copied to all ranks. From then on every rank calls the model on its own share of
+    the batch, and when `backward()` returns, `grad` of every parameter is the average over the ranks. Gradients are
+    averaged in buckets, in the background, while backward still computes.
+
+    Args:
+        module: the model, the same on every rank; already on its device.
+        comms: the ranks.
+        bucket_mb: gradients are sent when so many megabytes of them are there.
+        buffers: "broadcast" gives every rank rank 0's buffers (BatchNorm's running statistics, say) before each
+            training pass; "local" leaves each rank its own.
+        unused: what to do about parameters that took no part in a pass: "allow" treats them as zero where others used
+            them; "error" raises `GradientError` with their names.
+        check_finite: raise `GradientError`, on every rank, with the step, the rank and the parameters whose gradients
+            are infinite or not a number.
+
+    Example:
+        ```python
+        model = mp.DataParallel(build_model(), comms)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for inputs, targets in my_share_of_the_batches:
+            optimizer.zero_grad()
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+        ```
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comms: Comms,
+        bucket_mb: float = 25.0,
+        *,
+        buffers: str = "broadcast",
+        unused: str = "allow",
+        check_finite: bool = False,
+    ) -> None:
+        super().__init__()
+        _require_sensible(bucket_mb, buffers, unused)
+        require_same_model(module, comms)  # first: what is refused below is then refused on all ranks
+        _require_dense_gradients(module)
+        replicate(module, comms)
+        self.module = module
+        self.comms = comms
+        self._reducer = Reducer(
+            dict(module.named_parameters()),
+            comms,
+            bucket_mb * 2**20,
+            check_finite=check_finite,
+            refuse_unused=unused == "error",
+        )
+        self._averages = comms.world_size > 1 or check_finite or unused == "error"
+        self._broadcasts_buffers = (
+            buffers == "broadcast" and comms.world_size > 1 and any(True for _ in module.buffers())
+        )
+        self._local = 0  # how many no_sync() there are around us
+        self._forward_was_local = False
+        if self._averages:
+            self._reducer.prepare()
+            self._reducer.wanted = self._begin_if_wanted
+            self._reducer.afterwards = self._pass_has_ended
+
+    # ── a pass ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Call the module; what comes out of it announces when backward begins."""
+        if not self._averages or not torch.is_grad_enabled():
+            return self.module(*inputs, **named_inputs)
+        self._reducer.prepare()
+        self._forward_was_local = self._local > 0
+        if self._broadcasts_buffers and self.training and not self._local and not self._reducer.roll_call.joining:
+            self._broadcast_buffers(0)
+        outputs = self.module(*inputs, **named_inputs)
+        for output in pytree.tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def _backward_begins(self, _: torch.Tensor) -> None:
+        if not self._reducer.running:
+            self._begin_if_wanted()
+
+    def _begin_if_wanted(self) -> bool:
+        """Whether this backward is to be averaged; then everything is made ready for it."""
+        if self._local or self._forward_was_local:
+            return False
+        self._reducer.begin()
+        return True
+
+    def _pass_has_ended(self, source: int) -> None:
+        """While ranks may run out of data, they agree on buffers here: those without data never come to a forward."""
+        if self._broadcasts_buffers and self._reducer.roll_call.joining:
+            self._broadcast_buffers(source)
+
+    def _broadcast_buffers(self, source: int) -> None:
+        for buffer in self.module.buffers():
+            self.comms.broadcast(buffer, src=source)
+
+    # ── how gradients are averaged ──────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank; the first backward outside averages all of them.
+
+        It may be put around forward and backward, or around either of them.
+        """
+        self._local += 1
+        try:
+            yield
+        finally:
+            self._local -= 1
+
+    @contextmanager
+    def weighted(self, weight: float, total: float | None = None) -> Iterator[None]:
+        """Let this rank's gradients count by what they were computed from: its samples, or tokens.
+
+        With `weight` samples on each rank and a loss that is the mean over them, gradients are those of the mean over
+        all samples of all ranks. Every rank calls this, around its backward.
+
+        Args:
+            weight: how much this rank has.
+            total: how much all ranks have together, if that is known; otherwise the ranks ask each other.
+        """
+        if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
+            raise UsageError(f"weighted: weight={weight!r} must be a finite number, at least 0")
+        if total is not None and not (math.isfinite(total) and total >= weight and total > 0):
+            raise UsageError(f"weighted: total={total!r} must be a finite number, at least this rank's {weight}")
+        call = self._reducer.roll_call
+        before = call.weight, call.total
+        call.weight, call.total = float(weight), total
+        try:
+            yield
+        finally:
+            call.weight, call.total = before
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks run out of data at different times: put it around the training loop of every rank.
+
+        Gradients are averaged over the ranks that still have data. A rank that has none left stays until all others are
+        done, and then gets their parameters and buffers.
+        """
+        call = self._reducer.roll_call
+        call.joining = True
+        try:
+            yield
+            self._accompany_the_others()
+        finally:
+            call.joining = False
+
+    def _accompany_the_others(self) -> None:
+        call = self._reducer.roll_call
+        while True:
+            last = call.present
+            call.answer(here=False)
+            if not call.present:
+                break
+            self._reducer.take_part()
+        for tensor in chain(self.module.parameters(), self.module.buffers()):
+            self.comms.broadcast(tensor.data, src=last[0])
+
+    # ── the plain model's state ─────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self, *arguments: Any, **named_arguments: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The module's own, without a prefix."""
+        state: dict[str, Any] = self.module.state_dict(*arguments, **named_arguments)
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *arguments: Any, **named_arguments: Any) -> Any:
+        """The module's own; every rank must load the same."""
+        return self.module.load_state_dict(state_dict, *arguments, **named_arguments)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's own, without a prefix."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+
+def _require_sensible(bucket_mb: float, buffers: str, unused: str) -> None:
+    if not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
+        raise UsageError(f"DataParallel: bucket_mb={bucket_mb!r} must be a number of megabytes greater than 0")
+    if buffers not in ("broadcast", "local"):
+        raise UsageError(f"DataParallel: buffers={buffers!r}; choose 'broadcast' or 'local'")
+    if unused not in ("allow", "error"):
+        raise UsageError(f"DataParallel: unused={unused!r}; choose 'allow' or 'error'")
+
+
+def _require_dense_gradients(module: nn.Module) -> None:
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UsageError(
+            f"DataParallel: {type(module).__name__} has no trainable parameters, so there are no gradients to average; "
+            "use the model itself"
+        )
+    for name, part in module.named_modules():
+        if getattr(part, "sparse", False) is True and isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            raise UsageError(
+                f"DataParallel: {name or type(part).__name__} gives sparse gradients, and buckets are dense; "
+                "build it with sparse=False"
+            )
