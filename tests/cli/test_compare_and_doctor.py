@@ -24,7 +24,7 @@ def test_compare_finds_that_all_strategies_agree():
     result = run("compare", "--ranks", "2", "--steps", "5", "--dim", "16", "--depth", "4", "--json")
     assert result.returncode == 0, result.stderr
     rows = {row["strategy"]: row for row in json.loads(result.stdout)}
-    assert set(rows) == {"single", "naive", "hooks", "torch-ddp"}
+    assert set(rows) == {"single", "naive", "hooks", "ddp", "torch-ddp"}
     assert all(row["agrees"] and row["loss_difference"] < 1e-12 for row in rows.values())
     assert rows["naive"]["ranks"] == 2
 

@@ -79,7 +79,7 @@ def test_adaptive_optimizers_in_float64(pool, learn_alone, optimizer):
         torch.testing.assert_close(weights, wanted_weights, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("strategy", ["hooks", "torch-ddp"])
+@pytest.mark.parametrize("strategy", ["hooks", "ddp", "torch-ddp"])
 def test_other_strategies_agree_too(pool, learn_alone, strategy):
     wanted, _ = learn_alone(configuration("mlp", dtype="float64"))
     config = configuration("mlp", dtype="float64", strategy=strategy, ranks=3)
@@ -94,7 +94,7 @@ def tail_smaller_than_the_world(comms, strategy):
     return [training.step() for _ in range(9)]
 
 
-@pytest.mark.parametrize("strategy", ["naive", "hooks", "torch-ddp"])
+@pytest.mark.parametrize("strategy", ["naive", "hooks", "ddp", "torch-ddp"])
 def test_a_rank_may_have_no_samples_at_all(pool, strategy):
     [wanted] = pool.run(tail_smaller_than_the_world, 1, "single", timeout=50)
     for losses in pool.run(tail_smaller_than_the_world, 4, strategy, timeout=50):

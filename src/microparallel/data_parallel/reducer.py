@@ -94,10 +94,14 @@ class Reducer:
     def begin(self) -> None:
         """Gradients are about to arrive."""
         self.running = True
-        self._scale = self.roll_call.answer()
+        self.answer_roll_call()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def answer_roll_call(self, here: bool = True) -> None:
+        """Learn who takes part in the pass that begins, and how much each counts."""
         if not self.buckets:
             self._make_buckets()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._scale = self.roll_call.answer(here)
 
     def _arrive(self, parameter: nn.Parameter) -> None:
         """A hook: torch calls it when a gradient has been added to `parameter.grad`."""
@@ -137,17 +141,16 @@ class Reducer:
     def _end(self) -> None:
         """torch calls this when backward has computed everything, and before it returns to its caller."""
         if self._arrived:
-            self._average()
+            self._average(take_results=True)
         else:  # torch.autograd.grad leaves parameters alone, and so do we
             self.running = False
 
-    def take_part(self) -> None:
+    def take_part(self, *, take_results: bool) -> None:
         """Go through a backward of the others without gradients of one's own."""
-        self.prepare()
         self.running = True
-        self._average(take_results=False)
+        self._average(take_results)
 
-    def _average(self, take_results: bool = True) -> None:
+    def _average(self, take_results: bool) -> None:
         for bucket in self.buckets[self._left :]:
             bucket.fill_up(self._scale) if take_results else bucket.flat.zero_()
             bucket.leave(self._comms)

@@ -91,13 +91,16 @@ class DataParallel(nn.Module):
             return self.module(*inputs, **named_inputs)
         self._reducer.prepare()
         self._forward_was_local = self._local > 0
-        if self._broadcasts_buffers and self.training and not self._local and not self._reducer.roll_call.joining:
-            self._broadcast_buffers(0)
+        self._broadcast_buffers_before_forward()
         outputs = self.module(*inputs, **named_inputs)
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
         return outputs
+
+    def _broadcast_buffers_before_forward(self) -> None:
+        if self._broadcasts_buffers and self.training and not self._local and not self._reducer.roll_call.joining:
+            self._broadcast_buffers(0)
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         if not self._reducer.running:
@@ -156,6 +159,18 @@ class DataParallel(nn.Module):
         finally:
             call.weight, call.total = before
 
+    def sit_out(self) -> None:
+        """Take part in a step for which this rank has no data; the others' gradients arrive here too.
+
+        Inside `weighted(0)`, so that this rank counts nothing.
+        """
+        if not self._averages:
+            return
+        self._reducer.prepare()
+        self._broadcast_buffers_before_forward()
+        self._reducer.answer_roll_call()
+        self._reducer.take_part(take_results=True)
+
     @contextmanager
     def join(self) -> Iterator[None]:
         """Let ranks run out of data at different times: put it around the training loop of every rank.
@@ -175,10 +190,11 @@ class DataParallel(nn.Module):
         call = self._reducer.roll_call
         while True:
             last = call.present
-            call.answer(here=False)
+            self._reducer.prepare()
+            self._reducer.answer_roll_call(here=False)
             if not call.present:
                 break
-            self._reducer.take_part()
+            self._reducer.take_part(take_results=False)
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             self.comms.broadcast(tensor.data, src=last[0])
 

@@ -23,7 +23,7 @@ from microparallel.train import user_code
 
 MODELS = ("mlp", "gpt")
 LOSSES = ("cross-entropy", "mse")
-STRATEGIES = ("auto", "single", "naive", "hooks", "torch-ddp")
+STRATEGIES = ("auto", "single", "naive", "hooks", "ddp", "torch-ddp")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 LR_SCHEDULES = ("constant", "linear")
 
@@ -69,7 +69,7 @@ class TrainConfig:
     heads: int | None = None
     context: int | None = None  # bytes of text the model sees at once
     ranks: int = 1
-    strategy: str = "auto"  # single for one rank, naive for more
+    strategy: str = "auto"  # single for one rank, ddp for more
     steps: int | None = None  # steps or epochs, not both
     epochs: int | None = None
     batch: int | None = None  # samples a step, over all ranks together
@@ -99,7 +99,7 @@ class TrainConfig:
             defaults.pop("epochs", None)
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if self.strategy == "auto":
-            missing["strategy"] = "single" if self.ranks == 1 else "naive"
+            missing["strategy"] = "single" if self.ranks == 1 else "ddp"
         return replace(self, **missing)
 
 
@@ -199,7 +199,7 @@ def _check_together(config: TrainConfig) -> None:
     if config.steps is not None and config.epochs is not None:
         raise ConfigError(f"--steps {config.steps} and --epochs {config.epochs} both set the length; give one of them")
     if config.strategy == "single" and config.ranks > 1:
-        raise ConfigError(f"--strategy single is for one rank, and --ranks is {config.ranks}; try --strategy naive")
+        raise ConfigError(f"--strategy single is for one rank, and --ranks is {config.ranks}; try --strategy ddp")
     if used["batch"] < config.ranks:
         raise ConfigError(
             f"--batch {used['batch']} is smaller than --ranks {config.ranks}: every rank needs at least one sample; "

@@ -10,6 +10,7 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.data_parallel import (
+    DataParallel,
     LossFunction,
     ddp_step,
     mean_loss,
@@ -52,6 +53,25 @@ def hooks(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
     return step
 
 
+def ddp(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
+    """Gradients in buckets, averaged while backward still computes."""
+    wrapped = DataParallel(model, comms)
+
+    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
+        mine = len(targets)
+        share = torch.zeros((), dtype=torch.float64)
+        with wrapped.weighted(mine, samples):
+            if mine:
+                loss = mean_loss(wrapped, inputs, targets, loss_fn)
+                loss.backward()  # type: ignore[no-untyped-call]
+                share = loss.detach().to("cpu", torch.float64) * (mine / samples)
+            else:
+                wrapped.sit_out()
+        return comms.all_reduce(share)
+
+    return step
+
+
 def torch_ddp(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
     """torch's own DistributedDataParallel, to compare with."""
     from torch.nn.parallel import DistributedDataParallel
@@ -77,5 +97,6 @@ STEPS: dict[str, Callable[[nn.Module, Comms, LossFunction | None], Step]] = {
     "single": single,
     "naive": naive,
     "hooks": hooks,
+    "ddp": ddp,
     "torch-ddp": torch_ddp,
 }
