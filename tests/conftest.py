@@ -36,7 +36,7 @@ class Nursery:
     def __init__(self):
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process = subprocess.Popen(
-            [sys.executable, "-u", Path(__file__).with_name("nursery.py"), str(theirs.fileno())],
+            [sys.executable, "-uP", Path(__file__).with_name("nursery.py"), str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             env=os.environ | {"OMP_NUM_THREADS": "1"},  # no threads: they would not survive a fork
@@ -50,9 +50,10 @@ class Nursery:
         request = {"program": command[-1], "places": files, "environment": env, "folder": str(Path.cwd())}
         with adopting_orphans():
             socket.send_fds(self._socket, [json.dumps(request).encode()], files)
-            pid = int(self._socket.recv(100))
+            pid = self._socket.recv(100)
+            assert pid, "nursery.py has ended; its error stands above"
             self._socket.recv(100)  # it is ours
-        return Fork(pid)
+        return Fork(int(pid))
 
     @contextlib.contextmanager
     def starting_ranks(self):
@@ -107,7 +108,7 @@ def adopting_orphans():
 
 
 class NoNursery:
-    """Where ranks cannot be forked, or should not be."""
+    """Where ranks cannot be forked (a GPU's driver does not survive it), or should not be."""
 
     def starting_ranks(self):
         return contextlib.nullcontext()
@@ -118,8 +119,10 @@ class NoNursery:
 
 @pytest.fixture(scope="session")
 def nursery(request):
-    fresh = request.config.getoption("--fresh-ranks") or sys.platform != "linux"
-    nursery = NoNursery() if fresh else Nursery()
+    import torch
+
+    can_fork = sys.platform == "linux" and not torch.cuda.is_available()
+    nursery = Nursery() if can_fork and not request.config.getoption("--fresh-ranks") else NoNursery()
     yield nursery
     nursery.close()
 

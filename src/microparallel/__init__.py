@@ -35,6 +35,8 @@ _HOMES = {
     "Trace": "microparallel.trace",
     "ShardedSampler": "microparallel.train.sampler",
     "DataParallel": "microparallel.data_parallel",
+    "accumulated_step": "microparallel.data_parallel",
+    "ParameterAveraging": "microparallel.data_parallel",
     "naive_data_parallel_step": "microparallel.data_parallel",
     "ddp_step": "microparallel.data_parallel",
     "register_ddp_hooks": "microparallel.data_parallel",

@@ -23,6 +23,7 @@ from torch.nn.functional import mse_loss
 
 import microparallel as mp
 from microparallel.data_parallel import replicas_are_identical
+from microparallel.program import Lane, OptimizerStep, lane
 
 SMALL = 6e-5  # megabytes: a bucket holds a few small gradients
 
@@ -329,7 +330,7 @@ def look_into_buckets(comms):
     used = [parameter for parameter in model.parameters() if parameter.grad is not None]
     model.zero_grad()
     model(torch.ones(1, 8)).sum().backward()
-    flats = [bucket.flat for bucket in model._reducer.buckets]
+    flats = [bucket.buffer for bucket in model._reducer.buckets]
     inside = all(
         any(flat.data_ptr() <= parameter.grad.data_ptr() < flat.data_ptr() + flat.nbytes for flat in flats)
         for parameter in used
@@ -344,6 +345,33 @@ def test_buckets_follow_the_order_in_which_gradients_arrive(pool):
             "idle.bia",
         ][::-1]
         assert inside
+
+
+def perform(comms):
+    """A step, tracked, beside the program that it should have performed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64).double(), nn.Linear(64, 64).double())
+    model[1].register_forward_hook(lambda *arguments: arguments[2].double())
+    tracker = mp.HookTracker(model, comms)
+    wrapped = mp.DataParallel(model, tracker.comms, bucket_mb=0.02)
+    for _ in range(3):
+        wrapped.zero_grad()
+        with tracker.step():
+            wrapped(torch.ones(2, 64)).sum().backward()
+    trace = tracker.trace("ddp")
+    tracker.remove()
+    return wrapped.program(), trace
+
+
+def test_a_step_does_what_its_program_says(any_pool):
+    for program, trace in any_pool.run(perform, 2, timeout=30):
+        mp.verify(program)
+        assert len(program.goal.buckets) > 2
+        for rank, ops in enumerate(program.ranks):
+            for which in Lane:
+                meant = [op for op in ops if lane(op) is which and not isinstance(op, OptimizerStep)]
+                assert [event.op for event in trace.by_rank[rank] if event.lane is which] == meant
+        assert mp.simulate(program, mp.Costs()).makespan > 0
 
 
 def test_the_state_has_the_plain_models_names(pool):

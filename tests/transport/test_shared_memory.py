@@ -162,6 +162,7 @@ def test_tensors_give_their_memory_back():
         assert list(transport._arena._free) != before  # the view still lives
         del view
         gc.collect()
+        transport._arena.give_back(transport._arena.take(64), 64)  # whoever needs memory next takes back what was left
         return list(transport._arena._free) == before
 
     assert everywhere(1, fill) == [True]
@@ -233,3 +234,25 @@ def test_tags_out_of_turn_around_the_row_of_slots():
         return all(found)
 
     assert everywhere(2, talk)[1]
+
+
+class Garbage:
+    """A list element whose comparison collects garbage: a piece of memory is given up while another is being taken."""
+
+    def __init__(self, arena, piece):
+        self._arena, self._piece = arena, piece
+
+    def __iter__(self):
+        if self._piece is not None:
+            self._arena.leave(*self._piece)
+            self._piece = None
+        return iter((0, 2**20))
+
+
+def test_garbage_may_be_collected_while_memory_is_taken():
+    _, segment = create(2**20)
+    pieces = Arena(segment.map, 0, 2**20)
+    start = pieces.take(4096)
+    pieces._free[0] = Garbage(pieces, (start, 4096))  # whoever looks through the free pieces sets it off
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(pieces.take, 64).result(timeout=10) == 0

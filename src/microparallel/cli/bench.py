@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from microparallel.cli import options
+from microparallel.cli import bench_dp, options
 from microparallel.cli.output import require_writable
 from microparallel.cli.sizes import parse_sizes
 from microparallel.collectives import ALL_REDUCES
@@ -44,6 +44,9 @@ app = typer.Typer(
 @app.callback()
 def _bench() -> None:
     """Keep `allreduce` a command of `bench`, also while it is the only one."""
+
+
+app.command(name="dp", epilog=bench_dp.EXAMPLES)(bench_dp.data_parallel)
 
 
 @app.command(name="allreduce", epilog=ALL_REDUCE_EXAMPLES)

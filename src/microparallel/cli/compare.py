@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from microparallel.cli import options
+from microparallel.cli import compare_shortcuts, options
 from microparallel.errors import ConfigError
 from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import STRATEGIES, TrainConfig, merge, read_config
@@ -24,6 +24,7 @@ EXAMPLES = options.examples(
     ("microparallel compare --ranks 4", "20 steps of the MLP, in float64, where only rounding may differ"),
     ("microparallel compare --model gpt --ranks 2 --dtype float32", "a small GPT in float32"),
     ("microparallel compare --in-process --ranks 3", "three replicas in this process: through the CPU, by a ring"),
+    ("microparallel compare --shortcuts --every 8", "synchronise 8 times less often: the loss, and the bytes sent"),
 )
 _DEFAULTS: dict[str, Any] = {
     "ranks": 2,
@@ -50,9 +51,13 @@ def compare(
     depth: options.Depth = None,
     heads: options.Heads = None,
     context: options.Context = None,
-    steps: Annotated[int | None, typer.Option(help="How many steps to compare.", show_default="20")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="How many steps to compare.", show_default="20, with --shortcuts 120")
+    ] = None,
     batch: options.Batch = None,
-    lr: Annotated[float | None, typer.Option("--lr", help="Learning rate.", show_default="0.01")] = None,
+    lr: Annotated[
+        float | None, typer.Option("--lr", help="Learning rate.", show_default="0.01, with --shortcuts 0.05")
+    ] = None,
     lr_schedule: Annotated[
         str | None, typer.Option("--lr-schedule", help="linear or constant.", show_default="constant")
     ] = None,
@@ -67,6 +72,16 @@ def compare(
         bool,
         typer.Option("--in-process", help="Compare replicas in one process with each other and with nn.DataParallel."),
     ] = False,
+    shortcuts: Annotated[
+        bool,
+        typer.Option("--shortcuts", help="Compare every step, accumulation and parameter averaging: loss and bytes."),
+    ] = False,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            help="With --shortcuts: batches between two synchronisations.", show_default=str(compare_shortcuts.EVERY)
+        ),
+    ] = None,
     device: options.Device = None,
     transport: options.TransportName = None,
     config: options.ConfigFile = None,
@@ -80,15 +95,32 @@ def compare(
     With --in-process no ranks are started: replicas in one process share each batch, on the GPUs in turn or all on the
     CPU. Their gradients are averaged through the CPU, then by a ring; where there are GPUs, torch's nn.DataParallel is
     measured beside them.
+
+    With --shortcuts the ranks learn from the same batches in three ways: gradients averaged every step, gradients
+    accumulated over several batches, and parameters averaged instead of gradients. These learn different things; what
+    each does to the loss and to the bytes sent is shown.
     """
     given = {name: value for name, value in locals().items() if name in TrainConfig.__dataclass_fields__}
-    chosen = TrainConfig(**merge(_DEFAULTS | (read_config(config) if config else {}), given)).resolved()
+    in_file = read_config(config) if config else {}
+    defaults = _DEFAULTS | _defaults_of_shortcuts(in_file | given) if shortcuts else _DEFAULTS
+    chosen = TrainConfig(**merge(defaults | in_file, given)).resolved()
     if find_placement(os.environ) != ALONE:
         raise ConfigError("compare starts its own ranks; run it without torchrun or srun")
     if chosen.ranks < 2:
         raise ConfigError(f"--ranks {chosen.ranks}: there is nothing to compare with fewer than 2 ranks; try --ranks 2")
     if in_process and chosen.transport != "auto":
         raise ConfigError(f"--transport {chosen.transport}: with --in-process nothing is transported; leave it out")
+    if shortcuts and in_process:
+        raise ConfigError("--shortcuts and --in-process: replicas in one process send nothing; give one of them")
+    if shortcuts:
+        return compare_shortcuts.show_shortcuts(chosen, compare_shortcuts.EVERY if every is None else every, json)
+    if every is not None:
+        raise ConfigError(f"--every {every} is for --shortcuts; add that, or leave it out")
+    if chosen.average_every is not None:
+        raise ConfigError(
+            f"average_every = {chosen.average_every}: parameters that are averaged are not those of one process; "
+            "try --shortcuts, which compares them"
+        )
     rows = _rows(chosen, in_process)
     if json:
         print(json_format.dumps(without_nan([asdict(row) for row in rows]), indent=2))
@@ -97,6 +129,12 @@ def compare(
     if in_process:
         Console(stderr=json).print(_about_torch(chosen, rows), highlight=False)
     return 0 if all(row.agrees for row in rows) else 1
+
+
+def _defaults_of_shortcuts(given: dict[str, Any]) -> dict[str, Any]:
+    """What --shortcuts takes when nothing else is said: 16 layers are slow to learn by plain SGD."""
+    of_mlp = {"depth": compare_shortcuts.DEPTH} if given.get("model") in (None, "mlp") else {}
+    return compare_shortcuts.DEFAULTS | of_mlp
 
 
 def _rows(config: TrainConfig, in_process: bool) -> list[Comparison]:
@@ -115,7 +153,7 @@ def _rows(config: TrainConfig, in_process: bool) -> list[Comparison]:
         if in_process:
             return compare_in_process(config, progress)
         with Pool() as pool:
-            strategies = [name for name in STRATEGIES if name not in ("auto", "single")]
+            strategies = [name for name in STRATEGIES if name not in ("auto", "single", "averaging")]
             return compare_strategies(config, strategies, pool, progress)
 
 

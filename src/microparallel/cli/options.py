@@ -93,8 +93,26 @@ Ranks = Annotated[
 Strategy = Annotated[
     str | None,
     typer.Option(
-        help="single, naive, hooks (gradients travel during backward), or torch-ddp (torch's own, to compare with).",
-        show_default="single for 1 rank, else naive",
+        help="single, naive, hooks (gradients travel during backward), ddp (in buckets), averaging (of parameters, "
+        "with --average-every), or torch-ddp (torch's own, to compare with).",
+        show_default="single for 1 rank, else ddp",
+        rich_help_panel=_WORLD,
+    ),
+]
+Accumulate = Annotated[
+    int | None,
+    typer.Option(
+        help="Micro-batches in which each rank computes its share of a step; gradients meet once, after the last.",
+        show_default="1",
+        rich_help_panel=_STEPS,
+    ),
+]
+AverageEvery = Annotated[
+    int | None,
+    typer.Option(
+        help="Average the ranks' parameters every so many steps, and never their gradients (local SGD). It sends less, "
+        "and learns something else: see compare --shortcuts.",
+        show_default=False,
         rich_help_panel=_WORLD,
     ),
 ]

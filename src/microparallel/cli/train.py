@@ -26,11 +26,15 @@ EXAMPLES = options.examples(
     ("microparallel train --ranks 4", "a 16-layer MLP on handwritten digits, the batch shared by 4 processes"),
     ("microparallel train --model gpt --data notes/ --steps 500 --ranks 2", "a small GPT on your own text"),
     ("microparallel train --model my_module:make_model --data my_module:make_dataset", "your own model and data"),
+    ("microparallel train --ranks 2 --batch 512 --accumulate 8", "a large batch, computed in 8 micro-batches a rank"),
     ("microparallel train --resume runs/20260131-093000-mlp", "go on where an earlier run stopped"),
     ("torchrun --nproc-per-node=4 -m microparallel train", "the same, started by torchrun"),
 )
 # A resumed run goes on bit for bit, so only what does not change its course may be changed.
-_CHANGEABLE = ("steps", "epochs", "ranks", "strategy", "device", "transport", "validate_every", "save_every", "keep")
+_CHANGEABLE = (
+    *("steps", "epochs", "ranks", "strategy", "accumulate", "device", "transport"),
+    *("validate_every", "save_every", "keep"),
+)
 
 
 def train(
@@ -44,6 +48,7 @@ def train(
     steps: options.Steps = None,
     epochs: options.Epochs = None,
     batch: options.Batch = None,
+    accumulate: options.Accumulate = None,
     lr: options.LearningRate = None,
     lr_schedule: options.LearningRateSchedule = None,
     optimizer: options.Optimizer = None,
@@ -52,6 +57,7 @@ def train(
     dtype: options.DType = None,
     ranks: options.Ranks = None,
     strategy: options.Strategy = None,
+    average_every: options.AverageEvery = None,
     device: options.Device = None,
     transport: options.TransportName = None,
     out: Annotated[
@@ -71,8 +77,8 @@ def train(
 ) -> int:
     """Train a model on one rank or many.
 
-    The global batch is split between the ranks, so any number of ranks computes the same thing. Each run keeps its
-    configuration, metrics, checkpoints and summary in a folder.
+    The global batch is split between the ranks, so any number of ranks computes the same thing, but for
+    --average-every. Each run keeps its configuration, metrics, checkpoints and summary in a folder.
     """
     given = {name: value for name, value in locals().items() if name in TrainConfig.__dataclass_fields__}
     chosen = _choose(given, config, resume)

@@ -7,6 +7,7 @@ from microparallel.data_parallel.loss import LossFunction, mean_loss
 from microparallel.data_parallel.naive import naive_data_parallel_step, sum_gradients
 from microparallel.data_parallel.replicas import Replicas
 from microparallel.data_parallel.replicate import replicas_are_identical, replicate
+from microparallel.data_parallel.shortcuts import ParameterAveraging, accumulate, accumulated_step
 from microparallel.data_parallel.wrapper import DataParallel
 
 __all__ = [
@@ -15,7 +16,10 @@ __all__ = [
     "GradientBucket",
     "GradientHooks",
     "LossFunction",
+    "ParameterAveraging",
     "Replicas",
+    "accumulate",
+    "accumulated_step",
     "ddp_step",
     "mean_loss",
     "naive_data_parallel_step",

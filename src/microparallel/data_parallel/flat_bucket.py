@@ -20,7 +20,7 @@ class FlatBucket:
     gradient 0 │ gradient 1 │ … │ for each: how many ranks have one │ how many are not finite
     ```
 
-    Each gradient is a view of the flat tensor, so that nothing is copied when the sum arrives.
+    Each gradient is a view of the buffer, so that nothing is copied when the sum arrives.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], comms: Comms) -> None:
@@ -29,13 +29,13 @@ class FlatBucket:
         first = parameters[0]
         length = stop + len(parameters) + _AT_THE_END
         if first.device.type == "cpu":
-            self.flat = comms.empty((length,), first.dtype)
+            self.buffer = comms.empty((length,), first.dtype)
         else:
-            self.flat = torch.empty(length, dtype=first.dtype, device=first.device)
-        self.flat.zero_()
-        self.views = [_view(self.flat, at, like) for at, like in zip(offsets, parameters, strict=True)]
-        self.having = self.flat[stop : stop + len(parameters)]
-        self._not_finite = self.flat[-1]
+            self.buffer = torch.empty(length, dtype=first.dtype, device=first.device)
+        self.buffer.zero_()
+        self.views = [_view(self.buffer, at, like) for at, like in zip(offsets, parameters, strict=True)]
+        self.having = self.buffer[stop : stop + len(parameters)]
+        self._not_finite = self.buffer[-1]
         self.bad = 0  # gradients of this rank that are not finite
         self.ready = [False] * len(parameters)
         self.missing = len(parameters)
@@ -68,7 +68,7 @@ class FlatBucket:
             self.having.copy_(torch.tensor(self.ready))
         else:
             self.having.fill_(1)
-        self.request = comms.all_reduce(self.flat, async_op=True)
+        self.request = comms.all_reduce(self.buffer, async_op=True)
 
     def come_back(self) -> None:
         """Wait for the sum."""
@@ -94,21 +94,18 @@ class FlatBucket:
 
 
 def split(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """Cut parameters, in the order of their gradients, into buckets of about `limit` bytes; each has one dtype."""
-    done: list[list[nn.Parameter]] = []
+    """Cut parameters, in the order of their gradients, into buckets that take no more when they have `limit` bytes.
+
+    Each bucket has one dtype, so there may be several that are being filled.
+    """
+    full: list[list[nn.Parameter]] = []
     filling: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         kind = (parameter.dtype, parameter.device)
-        bucket = filling.setdefault(kind, [])
-        if bucket and _bytes(bucket) + _bytes([parameter]) > limit:
-            done.append(bucket)
-            bucket = filling[kind] = []
-        bucket.append(parameter)
-    return done + list(filling.values())
-
-
-def _bytes(parameters: Iterable[nn.Parameter]) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        filling.setdefault(kind, []).append(parameter)
+        if sum(parameter.nbytes for parameter in filling[kind]) >= limit:
+            full.append(filling.pop(kind))
+    return full + list(filling.values())
 
 
 def _offsets(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from microparallel.program import AllReduce, Backward, Bucket, Forward, Lane, Program, TrainingStep
+from microparallel.program import AllReduce, Backward, Bucket, Forward, Lane, Op, OptimizerStep, Program, TrainingStep
 from microparallel.trace import Event, Trace
 
 
@@ -15,9 +15,38 @@ from microparallel.trace import Event, Trace
 class Cargo:
     """What all ranks have in common: the parameters of the model, and which gradients travelled together."""
 
-    parameters: tuple[str, ...]  # in the order in which they were registered
+    parameters: tuple[str, ...]  # in the order of forward
     flights: tuple[tuple[str, ...], ...]  # in the order in which they left
     sizes: tuple[int, ...]  # bytes
+
+
+def forward_order(flights: Sequence[Sequence[str]]) -> list[str]:
+    """Parameters in the order of forward, where gradients travel in the order in which backward makes them."""
+    return [name for flight in flights for name in flight][::-1]
+
+
+def program_of(name: str, cargo: Cargo, ranks: int) -> Program:
+    """The step as it is meant to be: each bucket leaves when its last gradient is there."""
+    layers = layers_of(cargo)
+
+    def operations(rank: int) -> Iterator[Op]:
+        yield from (Forward(layer.stage, rank) for layer in layers)
+        for flight in range(len(cargo.flights)):
+            yield from (Backward(layer.stage, rank) for layer in reversed(layers) if layer.flight == flight)
+            yield AllReduce(Bucket(flight), "dp")
+        yield OptimizerStep()
+
+    goal = TrainingStep(len(layers), ranks, _ranges(layers, cargo))
+    return Program(name, goal, tuple(tuple(operations(rank)) for rank in range(ranks)))
+
+
+def _ranges(layers: list[Layer], cargo: Cargo) -> tuple[tuple[int, int], ...]:
+    """The layers of each flight: neighbours, since the layers stand in the order of the flights."""
+    ranges = []
+    for flight in range(len(cargo.flights)):
+        stages = [layer.stage for layer in layers if layer.flight == flight]
+        ranges.append((min(stages), max(stages) + 1))
+    return tuple(ranges)
 
 
 @dataclass(frozen=True)
@@ -72,13 +101,9 @@ def trace_of(name: str, cargo: Cargo, notes: Sequence[Notes]) -> Trace:
     for rank, mine in enumerate(notes):
         events = [*computed[rank], *_flights(rank, mine, cargo, notes, full)]
         orders.append(sorted(events, key=lambda event: (event.start, event.end)))  # what takes no time comes first
-    ranges = []
-    for flight in range(len(cargo.flights)):
-        stages = [layer.stage for layer in layers if layer.flight == flight]
-        ranges.append((min(stages), max(stages) + 1))
     program = Program(
         name,
-        TrainingStep(len(layers), len(notes), tuple(ranges)),
+        TrainingStep(len(layers), len(notes), _ranges(layers, cargo)),
         tuple(tuple(event.op for event in order) for order in orders),
     )
     return Trace(program, [event for order in orders for event in order])

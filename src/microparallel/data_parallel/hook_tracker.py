@@ -15,7 +15,9 @@ from torch.utils.hooks import RemovableHandle
 from microparallel.comms import Comms
 from microparallel.data_parallel.buckets import GradientBucket
 from microparallel.data_parallel.ddp import registered_hooks
-from microparallel.data_parallel.hook_trace import Cargo, Notes, trace_of
+from microparallel.data_parallel.flat_bucket import FlatBucket
+from microparallel.data_parallel.hook_trace import Cargo, Notes, forward_order, trace_of
+from microparallel.data_parallel.reducer import ArrivalHook, Reducer
 from microparallel.data_parallel.watched_comms import WatchedComms
 from microparallel.errors import UsageError
 from microparallel.trace import Trace
@@ -95,7 +97,7 @@ class HookTracker:
         for flight in flights:
             flight.wait()
         cargo = Cargo(
-            tuple(self._parameters),
+            self._forward_order([flight.cargo for flight in flights]),
             tuple(flight.cargo for flight in flights),
             tuple(flight.size for flight in flights),
         )
@@ -129,11 +131,17 @@ class HookTracker:
 
     def _cargo_of(self, tensor: torch.Tensor) -> tuple[str, ...]:
         """Whose gradients a tensor holds: it is the gradient of one parameter, or the buffer of a bucket."""
-        hooks = registered_hooks(self._model)
-        for parcel in hooks.parcels if hooks is not None else ():
-            if isinstance(parcel, GradientBucket) and parcel.buffer is tensor:
-                return tuple(self._names[id(parameter)] for parameter in parcel.parameters)
+        for bucket in _buckets_of(self._model):
+            if bucket.buffer is tensor:
+                return tuple(self._names[id(parameter)] for parameter in bucket.parameters)
         return tuple(name for name, parameter in self._parameters.items() if parameter.grad is tensor)
+
+    def _forward_order(self, flights: list[tuple[str, ...]]) -> tuple[str, ...]:
+        """The order in which parameters were registered, unless buckets were filled as gradients arrived."""
+        if _reducer_of(self._model) is None:
+            return tuple(self._parameters)
+        travelling = forward_order(flights)
+        return (*(name for name in self._parameters if name not in set(travelling)), *travelling)
 
     def _everybodys_notes(self, cargo: Cargo) -> list[Notes]:
         parameters, flights = len(cargo.parameters), len(cargo.flights)
@@ -149,6 +157,24 @@ class HookTracker:
             end, called, ready, left, back = torch.split(numbers, [1, parameters, parameters, flights, flights])
             notes.append(Notes(_row(called), end.item(), _row(ready), _row(left), _row(back)))
         return notes
+
+
+def _buckets_of(model: nn.Module) -> Iterator[GradientBucket | FlatBucket]:
+    """The buckets in which the gradients of a model travel, whoever fills them."""
+    hooks = registered_hooks(model)
+    if hooks is not None:
+        yield from (parcel for parcel in hooks.parcels if isinstance(parcel, GradientBucket))
+    reducer = _reducer_of(model)
+    if reducer is not None:
+        yield from reducer.buckets
+
+
+def _reducer_of(model: nn.Module) -> Reducer | None:
+    for parameter in model.parameters():
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            if isinstance(hook, ArrivalHook):
+                return hook.reducer()
+    return None
 
 
 def _row(numbers: torch.Tensor) -> tuple[float, ...]:

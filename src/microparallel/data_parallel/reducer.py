@@ -79,7 +79,7 @@ class Reducer:
     def _watch(self, trainable: Sequence[nn.Parameter]) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [_hook(parameter, weakref.WeakMethod(self._arrive)) for parameter in trainable]
+        self._hooks = [_register(parameter, ArrivalHook(self)) for parameter in trainable]
         self.buckets = []
 
     def _make_buckets(self) -> None:
@@ -103,8 +103,8 @@ class Reducer:
             self._make_buckets()
         self._scale = self.roll_call.answer(here)
 
-    def _arrive(self, parameter: nn.Parameter) -> None:
-        """A hook: torch calls it when a gradient has been added to `parameter.grad`."""
+    def arrive(self, parameter: nn.Parameter) -> None:
+        """A gradient has been added to `parameter.grad`."""
         if not self.running and not self.wanted():
             return
         bucket, index = self._places[parameter]
@@ -152,7 +152,7 @@ class Reducer:
 
     def _average(self, take_results: bool) -> None:
         for bucket in self.buckets[self._left :]:
-            bucket.fill_up(self._scale) if take_results else bucket.flat.zero_()
+            bucket.fill_up(self._scale) if take_results else bucket.buffer.zero_()
             bucket.leave(self._comms)
         for bucket in self.buckets:
             bucket.come_back()
@@ -207,15 +207,24 @@ class Reducer:
         self.running = False
 
 
-def _hook(parameter: nn.Parameter, method: weakref.WeakMethod[Callable[[nn.Parameter], None]]) -> RemovableHandle:
-    """Python cannot see that a hook and its parameter hold each other, so the hook does not hold on."""
+class ArrivalHook:
+    """What torch calls when a gradient has arrived.
 
-    def arrive(parameter: nn.Parameter) -> None:
-        function = method()
-        if function is not None:
-            function(parameter)
+    Python cannot see that a hook and its parameter hold each other, so the hook does not hold on to the reducer.
+    """
 
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(arrive)  # type: ignore[no-untyped-call]
+    def __init__(self, reducer: Reducer) -> None:
+        self.reducer = weakref.ref(reducer)
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        """Pass it on, if there still is somebody who cares."""
+        reducer = self.reducer()
+        if reducer is not None:
+            reducer.arrive(parameter)
+
+
+def _register(parameter: nn.Parameter, hook: ArrivalHook) -> RemovableHandle:
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
     return handle
 
 

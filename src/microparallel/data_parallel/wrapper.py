@@ -14,9 +14,11 @@ from torch.utils import _pytree as pytree
 
 from microparallel.comms import Comms
 from microparallel.data_parallel.agreement import require_same_model
+from microparallel.data_parallel.hook_trace import Cargo, forward_order, program_of
 from microparallel.data_parallel.reducer import Reducer
 from microparallel.data_parallel.replicate import replicate
 from microparallel.errors import UsageError
+from microparallel.program import Program
 
 
 class DataParallel(nn.Module):
@@ -197,6 +199,20 @@ class DataParallel(nn.Module):
             self._reducer.take_part(take_results=False)
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             self.comms.broadcast(tensor.data, src=last[0])
+
+    def program(self) -> Program:
+        """What a step does, as a program to verify, simulate or draw; a layer is a module's share of a bucket.
+
+        Buckets are put in order in the first backward, so the program is final after that.
+        """
+        self._reducer.prepare()
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        buckets = self._reducer.buckets
+        flights = [[names[parameter] for parameter in bucket.parameters] for bucket in buckets]
+        cargo = Cargo(
+            tuple(forward_order(flights)), tuple(map(tuple, flights)), tuple(bucket.buffer.nbytes for bucket in buckets)
+        )
+        return program_of("ddp", cargo, self.comms.world_size)
 
     # ── the plain model's state ─────────────────────────────────────────────────────────────────────────────────
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.comms.calls import describe
-from microparallel.data_parallel import LossFunction, replicate
+from microparallel.data_parallel import LossFunction, ParameterAveraging, replicate
 from microparallel.errors import ConfigError, DataError, UsageError
 from microparallel.models import GPT, FullMLP, cross_entropy, mean_squared_error
 from microparallel.train import user_code
@@ -20,7 +20,7 @@ from microparallel.train.config import DEFAULTS, TrainConfig
 from microparallel.train.data import Split, digits, from_user
 from microparallel.train.learning_rate import LearningRate
 from microparallel.train.sampler import ShardedSampler
-from microparallel.train.strategies import STEPS
+from microparallel.train.strategies import STEPS, Step
 from microparallel.train.text import text
 from microparallel.train.training import Training
 
@@ -47,9 +47,10 @@ def build(config: TrainConfig, comms: Comms) -> Training:
         optimizer=build_optimizer(config, model),
         data=data,
         sampler=sampler,
-        strategy=STEPS[config.strategy](model, comms, loss_fn),
+        strategy=build_step(config, model, comms, loss_fn),
         learning_rate=LearningRate(_resolved(config.lr_schedule), _resolved(config.lr), total_steps(config, sampler)),
         dtype=dtype,
+        averaging=None if config.average_every is None else ParameterAveraging(model, comms, config.average_every),
     )
 
 
@@ -118,6 +119,12 @@ def build_loss(config: TrainConfig, model: nn.Module, data: Split) -> LossFuncti
         return None
     _, targets = data.training.batch([0])
     return mean_squared_error if targets.is_floating_point() else cross_entropy
+
+
+def build_step(config: TrainConfig, model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
+    """Choose how a step is done; only some strategies can cut it into micro-batches."""
+    make = STEPS[config.strategy]
+    return make(model, comms, loss_fn) if config.accumulate == 1 else make(model, comms, loss_fn, config.accumulate)
 
 
 def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:

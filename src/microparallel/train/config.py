@@ -23,7 +23,8 @@ from microparallel.train import user_code
 
 MODELS = ("mlp", "gpt")
 LOSSES = ("cross-entropy", "mse")
-STRATEGIES = ("auto", "single", "naive", "hooks", "ddp", "torch-ddp")
+STRATEGIES = ("auto", "single", "naive", "hooks", "ddp", "averaging", "torch-ddp")
+ACCUMULATING = ("auto", "single", "ddp", "averaging")  # can compute a step in several micro-batches
 OPTIMIZERS = ("adam", "adamw", "sgd")
 LR_SCHEDULES = ("constant", "linear")
 
@@ -69,7 +70,9 @@ class TrainConfig:
     heads: int | None = None
     context: int | None = None  # bytes of text the model sees at once
     ranks: int = 1
-    strategy: str = "auto"  # single for one rank, ddp for more
+    strategy: str = "auto"  # single for one rank, ddp for more, averaging with average_every
+    accumulate: int = 1  # micro-batches in which each rank computes its share of a step
+    average_every: int | None = None  # steps between two averages of the parameters; only with averaging
     steps: int | None = None  # steps or epochs, not both
     epochs: int | None = None
     batch: int | None = None  # samples a step, over all ranks together
@@ -99,7 +102,8 @@ class TrainConfig:
             defaults.pop("epochs", None)
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
         if self.strategy == "auto":
-            missing["strategy"] = "single" if self.ranks == 1 else "ddp"
+            several = "ddp" if self.average_every is None else "averaging"
+            missing["strategy"] = "single" if self.ranks == 1 else several
         return replace(self, **missing)
 
 
@@ -200,11 +204,13 @@ def _check_together(config: TrainConfig) -> None:
         raise ConfigError(f"--steps {config.steps} and --epochs {config.epochs} both set the length; give one of them")
     if config.strategy == "single" and config.ranks > 1:
         raise ConfigError(f"--strategy single is for one rank, and --ranks is {config.ranks}; try --strategy ddp")
+    _check_averaging(config)
     if used["batch"] < config.ranks:
         raise ConfigError(
             f"--batch {used['batch']} is smaller than --ranks {config.ranks}: every rank needs at least one sample; "
             f"try --batch {config.ranks} or --ranks {used['batch']}"
         )
+    _check_accumulation(config, used["batch"])
     if config.momentum and used["optimizer"] != "sgd":
         raise ConfigError(
             f"--momentum {config.momentum} is for sgd, and --optimizer is {used['optimizer']}; try --optimizer sgd"
@@ -221,6 +227,35 @@ def _check_together(config: TrainConfig) -> None:
         nearest = used["dim"] // used["heads"] * used["heads"] or used["heads"]
         raise ConfigError(
             f"--dim {used['dim']} cannot be split evenly over --heads {used['heads']}; try --dim {nearest}"
+        )
+
+
+def _check_averaging(config: TrainConfig) -> None:
+    if config.average_every is None:
+        if config.strategy == "averaging":
+            raise ConfigError("--strategy averaging needs to know how often; try --average-every 4")
+        return
+    given = f"--average-every {config.average_every}"
+    if config.strategy not in ("auto", "averaging"):
+        raise ConfigError(f"{given} is for --strategy averaging, and it is {config.strategy}; leave one of them out")
+    if config.ranks == 1:
+        raise ConfigError(f"{given}: one rank has nobody to average with; try --ranks 2, or leave it out")
+
+
+def _check_accumulation(config: TrainConfig, batch: int) -> None:
+    if config.accumulate == 1:
+        return
+    given = f"--accumulate {config.accumulate}"
+    if config.strategy not in ACCUMULATING:
+        raise ConfigError(
+            f"{given}: --strategy {config.strategy} computes a step at once; leave --strategy out, or --accumulate"
+        )
+    share = batch // config.ranks
+    if config.accumulate > share:
+        each = f"each of {config.ranks} ranks has" if config.ranks > 1 else "there are"
+        raise ConfigError(
+            f"{given}: of --batch {batch} {each} only {share} samples to cut; try --accumulate {share}, "
+            f"or --batch {config.accumulate * config.ranks}"
         )
 
 

@@ -155,10 +155,15 @@ def _check(dataset: Any, place: str) -> None:
 
 def first_samples(batch: Any, count: int) -> Any:
     """Cut a batch, which may be a tensor or a nest of them, to its first samples."""
+    return chosen_samples(batch, slice(count))
+
+
+def chosen_samples(batch: Any, chosen: slice) -> Any:
+    """Cut a batch, which may be a tensor or a nest of them, to some of its samples."""
     if isinstance(batch, torch.Tensor):
-        return batch[:count]
+        return batch[chosen]
     if isinstance(batch, Mapping):
-        return {key: first_samples(value, count) for key, value in batch.items()}
+        return {key: chosen_samples(value, chosen) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
-        return [first_samples(value, count) for value in batch]
+        return [chosen_samples(value, chosen) for value in batch]
     return batch

@@ -53,6 +53,7 @@ class _Run:
         self._display = display
         self._total = total_steps(config, training.sampler)
         self._validate_every = config.validate_every or len(training.sampler)
+        self._apart = config.average_every or 1  # steps after which the ranks' models are the same again
         self._validation: Validation | None = None
         self._samples = 0
         self._warned = False
@@ -66,7 +67,8 @@ class _Run:
         with StopTogether(training.comms) as stop:
             while training.steps_done < self._total and not stopped:
                 self._step()
-                stopped = training.steps_done < self._total and stop.agreed()
+                stopped = training.steps_done < self._total and self._together() and stop.agreed()
+            training.come_together()
             self._save()
         seconds = time.monotonic() - started
         self._display.close()
@@ -96,10 +98,18 @@ class _Run:
         if not math.isfinite(loss) and not self._warned:
             self._warned = True
             self._display.note(f"warning: the loss of step {done} is {loss}; a smaller --lr may help")
-        if done % self._validate_every == 0 and done < self._total:
+        if self._due(self._validate_every) and done < self._total:
             self._validate()
-        if self._config.save_every is not None and done % self._config.save_every == 0:
+        if self._config.save_every is not None and self._due(self._config.save_every):
             self._save()
+
+    def _together(self) -> bool:
+        """Whether all ranks have the same model now; otherwise there is nothing yet that could be measured or saved."""
+        return self._training.steps_done % self._apart == 0
+
+    def _due(self, every: int) -> bool:
+        """Whether now is the first time that ranks are together since a multiple of that many steps."""
+        return self._together() and self._training.steps_done % every < self._apart
 
     def _validate(self) -> None:
         self._validation = self._training.validate()
@@ -119,14 +129,14 @@ class _Run:
         training = self._training
         if training.steps_done == self._saved_at:
             return
-        state = training.state()
+        state, optimizer_state = training.state(), training.optimizer_state()
         self._saved_at = training.steps_done
         if self._folder is not None:
             checkpoint.save(
                 self._folder.checkpoints,
                 training.steps_done,
                 training.model.state_dict(),
-                training.optimizer.state_dict(),
+                optimizer_state,
                 state,
                 keep=self._config.keep,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,24 +13,25 @@ from microparallel.comms import Comms
 from microparallel.data_parallel import (
     DataParallel,
     LossFunction,
+    accumulate,
+    accumulated_step,
     ddp_step,
     mean_loss,
     naive_data_parallel_step,
     register_ddp_hooks,
 )
-from microparallel.train.data import first_samples
+from microparallel.data_parallel.shortcuts import MicroBatch
+from microparallel.train.data import chosen_samples, first_samples
 
 # (this rank's inputs, this rank's targets, samples of all ranks together) → the mean loss of the whole batch
 Step = Callable[[Any, torch.Tensor, int], torch.Tensor]
 
 
-def single(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:  # noqa: ARG001
+def single(model: nn.Module, comms: Comms, loss_fn: LossFunction | None, micro_batches: int = 1) -> Step:  # noqa: ARG001
     """One process and the whole batch: what every other strategy must agree with."""
 
-    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:  # noqa: ARG001
-        loss = mean_loss(model, inputs, targets, loss_fn)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
+        return accumulate(model, cut(inputs, targets, micro_batches), loss_fn, samples=samples)
 
     return step
 
@@ -53,21 +55,23 @@ def hooks(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
     return step
 
 
-def ddp(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
+def ddp(model: nn.Module, comms: Comms, loss_fn: LossFunction | None, micro_batches: int = 1) -> Step:
     """Gradients in buckets, averaged while backward still computes."""
     wrapped = DataParallel(model, comms)
 
     def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
+        return accumulated_step(wrapped, cut(inputs, targets, micro_batches), loss_fn, samples=samples)
+
+    return step
+
+
+def averaging(model: nn.Module, comms: Comms, loss_fn: LossFunction | None, micro_batches: int = 1) -> Step:
+    """Every rank keeps its gradients to itself; `ParameterAveraging` brings the ranks together every few steps."""
+
+    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
         mine = len(targets)
-        share = torch.zeros((), dtype=torch.float64)
-        with wrapped.weighted(mine, samples):
-            if mine:
-                loss = mean_loss(wrapped, inputs, targets, loss_fn)
-                loss.backward()  # type: ignore[no-untyped-call]
-                share = loss.detach().to("cpu", torch.float64) * (mine / samples)
-            else:
-                wrapped.sit_out()
-        return comms.all_reduce(share)
+        loss = accumulate(model, cut(inputs, targets, micro_batches), loss_fn, samples=mine)
+        return comms.all_reduce(loss * (mine / samples))  # only to be told: nobody's training waits for this number
 
     return step
 
@@ -93,10 +97,18 @@ def torch_ddp(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> S
     return step
 
 
-STEPS: dict[str, Callable[[nn.Module, Comms, LossFunction | None], Step]] = {
+def cut(inputs: Any, targets: torch.Tensor, count: int) -> list[MicroBatch]:
+    """Cut a rank's share of a batch into micro-batches; sizes differ by at most one, and there are no empty ones."""
+    bounds = [index * len(targets) // count for index in range(count + 1)]
+    parts = [slice(start, stop) for start, stop in pairwise(bounds) if start < stop]
+    return [(chosen_samples(inputs, part), targets[part]) for part in parts]
+
+
+STEPS: dict[str, Callable[..., Step]] = {
     "single": single,
     "naive": naive,
     "hooks": hooks,
     "ddp": ddp,
+    "averaging": averaging,
     "torch-ddp": torch_ddp,
 }

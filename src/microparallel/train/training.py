@@ -11,11 +11,12 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
-from microparallel.data_parallel import LossFunction, mean_loss
+from microparallel.data_parallel import LossFunction, ParameterAveraging, mean_loss
 from microparallel.errors import CheckpointError
 from microparallel.train import random_state
 from microparallel.train.checkpoint import Checkpoint
 from microparallel.train.data import Dataset, Split
+from microparallel.train.gathering import gather_states
 from microparallel.train.learning_rate import LearningRate
 from microparallel.train.sampler import ShardedSampler
 from microparallel.train.strategies import Step
@@ -45,6 +46,7 @@ class Training:
         strategy: Step,
         learning_rate: LearningRate,
         dtype: torch.dtype,
+        averaging: ParameterAveraging | None = None,
     ) -> None:
         self.comms = comms
         self.model = model
@@ -53,6 +55,7 @@ class Training:
         self.data = data
         self.sampler = sampler
         self.strategy = strategy
+        self.averaging = averaging
         self.steps_done = 0
         self.last_loss: float | None = None
         self.last_samples = 0  # of all ranks together, in the last step
@@ -62,17 +65,32 @@ class Training:
 
     def step(self) -> float:
         """Do one step, and return the mean loss of its global batch."""
-        indices, samples = self._next_batch()
-        inputs, targets = self._batch(self.data.training, indices)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate.at(self.steps_done)
+        inputs, targets, samples = self.draw()
+        self.set_learning_rate(self.steps_done)
         self.optimizer.zero_grad()
         loss = self.strategy(inputs, targets, samples)
         self.optimizer.step()
+        if self.averaging is not None:
+            self.averaging.after_step(samples=len(targets))
         self.steps_done += 1
         self.last_samples = samples
         self.last_loss = float(loss)
         return self.last_loss
+
+    def draw(self) -> tuple[Any, torch.Tensor, int]:
+        """Take the next batch: this rank's inputs and targets of it, and how many samples all ranks have."""
+        indices, samples = self._next_batch()
+        return *self.batch(self.data.training, indices), samples
+
+    def set_learning_rate(self, step: int) -> None:
+        """Tell the optimizer the learning rate of that step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate.at(step)
+
+    def come_together(self) -> None:
+        """Make the ranks' models the same at the end, where each has been learning on its own."""
+        if self.averaging is not None:
+            self.averaging.average()
 
     def validate(self) -> Validation | None:
         """Measure on the held-back data, every rank on its share; None when nothing was held back."""
@@ -87,7 +105,7 @@ class Training:
         with torch.no_grad():
             for indices in sampler:
                 if indices:
-                    sums += self._measure(*self._batch(data, indices))
+                    sums += self._measure(*self.batch(data, indices))
         self.model.train()
         loss, right, answers, samples = self.comms.all_reduce(sums).tolist()
         return Validation(loss / samples, right / answers if answers else None)
@@ -110,20 +128,34 @@ class Training:
             "random": gather_json(random_state.capture(), self.comms),
         }
 
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state, for rank 0 to save: the same on every rank, or everybody's; all must ask together."""
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state if self.averaging is None else {"by_rank": gather_states(state, self.comms)}
+
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint, bit for bit when the world has the size it had then."""
         try:
             self.model.load_state_dict(checkpoint.model)
-            self.optimizer.load_state_dict(checkpoint.optimizer_state)
+            self.optimizer.load_state_dict(self._own_part(checkpoint.optimizer_state))
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
         self.sampler.load_state_dict(checkpoint.state["sampler"])
         self._batches = iter(())
         self.steps_done = checkpoint.step
         self.last_loss = checkpoint.state["loss"]
+        if self.averaging is not None:
+            self.averaging.steps = checkpoint.step
         states = checkpoint.state["random"]
         if len(states) == self.comms.world_size:
             random_state.restore(states[self.comms.rank])
+
+    def _own_part(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Find this rank's optimizer state; a rank that was not there before takes another's."""
+        if "by_rank" not in state:
+            return state
+        states: list[dict[str, Any]] = state["by_rank"]
+        return states[self.comms.rank % len(states)]
 
     def _next_batch(self) -> tuple[list[int], int]:
         number = self.sampler.state_dict()["batch"]
@@ -133,7 +165,8 @@ class Training:
             indices = next(self._batches)
         return indices, self.sampler.global_batch_size(number)
 
-    def _batch(self, data: Dataset, indices: list[int]) -> tuple[Any, torch.Tensor]:
+    def batch(self, data: Dataset, indices: list[int]) -> tuple[Any, torch.Tensor]:
+        """Some samples of a dataset, on this rank's device."""
         inputs, targets = data.batch(indices)
         return self._place(inputs), self._place(targets)
 

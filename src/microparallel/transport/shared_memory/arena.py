@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import mmap
 import threading
+from collections import deque
 
 from microparallel.errors import CommsError
 from microparallel.topology import available_memory
@@ -21,11 +22,13 @@ class Arena:
         self._memory = memory
         self._free = [(start, stop)]  # in order, never adjacent
         self._touched = start  # memory above this was never used
+        self._left: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
 
     def take(self, size: int) -> int:
         """Where a piece of at least this many bytes begins; it is the caller's until `give_back`."""
         size = _rounded(size)
+        self._take_back_what_was_left()
         with self._lock:
             for index, (start, stop) in enumerate(self._free):
                 if stop - start >= size:
@@ -55,6 +58,22 @@ class Arena:
             first, last = -(-start // page) * page, min(stop, self._touched) // page * page
             if last > first:
                 self._memory.madvise(mmap.MADV_REMOVE, first, last - first)
+
+    def leave(self, start: int, size: int) -> None:
+        """Leave a piece to be taken back soon.
+
+        Python may collect garbage at any moment, in a thread that holds our lock, too. So whatever it calls then must
+        not wait for that lock.
+        """
+        self._left.append((start, size))
+
+    def _take_back_what_was_left(self) -> None:
+        while self._left:
+            try:
+                start, size = self._left.popleft()
+            except IndexError:  # another thread has taken it
+                return
+            self.give_back(start, size)
 
     def _require_memory(self, fresh: int, size: int) -> None:
         """Pages that are touched for the first time must exist: without them the kernel would end the process."""

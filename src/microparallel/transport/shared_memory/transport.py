@@ -70,7 +70,7 @@ class SharedMemoryTransport:
         start = self._arena.take(size)
         # torch holds on to the buffer as long as the tensor, or a view of it, lives.
         buffer = memoryview(self._segment.map)[start : start + max(1, size)]
-        weakref.finalize(buffer, self._arena.give_back, start, size)
+        weakref.finalize(buffer, self._arena.leave, start, size)
         return torch.frombuffer(buffer, dtype=torch.uint8)[:size].view(dtype).view(tuple(shape))
 
     # ── collectives: messages in order ──────────────────────────────────────────────────────────────────────────
