@@ -22,8 +22,8 @@ train: $(VENV)/.installed ## Train the 16-layer MLP on handwritten digits with 4
 test: $(VENV)/.installed-dev ## Run the tests
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-full: $(VENV)/.installed-dev ## Run the tests and the slow ones, every rank in a new interpreter
-	@$(BIN)/python -m pytest -m 'slow or not slow' --fresh-ranks $(ARGS)
+test-full: $(VENV)/.installed-dev ## Run the tests and the slow ones, with everything in processes of its own
+	@$(BIN)/python -m pytest -m 'slow or not slow' --fresh $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .

@@ -136,6 +136,7 @@ def main(
         f"{buckets} buckets, {milliseconds:g} ms of latency for every all-reduce; median of {steps} steps\n"
     )
     print(mp.draw_overlap(traces["ddp"], rank=0, seconds=True))
+    print("(one all-reduce is drawn after the other; their latencies run side by side)")
     print(f"\n{'':<44}{'step':>9}{'− compute':>12}{'of it hidden':>15}")
     for kind, name in {
         "none": "compute alone",

@@ -27,7 +27,8 @@ settings.load_profile("microparallel")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fresh-ranks", action="store_true", help="start every rank as users do, in a new interpreter")
+    words = "run ranks, commands and labs as users do, in new interpreters: each has to import torch"
+    parser.addoption("--fresh", action="store_true", help=words)
 
 
 class Nursery:
@@ -118,11 +119,17 @@ class NoNursery:
 
 
 @pytest.fixture(scope="session")
-def nursery(request):
+def fresh(request):
+    """Whether everything should run in an interpreter of its own."""
+    return request.config.getoption("--fresh")
+
+
+@pytest.fixture(scope="session")
+def nursery(fresh):
     import torch
 
     can_fork = sys.platform == "linux" and not torch.cuda.is_available()
-    nursery = Nursery() if can_fork and not request.config.getoption("--fresh-ranks") else NoNursery()
+    nursery = Nursery() if can_fork and not fresh else NoNursery()
     yield nursery
     nursery.close()
 

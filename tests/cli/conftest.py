@@ -10,16 +10,20 @@ from microparallel.cli import main
 
 
 @pytest.fixture
-def microparallel(tmp_path, monkeypatch, capfd, quick_ranks):
-    """Call `microparallel …` in an empty folder; the answer is what `subprocess.run` would give."""
+def microparallel(tmp_path, monkeypatch, capfd, quick_ranks, fresh):
+    """Call `microparallel …` in an empty folder; the answer is what `subprocess.run` gives."""
     monkeypatch.chdir(tmp_path)
     modules = set(sys.modules)
 
     def call(*arguments, **environment):
-        monkeypatch.setattr(sys, "argv", ["microparallel", *map(str, arguments)])
-        monkeypatch.setattr(sys, "path", [*sys.path])
+        arguments = [str(argument) for argument in arguments]
         for name, value in environment.items():
             monkeypatch.setenv(name, str(value))
+        if fresh:
+            command = [sys.executable, "-m", "microparallel", *arguments]
+            return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        monkeypatch.setattr(sys, "argv", ["microparallel", *arguments])
+        monkeypatch.setattr(sys, "path", [*sys.path])
         with pytest.raises(SystemExit) as ended:
             main()
         return subprocess.CompletedProcess(sys.argv, ended.value.code, *capfd.readouterr())

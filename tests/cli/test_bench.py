@@ -11,12 +11,16 @@ import time
 import pytest
 from rich.console import Console
 
-from microparallel.cli import all_reduce_table, main
+from microparallel.cli import all_reduce_table, bench_dp, bench_dp_table, main
 from microparallel.cli.bench import _show
 from microparallel.cli.sizes import parse_sizes
 from microparallel.errors import MicroparallelError, UsageError
+from microparallel.performance import data_parallel_bench
+from microparallel.performance import data_parallel_bench_report as data_parallel_report
 from microparallel.performance.all_reduce_bench import Measurements, Timing, WrongSum
 from microparallel.performance.all_reduce_report import report_on
+from microparallel.performance.data_parallel_bench_check import WrongWeights
+from microparallel.performance.data_parallel_bench_methods import Method
 
 BENCH = [sys.executable, "-m", "microparallel", "bench", "allreduce"]
 SMALL = ["--ranks", "2", "--sizes", "4KB,64KB", "--algorithms", "ring,tree,naive", "--transport", "gloo"]
@@ -28,9 +32,9 @@ def run(*arguments, command=BENCH, cwd=None):
     )
 
 
-def refused(capsys, monkeypatch, *arguments):
+def refused(capsys, monkeypatch, *arguments, bench="allreduce"):
     """The one line a wrong call is answered with, in this process: nothing is started."""
-    monkeypatch.setattr(sys, "argv", ["microparallel", "bench", "allreduce", *map(str, arguments)])
+    monkeypatch.setattr(sys, "argv", ["microparallel", "bench", bench, *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         main()
     output, errors = capsys.readouterr()
@@ -249,3 +253,107 @@ def test_the_ranks_of_torchrun_s_world_are_what_they_are(capsys, monkeypatch):
 )
 def test_sizes_as_people_write_them(text, sizes):
     assert parse_sizes(text, "--sizes") == sizes
+
+
+# ── bench dp ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TINY_DP = ["--models", "mlp-8,mlp-4", "--batch", 2, "--buckets", "0.001,1", "--steps", 2, "--transport", "gloo"]
+DP_METHODS = ["none", "naive", "hooks", "buckets", "ddp, 0.001 MB", "ddp, 1 MB", "torch-ddp"]
+
+
+def test_all_of_data_parallelism_is_in_the_json(microparallel):
+    result = microparallel("bench", "dp", *TINY_DP, "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert document["machine"]["cores"] >= 1 and document["machine"]["torch"]
+    assert (document["ranks"], document["transport"], document["device"]) == (2, "gloo", "cpu")
+    models = {model["name"]: model for model in document["models"]}
+    assert list(models) == ["mlp-8", "mlp-4"] and models["mlp-8"]["batch"] == 2
+    assert models["mlp-8"]["gradient_bytes"] == 4 * (15 * (8 * 8 + 8) + 8 * 2 + 2)
+    rows = {(row["model"], row["label"]): row for row in document["results"]}
+    assert list(rows) == [(model, method) for model in models for method in DP_METHODS]
+    ddp, none = rows["mlp-8", "ddp, 1 MB"], rows["mlp-8", "none"]
+    assert (ddp["method"], ddp["bucket_mb"]) == ("ddp", 1) and ddp["counted"] == 2 == len(ddp["steps"])
+    assert ddp["fastest"] <= ddp["lower_quartile"] <= ddp["seconds"] <= ddp["upper_quartile"] <= ddp["slowest"]
+    assert ddp["seconds_minus_none"] == pytest.approx(ddp["seconds"] - none["seconds"])
+    assert ddp["ratio_to_none"] == pytest.approx(ddp["seconds"] / none["seconds"])
+    assert ddp["ratio_to_torch_ddp"] == pytest.approx(ddp["seconds"] / rows["mlp-8", "torch-ddp"]["seconds"])
+    best = min((row for row in document["results"] if row["model"] == "mlp-4" and row["method"] == "ddp"),
+               key=lambda row: row["seconds"])  # fmt: skip
+    assert models["mlp-4"]["best_bucket_mb"] == best["bucket_mb"]
+    assert "measuring mlp-8 (0% done)" in result.stderr and "measuring mlp-4 (50% done)" in result.stderr
+
+
+def test_a_table_of_data_parallelism_for_people(microparallel):
+    result = microparallel("bench", "dp", *TINY_DP, "--quiet")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("data-parallel step, 2 ranks on ")
+    assert "mlp-8  16 layers of width 8, 4.392 KB of gradients, 2 samples a rank, 2 steps" in lines
+    found = [next((name for name in DP_METHODS if line.startswith(f" {name} ")), None) for line in lines]
+    assert [name for name in found if name] == DP_METHODS * 2
+    for text in ("−none   step − the step of none", "best bucket size of ddp  mlp-8 ", "checked  ", "chance speaks"):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize("width", [66, 96])
+def test_the_table_of_data_parallelism_fits(width):
+    timings = tuple(
+        data_parallel_bench.Timing(Method(*method), (0.1234, 0.4567, 99.9), 1e-7)
+        for method in [("none",), ("ddp", 0.125), ("torch-ddp on shm",), ("torch-ddp",)]
+    )
+    result = data_parallel_bench.Result("gpt-1024", "4 blocks of width 1024, 64 tokens a sample", 8, 10**8, 6, timings)
+    measurements = data_parallel_bench.Measurements(2, 2, 2, "shm", "cpu", (result,))
+    console = Console(file=io.StringIO(), width=width)
+    console.print(bench_dp_table.table_of(data_parallel_report.report_on(measurements), result))
+    shown = console.file.getvalue()
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+    assert "torch-ddp on shm" in shown and "÷torch" in shown
+
+
+def test_data_parallelism_under_torchrun():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    arguments = ["--models", "mlp-4", "--batch", "2", "--methods", "ddp", "--steps", "1", "--json", "--quiet"]
+    result = run(*arguments, command=[*torchrun, "-m", "microparallel", "bench", "dp"])
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["ranks"] == 2
+
+
+def test_wrong_weights_are_a_failure_that_names_method_and_model():
+    wrong = WrongWeights("mlp-8", "ddp, 1 MB", "its ranks ended with different weights")
+    measurements = data_parallel_bench.Measurements(2, 2, 2, "shm", "cpu", (), wrong)
+    with pytest.raises(MicroparallelError, match="ddp, 1 MB trained mlp-8 wrongly: its ranks ended with") as error:
+        bench_dp._show(measurements, False)
+    assert not isinstance(error.value, UsageError)  # exit code 1, not 2
+
+
+def test_the_help_of_data_parallelism_has_examples(microparallel):
+    result = microparallel("bench", "dp", "--help")
+    assert result.returncode == 0 and "Examples" in result.stdout and "torch-ddp" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--models", "mpl-8"], ["'mpl-8'", "mlp-1024"]),
+        (["--models", "mlp-8,"], ["--models", "missing"]),
+        (["--models", "gpt-33"], ["gpt-33", "try gpt-64"]),
+        (["--methods", "hoks"], ["hoks", "did you mean hooks?"]),
+        (["--methods", "zero"], ["zero", "choose from naive"]),
+        (["--methods", "torch-ddp on shm", "--transport", "gloo"], ["--transport gloo", "shared memory"]),
+        (["--buckets", "1,0"], ["'0'", "above 0"]),
+        (["--buckets", "1,big"], ["'big'", "megabytes"]),
+        (["--batch", "0"], ["--batch 0", "at least 1"]),
+        (["--seconds", "0"], ["--seconds 0", "above 0"]),
+        (["--steps", "0"], ["--steps 0", "at least 1"]),
+        (["--ranks", "0"], ["--ranks 0", "at least 1"]),
+        (["--ranks", "100000"], ["--ranks 100000", "core"]),
+        (["--transport", "pigeon"], ["pigeon", "gloo"]),
+        (["--bucket", "1"], ["--bucket", "--buckets"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_wrong_calls_of_data_parallelism(capsys, monkeypatch, arguments, words):
+    line = refused(capsys, monkeypatch, *arguments, bench="dp")
+    assert all(word in line for word in words), line

@@ -95,6 +95,47 @@ def test_compare_in_process_fails_when_replicas_differ():
     assert result.stdout.count("differs") == 3
 
 
+def test_compare_shortcuts(microparallel):
+    """One call shows everything to people; the numbers for scripts are those of a test of `train/shortcuts.py`."""
+    arguments = ["compare", "--shortcuts", "--steps", "6", "--every", "3", *SMALL]
+    result = microparallel(*arguments)
+    assert result.returncode == 0, result.stderr
+    table = {line.split()[1]: line for line in result.stdout.splitlines() if line.startswith("│ ")}
+    assert list(table) == ["every", "accumulation", "averaging"]  # not cut short in 80 columns
+    assert "…" not in result.stdout
+    assert "● every step   ▲ accumulation   × averaging" in result.stdout
+    text = " ".join(result.stdout.split())
+    assert "exactly the step of a batch 3 times as large" in text
+    assert "averaging parameters is not averaging gradients" in text
+    rows = json.loads(microparallel(*arguments, "--json").stdout)
+    assert [row["way"] for row in rows] == ["every step", "accumulation", "averaging"]
+    assert [row["synchronisations"] for row in rows] == [6, 2, 2]
+    assert [len(row["losses"]) for row in rows] == [3, 3, 3]
+    assert rows[0]["bytes_a_sample"] == pytest.approx(3 * rows[1]["bytes_a_sample"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--shortcuts", "--every", "0"], "--every 0: must be at least 1; try 4"),
+        (["--shortcuts", "--steps", "10"], "--every 4 does not divide --steps 10, .* try --steps 12"),
+        (["--every", "4"], "--every 4 is for --shortcuts"),
+        (["--shortcuts", "--in-process"], "--shortcuts and --in-process"),
+        (["--shortcuts", "--ranks", "1"], "--ranks 1"),
+        (["--shortcuts", "--transport", "nccl"], "--transport nccl: .* leave it out"),
+        (["--config", "averaging.toml"], "average_every = 4: .* try --shortcuts"),
+        (["--shortcuts", "--config", "averaging.toml"], "leave them out"),
+    ],
+    ids=" ".join,
+)
+def test_compare_refuses_shortcuts_in_one_line(microparallel, tmp_path, flags, words):
+    (tmp_path / "averaging.toml").write_text("average_every = 4\nranks = 2\n")
+    result = microparallel("compare", *flags)
+    assert result.returncode == 2
+    assert re.search(words, result.stderr)
+    assert result.stderr.count("\n") == 1
+
+
 def test_doctor_measures_transports_and_proves_parity():
     result = run("doctor", "--selftest", "--ranks", "2", "--json")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -71,7 +71,10 @@ def test_text_of_your_own(tmp_path, train):
     assert "kept in runs/" in output
 
 
-@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [(1, signal.SIGINT), (2, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.slow)],
+)
 def test_stopping_saves_and_resume_goes_on(tmp_path, train, ranks, number):
     command = [sys.executable, "-m", "microparallel", "train", "--ranks", ranks, "--dim", "16", "--depth", "3"]
     process = subprocess.Popen(
@@ -97,6 +100,22 @@ def test_stopping_saves_and_resume_goes_on(tmp_path, train, ranks, number):
     resumed = json.loads(train("--resume", "run", "--steps", done + 5, "--ranks", ranks, "--json", "--quiet"))
     assert resumed["steps"] == done + 5
     assert len(losses(tmp_path / "run")) == done + 5
+
+
+def test_shortcuts_and_what_a_resumed_run_may_change(train, microparallel):
+    """How a step is computed may change; whether parameters or gradients are averaged changes what is learnt."""
+    summary = json.loads(train(*SMALL, "--ranks", 2, "--average-every", 2, "--accumulate", 3, "--out", "run"))
+    assert (summary["strategy"], summary["steps"]) == ("averaging", 6)
+    longer = ["--resume", "run", "--steps", 8, "--json", "--quiet"]
+    assert json.loads(train(*longer, "--accumulate", 1))["steps"] == 8
+    for flags, words in [
+        (["--average-every", 4], "--average-every 4 would change a run that began with 2"),
+        (["--strategy", "ddp"], "--average-every 2 is for --strategy averaging, and it is ddp"),
+        (["--ranks", 1], "one rank has nobody to average with"),
+    ]:
+        result = microparallel("train", *longer, *flags)
+        assert result.returncode == 2
+        assert words in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_defaults_reach_the_promised_accuracy_on_one_rank(train):

@@ -33,10 +33,10 @@ def average_of(comms, loss, samples):
 
 
 def train(comms, case, dtype, optimizer):
-    model = mp.DataParallel(Subject(case).to(dtype), comms, bucket_mb=SMALL)
+    model = mp.DataParallel(Subject(case).to(comms.device, dtype), comms, bucket_mb=SMALL)
 
     def step(number, part):
-        inputs, targets = (part[share(comms, case, number)] for part in batch(number, dtype))
+        inputs, targets = (whole[share(comms, case, number)].to(comms.device) for whole in batch(number, dtype))
         samples = len(targets)
         if case == "no-sync":  # gradients of two parts are averaged at once, so their losses are weighted
             loss = mse_loss(model(inputs), targets)
@@ -51,7 +51,7 @@ def train(comms, case, dtype, optimizer):
             loss.backward()
         return average_of(comms, loss, samples)
 
-    return learn(model, OPTIMIZERS[optimizer](model.parameters()), step, case), model
+    return learn(model, OPTIMIZERS[optimizer](model.parameters()), step, case), model.cpu()
 
 
 def everything_that_fails(comms, references):
@@ -73,6 +73,14 @@ def references():
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "shm"), (2, "gloo"), (3, "shm"), (4, "shm")])
 def test_parity_with_one_process(pool, references, ranks, transport):
     assert pool.run(everything_that_fails, ranks, references, transport=transport, timeout=55) == [[]] * ranks
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "nccl"), (2, "gloo")])
+def test_parity_on_a_gpu(pool, references, ranks, transport):
+    exact = {setting: reference for setting, reference in references.items() if setting[1] == torch.float64}
+    world = {"transport": transport, "device": "cuda", "timeout": 55}
+    assert pool.run(everything_that_fails, ranks, exact, **world) == [[]] * ranks
 
 
 # ── what backward leaves ────────────────────────────────────────────────────────────────────────────────────────────

@@ -39,7 +39,13 @@ def test_resolving_leaves_nothing_open_that_the_model_needs(model: str) -> None:
 def test_resolving_keeps_what_was_given() -> None:
     config = TrainConfig(model="gpt", dim=32, epochs=2, ranks=2, batch=5).resolved()
     assert (config.dim, config.depth, config.epochs, config.steps) == (32, DEFAULTS["gpt"]["depth"], 2, None)
-    assert (config.strategy, config.batch, config.data) == ("naive", 5, "text")
+    assert (config.strategy, config.batch, config.data) == ("ddp", 5, "text")
+
+
+def test_how_often_to_average_decides_the_strategy() -> None:
+    assert TrainConfig(average_every=4, ranks=2).resolved().strategy == "averaging"
+    assert TrainConfig(average_every=4, ranks=2, strategy="averaging").resolved().average_every == 4
+    assert TrainConfig(accumulate=4, ranks=2).resolved().strategy == "ddp"
 
 
 def test_only_the_strategy_has_an_auto_to_resolve() -> None:
@@ -87,7 +93,7 @@ def test_a_file_reads_back_to_the_same_configuration(tmp_path: Path) -> None:
 
 
 def test_the_text_keeps_the_order_of_the_fields() -> None:
-    assert config_text(TrainConfig(ranks=2)).startswith('model = "mlp"\nranks = 2\nstrategy = "auto"\n')
+    assert config_text(TrainConfig(ranks=2)).startswith('model = "mlp"\nranks = 2\nstrategy = "auto"\naccumulate = 1\n')
 
 
 def test_flags_win_over_the_file() -> None:
@@ -130,6 +136,17 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"save_every": 0}, "--save-every 0: must be at least 1"),
     ({"validate_every": -5}, "--validate-every -5"),
     ({"keep": 0}, "--keep 0"),
+    ({"accumulate": 0}, "--accumulate 0: must be at least 1"),
+    (
+        {"accumulate": 33, "ranks": 2},
+        "--accumulate 33: of --batch 64 each of 2 ranks has only 32 .*--accumulate 32",
+    ),
+    ({"accumulate": 65}, "--accumulate 65: of --batch 64 there are only 64 samples .* or --batch 65"),
+    ({"accumulate": 2, "ranks": 2, "strategy": "hooks"}, "--accumulate 2: --strategy hooks computes a step at once"),
+    ({"average_every": 0, "ranks": 2}, "--average-every 0: must be at least 1"),
+    ({"average_every": 4}, "--average-every 4: one rank has nobody to average with; try --ranks 2"),
+    ({"average_every": 4, "ranks": 2, "strategy": "ddp"}, "--average-every 4 is for --strategy averaging, .* is ddp"),
+    ({"strategy": "averaging", "ranks": 2}, "--strategy averaging needs .* try --average-every 4"),
     ({"seed": -1}, "--seed -1: .* from 0 to"),
     ({"seed": 2**32}, "--seed 4294967296"),
     ({"momentum": 1.0, "optimizer": "sgd"}, "--momentum 1.0: .*try 0.9"),

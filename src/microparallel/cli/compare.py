@@ -52,11 +52,11 @@ def compare(
     heads: options.Heads = None,
     context: options.Context = None,
     steps: Annotated[
-        int | None, typer.Option(help="How many steps to compare.", show_default="20, with --shortcuts 120")
+        int | None, typer.Option(help="How many steps to compare.", show_default="20; of shortcuts 120")
     ] = None,
     batch: options.Batch = None,
     lr: Annotated[
-        float | None, typer.Option("--lr", help="Learning rate.", show_default="0.01, with --shortcuts 0.05")
+        float | None, typer.Option("--lr", help="Learning rate.", show_default="0.01; of shortcuts 0.05")
     ] = None,
     lr_schedule: Annotated[
         str | None, typer.Option("--lr-schedule", help="linear or constant.", show_default="constant")

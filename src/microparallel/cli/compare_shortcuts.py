@@ -72,11 +72,13 @@ def _table(curves: list[Curve], config: TrainConfig) -> Table:
     table = Table(
         title=f"{config.model}, {config.steps} batches of {config.batch} samples on {config.ranks} ranks, "
         f"{config.dtype}, {config.optimizer}",
-        caption="Δ loss: the largest difference from the curve of every step. Bytes: what a rank sends a sample, counted"
-        "\nas messages of a ring leave; beside it 2(p − 1)/p of the parameters' bytes, a synchronisation.",
+        caption="Δ loss: the largest difference from the curve of every step\n"
+        "bytes: sent by a rank, counted as messages of a ring leave\n"
+        "formula: 2(p - 1)/p of the parameters, each time",
     )
-    for heading in ("synchronised", "times", "updates", "final loss", "Δ loss", "bytes a sample", "by formula"):
-        table.add_column(heading, justify="left" if heading == "synchronised" else "right", no_wrap=True)
+    headings = ("way", "synchro-\nnised", "updates", "final\nloss", "Δ loss", "bytes a\nsample", "by\nformula")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
     for curve in curves:
         table.add_row(
             curve.way,
@@ -116,13 +118,12 @@ def _why_averaging_differs(reference: Curve, averaging: Curve, config: TrainConf
     if same:
         return "averaging made no difference that can be measured here: the ranks hardly moved apart in between."
     if averaging.every > 1:
-        own = (
-            "" if config.optimizer == "sgd" and not config.momentum else "; nor is the optimizer's state ever averaged"
-        )
+        stateless = config.optimizer == "sgd" and not config.momentum
+        own = "" if stateless else ", with an optimizer state of its own"
         return (
             f"averaging parameters is not averaging gradients: after the first of {averaging.every} updates each rank "
-            "has weights of its own and computes its next gradients there, which no average of weights makes up "
-            f"for{own}."
+            f"has weights of its own and computes its next gradients there{own}; that takes the loss up to "
+            f"{averaging.loss_difference:.2g} away from the curve of every step."
         )
     if config.optimizer == "sgd":
         return "averaging differs though every step was averaged: momentum stays with the rank that gathered it."

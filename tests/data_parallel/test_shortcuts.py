@@ -1,0 +1,204 @@
+"""Accumulation is one large batch; averaging parameters is that only for SGD, every step."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import microparallel as mp
+from microparallel.data_parallel import replicas_are_identical
+from microparallel.data_parallel.counted_comms import CountedComms
+
+STEPS = 6
+# Who has how many of 12 samples, in micro-batches: alike, uneven, with an empty one, with a rank that has none.
+SHARES = {
+    "alike": [[2, 2, 2], [2, 2, 2]],
+    "uneven": [[1, 4, 2], [3, 1, 1]],
+    "different numbers": [[5], [1, 1, 2], [3]],
+    "empty": [[0, 4, 0], [], [7, 1, 0]],
+}
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(12, 5, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(3, (12,), generator=generator)
+
+
+def make_optimizer(name, model):
+    return {
+        "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.1),
+        "momentum": lambda: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        "adam": lambda: torch.optim.Adam(model.parameters(), lr=0.01),
+    }[name]()
+
+
+def weights(model):
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def alone(optimizer_name):
+    """What one process learns from whole batches: losses and weights."""
+    model = make_model()
+    optimizer = make_optimizer(optimizer_name, model)
+    losses = []
+    for step in range(STEPS):
+        inputs, targets = batch(step)
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, weights(model)
+
+
+def micro_batches(comms, sizes, step):
+    """This rank's part of a batch that is dealt out in the order of the ranks."""
+    start = sum(map(sum, sizes[: comms.rank]))
+    inputs, targets = (part[start : start + sum(sizes[comms.rank])] for part in batch(step))
+    return list(zip(inputs.split(sizes[comms.rank]), targets.split(sizes[comms.rank]), strict=True))
+
+
+def accumulating(comms, cases):
+    found = []
+    for sizes, optimizer_name, counted in cases:
+        model = mp.DataParallel(make_model(), comms)
+        optimizer = make_optimizer(optimizer_name, model)
+        losses = []
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            mine = micro_batches(comms, sizes, step) if sizes[comms.rank] else []
+            loss = mp.accumulated_step(model, mine, cross_entropy, samples=None if counted else 12)
+            optimizer.step()
+            losses.append(loss.item())
+        found.append((losses, weights(model)))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_accumulation_is_one_large_batch(pool, ranks):
+    shares = [sizes for sizes in SHARES.values() if len(sizes) == ranks]
+    cases = [(sizes, name, counted) for sizes in shares for name in ("sgd", "adam") for counted in (True, False)]
+    results = pool.run(accumulating, ranks, cases, timeout=50)
+    for case, *of_ranks in zip(cases, *results, strict=True):
+        losses, wanted = alone(case[1])
+        for ours, learnt in of_ranks:
+            assert ours == pytest.approx(losses, rel=1e-12, abs=0), case
+            torch.testing.assert_close(learnt, wanted, rtol=0, atol=1e-12)
+            assert torch.equal(learnt, of_ranks[0][1])
+
+
+def synchronisations(comms):
+    """How many all-reduces four micro-batches take, and how many one takes."""
+    found = []
+    for sizes in ([[1] * 4] * 3, [[4]] * 3):
+        counted = CountedComms(comms)
+        model = mp.DataParallel(make_model(), counted)
+        before = counted.all_reduces, counted.bytes_sent
+        mp.accumulated_step(model, micro_batches(comms, sizes, 0), cross_entropy, samples=12)
+        found.append((counted.all_reduces - before[0], counted.bytes_sent - before[1]))
+    return found
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_accumulation_sends_as_much_as_one_batch(pool, transport):
+    parameters = make_model()
+    size = sum(parameter.nbytes for parameter in parameters.parameters())
+    for four, one in pool.run(synchronisations, 3, transport=transport, timeout=50):
+        assert four == one
+        assert one[0] == 2  # a bucket, and the loss
+        assert one[1] >= 4 / 3 * size
+
+
+def averaging(comms, cases):
+    found = []
+    for sizes, optimizer_name, every in cases:
+        if comms.rank:
+            torch.manual_seed(7)
+        model = make_model()
+        with torch.no_grad():
+            model[0].weight.add_(comms.rank)  # rank 0's is what counts
+        together = mp.ParameterAveraging(model, comms, every=every)
+        optimizer = make_optimizer(optimizer_name, model)
+        moments = []
+        for step in range(STEPS):
+            [(inputs, targets)] = micro_batches(comms, sizes, step)
+            optimizer.zero_grad()
+            if len(targets):
+                cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            averaged = together.after_step(samples=len(targets))
+            moments.append((averaged, replicas_are_identical(model, comms)))
+        together.average()
+        assert replicas_are_identical(model, comms)
+        found.append((weights(model), moments))
+    return found
+
+
+def test_averaging_parameters_is_averaging_gradients_for_sgd_every_step_and_for_nothing_else(pool):
+    even, uneven, idle = [[4], [4], [4]], [[7], [2], [3]], [[8], [0], [4]]
+    same = [(even, "sgd", 1), (uneven, "sgd", 1), (idle, "sgd", 1), (even, "momentum", 1)]
+    other = [(even, "sgd", 2), (uneven, "sgd", 3), (even, "adam", 1), (even, "adam", 3)]
+    [results, *_] = pool.run(averaging, 3, same + other, timeout=50)
+    for (sizes, name, every), (learnt, moments) in zip(same + other, results, strict=True):
+        distance = (learnt - alone(name)[1]).abs().max().item()
+        if (sizes, name, every) in same:
+            assert distance < 1e-14, (sizes, name, every)
+        else:
+            assert distance > 1e-5, (sizes, name, every)
+        wanted = [step % every == 0 for step in range(1, STEPS + 1)]
+        assert moments == [(time, time) for time in wanted]  # apart in between
+
+
+def averages_what_is_there(comms):
+    """Buffers, dtypes, frozen parameters, and ranks that count differently."""
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Linear(2, 2).half())
+    model[1].bias.requires_grad_(False)
+    together = mp.ParameterAveraging(model, comms, every=5)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.fill_(comms.rank)
+    together.after_step(samples=3 if comms.rank else 1)
+    together.average()
+    once = {name: tensor.flatten()[0].item() for name, tensor in model.state_dict().items()}
+    together.average()  # nothing was learnt since
+    assert {name: tensor.flatten()[0].item() for name, tensor in model.state_dict().items()} == once
+    return once
+
+
+def test_what_is_averaged(pool):
+    for rank, found in enumerate(pool.run(averages_what_is_there, 2, timeout=50)):
+        frozen, counts = found.pop("1.bias"), found.pop("0.num_batches_tracked")
+        assert (frozen, counts) == (rank, 0)  # left alone; rank 0's
+        assert set(found.values()) == {0.75}
+
+
+def refusals(comms):
+    model = make_model()
+    wrapped = mp.DataParallel(model, comms)
+    calls = [
+        lambda: mp.accumulated_step(model, [batch(0)], cross_entropy),
+        lambda: mp.accumulated_step(wrapped, [], cross_entropy),
+        lambda: mp.ParameterAveraging(model, comms, every=0),
+        lambda: mp.ParameterAveraging(model, comms, every=2.5),
+        lambda: mp.ParameterAveraging(wrapped, comms, every=2),
+        lambda: mp.ParameterAveraging(model, comms, every=2).after_step(samples=-1),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(mp.UsageError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_what_makes_no_sense_is_refused_in_one_line(pool):
+    wanted = ["pass mp.DataParallel", "no rank has a sample", "every=0", "every=2.5", "pass the model itself", "-1"]
+    for messages in pool.run(refusals, 2, timeout=50):
+        for message, words in zip(messages, wanted, strict=True):
+            assert words in message and "\n" not in message

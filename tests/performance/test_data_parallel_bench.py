@@ -1,0 +1,258 @@
+"""A small benchmark of data parallelism on real ranks, and what is made of its numbers."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from microparallel.errors import ConfigError, UsageError
+from microparallel.performance.case import transport_of
+from microparallel.performance.data_parallel_bench import (
+    Measurements,
+    Result,
+    Settings,
+    Timing,
+    bench_data_parallel,
+)
+from microparallel.performance.data_parallel_bench_methods import (
+    DDP,
+    NONE,
+    TORCH_DDP,
+    TORCH_DDP_ON_SHM,
+    Contender,
+    Method,
+    methods_of,
+)
+from microparallel.performance.data_parallel_bench_models import find_subject
+from microparallel.performance.data_parallel_bench_report import report_on
+
+USUAL = ("naive", "hooks", "buckets", "ddp")
+SMALL = Settings(("mlp-8",), USUAL, buckets_mb=(0.001, 1, 25), batch=2, steps=2)
+LABELS = ["none", "naive", "hooks", "buckets", "ddp, 0.001 MB", "ddp, 1 MB", "torch-ddp"]
+
+
+def bench(comms, settings):
+    told = []
+    measurements = bench_data_parallel(comms, settings, lambda *news: told.append(news))
+    return transport_of(comms), measurements, told
+
+
+@pytest.mark.parametrize(("ranks", "models"), [(2, ("mlp-8", "mlp-4")), (3, ("mlp-4",))])
+def test_every_method_is_measured_on_all_ranks_alike_and_trains_the_same_weights(any_pool, ranks, models):
+    settings = dataclasses.replace(SMALL, models=models)
+    results = any_pool.run(bench, ranks, settings)
+    (transport, first, told), *others = results
+    assert all(other[:2] == (transport, first) for other in others)
+    assert first.wrong is None
+    assert (first.ranks, first.transport, first.device) == (ranks, transport, "cpu")
+    assert tuple(result.model for result in first.results) == models
+    for result in first.results:
+        timings = {timing.method.label: timing for timing in result.timings}
+        assert list(timings) == LABELS
+        assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in result.timings)
+        assert result.steps == 8 and result.batch == 2 and result.gradient_bytes > 0  # two rounds warm up
+        assert timings[NONE].apart > 0.1  # so this would have been found out, had it claimed to synchronise
+        assert all(timing.apart < 1e-4 for name, timing in timings.items() if name != NONE)
+    fractions = [fraction for fraction, _, _ in told]
+    assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] == 1
+    assert [news[1:] for news in told] == [(name, steps) for name in models for steps in (0, 1, 2)]
+
+
+def test_torch_s_own_may_run_on_our_backend_too(warm_ranks):
+    settings = dataclasses.replace(SMALL, models=("gpt-32",), methods=(TORCH_DDP_ON_SHM,))
+    [(_, measurements, _), _] = warm_ranks.run(bench, 2, settings, transport="shm")
+    assert measurements.wrong is None
+    [result] = measurements.results
+    assert [timing.method.name for timing in result.timings] == [NONE, TORCH_DDP_ON_SHM, TORCH_DDP]
+
+
+def test_a_single_rank_synchronises_with_nobody(pool):
+    [(_, measurements, _)] = pool.run(bench, 1, SMALL)
+    assert measurements.wrong is None
+    assert all(timing.apart < 1e-4 for timing in measurements.results[0].timings)
+
+
+def test_a_budget_in_seconds_gives_at_least_a_few_steps(pool):
+    settings = dataclasses.replace(SMALL, methods=("ddp",), buckets_mb=(1,), steps=None, seconds=0.1)
+    _, measurements, told = pool.run(bench, 2, settings)[0]
+    assert all(len(timing.seconds) >= 5 for timing in measurements.results[0].timings)
+    assert told[0] == (0, "mlp-8", 0) and told[-1][0] <= 1
+
+
+def groups_of_torch_s_own(comms):
+    backends = []
+
+    class Spy(DistributedDataParallel):
+        def __init__(self, module, process_group, gradient_as_bucket_view):
+            backends.append((dist.get_backend(process_group), gradient_as_bucket_view))
+            super().__init__(module, process_group=process_group, gradient_as_bucket_view=gradient_as_bucket_view)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("microparallel.performance.data_parallel_bench_methods.DistributedDataParallel", Spy)
+        bench_data_parallel(comms, dataclasses.replace(SMALL, methods=(TORCH_DDP_ON_SHM,), steps=1))
+    return backends
+
+
+def test_torch_s_own_runs_on_gloo_beside_ours(warm_ranks):
+    assert warm_ranks.run(groups_of_torch_s_own, 2, transport="shm")[0] == [("microparallel", True), ("gloo", True)]
+
+
+# ── wrong results ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bench_with_a_fault(comms, fault):
+    """Let one method do something wrong after its backward."""
+    honest = Contender._prepare
+
+    def prepare(self, *arguments):
+        gradients = honest(self, *arguments)
+        parameters = list(self.model.parameters())
+
+        def faulty():
+            gradients()
+            if fault == "one rank" and comms.rank == 1:
+                parameters[3].grad[0] += 1
+            if fault == "twice":
+                for parameter in parameters:
+                    parameter.grad *= 2
+            if fault == "left out":
+                parameters[0].grad.zero_()
+            if fault == "nan":
+                parameters[0].grad.fill_(torch.nan)
+
+        return faulty if self.method.name == "buckets" else gradients
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Contender, "_prepare", prepare)
+        return bench_data_parallel(comms, dataclasses.replace(SMALL, models=("mlp-8", "mlp-4"), steps=1))
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        ("one rank", "its ranks ended with different weights"),
+        ("twice", "of the way from where torch-ddp did"),
+        ("left out", "of the way from where torch-ddp did"),
+        ("nan", "not finite"),
+    ],
+)
+def test_wrong_weights_end_the_run_and_name_method_and_model(pool, fault, problem):
+    first, second = pool.run(bench_with_a_fault, 2, fault)
+    assert first == second
+    assert (first.wrong.subject, first.wrong.method) == ("mlp-8", "buckets")
+    assert problem in first.wrong.problem
+    assert [result.model for result in first.results] == ["mlp-8"]
+
+
+def ddp_that_forgets_to_synchronise(comms):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "microparallel.performance.data_parallel_bench_methods.DataParallel", lambda model, comms, bucket_mb: model
+        )
+        return bench_data_parallel(comms, dataclasses.replace(SMALL, methods=("ddp",)))
+
+
+def test_a_method_that_does_not_synchronise_is_found_out(pool):
+    for measurements in pool.run(ddp_that_forgets_to_synchronise, 2):
+        assert measurements.wrong.method == "ddp, 0.001 MB"
+        assert "different weights" in measurements.wrong.problem
+
+
+def with_little_memory(comms):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("microparallel.performance.data_parallel_bench.available_memory", lambda: 100_000)
+        with pytest.raises(UsageError, match=r"mlp-8: 7 copies .* fewer --methods"):
+            bench_data_parallel(comms, SMALL)
+
+
+def test_models_that_do_not_fit_into_memory_are_refused(pool):
+    pool.run(with_little_memory, 2)
+
+
+# ── order ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def order_of_steps(comms):
+    stepped = []
+    honest = Contender.step
+
+    def step(self):
+        stepped.append(self.method.name)
+        honest(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Contender, "step", step)
+        bench_data_parallel(comms, dataclasses.replace(SMALL, methods=("naive",), steps=1))
+    return stepped
+
+
+def test_methods_take_turns_and_each_round_begins_with_another(pool):
+    rounds = [["none", "naive", "torch-ddp"], ["naive", "torch-ddp", "none"], ["torch-ddp", "none", "naive"]]
+    expected = [name for names in rounds for name in names for _ in range(2)]  # a step that does not count goes before
+    assert pool.run(order_of_steps, 2)[0] == expected
+
+
+# ── models, methods, reports ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("name", "batch"), [("mlp-1024", 32), ("mlp-512", 64), ("mlp-128", 32), ("gpt", 8)])
+def test_models_have_a_batch_that_suits_them(name, batch):
+    subject = find_subject(name)
+    assert (subject.name, subject.batch) == (name, batch)
+    assert find_subject(name, 3).batch == 3
+
+
+def test_ranks_have_the_same_model_and_different_samples():
+    subject = find_subject("gpt-32", 2)
+    state = torch.get_rng_state()
+    first, second = subject.model().state_dict(), subject.model().state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not torch.equal(subject.on_rank(0)[0], subject.on_rank(1)[0])
+    assert torch.equal(torch.get_rng_state(), state)
+    inputs, targets = subject.on_rank(0)
+    assert inputs.shape == targets.shape == (2, 64) and torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+@pytest.mark.parametrize("name", ["mlp", "mlp-0", "mlp-x", "gtp", "gpt-33", "mlp-100000", ""])
+def test_there_are_no_other_models(name):
+    with pytest.raises(ConfigError, match="gpt-"):
+        find_subject(name)
+
+
+def test_of_buckets_that_hold_the_whole_model_one_is_tried():
+    sizes = [method.bucket_mb for method in methods_of((DDP,), (100, 25, 4, 1), 5 * 2**20) if method.name == DDP]
+    assert sizes == [1, 4, 25]
+    assert methods_of((), (1,), 4) == [Method(NONE), Method(TORCH_DDP)]
+
+
+def measurements(**changes):
+    methods = {Method(NONE): 10, Method("naive"): 40, Method(DDP, 1): 14, Method(DDP, 25): 12, Method(TORCH_DDP): 20}
+    timings = [
+        Timing(method, tuple(factor * milliseconds * 1e-3 for factor in (1.2, 0.5, 1, 0.9, 3)), 1e-7)
+        for method, milliseconds in methods.items()
+    ]
+    result = Result("mlp-8", "16 layers of width 8", 2, 4_500, 14, tuple(timings))
+    return dataclasses.replace(Measurements(2, 2, 2, "shm", "cpu", (result,)), **changes)
+
+
+def test_the_report_works_everything_out():
+    report = report_on(measurements())
+    rows = {row.label: row for row in report.rows}
+    ddp = rows["ddp, 25 MB"]
+    assert (ddp.seconds, ddp.fastest, ddp.slowest) == pytest.approx((0.012, 0.006, 0.036))
+    assert (ddp.lower_quartile, ddp.upper_quartile) == pytest.approx((0.0108, 0.0144))
+    assert ddp.seconds_minus_none == pytest.approx(0.002)
+    assert (ddp.ratio_to_none, ddp.ratio_to_torch_ddp) == pytest.approx((1.2, 0.6))
+    assert rows[NONE].seconds_minus_none == 0 and rows[TORCH_DDP].ratio_to_torch_ddp == 1
+    assert report.best_bucket_mb == {"mlp-8": 25}
+    assert report.notes == []
+
+
+def test_what_chance_and_sharing_cores_do_is_said():
+    [result] = measurements().results
+    few = tuple(dataclasses.replace(timing, seconds=timing.seconds[:1]) for timing in result.timings)
+    report = report_on(measurements(results=(dataclasses.replace(result, timings=few),), ranks_here=4))
+    assert [note.split(":")[0] for note in report.notes] == ["mlp-8", "4 ranks share 2 cores and take turns"]
+    assert report.rows[0].lower_quartile == report.rows[0].upper_quartile
