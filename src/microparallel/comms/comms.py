@@ -73,6 +73,15 @@ class Comms(Conversation):
             raise UsageError("process_group: this Comms has been closed")
         return self._transport.process_group
 
+    @property
+    def can_overlap(self) -> bool:
+        """Whether communication in the background is worth it.
+
+        Over a network it is. Through shared memory communication is work of the cores themselves, and where the ranks
+        compute on all of them, doing it in the background takes from the computation what it gives.
+        """
+        return self._transport.has_free_cores
+
     # ── from one rank to another ────────────────────────────────────────────────────────────────────────────────
 
     def send_tensor(self, tensor: torch.Tensor, dest: int) -> None:

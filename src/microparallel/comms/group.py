@@ -55,6 +55,10 @@ class Group(Protocol):
     def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Work:
         """Start combining everybody's tensor, in place, on every rank."""
 
+    @property
+    def has_free_cores(self) -> bool:
+        """Whether communication can go on beside computation, without taking a core from it."""
+
     def run_in_background(self) -> None:
         """See to it that what has been started makes progress while this thread does something else."""
 

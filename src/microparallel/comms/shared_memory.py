@@ -18,6 +18,7 @@ from microparallel.comms.interpreter import COMBINE, Memory, Pieces, Round, perf
 from microparallel.comms.turns import Line, Turn
 from microparallel.errors import ProgramError, UsageError
 from microparallel.program import Chunk, Part, Recv, Send, Value
+from microparallel.topology import available_cores
 from microparallel.transport.base import Work
 from microparallel.transport.shared_memory.exchange import SharedMemoryExchange, signature_of
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
@@ -148,6 +149,11 @@ class SharedMemoryGroup:
             action()
 
         return self._line.append(run)
+
+    @property
+    def has_free_cores(self) -> bool:
+        """Whether a core is left for communication while all ranks compute."""
+        return self.world_size * torch.get_num_threads() < available_cores()
 
     def run_in_background(self) -> None:
         """Let a thread run the collectives that have been called and not waited for."""

@@ -32,6 +32,11 @@ class TorchGroup(TorchTransport):
             work.wait()
         return TorchWork(None)
 
+    @property
+    def has_free_cores(self) -> bool:
+        """A network, or a GPU, works beside the cores."""
+        return True
+
     def run_in_background(self) -> None:
         """torch's threads do."""
 

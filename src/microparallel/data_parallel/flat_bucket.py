@@ -61,14 +61,17 @@ class FlatBucket:
             elif not self.ready[index]:
                 self.views[index].zero_()
 
-    def leave(self, comms: Comms) -> None:
-        """Start adding up what all ranks have."""
+    def leave(self, comms: Comms, overlap: bool) -> None:
+        """Add up what all ranks have: in the background, or right now."""
         self._not_finite.fill_(self.bad)
         if self.missing:
             self.having.copy_(torch.tensor(self.ready))
         else:
             self.having.fill_(1)
-        self.request = comms.all_reduce(self.buffer, async_op=True)
+        if overlap:
+            self.request = comms.all_reduce(self.buffer, async_op=True)
+        else:
+            comms.all_reduce(self.buffer)
 
     def come_back(self) -> None:
         """Wait for the sum."""

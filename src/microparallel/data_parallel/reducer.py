@@ -39,6 +39,7 @@ class Reducer:
         comms: Comms,
         bucket_bytes: float,
         *,
+        overlap: bool,
         check_finite: bool,
         refuse_unused: bool,
     ) -> None:
@@ -48,6 +49,7 @@ class Reducer:
         self.running = False
         self.wanted: Callable[[], bool] = lambda: False  # begins, if this backward is to be averaged
         self.afterwards: Callable[[int], None] = lambda _: None  # is told a rank that took part
+        self._overlap = overlap
         self._check_finite = check_finite
         self._refuse_unused = refuse_unused
         self._comms = comms
@@ -133,7 +135,7 @@ class Reducer:
 
     def _let_full_buckets_leave(self) -> None:
         while self._left < len(self.buckets) and not self.buckets[self._left].missing:
-            self.buckets[self._left].leave(self._comms)
+            self.buckets[self._left].leave(self._comms, self._overlap)
             self._left += 1
 
     # ── the end of backward ─────────────────────────────────────────────────────────────────────────────────────
@@ -153,7 +155,7 @@ class Reducer:
     def _average(self, take_results: bool) -> None:
         for bucket in self.buckets[self._left :]:
             bucket.fill_up(self._scale) if take_results else bucket.buffer.zero_()
-            bucket.leave(self._comms)
+            bucket.leave(self._comms, self._overlap)
         for bucket in self.buckets:
             bucket.come_back()
         self.passes += 1

@@ -75,14 +75,15 @@ class WatchedComms:
         self, tensor: torch.Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False
     ) -> torch.Tensor | Flight:
         """Combine everybody's tensor, in place, on every rank: see `Comms.all_reduce`."""
-        if not async_op:
+        cargo = self._cargo_of(tensor)
+        if not async_op and not cargo:
             return self._comms.all_reduce(tensor, op, algorithm)
-        cargo, left = self._cargo_of(tensor), time.perf_counter()
+        left = time.perf_counter()
         flight = Flight(self._comms.all_reduce(tensor, op, algorithm, async_op=True), cargo, tensor.nbytes, left)
         if cargo:
             self.flights.append(flight)
         self._in_the_air.put(flight)
-        return flight
+        return flight if async_op else flight.wait()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comms, name)

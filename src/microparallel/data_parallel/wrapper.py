@@ -26,12 +26,14 @@ class DataParallel(nn.Module):
 
     Rank 0's parameters and buffers are copied to all ranks. From then on every rank calls the model on its own share of
     the batch, and when `backward()` returns, `grad` of every parameter is the average over the ranks. Gradients are
-    averaged in buckets, in the background, while backward still computes.
+    averaged in buckets, while backward still computes.
 
     Args:
         module: the model, the same on every rank; already on its device.
         comms: the ranks.
         bucket_mb: gradients are sent when so many megabytes of them are there.
+        overlap: whether buckets are averaged in the background while backward goes on, or at once; None: in the
+            background, unless that takes a core from the computation (`Comms.can_overlap`).
         buffers: "broadcast" gives every rank rank 0's buffers (BatchNorm's running statistics, say) before each
             training pass; "local" leaves each rank its own.
         unused: what to do about parameters that took no part in a pass: "allow" treats them as zero where others used
@@ -56,6 +58,7 @@ class DataParallel(nn.Module):
         comms: Comms,
         bucket_mb: float = 25.0,
         *,
+        overlap: bool | None = None,
         buffers: str = "broadcast",
         unused: str = "allow",
         check_finite: bool = False,
@@ -71,6 +74,7 @@ class DataParallel(nn.Module):
             dict(module.named_parameters()),
             comms,
             bucket_mb * 2**20,
+            overlap=comms.can_overlap if overlap is None else overlap,
             check_finite=check_finite,
             refuse_unused=unused == "error",
         )

@@ -186,18 +186,22 @@ class SharedMemoryTransport:
 
     def _wait_for_post(self, channel: Channel, number: int, source: int, timeout: float | None) -> None:
         wanted = number % 2**32
-        for _ in range(self._spins):
+        for _ in range(self._patience()):
             if channel.posted() != wanted:
                 return
         if channel.posted() == wanted:
             deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
             self._sleep_until_changed(channel.posted_address(), channel.posted, wanted, source, deadline)
 
+    def _patience(self) -> int:
+        """How often to look before going to sleep: in the background not at all, since somebody computes meanwhile."""
+        return self._spins if threading.current_thread() is threading.main_thread() else 0
+
     def _sleep_until_changed(
         self, address: int, look: Callable[[], int], seen: int, peer: int, deadline: float
     ) -> None:
         """Sleep until a number is no longer what was seen; now and then look whether the peer is still there."""
-        for _ in range(self._spins):
+        for _ in range(self._patience()):
             if look() != seen:
                 return
         while look() == seen:
