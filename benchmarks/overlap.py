@@ -5,8 +5,7 @@
 
 Latency is played by a Comms that gives a result back no earlier than 20 ms after its all-reduce was started. Latencies
 of several run at the same time, as they do on a network. Hidden behind backward, all but the last one vanish, so a
-step takes the computation and 20 ms. With each bucket waited for before the
-next (overlap=False), it is ten times 20 ms.
+step takes the computation and 20 ms. With each bucket waited for before the next (overlap=False), it is ten times 20.
 """
 
 from __future__ import annotations
@@ -135,7 +134,7 @@ def main(
     )
     print(mp.draw_overlap(traces["ddp"], rank=0, seconds=True))
     print("(one all-reduce is drawn after the other; their latencies run side by side)")
-    print(f"\n{'':<44}{'step':>9}{'− compute':>12}{'of it hidden':>15}")
+    print(f"\n{'':<44}{'step':>9}{'− compute':>12}{'exposed':>11}{'hidden':>9}")
     for kind, name in {
         "none": "compute alone",
         "ddp": "mp.DataParallel",
@@ -143,11 +142,15 @@ def main(
         "turns": "mp.DataParallel, overlap=False: one by one",
     }.items():
         over = "" if kind == "none" else f"{(medians[kind] - medians['none']) * 1e3:.1f} ms"
-        hidden = f"{100 * hidden_share(traces[kind]):.0f} %" if kind in traces else ""
-        print(f"{name:<44}{medians[kind] * 1e3:>6.1f} ms{over:>12}{hidden:>15}".rstrip())
+        hidden = exposed = ""
+        if kind in traces:
+            hidden = f"{100 * hidden_share(traces[kind]):.0f} %"
+            exposed = f"{max(traces[kind].exposed_communication) * 1e3:.1f} ms"
+        print(f"{name:<44}{medians[kind] * 1e3:>6.1f} ms{over:>12}{exposed:>11}{hidden:>9}".rstrip())
     print(
-        "\nhidden  the share of the time with an all-reduce under way in which the rank computed, from the trace\n"
-        "naive   one more all-reduce, which says who has which gradient, goes before those of the gradients"
+        "\nexposed  from the trace: the time with an all-reduce under way in which a rank computed nothing\n"
+        "hidden   from the trace: the share of the time with an all-reduce under way in which ranks computed\n"
+        "naive    one more all-reduce, which says who has which gradient, goes before those of the gradients"
     )
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import microparallel as mp
 from microparallel.transport.shared_memory import SharedMemoryTransport, arena
+from microparallel.transport.shared_memory import transport as transport_module
 from microparallel.transport.shared_memory.arena import Arena
 from microparallel.transport.shared_memory.mailbox import SLOTS
 from microparallel.transport.shared_memory.segment import create
@@ -145,7 +146,7 @@ def test_copies_are_given_back():
             else:
                 transport.irecv(torch.empty(1000), 0).wait()
                 transport.isend(torch.zeros(1), 0).wait()
-        transport._reclaim()
+        transport._reclaim(1)
         return len(transport._staged)
 
     assert max(everywhere(2, talk)) <= 1
@@ -256,3 +257,26 @@ def test_garbage_may_be_collected_while_memory_is_taken():
     pieces._free[0] = Garbage(pieces, (start, 4096))  # whoever looks through the free pieces sets it off
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(pieces.take, 64).result(timeout=10) == 0
+
+
+def test_a_rank_that_only_offers_waits_for_those_who_read(monkeypatch):
+    """However far behind the others are, a bounded part of the memory is in use."""
+    monkeypatch.setattr(transport_module, "_MOST_STAGED", 100_000)
+    most = []
+
+    def pass_on(transport):
+        for number in range(200):
+            if transport.rank == 0:
+                tensor = torch.full((10_000,), number, dtype=torch.uint8)
+                transport.let_others_catch_up()
+                copy = transport.copy(tensor)
+                transport.offer(tensor, 1, copy=copy)
+                copy.let_go()
+                most.append(sum(sent.size for sent in transport._staged[0]))
+            else:
+                borrowed = transport.borrow(0)
+                assert borrowed.bytes.eq(number).all()
+                borrowed.give_back()
+
+    everywhere(2, pass_on)
+    assert max(most) <= 110_000

@@ -25,6 +25,7 @@ class SharedMemoryExchange:
         self._transport = transport
         self._signature = signature_of(call)
         self._copies: dict[tuple[int, int], Copy | None] = {}
+        transport.let_others_catch_up()
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
         """Offer a tensor; one that must be copied is copied once, for all who are offered it."""

@@ -29,6 +29,7 @@ from microparallel.transport.shared_memory.works import Borrowed, Copy, Inbox, R
 
 _SPINS = 300  # looks before going to sleep, some microseconds; only where every rank has a core
 _MOST = 2**38  # bytes of addresses where the machine does not say how much memory it has
+_MOST_STAGED = 64 * 2**20  # bytes of copies for collectives that others have not read
 _GLANCE = 0.0002  # seconds between two looks at several ranks
 _NAP = 0.05  # seconds of sleep before looking whether the peer is still there
 
@@ -59,7 +60,7 @@ class SharedMemoryTransport:
         self.peers = Peers(rank, self.world_ranks, self._segments, connections)
         self._out = [[_channel(self._segment, peer, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._in = [[_channel(self._segments[peer], rank, lane) for peer in range(ranks)] for lane in range(LANES)]
-        self._staged: deque[Sent] = deque()
+        self._staged: list[deque[Sent]] = [deque() for _ in range(LANES)]  # copies that may not have been read yet
         self._reclaiming = threading.Lock()
         self._inboxes: dict[tuple[int, int], Inbox] = defaultdict(Inbox)
         self._spins = _SPINS if futex.SPINNING_IS_SAFE and ranks <= available_cores() else 0
@@ -93,7 +94,7 @@ class SharedMemoryTransport:
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Sent:
         """Start sending a contiguous tensor."""
-        copy = self.copy(tensor)
+        copy = self.copy(tensor, lane=1)
         sent = self._post(1, tensor, to, tag, 0, copy)
         if copy is not None:
             copy.let_go()
@@ -152,15 +153,26 @@ class SharedMemoryTransport:
 
     # ── sending and waiting ─────────────────────────────────────────────────────────────────────────────────────
 
-    def copy(self, tensor: torch.Tensor) -> Copy | None:
+    def copy(self, tensor: torch.Tensor, lane: int = 0) -> Copy | None:
         """Copy a tensor into the segment; None if it lives there, or has nothing in it."""
         size = tensor.numel() * tensor.element_size()
         if not size or self._segment.offset_of(tensor) is not None:
             return None
-        self._reclaim()
+        self._reclaim(lane)
         copy = Copy(self._arena, size)
         _view(self._segment.bytes, copy.start, tensor).copy_(tensor.view(-1))
         return copy
+
+    def let_others_catch_up(self) -> None:
+        """Wait while much of earlier rounds has not been read: a rank that only broadcasts would fill the memory.
+
+        Whoever is behind needs nothing of the round that begins here. So this may be called between rounds of
+        collectives, and not within one, nor between messages: there, both may be sending before they receive.
+        """
+        staged = self._staged[0]
+        while sum(sent.size for sent in staged) > _MOST_STAGED:
+            staged[0].wait_until_taken()
+            self._reclaim(0)
 
     def _post(self, lane: int, tensor: torch.Tensor, to: int, tag: int, signature: int, copy: Copy | None) -> Sent:
         channel = self._out[lane][to]
@@ -175,14 +187,15 @@ class SharedMemoryTransport:
                 self.wait_until_taken(channel, slot, to, None)
             channel.post(tag, offset, size, signature)
         if copy is not None:
-            self._staged.append(sent)
+            self._staged[lane].append(sent)
         return sent
 
-    def _reclaim(self) -> None:
+    def _reclaim(self, lane: int) -> None:
         """Take back the copies of tensors that have been read."""
+        staged = self._staged[lane]
         with self._reclaiming:
-            while self._staged and self._staged[0].taken():
-                self._staged.popleft().let_go()
+            while staged and staged[0].taken():
+                staged.popleft().let_go()
 
     def _wait_for_post(self, channel: Channel, number: int, source: int, timeout: float | None) -> None:
         wanted = number % 2**32
@@ -219,7 +232,8 @@ class SharedMemoryTransport:
     def close(self) -> None:
         """Leave the group. What the others still read stays where it is until they let go of it."""
         self.peers.close()
-        self._staged.clear()
+        for staged in self._staged:
+            staged.clear()
         self._inboxes.clear()
 
 

@@ -67,9 +67,19 @@ class Sent:
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the tensor may be changed: when it was copied, at once, else when it has been read."""
-        if not self.copied and not self.taken():
-            self._transport.wait_until_taken(self._channel, self._slot, self._to, timeout)
+        if not self.copied:
+            self.wait_until_taken(timeout)
         self._tensor = None
+
+    def wait_until_taken(self, timeout: float | None = None) -> None:
+        """Return when it has been read."""
+        if not self.taken():
+            self._transport.wait_until_taken(self._channel, self._slot, self._to, timeout)
+
+    @property
+    def size(self) -> int:
+        """How many bytes of the segment it takes."""
+        return 0 if self._copy is None else self._copy.size
 
     def let_go(self) -> None:
         """The copy has been read."""
