@@ -363,8 +363,6 @@ def test_other_devices_are_refused_with_the_reason(pool, tmp_path):
             dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)
         with pytest.raises(mp.UsageError, match="to_dense"):
             dist.all_reduce(torch.ones(2).to_sparse())
-        with pytest.raises(mp.UsageError, match="named"):
-            dist.recv(torch.ones(2))
         with pytest.raises(RuntimeError, match="No device associated"):
             dist.split_group(split_ranks=[[0], [1]])
 

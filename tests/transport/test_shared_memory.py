@@ -147,7 +147,7 @@ def test_copies_are_given_back():
                 transport.irecv(torch.empty(1000), 0).wait()
                 transport.isend(torch.zeros(1), 0).wait()
         transport._reclaim(1)
-        return len(transport._staged)
+        return len(transport._staged[1])
 
     assert max(everywhere(2, talk)) <= 1
 
