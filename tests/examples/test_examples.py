@@ -68,7 +68,7 @@ def test_every_command_of_a_docstring_is_covered(script):
 def test_reaches_its_conclusion(command, tmp_path, call_here, fresh):
     quickly, exit_code, says = CALLS[command]
     call = f"{command} {quickly}"
-    finished = in_a_process_of_its_own(call, tmp_path) if fresh or command == "ping_pong.py" else call_here(call)
+    finished = in_a_process_of_its_own(call, tmp_path) if fresh or command == "monolith.py" else call_here(call)
     assert finished.returncode == exit_code, finished.stdout + finished.stderr
     assert re.search(says, finished.stderr if exit_code else finished.stdout, re.MULTILINE), finished.stdout
     assert exit_code or not finished.stderr
