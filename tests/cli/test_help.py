@@ -5,7 +5,12 @@ import sys
 
 import pytest
 
-VERBS = [[], *([verb] for verb in ("train", "compare", "draw", "simulate", "verify", "doctor")), ["bench", "allreduce"]]
+VERBS = [
+    [],
+    *([verb] for verb in ("train", "compare", "draw", "simulate", "verify", "doctor")),
+    ["bench", "allreduce"],
+    ["bench", "dp"],
+]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: " ".join(verb) or "main")

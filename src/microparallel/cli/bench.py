@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json as json_format
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from microparallel.cli import bench_dp, options
+from microparallel.cli.bench_world import choose_ranks, measure_on_ranks
 from microparallel.cli.output import require_writable
 from microparallel.cli.sizes import parse_sizes
 from microparallel.collectives import ALL_REDUCES
 from microparallel.errors import ConfigError, MicroparallelError
-from microparallel.topology import ALONE, MOST_RANKS_PER_CORE, Placement, available_cores, find_placement
+from microparallel.topology import available_cores
 
 if TYPE_CHECKING:
     from microparallel.comms import Comms
@@ -37,13 +37,11 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="Measure this machine, side by side with torch.",
-    epilog=options.examples(("microparallel bench allreduce", "every all-reduce algorithm; see its own `--help`")),
+    epilog=options.examples(
+        ("microparallel bench allreduce", "every all-reduce algorithm; see its own `--help`"),
+        ("microparallel bench dp", "every kind of data parallelism"),
+    ),
 )
-
-
-@app.callback()
-def _bench() -> None:
-    """Keep `allreduce` a command of `bench`, also while it is the only one."""
 
 
 app.command(name="dp", epilog=bench_dp.EXAMPLES)(bench_dp.data_parallel)
@@ -92,7 +90,8 @@ def all_reduce(
     where moving bytes is itself work for a core, or where several messages arrive at once, it is off, and shows by how
     much.
     """
-    chosen_algorithms, chosen_ranks = _algorithms(algorithms), _ranks(ranks)
+    chosen_algorithms = _algorithms(algorithms)
+    chosen_ranks = choose_ranks(ranks, default=max(2, min(4, available_cores())))
     chosen_sizes = parse_sizes(sizes, "--sizes")
     _check(chosen_sizes, dtype, seconds, repeats)
     from microparallel.performance.all_reduce_bench import Settings
@@ -102,7 +101,7 @@ def all_reduce(
         require_drawable(plot, "--plot")
         require_writable(plot, "--plot")
     settings = Settings(chosen_algorithms, chosen_sizes, dtype, seconds, repeats)
-    measurements = _run(settings, chosen_ranks, transport, device, quiet)
+    measurements = measure_on_ranks(_measure, chosen_ranks, settings, transport=transport, device=device, quiet=quiet)
     if measurements is not None:  # torchrun's other ranks have nothing to say
         _show(measurements, plot, json)
     return 0
@@ -117,25 +116,6 @@ def _algorithms(text: str | None) -> tuple[str, ...]:
     for name in names:
         _require(name, (*ALL_REDUCES, "torch"), f"--algorithms {text}: there is no all-reduce {name!r}")
     return tuple(dict.fromkeys(name for name in names if name != "torch"))  # torch's own is always measured
-
-
-def _ranks(given: int | None) -> int:
-    world, cores = find_placement(os.environ), available_cores()
-    if world != ALONE:  # torchrun or Slurm has decided how many ranks there are
-        if given not in (None, world.world_size):
-            raise ConfigError(
-                f"--ranks {given}: this process belongs to a world of {world.world_size} ranks; leave it out"
-            )
-        return world.world_size
-    ranks = max(2, min(4, cores)) if given is None else given
-    if ranks < 1:
-        raise ConfigError(f"--ranks {ranks}: must be at least 1; try 2")
-    if ranks > MOST_RANKS_PER_CORE * cores:
-        raise ConfigError(
-            f"--ranks {ranks}: this machine has {cores} core{'s' * (cores > 1)}, "
-            f"and more than {MOST_RANKS_PER_CORE} ranks a core cannot work; try {max(2, cores)}"
-        )
-    return ranks
 
 
 def _check(sizes: Iterable[int], dtype: str, seconds: float, repeats: int | None) -> None:
@@ -157,29 +137,14 @@ def _require(name: str, choices: tuple[str, ...], problem: str) -> None:
         raise ConfigError(f"{problem}; {hint}")
 
 
-def _run(settings: Settings, ranks: int, transport: str, device: str, quiet: bool) -> Measurements | None:
-    """Measure on ranks of our own, or on those that torchrun started; None on all of those but the first."""
-    from microparallel.world import connect, launch
-    from microparallel.world.connect import require_possible
-
-    if find_placement(os.environ) != ALONE:
-        with connect(transport, device=device) as comms:
-            measurements = _measure(comms, settings, quiet)
-            return measurements if comms.rank == 0 else None
-    require_possible(transport, device, Placement(0, ranks, local_rank=0, local_world_size=ranks))
-    if not quiet:
-        print(f"starting {ranks} rank{'s' * (ranks > 1)} …", file=sys.stderr)
-    results: list[Measurements] = launch(_measure, ranks, settings, quiet, transport=transport, device=device)
-    return results[0]
-
-
 def _measure(comms: Comms, settings: Settings, quiet: bool) -> Measurements:
     """What every rank does; the first one shows how it goes."""
     from microparallel.cli.bench_progress import progress_on_standard_error
     from microparallel.performance.all_reduce_bench import bench_all_reduce
+    from microparallel.performance.units import show_size
 
-    with progress_on_standard_error(shown=comms.rank == 0 and not quiet) as progress:
-        return bench_all_reduce(comms, settings, progress)
+    with progress_on_standard_error(comms.rank == 0 and not quiet, "repeats") as progress:
+        return bench_all_reduce(comms, settings, lambda done, size, times: progress(done, show_size(size), times))
 
 
 def _show(measurements: Measurements, plot: Path | None, json: bool) -> None:

@@ -122,10 +122,10 @@ def _check(batch: int | None, seconds: float, steps: int | None) -> None:
 
 def _measure(comms: Comms, settings: Settings, quiet: bool) -> Measurements:
     """What every rank does; the first one shows how it goes."""
-    from microparallel.cli.bench_dp_progress import progress_by_model
+    from microparallel.cli.bench_progress import progress_on_standard_error
     from microparallel.performance.data_parallel_bench import bench_data_parallel
 
-    with progress_by_model(shown=comms.rank == 0 and not quiet) as progress:
+    with progress_on_standard_error(comms.rank == 0 and not quiet, "steps") as progress:
         return bench_data_parallel(comms, settings, progress)
 
 

@@ -28,7 +28,7 @@ from microparallel.performance.case import transport_of
 from microparallel.performance.data_parallel_bench_check import WrongWeights, differences, find_wrong
 from microparallel.performance.data_parallel_bench_methods import Contender, Method, methods_of
 from microparallel.performance.data_parallel_bench_models import Subject, find_subject
-from microparallel.performance.methods import _gloo_beside
+from microparallel.performance.methods import gloo_beside
 from microparallel.performance.rounds import largest, total
 from microparallel.performance.time_budget import TimeBudget
 from microparallel.topology import available_cores, available_memory, find_placement
@@ -200,7 +200,7 @@ class _Bench:
 def _gloo_for(comms: Comms) -> Iterator[dist.ProcessGroup]:
     """The group that torch's own DDP talks through: beside shared memory one of gloo, elsewhere the world's."""
     if transport_of(comms) == "shm":
-        with _gloo_beside(comms) as group:
+        with gloo_beside(comms) as group:
             yield group
     else:
         yield comms.process_group

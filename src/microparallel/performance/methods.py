@@ -63,7 +63,7 @@ def methods_for(comms: Comms, algorithms: Sequence[str]) -> Iterator[list[Method
         torch_s_own = Method(TORCH, _run(partial(dist.all_reduce, group=comms.process_group)), comms.barrier)
         yield [torch_s_own, *named, add]
         return
-    with _gloo_beside(comms) as group:
+    with gloo_beside(comms) as group:
         meet = partial(dist.all_reduce, torch.zeros(1), group=group)
         torch_s_own = Method(TORCH, _run(partial(dist.all_reduce, group=group)), meet)
         yield [torch_s_own, *_over_shared_memory(comms), *named, add]
@@ -90,7 +90,7 @@ def _run(all_reduce: Callable[[torch.Tensor], object]) -> Action:
 
 
 @contextmanager
-def _gloo_beside(comms: Comms) -> Iterator[dist.ProcessGroup]:
+def gloo_beside(comms: Comms) -> Iterator[dist.ProcessGroup]:
     """A gloo group of the same ranks, for as long as it is needed."""
     ranks = dist.get_process_group_ranks(comms.process_group)
     group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
