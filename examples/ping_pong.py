@@ -55,14 +55,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, help="throws and returns of each size (default 40)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where the tensors live")
-    parser.add_argument("--transport", choices=["auto", "gloo", "nccl"], default="auto", help="what carries them")
+    parser.add_argument("--transport", choices=["auto", "shm", "gloo", "nccl"], default="auto", help="what carries them")
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     where = {"device": options.device, "transport": options.transport}
     try:
         results = mp.launch(play, 2, options.rounds, **where, timeout=30 + options.rounds / 5)
-    except (mp.RankFailed, mp.RanksTimedOut) as failure:
+    except (mp.UsageError, mp.LaunchError) as failure:
         sys.exit(getattr(failure, "refusal", None) or str(failure))  # a refusal needs no traceback
 
     seconds = results[0]  # rank 0 starts each round, so its clock sees all of it

@@ -6,6 +6,7 @@ It reads jobs from its parent, runs each in a world of its own and reports what 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import signal
@@ -131,7 +132,8 @@ def _join(job: Job) -> Any:
         MASTER_PORT=str(job.port),
     )
     torch.set_num_threads(threads_per_rank(job.world_size))
-    client = dist.TCPStore("127.0.0.1", job.port, is_master=False, timeout=timedelta(seconds=job.timeout))
+    client = _store(job.port)
+    client.set_timeout(timedelta(seconds=job.timeout))
     placement = Placement(job.rank, job.world_size, local_rank=job.rank, local_world_size=job.world_size)
     return join(
         placement,
@@ -141,6 +143,14 @@ def _join(job: Job) -> Any:
         timeout=job.timeout,
         check=job.check,
     )
+
+
+@functools.cache
+def _store(port: int) -> Any:
+    """The way to the parent's store, opened once: torch asks the name server who 127.0.0.1 is, each time."""
+    import torch.distributed as dist
+
+    return dist.TCPStore("127.0.0.1", port, is_master=False)
 
 
 def _leave(comms: Any) -> None:
