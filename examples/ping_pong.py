@@ -55,7 +55,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, help="throws and returns of each size (default 40)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where the tensors live")
-    parser.add_argument("--transport", choices=["auto", "shm", "gloo", "nccl"], default="auto", help="what carries them")
+    parser.add_argument(
+        "--transport", choices=["auto", "shm", "gloo", "nccl"], default="auto", help="what carries them"
+    )
     options = parser.parse_args()
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
