@@ -49,6 +49,11 @@ _HOMES = {
     "compare_hook_timing": "microparallel.data_parallel.hooks_demo",
     "draw_overlap": "microparallel.drawing.overlap",
     "Replicas": "microparallel.data_parallel",
+    "Mesh": "microparallel.topology",
+    "Pipeline": "microparallel.pipeline",
+    "naive_pipeline_step": "microparallel.pipeline",
+    "gpipe_pipeline_step": "microparallel.pipeline",
+    "onef_oneb_pipeline_step": "microparallel.pipeline",
     **dict.fromkeys(
         [
             "MicroparallelError",
@@ -67,6 +72,7 @@ _HOMES = {
             "CommsTimeout",
             "CheckpointError",
             "GradientError",
+            "StageError",
         ],
         "microparallel.errors",
     ),

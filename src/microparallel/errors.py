@@ -14,6 +14,7 @@ MicroparallelError
 │   ├── PeerLost                 .ranks went away during .call
 │   ├── Mismatch                 ranks made different calls, or the same call with different tensors
 │   └── CommsTimeout             a call waited longer than its timeout
+├── StageError                   a stage that raised, or returned something else than its dry run
 ├── GradientError                gradients that are missing or not finite, where that was to be an error
 └── CheckpointError              a checkpoint that cannot be written or read
 KeyboardInterrupt
@@ -109,6 +110,13 @@ class Mismatch(CommsError):
 
 class CommsTimeout(CommsError, TimeoutError):
     """A call waited longer than its timeout."""
+
+
+class StageError(MicroparallelError, RuntimeError):
+    """A stage of a pipeline raised, or returned something else than its dry run promised.
+
+    The text names the rank, the stage, the micro-batch and the shapes.
+    """
 
 
 class GradientError(MicroparallelError, RuntimeError):

@@ -65,6 +65,37 @@ def test_layers_one_after_the_other_are_the_model():
     assert torch.equal(outputs, model(tokens))
 
 
+def test_pipeline_layers_are_the_layers():
+    model = small()
+    assert model.pipeline_layers() is model.layers
+
+
+def test_a_tied_head_is_the_embedding():
+    tied, untied = small(tied=True), small()
+    assert tied.layers[-1].linear.weight is tied.layers[0].token.weight
+    assert len(list(tied.parameters())) == len(list(untied.parameters())) - 1
+    assert list(tied.state_dict()) == list(untied.state_dict())
+    assert untied.layers[-1].linear.weight is not untied.layers[0].token.weight
+
+
+def test_tying_changes_no_other_weight_and_draws_the_same_random_numbers():
+    tied, after_tied = small(tied=True).state_dict(), torch.rand(3)
+    untied, after_untied = small().state_dict(), torch.rand(3)
+    head = "layers.3.linear.weight"
+    assert all(torch.equal(tied[name], untied[name]) for name in untied if name != head)
+    assert torch.equal(tied[head], untied["layers.0.token.weight"])
+    assert torch.equal(after_tied, after_untied)
+
+
+def test_a_tied_weight_gathers_the_gradients_of_both_its_uses():
+    tied, untied, tokens = small(tied=True), small(), torch.randint(11, (2, 8))
+    untied.load_state_dict(tied.state_dict())
+    tied(tokens, tokens).backward()
+    untied(tokens, tokens).backward()
+    both = untied.layers[0].token.weight.grad + untied.layers[-1].linear.weight.grad
+    torch.testing.assert_close(tied.layers[0].token.weight.grad, both)
+
+
 def test_works_in_float64():
     model, tokens = small().double(), torch.randint(11, (2, 8))
     loss = model(tokens, tokens)

@@ -91,6 +91,11 @@ def test_layers_names_and_shapes():
     assert FullMLP(8)(torch.randn(4, 8)).shape == (4, 2)
 
 
+def test_pipeline_layers_are_the_layers():
+    full = FullMLP(4, 3)
+    assert full.pipeline_layers() is full.layers
+
+
 def test_relu_after_every_layer_but_the_last():
     full = full_model(16, 3)
     hidden = full.layers[0](torch.randn(64, 16))

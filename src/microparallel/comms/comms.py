@@ -16,12 +16,14 @@ import torch.distributed as dist
 from microparallel.collectives import all_reduce_program
 from microparallel.comms.calls import Call, describe, describe_list
 from microparallel.comms.conversation import Conversation
+from microparallel.comms.failures import explain
 from microparallel.comms.group import Group
 from microparallel.comms.headers import read_headers, write_headers
+from microparallel.comms.mail import Mail
 from microparallel.comms.reductions import check_reduction, finish_reduction, stand_in, wire_reduction
 from microparallel.comms.request import Request
 from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
-from microparallel.errors import UsageError
+from microparallel.errors import CommsError, UsageError
 from microparallel.transport.base import Work
 
 
@@ -299,6 +301,20 @@ class Comms(Conversation):
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised CPU tensor where the transport moves it fastest: in shared memory, if it has that."""
         return self._transport.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
+
+    @property
+    def mail(self) -> Mail:
+        """Messages under a tag of one's own, as a transport: for running programs over them."""
+        return Mail(self._transport)
+
+    @property
+    def messages_wait_in_line(self) -> bool:
+        """Whether a rank's messages run one after another, as NCCL's do: then none may be posted before its time."""
+        return self.device.type == "cuda" and "cuda" in self._transport.carries
+
+    def explain(self, error: RuntimeError, call: str) -> CommsError:
+        """Turn a transport's failure in messages of one's own into an error that names the rank and the call."""
+        return error if isinstance(error, CommsError) else explain(error, Call(call, call), self._transport)
 
     # ── smaller worlds ──────────────────────────────────────────────────────────────────────────────────────────
 

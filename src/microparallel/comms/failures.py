@@ -18,10 +18,10 @@ def named_failures(call: Call, transport: Group) -> Iterator[None]:
     except CommsError:
         raise
     except RuntimeError as error:
-        raise _explain(error, call, transport) from error
+        raise explain(error, call, transport) from error
 
 
-def _explain(error: RuntimeError, call: Call, transport: Group) -> CommsError:
+def explain(error: RuntimeError, call: Call, transport: Group) -> CommsError:
     """Say which rank a failed call was waiting for, and why."""
     here = f"rank {transport.rank}"
     reason = str(error).partition("\n")[0]

@@ -58,14 +58,19 @@ def run_in_process(
         cast("Iterator[Pollable]", perform(rounds(ops), Memory(tensor, slices), transport, COMBINE["sum"]))
         for ops, tensor, transport in zip(program.ranks, flat, ends, strict=True)
     ]
+    take_turns(runs, program.name)
+    for tensor, result in zip(tensors, flat, strict=True):
+        tensor.detach().copy_(result)
+
+
+def take_turns(runs: Sequence[Iterator[Pollable]], name: str) -> None:
+    """Let ranks that share this process go on in turns, each as far as it can, until all have come to their end."""
     waiting: dict[int, Pollable | None] = dict.fromkeys(range(len(runs)))  # what each unfinished rank waits for
     while waiting:
         ready = [rank for rank, work in waiting.items() if work is None or work.poll()]
         if not ready:
-            raise ProgramError(f"program {program.name!r} stands still: {'; '.join(map(str, waiting.values()))}")
+            raise ProgramError(f"program {name!r} stands still: {'; '.join(map(str, waiting.values()))}")
         for rank in ready:
             waiting[rank] = next(runs[rank], None)
             if waiting[rank] is None:
                 del waiting[rank]
-    for tensor, result in zip(tensors, flat, strict=True):
-        tensor.detach().copy_(result)

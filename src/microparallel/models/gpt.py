@@ -5,8 +5,9 @@ tokens ─→ Embedding ─→ Block ─→ … ─→ Block ─→ Head ─→ 
           layers.0     layers.1      layers.depth     layers.depth+1
 ```
 
-Each layer takes one tensor and returns one tensor, so a pipeline may cut between any two of them. For the same reason
-the head has weights of its own: sharing them with the embedding, as GPT-2 does, would tie the first rank to the last.
+Each layer takes one tensor and returns one tensor, so a pipeline may cut between any two of them. The head has weights
+of its own, or with `tied=True` those of the embedding, as in GPT-2: one parameter that the first and the last stage
+of a pipeline both hold, and whose gradients they sum.
 """
 
 from __future__ import annotations
@@ -97,11 +98,18 @@ class Head(nn.Module):
 class GPT(nn.Module):
     """A small GPT without dropout, as a list of layers that can be cut anywhere.
 
-    The defaults make a byte-level model of under a million parameters.
+    The defaults make a byte-level model of under a million parameters. With `tied`, the head reads its logits off the
+    token embedding's own weights; all other weights start as they do without.
     """
 
     def __init__(
-        self, vocabulary: int = 256, context: int = 64, dim: int = 128, heads: int = 4, depth: int = 4
+        self,
+        vocabulary: int = 256,
+        context: int = 64,
+        dim: int = 128,
+        heads: int = 4,
+        depth: int = 4,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         sizes = {"vocabulary": vocabulary, "context": context, "dim": dim, "heads": heads, "depth": depth}
@@ -113,10 +121,13 @@ class GPT(nn.Module):
                 f"dim={dim} cannot be shared out evenly among heads={heads}: "
                 f"use dim={math.ceil(dim / heads) * heads}, or a number of heads that divides {dim}"
             )
-        self.layers = nn.ModuleList(
-            [Embedding(vocabulary, context, dim), *[Block(dim, heads) for _ in range(depth)], Head(vocabulary, dim)]
-        )
+        embedding = Embedding(vocabulary, context, dim)
+        blocks = [Block(dim, heads) for _ in range(depth)]
+        head = Head(vocabulary, dim)
+        self.layers = nn.ModuleList([embedding, *blocks, head])
         self._initialise(depth)
+        if tied:  # only now, so that the same random numbers are drawn as without
+            head.linear.weight = embedding.token.weight
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         """Return the logits, or with targets (the token after each token) the mean cross-entropy loss."""
@@ -124,6 +135,10 @@ class GPT(nn.Module):
         for layer in self.layers:
             outputs = layer(outputs)
         return outputs if targets is None else cross_entropy(outputs, targets)
+
+    def pipeline_layers(self) -> nn.ModuleList:
+        """Return the layers, between any two of which a pipeline may cut."""
+        return self.layers
 
     def _initialise(self, depth: int) -> None:
         """Draw the initial weights as GPT-2 does."""

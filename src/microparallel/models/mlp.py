@@ -66,6 +66,10 @@ class FullMLP(nn.Module):
             outputs = layer(outputs)
         return outputs if targets is None else cross_entropy(outputs, targets)
 
+    def pipeline_layers(self) -> nn.ModuleList:
+        """Return the layers, between any two of which a pipeline may cut."""
+        return self.layers
+
 
 class ShardedMLP(nn.Module):
     """One rank's share of the layers of a `FullMLP`, under the names they have there.

@@ -19,7 +19,7 @@ from microparallel.program.ops import (
 )
 from microparallel.program.program import Collective, Goal, Program, TrainingStep
 from microparallel.program.rules import Rules, halves, live_activations, peak_activations
-from microparallel.program.text import from_text, to_text
+from microparallel.program.text import from_text, parse_op, to_text
 from microparallel.program.values import Act, Bucket, Chunk, Delta, Grad, Part, Rest, Value, parse_value, touch
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "halves",
     "lane",
     "live_activations",
+    "parse_op",
     "parse_value",
     "peak_activations",
     "to_text",

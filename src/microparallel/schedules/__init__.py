@@ -10,11 +10,13 @@ from microparallel.errors import UsageError
 from microparallel.program import Program
 from microparallel.schedules.data_parallel import ddp, ddp_naive
 from microparallel.schedules.dualpipe import dualpipev
+from microparallel.schedules.forwards import forwards_only
 from microparallel.schedules.gpipe import gpipe
 from microparallel.schedules.interleaved import interleaved
 from microparallel.schedules.lowering import free_dead_values, insert_sends, lower
 from microparallel.schedules.naive import naive
 from microparallel.schedules.one_f_one_b import one_f_one_b
+from microparallel.schedules.replicas import replicate
 from microparallel.schedules.zero_bubble import zb_h1, zb_h2, zbv
 
 PIPELINES: dict[str, Callable[..., Program]] = {
@@ -88,6 +90,7 @@ __all__ = [
     "ddp",
     "ddp_naive",
     "dualpipev",
+    "forwards_only",
     "free_dead_values",
     "gpipe",
     "insert_sends",
@@ -95,6 +98,7 @@ __all__ = [
     "lower",
     "naive",
     "one_f_one_b",
+    "replicate",
     "zb_h1",
     "zb_h2",
     "zbv",

@@ -3,6 +3,7 @@
 from microparallel.topology.cores import DO_NOT_SPIN, MOST_RANKS_PER_CORE, available_cores, threads_per_rank
 from microparallel.topology.links import Link
 from microparallel.topology.memory import available_memory, total_memory
+from microparallel.topology.mesh import Mesh
 from microparallel.topology.placement import ALONE, Placement, find_placement
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "DO_NOT_SPIN",
     "MOST_RANKS_PER_CORE",
     "Link",
+    "Mesh",
     "Placement",
     "available_cores",
     "available_memory",

@@ -37,6 +37,10 @@ class TorchWork:
         self._work = work
         self._tensors = tensors
 
+    def poll(self) -> bool:
+        """Whether the transfer is known to be complete."""
+        return self._work is None or self._work.is_completed()
+
     def wait(self, timeout: float | None = None) -> None:
         """Return when the transfer is complete (on CUDA: when the current stream may rely on it)."""
         if self._work is None:
@@ -84,6 +88,10 @@ class TorchExchange:
         if self._batch:
             tensors = [message.tensor for message in self._batch]
             self._works = [TorchWork(work, *tensors) for work in dist.batch_isend_irecv(self._batch)]
+
+    def poll(self) -> bool:
+        """Whether the whole batch is known to be complete."""
+        return bool(self._works) and all(work.poll() for work in self._works)
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the whole batch is complete (on CUDA: when the current stream may rely on it)."""

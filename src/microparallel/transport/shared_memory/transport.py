@@ -130,16 +130,17 @@ class SharedMemoryTransport:
                 raise RuntimeError("timed out waiting for a message of any rank")
             time.sleep(_GLANCE)
 
-    def take_message(self, into: torch.Tensor, source: int, tag: int, deadline: float) -> None:
-        """Wait for the next message with this tag, and copy it."""
+    def take_message(self, into: torch.Tensor, source: int, tag: int, deadline: float) -> float:
+        """Wait for the next message with this tag, and copy it; returns when the waiting was over."""
         channel = self._in[1][source]
         while True:
             with channel.lock:
                 seen = channel.posted()
                 number = channel.find(tag, seen)
                 if number is not None:
+                    arrived = time.perf_counter()
                     self._copy_message(channel, number, into, source)
-                    return
+                    return arrived
             self._sleep_until_changed(channel.posted_address(), channel.posted, seen, source, deadline)
 
     def _copy_message(self, channel: Channel, number: int, into: torch.Tensor, source: int) -> None:

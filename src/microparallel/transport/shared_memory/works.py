@@ -61,6 +61,10 @@ class Sent:
         self._tensor = None if self.copied else tensor
         self._copy = copy
 
+    def poll(self) -> bool:
+        """Whether the tensor may be changed."""
+        return self.copied or self.taken()
+
     def taken(self) -> bool:
         """Whether it has been read: its slot says so, or serves a later message."""
         return self._channel.count - self._number > SLOTS or self._channel.state(self._slot) != POSTED
@@ -123,6 +127,7 @@ class Received:
         self._tag = tag
         self._inbox = inbox
         self._complete = False
+        self.arrived = 0.0  # when it was there to be copied, by time.perf_counter
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the message is in the tensor."""
@@ -130,7 +135,7 @@ class Received:
         with self._inbox.lock:
             while not self._complete:
                 first = self._inbox.waiting.popleft()
-                self._transport.take_message(first._into, first._source, first._tag, deadline)
+                first.arrived = self._transport.take_message(first._into, first._source, first._tag, deadline)
                 first._complete = True
 
 

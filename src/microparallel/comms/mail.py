@@ -1,0 +1,78 @@
+"""Messages under a tag of their own, for whoever runs a program over a Comms: any tensor, on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from microparallel.comms.group import Group
+from microparallel.comms.wire import as_bytes, to_wire
+from microparallel.transport.base import Exchange, Loan, ReceivedCopy, SeparateMessages, Work
+
+
+class Mail:
+    """A group's messages as a transport: what it cannot carry is staged through memory that it can."""
+
+    def __init__(self, group: Group) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self._group = group
+
+    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Start sending a tensor."""
+        return self._group.isend(as_bytes(to_wire(tensor, self._group.carries)), to, tag)
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Start receiving into a contiguous tensor."""
+        return _received(tensor, self._group.carries, lambda wire: self._group.irecv(wire, source, tag))
+
+    def exchange(self, tag: int = 0) -> Exchange:
+        """Open an exchange."""
+        together = getattr(self._group, "exchange", None)
+        return SeparateMessages(self, tag) if together is None else MailExchange(together(tag), self._group.carries)
+
+
+class MailExchange:
+    """An exchange of a group whose messages may need to start together."""
+
+    def __init__(self, exchange: Exchange, carries: frozenset[str]) -> None:
+        self._exchange = exchange
+        self._carries = carries
+
+    def isend(self, tensor: torch.Tensor, to: int) -> Work:
+        """Add a send."""
+        return self._exchange.isend(as_bytes(to_wire(tensor, self._carries)), to)
+
+    def irecv(self, tensor: torch.Tensor, source: int) -> Work:
+        """Add a receive."""
+        return _received(tensor, self._carries, lambda wire: self._exchange.irecv(wire, source))
+
+    def borrow(self, like: torch.Tensor, source: int) -> Loan:
+        """Add a receive of a copy."""
+        return ReceivedCopy(self, like, source)
+
+    def close(self) -> None:
+        """Start what has not started."""
+        self._exchange.close()
+
+
+def _received(tensor: torch.Tensor, carries: frozenset[str], start: Callable[[torch.Tensor], Work]) -> Work:
+    if tensor.device.type in carries:
+        return start(as_bytes(tensor))
+    wire = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return Staged(start(as_bytes(wire)), wire, tensor)
+
+
+class Staged:
+    """A receive that arrives in the host's memory, and is brought to its place when it is waited for."""
+
+    def __init__(self, work: Work, wire: torch.Tensor, tensor: torch.Tensor) -> None:
+        self._work = work
+        self._wire = wire
+        self._tensor = tensor
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the tensor is there."""
+        self._work.wait(timeout)
+        self._tensor.copy_(self._wire)

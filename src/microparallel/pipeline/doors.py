@@ -1,0 +1,73 @@
+"""The course's pipeline steps, each a thin door to `Pipeline`: every rank brings its own piece of the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from microparallel.comms import Comms
+from microparallel.pipeline.pipeline import Pipeline
+from microparallel.pipeline.stage import LossFunction
+
+_PLACE = "_microparallel_pipelines"  # where a model keeps the pipelines that were made of it
+
+
+class _Pipelines(dict[tuple[object, ...], Pipeline]):
+    """The pipelines of one model; a copy of the model, or what is saved of it, has none."""
+
+    def __deepcopy__(self, _: object) -> _Pipelines:
+        return _Pipelines()
+
+    def __reduce__(self) -> tuple[type[_Pipelines], tuple[()]]:
+        return _Pipelines, ()
+
+
+def naive_pipeline_step(
+    model: nn.Module, comms: Comms, inputs: Any, targets: Any, loss_fn: LossFunction | None = None
+) -> torch.Tensor:
+    """Pass the whole batch through the ranks, one after another, and back: all but one of them wait.
+
+    Args:
+        model: this rank's piece, such as `mp.models.ShardedMLP`; the last one returns the mean loss when it is called
+            with targets, unless there is a `loss_fn`.
+        comms: the ranks, in the order of the pieces.
+        inputs: the batch; only the first rank looks at it.
+        targets: only the last rank looks at them.
+        loss_fn: takes the last piece's outputs and the targets, and returns the mean loss.
+
+    Returns:
+        the mean loss, the same on every rank. Gradients are in the parameters, as after `loss.backward()`.
+    """
+    return _step("naive", model, comms, inputs, targets, 1, loss_fn)
+
+
+def gpipe_pipeline_step(
+    model: nn.Module, comms: Comms, inputs: Any, targets: Any, chunks: int, loss_fn: LossFunction | None = None
+) -> torch.Tensor:
+    """Cut the batch into `chunks` micro-batches: all their forwards, then all their backwards."""
+    return _step("gpipe", model, comms, inputs, targets, chunks, loss_fn)
+
+
+def onef_oneb_pipeline_step(
+    model: nn.Module, comms: Comms, inputs: Any, targets: Any, chunks: int, loss_fn: LossFunction | None = None
+) -> torch.Tensor:
+    """Cut the batch into `chunks` micro-batches, and do each one's backward as soon as it can be done."""
+    return _step("1f1b", model, comms, inputs, targets, chunks, loss_fn)
+
+
+def _step(
+    schedule: str,
+    model: nn.Module,
+    comms: Comms,
+    inputs: Any,
+    targets: Any,
+    chunks: int,
+    loss_fn: LossFunction | None,
+) -> torch.Tensor:
+    known: _Pipelines = model.__dict__.setdefault(_PLACE, _Pipelines())
+    key = (schedule, chunks, loss_fn, id(comms))
+    if key not in known:
+        known[key] = Pipeline.of_stage(model, comms, schedule, chunks, loss_fn=loss_fn)
+    return known[key].step(inputs, targets)

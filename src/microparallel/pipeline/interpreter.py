@@ -1,0 +1,207 @@
+"""Run one rank's operations of a training step on real tensors: one interpreter for every schedule and transport.
+
+It is a generator that yields whatever it must wait for. A rank in its own process waits; ranks that share a process
+take turns.
+
+Messages that stand next to each other in the program leave together, as one exchange. NCCL needs that: in 1F1B two
+neighbours send to each other at the same time, and each would wait inside its send for the other to receive.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from microparallel.errors import ProgramError
+from microparallel.pipeline.worker import Worker
+from microparallel.program import AllReduce, Bucket, Free, Op, Recv, Send, Value, halves
+from microparallel.transport.base import Exchange, Transport, Work
+
+# Messages of a pipeline have a tag of their own, so that they never mix with the caller's.
+PIPELINE_TAG = 5
+
+
+class Reduction(Protocol):
+    """A sum over replicas that can be started and waited for."""
+
+    def start(self) -> None:
+        """Begin to add up."""
+
+    def finish(self) -> None:
+        """Return when the sum is there."""
+
+
+class Recorder(Protocol):
+    """Whoever wants to know what happened when."""
+
+    def settle(self) -> None:
+        """Make sure that what was computed has been computed, before it is called done."""
+
+    def __call__(self, op: Op, start: float, end: float, sent: Sequence[torch.Tensor] = ()) -> None:
+        """Take note of an operation."""
+
+
+class _Nobody:
+    """Nobody wants to know."""
+
+    def settle(self) -> None:
+        """Nothing is measured."""
+
+    def __call__(self, op: Op, start: float, end: float, sent: Sequence[torch.Tensor] = ()) -> None:
+        """Forget it."""
+
+
+class Interpreter:
+    """One rank's way through a step.
+
+    Args:
+        ops: what to do, in order.
+        worker: who computes, and holds the tensors.
+        transport: how messages travel.
+        reductions: for each bucket, its sum over the replicas.
+        ahead: how many receives are posted before they are needed. None where a transport runs a rank's messages one
+            after another: there, a receive that waits holds up the sends behind it.
+        recorder: is told of every operation.
+    """
+
+    def __init__(
+        self,
+        ops: Sequence[Op],
+        worker: Worker,
+        transport: Transport,
+        reductions: Mapping[int, Reduction] | None = None,
+        *,
+        ahead: int = 0,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.now: Op | None = None  # what is being done
+        self._ops = ops
+        self._worker = worker
+        self._transport = transport
+        self._reductions = {} if reductions is None else reductions
+        self._ahead = ahead
+        self._recorder = recorder or _Nobody()
+        self._to_post = deque(op for op in ops if isinstance(op, Recv))
+        self._posted: dict[Recv, list[tuple[Work, torch.Tensor]]] = {}
+        self._leaving: list[tuple[Work, torch.Tensor]] = []  # a tensor stays alive until it has left
+
+    def run(self) -> Iterator[Work]:
+        """Do everything; yields what must be waited for."""
+        reducing: list[tuple[AllReduce, Reduction, float]] = []
+        for run in runs(self._ops):
+            if isinstance(run, tuple):
+                yield from self._exchange(run)
+                continue
+            self.now, start = run, time.perf_counter()
+            if isinstance(run, AllReduce):
+                reduction = self._reduction(run)
+                reduction.start()
+                reducing.append((run, reduction, start))
+            else:
+                self._worker.compute(run)
+                self._recorder.settle()
+                self._recorder(run, start, time.perf_counter())
+        for op, reduction, start in reducing:
+            self.now = op
+            reduction.finish()
+            self._recorder(op, start, time.perf_counter())
+        for work, _ in self._leaving:
+            yield work
+
+    def _reduction(self, op: AllReduce) -> Reduction:
+        if not isinstance(op.value, Bucket) or op.value.index not in self._reductions:
+            raise ProgramError(f"{op}: this rank has no replicas to sum {op.value} with")
+        return self._reductions[op.value.index]
+
+    # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _exchange(self, run: tuple[Send | Recv | Free, ...]) -> Iterator[Work]:
+        """Send and receive what stands together, then forget what may be forgotten."""
+        if any(isinstance(op, Send | Recv) for op in run):
+            exchange = self._transport.exchange(PIPELINE_TAG)
+            self._start_sends([op for op in run if isinstance(op, Send)], exchange)
+            self._post([op for op in run if isinstance(op, Recv)], exchange)
+            exchange.close()
+        for op in run:
+            if isinstance(op, Recv):
+                yield from self._receive(op)
+            elif isinstance(op, Free):
+                now = time.perf_counter()
+                self._worker.free(op.value)
+                self._recorder(op, now, now)
+
+    def _start_sends(self, sends: Iterable[Send], exchange: Exchange) -> None:
+        self._leaving = [(work, tensor) for work, tensor in self._leaving if not has_ended(work)]
+        for op in sends:
+            self.now, start = op, time.perf_counter()
+            tensors = self._worker.values[op.value]
+            self._leaving += [(exchange.isend(tensor, op.to), tensor) for tensor in tensors]
+            self._recorder(op, start, time.perf_counter(), tensors)
+
+    def _post(self, needed: Sequence[Recv], exchange: Exchange) -> None:
+        """Post the receives that are needed now, and some that come after them."""
+        missing = [op for op in needed if op not in self._posted]
+        for _ in range(max(len(missing), len(needed) + self._ahead - len(self._posted))):
+            if self._to_post:
+                op = self.now = self._to_post.popleft()
+                buffers = self._worker.buffers(op.value)
+                self._posted[op] = [(exchange.irecv(buffer, op.source), buffer) for buffer in buffers]
+
+    def _receive(self, op: Recv) -> Iterator[Work]:
+        self.now, start = op, time.perf_counter()
+        works = self._posted.pop(op)
+        for work, _ in works:
+            yield work
+        end = time.perf_counter()
+        # What lies before the message's arrival is waiting, not communication.
+        arrived = max((getattr(work, "arrived", end) for work, _ in works), default=end)
+        self._worker.values[op.value] = [buffer for _, buffer in works]
+        self._recorder(op, min(max(start, arrived), end), end)
+
+
+def has_ended(work: Work) -> bool:
+    """Whether a transfer is known to be over, without waiting for it."""
+    poll = getattr(work, "poll", None)
+    return poll is not None and bool(poll())
+
+
+Run = Op | tuple[Send | Recv | Free, ...]
+
+
+def runs(ops: Iterable[Op]) -> Iterator[Run]:
+    """Cut operations into computations, one by one, and messages that stand together.
+
+    ```
+    F0.1 >A0.1@1 <G0.0@1 B0.0 !A0.0 !G0.0 F0.2   →   F0.1 | >A0.1@1 <G0.0@1 | B0.0 | !A0.0 !G0.0 | F0.2
+    ```
+
+    What a rank receives and passes on is in two runs: it must arrive before it can leave.
+    """
+    current: list[Send | Recv | Free] = []
+    arriving: set[Value] = set()
+    for op in ops:
+        if not isinstance(op, Send | Recv | Free) or (isinstance(op, Send) and op.value in arriving):
+            if current:
+                yield tuple(current)
+            current, arriving = [], set()
+        if isinstance(op, Send | Recv | Free):
+            current.append(op)
+            if isinstance(op, Recv):
+                arriving.add(op.value)
+        else:
+            _require_known(op)
+            yield op
+    if current:
+        yield tuple(current)
+
+
+def _require_known(op: Op) -> None:
+    if not halves(op) and not isinstance(op, AllReduce):
+        raise ProgramError(
+            f"{op} cannot be run in a pipeline: it runs F, B, I, W, messages, frees and all-reduces of buckets; "
+            "the caller's optimizer updates the weights"
+        )

@@ -1,0 +1,383 @@
+"""Pipeline: a model cut into stages, one or more on each rank, and a schedule that keeps all of them busy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from microparallel.comms import Comms
+from microparallel.data_parallel.replicate import replicate
+from microparallel.errors import CommsError, StageError, UsageError
+from microparallel.pipeline.cut import NamedLayer, shared_parameters
+from microparallel.pipeline.cut_together import cut_together
+from microparallel.pipeline.interpreter import Interpreter
+from microparallel.pipeline.microbatches import batch_size, join_batch, sizes, split_batch
+from microparallel.pipeline.programs import Schedule
+from microparallel.pipeline.recording import Events, gather_trace
+from microparallel.pipeline.shapes import Plan, Shapes
+from microparallel.pipeline.stage import LossFunction, Stage
+from microparallel.pipeline.state import clip_gradients, gather_state, load_own_part, own_state
+from microparallel.pipeline.sums import ColumnSum, TiedSum, beside_earlier_gradients
+from microparallel.pipeline.worker import Microbatch, Worker
+from microparallel.program import Act, AllReduce, Bucket, Op, Program, Recv, Send
+from microparallel.schedules.replicas import with_reductions
+from microparallel.topology import Mesh
+from microparallel.trace import Trace
+
+_AHEAD = 2  # receives that are posted before they are needed
+
+
+class Pipeline:
+    """A model whose layers are spread over the ranks, trained on micro-batches that follow each other through it.
+
+    Every rank builds the same model, keeps the layers of its own stages, and may then let go of the model. A step
+    leaves the gradients of the whole batch's mean loss in the parameters that this rank has, as `loss.backward()` of
+    one process would; they are for an optimizer of the caller's own.
+
+    Args:
+        layers: an `nn.Sequential`, a list of layers, or a model with a method `pipeline_layers()`; each layer takes
+            what the one before it returned.
+        comms: the ranks. With `replicas`, there are that many pipelines among them: ranks 0 to p-1 are the first.
+        schedule: `naive`, `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zb-h2`, `zbv` or `dualpipev`; or a program.
+        microbatches: into how many micro-batches a batch is cut; a program says so itself.
+        loss_fn: takes the last layer's outputs and the targets, and returns the mean loss over the samples.
+        balance: where to cut: "parameters" (and "auto") so that stages have equally many, "time" so that they take
+            equally long on `example`, or the numbers of layers, such as [3, 4, 5, 4].
+        replicas: how many pipelines there are, each on samples of its own; their gradients are summed.
+        chunks: how many stages each rank has, where the schedule leaves that open (interleaved).
+        example: a batch to measure layers on, for balance="time".
+        recompute: keep only what enters a stage, and compute its activations again when its backward comes
+            (activation checkpointing).
+        bucket_mb: replicas sum their gradients in buckets of so many megabytes.
+
+    Example:
+        ```python
+        def train(comms):
+            torch.manual_seed(0)
+            model = mp.models.FullMLP(64, depth=8)
+            pipe = mp.Pipeline(model, comms, schedule="1f1b", microbatches=8, loss_fn=torch.nn.functional.cross_entropy)
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            for inputs, targets in batches:
+                optimizer.zero_grad()
+                loss = pipe.step(inputs, targets)
+                optimizer.step()
+
+        mp.launch(train, ranks=4)
+        ```
+    """
+
+    def __init__(
+        self,
+        layers: nn.Module | Sequence[nn.Module],
+        comms: Comms,
+        schedule: str | Program = "1f1b",
+        microbatches: int = 8,
+        loss_fn: LossFunction | None = None,
+        balance: str | Sequence[int] = "auto",
+        *,
+        replicas: int = 1,
+        chunks: int | None = None,
+        example: Any = None,
+        recompute: bool = False,
+        bucket_mb: float = 25.0,
+    ) -> None:
+        mesh = _mesh(comms, replicas)
+        plan = Schedule(schedule, mesh.pp, microbatches, chunks)
+        pieces = cut_together(layers, plan.stages, balance, example, comms)
+        stages = {
+            index: Stage(index, pieces[index], loss_fn, recompute)
+            for index, home in enumerate(plan.homes)
+            if home == mesh.where(comms.rank)[1]
+        }
+        self._take_up(comms, mesh, plan, stages, bucket_mb)
+        self._ties = self._tie(pieces)
+        self._knows_loss = loss_fn is not None
+
+    @classmethod
+    def of_stage(
+        cls,
+        module: nn.Module,
+        comms: Comms,
+        schedule: str = "1f1b",
+        microbatches: int = 8,
+        *,
+        loss_fn: LossFunction | None = None,
+    ) -> Pipeline:
+        """A pipeline of modules that were cut already: each rank brings its own, such as `mp.models.ShardedMLP`.
+
+        Without a `loss_fn`, the last rank's module is called with the targets and returns the mean loss.
+        """
+        pipe = cls.__new__(cls)
+        plan = Schedule(schedule, comms.world_size, microbatches)
+        if plan.homes != list(range(comms.world_size)):
+            raise UsageError(
+                f"schedule={schedule!r} gives a rank several stages; mp.Pipeline cuts a whole model for it"
+            )
+        stage = Stage(comms.rank, [NamedLayer("", module)], loss_fn)
+        pipe._take_up(comms, Mesh(1, comms.world_size), plan, {comms.rank: stage}, bucket_mb=25.0)
+        pipe._ties = []
+        pipe._knows_loss = True
+        return pipe
+
+    def _take_up(
+        self, comms: Comms, mesh: Mesh, schedule: Schedule, stages: dict[int, Stage], bucket_mb: float
+    ) -> None:
+        self.comms = comms
+        self.mesh = mesh
+        self.stages = stages
+        self.most_activations = 0  # that this rank held at once in the last step
+        self._replica, self._place = mesh.where(comms.rank)
+        self._schedule = schedule
+        self._row = _own_group(comms, [mesh.row(replica) for replica in range(mesh.dp)])
+        self._column = _own_group(comms, [mesh.column(place) for place in range(mesh.pp)])
+        for layer in self._layers():
+            layer.module.to(comms.device)
+            layer.module.train()
+            if mesh.dp > 1:
+                replicate(layer.module, self._column)
+        self._sums, self._last_sum = self._column_sums(bucket_mb * 2**20) if mesh.dp > 1 else ({}, None)
+        self._shapes = {training: Shapes(self._row, schedule.homes, stages, training) for training in (True, False)}
+
+    def _column_sums(self, bucket_bytes: float) -> tuple[dict[int, ColumnSum], ColumnSum]:
+        """For each stage the sum of its gradients over the replicas; what several stages share is summed in the end."""
+        uses = Counter(parameter for stage in self.stages.values() for parameter in stage.parameters)
+        by_stage = {
+            index: ColumnSum([one for one in stage.parameters if uses[one] == 1], self._column, bucket_bytes)
+            for index, stage in self.stages.items()
+        }
+        return by_stage, ColumnSum([one for one, times in uses.items() if times > 1], self._column, bucket_bytes)
+
+    def _tie(self, pieces: Sequence[Sequence[NamedLayer]]) -> list[TiedSum]:
+        """Find the parameters that stages on different ranks share, and connect those ranks."""
+        ties = []
+        for parameter, places in shared_parameters(pieces):
+            homes = sorted({self._schedule.homes[stage] for stage, _ in places})
+            if len(homes) > 1:
+                rows = [[self.mesh.rank(replica, home) for home in homes] for replica in range(self.mesh.dp)]
+                groups = [self.comms.group(ranks) for ranks in rows]
+                ties += [TiedSum(parameter, group) for group in groups if group is not None]
+        return ties
+
+    # ── a step ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(
+        self, inputs: Any = None, targets: Any = None, *, samples: int | None = None, allow_fewer: bool = False
+    ) -> torch.Tensor:
+        """Do the forward and backward of one batch, and return its mean loss, the same on every rank.
+
+        Gradients accumulate in the parameters of this rank's stages, as after `loss.backward()`.
+
+        Args:
+            inputs: the batch: a tensor, or a tuple or dict of them; needed by the rank with the first stage.
+            targets: what the outputs are compared with; needed by the rank with the last stage.
+            samples: of all replicas together, where they have different numbers of them. A replica that has none
+                passes no inputs.
+            allow_fewer: cut a batch with fewer samples than micro-batches into fewer, instead of refusing it.
+        """
+        return self._step(inputs, targets, samples, allow_fewer, None)
+
+    def traced_step(
+        self, inputs: Any = None, targets: Any = None, *, samples: int | None = None, allow_fewer: bool = False
+    ) -> tuple[torch.Tensor, Trace]:
+        """Do a step, and return its trace as well: what every rank did, and when."""
+        events = Events(self.comms.device)
+        self.comms.barrier()
+        loss = self._step(inputs, targets, samples, allow_fewer, events)
+        program = self._schedule.whole(self._schedule.microbatches, self.mesh.dp)
+        shift = (self._replica * self._schedule.microbatches, self._replica * self.mesh.pp)
+        return loss, gather_trace(events, program, self.comms, shift)
+
+    @property
+    def program(self) -> Program:
+        """What a step does, on all ranks."""
+        return self._schedule.whole(self._schedule.microbatches, self.mesh.dp)
+
+    def _step(
+        self, inputs: Any, targets: Any, samples: int | None, allow_fewer: bool, events: Events | None
+    ) -> torch.Tensor:
+        self._require_batch(inputs, targets, samples)
+        if not self._knows_loss:
+            raise UsageError("step: this pipeline has no loss_fn; pass loss_fn= to mp.Pipeline")
+        plan = self._shapes[True].agree(inputs, self._schedule.microbatches, allow_fewer)
+        total = self._samples_of_all(plan.samples) if samples is None else samples
+        worker = self._worker(plan, inputs, targets, total)
+        with beside_earlier_gradients(self._summed_parameters()), torch.enable_grad():
+            self._run(self._ops(len(plan.crossings)), worker, events)
+            if self._last_sum is not None:
+                self._last_sum.start()
+                self._last_sum.finish()
+            for tie in self._ties:
+                tie.add_up()
+        self.most_activations = worker.most_kept
+        return self.comms.all_reduce(worker.loss)
+
+    def _ops(self, microbatches: int) -> Sequence[Op]:
+        """What this rank does; one whose pipeline has no samples only takes part in the sums."""
+        if not microbatches:
+            return [AllReduce(Bucket(index), "dp") for index in self._sums]
+        ops = self._schedule.program(microbatches).ranks[self._place]
+        return with_reductions(ops) if self._sums else ops
+
+    def _worker(self, plan: Plan, inputs: Any, targets: Any, total: int) -> Worker:
+        count = len(plan.crossings)
+        lengths = sizes(plan.samples, count) if count else []
+        parts = self._split(inputs, self._has_first, plan, "inputs")
+        answers = self._split(targets, self._has_last, plan, "targets")
+        microbatches = [
+            Microbatch(crossings, part, answer, length / total)
+            for crossings, part, answer, length in zip(plan.crossings, parts, answers, lengths, strict=True)
+        ]
+        return Worker(self.comms.rank, self.stages, self._schedule.stages - 1, microbatches, self.comms.device)
+
+    def _split(self, batch: Any, needed: bool, plan: Plan, what: str) -> list[Any]:
+        count = len(plan.crossings)
+        if not needed or batch is None or not count:
+            return [None] * count
+        samples = batch_size(batch, what)
+        if samples != plan.samples:
+            raise UsageError(f"rank {self.comms.rank} was given {samples} {what}, and the batch has {plan.samples}")
+        return split_batch(batch, count, what)
+
+    def _run(self, ops: Sequence[Op], worker: Worker, events: Events | None) -> None:
+        ahead = 0 if self.comms.messages_wait_in_line else _AHEAD
+        interpreter = Interpreter(ops, worker, self._row.mail, self._sums, ahead=ahead, recorder=events)
+        try:
+            for work in interpreter.run():
+                work.wait()
+        except (StageError, CommsError):
+            raise
+        except RuntimeError as error:
+            raise self._row.explain(error, f"the pipeline's {_in_words(interpreter.now)}") from error
+
+    def _require_batch(self, inputs: Any, targets: Any, samples: int | None) -> None:
+        if samples is not None:
+            return
+        for name, value, needed in (("inputs", inputs, self._has_first), ("targets", targets, self._has_last)):
+            if needed and value is None:
+                stage = "first" if name == "inputs" else "last"
+                raise UsageError(f"step: rank {self.comms.rank} has the {stage} stage, and was given no {name}")
+
+    @property
+    def _has_first(self) -> bool:
+        return 0 in self.stages
+
+    @property
+    def _has_last(self) -> bool:
+        return self._schedule.stages - 1 in self.stages
+
+    def _samples_of_all(self, mine: int) -> int:
+        """How many samples all replicas have together."""
+        return mine if self.mesh.dp == 1 else int(self._column.all_reduce(torch.tensor(mine)))
+
+    def _summed_parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are sums over ranks."""
+        tied = [tie.parameter for tie in self._ties]
+        replicated = [parameter for index in self._sums for parameter in self.stages[index].parameters]
+        return list(dict.fromkeys([*tied, *replicated]))
+
+    # ── measuring and answering ─────────────────────────────────────────────────────────────────────────────────
+
+    def evaluate(self, inputs: Any = None, targets: Any = None, *, samples: int | None = None) -> torch.Tensor:
+        """Return the mean loss of a batch, the same on every rank, in evaluation mode and without gradients.
+
+        The batch may have fewer samples than there are micro-batches.
+        """
+        self._require_batch(inputs, targets, samples)
+        worker, plan = self._forwards(inputs, targets, samples)
+        del plan
+        return self.comms.all_reduce(worker.loss)
+
+    def predict(self, inputs: Any = None) -> Any:
+        """Return the last stage's outputs on the rank that has it, and None on all others."""
+        if self._has_first and inputs is None:
+            raise UsageError(f"predict: rank {self.comms.rank} has the first stage, and was given no inputs")
+        worker, plan = self._forwards(inputs, None, None)
+        return join_batch([worker.outputs[number] for number in range(len(plan.crossings))]) if self._has_last else None
+
+    def _forwards(self, inputs: Any, targets: Any, samples: int | None) -> tuple[Worker, Plan]:
+        training = [layer.module.training for layer in self._layers()]
+        for layer in self._layers():
+            layer.module.eval()
+        try:
+            with torch.no_grad():
+                plan = self._shapes[False].agree(inputs, self._schedule.microbatches, allow_fewer=True)
+                total = self._samples_of_all(plan.samples) if samples is None else samples
+                worker = self._worker(plan, inputs, targets, total)
+                if plan.crossings:
+                    self._run(self._schedule.forwards(len(plan.crossings)).ranks[self._place], worker, None)
+                return worker, plan
+        finally:
+            for layer, mode in zip(self._layers(), training, strict=True):
+                layer.module.train(mode)
+
+    # ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _layers(self) -> list[NamedLayer]:
+        return [layer for _, stage in sorted(self.stages.items()) for layer in stage.layers]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank's stages, each once, by their names in the whole model."""
+        seen: set[nn.Parameter] = set()
+        for layer in self._layers():
+            for name, parameter in layer.named_parameters():
+                if parameter not in seen:
+                    seen.add(parameter)
+                    yield name, parameter
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages, for an optimizer."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return this rank's part of the model's state, by the names it has in the whole model."""
+        return own_state(self._layers())
+
+    def whole_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """The whole model's state on the first rank of a pipeline, and None on the others; all ranks call this."""
+        return gather_state(self.state_dict(), self._row)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take this rank's part out of the state of the whole model."""
+        load_own_part(self._layers(), state)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns what it was.
+
+        Every rank calls it, after a step. A parameter that two stages share counts once.
+        """
+        elsewhere = {tie.parameter for tie in self._ties if tie.holders.rank > 0}
+        mine = list(self.parameters())
+        counted = [parameter for parameter in mine if parameter not in elsewhere]
+        return clip_gradients(mine, counted, max_norm, self._row)
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"stage {index}" for index in self.stages)
+        return f"<Pipeline {self.program.name} of {self._schedule.stages} stages: rank {self.comms.rank} has {where}>"
+
+
+def _mesh(comms: Comms, replicas: int) -> Mesh:
+    if replicas < 1 or comms.world_size % replicas:
+        raise UsageError(
+            f"replicas={replicas}: {comms.world_size} ranks cannot be shared out evenly among that many pipelines"
+        )
+    return Mesh(replicas, comms.world_size // replicas)
+
+
+def _own_group(comms: Comms, groups: list[list[int]]) -> Comms:
+    """Make every one of these groups, which all ranks do together, and return the one this rank is in."""
+    if len(groups) == 1:
+        return comms
+    mine = [group for group in (comms.group(ranks) for ranks in groups) if group is not None]
+    return mine[0]
+
+
+def _in_words(op: Op | None) -> str:
+    if isinstance(op, Recv | Send):
+        what = "output" if isinstance(op.value, Act) else "gradient of the output"
+        way = f"receive from rank {op.source}" if isinstance(op, Recv) else f"send to rank {op.to}"
+        return f"{way} of the {what} of {op.value} (stage.micro-batch)"
+    return str(op)

@@ -1,0 +1,85 @@
+"""The programs of a pipeline: for a step of so many micro-batches, and for its forwards alone."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+from microparallel.errors import ProgramError, UsageError
+from microparallel.program import Program, TrainingStep, halves
+from microparallel.schedules import PIPELINES, build, forwards_only, lower, replicate
+from microparallel.schedules.trimming import first_microbatches
+from microparallel.verifier import verify
+
+
+class Schedule:
+    """A schedule for a number of ranks, by name or as a program of somebody's own."""
+
+    def __init__(self, schedule: str | Program, ranks: int, microbatches: int, chunks: int | None = None) -> None:
+        self._ranks = ranks
+        self._options = {} if chunks is None else {"chunks": chunks}
+        if isinstance(schedule, Program):
+            self._given: Program | None = _checked(schedule, ranks)
+            self.microbatches = _goal(schedule).microbatches
+        else:
+            if schedule not in PIPELINES:
+                build(schedule, ranks, microbatches)  # says what there is
+                raise UsageError(f"schedule={schedule!r} is no pipeline; choose one of {', '.join(PIPELINES)}")
+            self._given = None
+            self.microbatches = microbatches
+        self._name = schedule if isinstance(schedule, str) else schedule.name
+        program = self.program(self.microbatches)
+        self.stages = _goal(program).stages
+        self.homes = _homes(program)
+
+    @functools.cache  # noqa: B019 a schedule lives as long as its pipeline, and has few programs
+    def program(self, microbatches: int) -> Program:
+        """One pipeline's step."""
+        return self._build(microbatches)
+
+    @functools.cache  # noqa: B019
+    def forwards(self, microbatches: int) -> Program:
+        """One pipeline's forwards alone."""
+        return forwards_only(self.program(microbatches))
+
+    @functools.cache  # noqa: B019
+    def whole(self, microbatches: int, replicas: int) -> Program:
+        """The step of several pipelines."""
+        return replicate(self.program(microbatches), replicas)
+
+    def _build(self, microbatches: int) -> Program:
+        if self._given is None:
+            return build(self._name, self._ranks, microbatches, **self._options)
+        if microbatches == self.microbatches:
+            return self._given
+        return _shortened(self._given, microbatches)
+
+
+def _shortened(program: Program, microbatches: int) -> Program:
+    """The first micro-batches of a program: what is left of its order is still right."""
+    orders = tuple(first_microbatches(ops, microbatches) for ops in program.ranks)
+    return lower(replace(program, goal=TrainingStep(_goal(program).stages, microbatches), ranks=orders))
+
+
+def _checked(program: Program, ranks: int) -> Program:
+    """A program that can be run by these ranks: verified, with its messages."""
+    goal = _goal(program)
+    if goal.buckets:
+        raise ProgramError(f"program {program.name!r} sums buckets; write one pipeline, and ask for replicas=…")
+    if program.world_size != ranks:
+        raise UsageError(f"program {program.name!r} is for {program.world_size} ranks, and this pipeline has {ranks}")
+    runnable = lower(program) if program.sends_nothing and ranks > 1 else program
+    verify(runnable)
+    return runnable
+
+
+def _goal(program: Program) -> TrainingStep:
+    if not isinstance(program.goal, TrainingStep):
+        raise ProgramError(f"program {program.name!r} is a {program.goal}, and a pipeline runs a training step")
+    return program.goal
+
+
+def _homes(program: Program) -> list[int]:
+    """The rank of each stage."""
+    homes = {half.stage: rank for rank, ops in enumerate(program.ranks) for op in ops for half in halves(op)}
+    return [homes[stage] for stage in range(_goal(program).stages)]

@@ -1,0 +1,114 @@
+"""Before a step: let every rank know what will cross its boundaries, if that is not what it was the last time.
+
+```
+rank 0   describes its batch, or says "as before" ─→ every rank
+if new   dry run of stage 0 ─→ what it returns ─→ dry run of stage 1 ─→ …
+```
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from microparallel.comms import Comms
+from microparallel.pipeline.boundary import Boundary, DryRun
+from microparallel.pipeline.interpreter import PIPELINE_TAG
+from microparallel.pipeline.microbatches import batch_size, sizes, split_batch
+from microparallel.pipeline.stage import Stage
+
+Crossings = dict[int, Boundary]  # what crosses this rank's boundaries, by the stage that returns it; -1 is the batch
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks know of a step: its samples, and what crosses the boundaries for each micro-batch."""
+
+    samples: int
+    crossings: list[Crossings]
+
+
+class Shapes:
+    """One rank's knowledge of what crosses its boundaries."""
+
+    def __init__(self, comms: Comms, homes: Sequence[int], stages: Mapping[int, Stage], training: bool) -> None:
+        self._rank = comms.rank
+        self._ranks = comms.world_size
+        self._mail = comms.mail
+        self._homes = homes  # the rank of each stage
+        self._stages = stages
+        self._training = training
+        self._dry_runs = {
+            index: DryRun(index, stage.modules) for index, stage in stages.items() if index + 1 < len(homes)
+        }
+        self._plans: dict[str, Plan] = {}
+        self._last = ""
+
+    def agree(self, inputs: Any, microbatches: int, allow_fewer: bool) -> Plan:
+        """Let the rank with the first stage tell all others what is coming; every rank calls this at once.
+
+        Args:
+            inputs: the batch; None on a rank without the first stage, and where there are no samples at all.
+            microbatches: into how many micro-batches the batch is cut.
+            allow_fewer: cut a batch with fewer samples than that into fewer.
+        """
+        if self._homes[0] == self._rank:
+            text = _describe(inputs, microbatches, allow_fewer)
+            for rank in range(self._ranks):
+                if rank != self._rank:
+                    self._tell(rank, text if text != self._last else "")
+        else:
+            text = self._hear(self._homes[0]) or self._last
+        self._last = text
+        if text not in self._plans:
+            self._plans[text] = self._learn(json.loads(text))
+        return self._plans[text]
+
+    def _learn(self, description: dict[str, Any]) -> Plan:
+        """Dry-run this rank's stages on what each size of micro-batch makes of them."""
+        by_size = {int(size): self._crossings(Boundary.from_json(text)) for size, text in description["inputs"].items()}
+        return Plan(description["samples"], [by_size[size] for size in description["sizes"]])
+
+    def _crossings(self, inputs: Boundary) -> Crossings:
+        crossings = {-1: inputs}
+        for index in sorted(self._stages):
+            if index - 1 not in crossings:
+                crossings[index - 1] = Boundary.from_json(self._hear(self._homes[index - 1]))
+            if index in self._dry_runs:
+                crossings[index] = self._dry_runs[index].outputs(crossings[index - 1], self._training)
+                self._stages[index].copies_input |= self._dry_runs[index].changes_input
+                if self._homes[index + 1] != self._rank:
+                    self._tell(self._homes[index + 1], crossings[index].to_json())
+        return crossings
+
+    # ── notes ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _tell(self, rank: int, text: str) -> None:
+        """Send a text, after its length."""
+        content = text.encode()
+        self._mail.isend(torch.tensor([len(content)]), rank, PIPELINE_TAG).wait()
+        if content:
+            self._mail.isend(torch.frombuffer(bytearray(content), dtype=torch.uint8), rank, PIPELINE_TAG).wait()
+
+    def _hear(self, rank: int) -> str:
+        length = torch.zeros(1, dtype=torch.int64)
+        self._mail.irecv(length, rank, PIPELINE_TAG).wait()
+        content = torch.empty(int(length), dtype=torch.uint8)
+        if len(content):
+            self._mail.irecv(content, rank, PIPELINE_TAG).wait()
+        return bytes(content.tolist()).decode()
+
+
+def _describe(inputs: Any, microbatches: int, allow_fewer: bool) -> str:
+    """The batch in words: how many samples, the sizes of the micro-batches, and what one of each size looks like."""
+    if inputs is None:
+        return json.dumps({"samples": 0, "sizes": [], "inputs": {}})
+    samples = batch_size(inputs, "inputs")
+    count = min(microbatches, samples) if allow_fewer else microbatches
+    parts = dict(zip(sizes(samples, count), split_batch(inputs, count, "inputs"), strict=True))
+    described = {size: Boundary.of(part, "inputs").without_gradients().to_json() for size, part in parts.items()}
+    return json.dumps({"samples": samples, "sizes": sizes(samples, count), "inputs": described})

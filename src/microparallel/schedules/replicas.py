@@ -1,0 +1,95 @@
+"""Several pipelines side by side: each on its own micro-batches, their gradients summed where the stages are alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from microparallel.errors import ProgramError
+from microparallel.program import (
+    Act,
+    AllReduce,
+    Backward,
+    BackwardWeight,
+    Bucket,
+    Forward,
+    ForwardBackward,
+    Free,
+    Grad,
+    Op,
+    Program,
+    Recv,
+    Rest,
+    Send,
+    TrainingStep,
+    Value,
+    halves,
+)
+from microparallel.program.rules import Compute
+
+
+def replicate(program: Program, replicas: int) -> Program:
+    """Run a pipeline several times, on different micro-batches, and sum each stage's gradients over the replicas.
+
+    ```
+    1f1b, 2 ranks, 1 micro-batch, twice; the all-reduce of a stage begins when its last backward has ended
+    rank 0  F0.0 >A0.0@1 <G0.0@1 B0.0 *U0@dp
+    rank 1  <A0.0@0 F1.0 B1.0 >G0.0@0 *U1@dp
+    rank 2  F0.1 >A0.1@3 <G0.1@3 B0.1 *U0@dp
+    rank 3  <A0.1@2 F1.1 B1.1 >G0.1@2 *U1@dp
+    ```
+    """
+    goal = program.goal
+    if not isinstance(goal, TrainingStep) or goal.buckets:
+        raise ProgramError(f"program {program.name!r} is a {goal}; only a pipeline without replicas can be replicated")
+    if replicas == 1:
+        return program
+    ranks = [
+        tuple(shifted(op, copy * goal.microbatches, copy * program.world_size) for op in with_reductions(ops))
+        for copy in range(replicas)
+        for ops in program.ranks
+    ]
+    buckets = tuple((stage, stage + 1) for stage in range(goal.stages))
+    whole = TrainingStep(goal.stages, goal.microbatches * replicas, buckets)
+    return replace(program, name=f"{program.name} × {replicas}", goal=whole, ranks=tuple(ranks))
+
+
+def with_reductions(ops: Sequence[Op]) -> list[Op]:
+    """Add each stage's all-reduce behind its last backward, and behind what that sends: others wait for it."""
+    last: dict[int, int] = {}
+    for place, op in enumerate(ops):
+        for half in halves(op):
+            if isinstance(half, Backward | BackwardWeight):
+                last[half.stage] = place
+    result: list[Op] = []
+    due: list[Op] = []
+    for place, op in enumerate(ops):
+        if not isinstance(op, Send):
+            result += due
+            due = []
+        result.append(op)
+        due += [AllReduce(Bucket(stage), "dp") for stage, end in last.items() if end == place]
+    return result + due
+
+
+def shifted(op: Op, microbatches: int, ranks: int) -> Op:
+    """The same operation of another replica."""
+    if isinstance(op, ForwardBackward):
+        forward, backward = (replace(half, microbatch=half.microbatch + microbatches) for half in halves(op))
+        if isinstance(forward, Forward) and isinstance(backward, Backward):
+            return ForwardBackward(forward, backward)
+    if isinstance(op, Compute):
+        return replace(op, microbatch=op.microbatch + microbatches)
+    if isinstance(op, Send):
+        return Send(_value(op.value, microbatches), op.to + ranks)
+    if isinstance(op, Recv):
+        return Recv(_value(op.value, microbatches), op.source + ranks, op.reduce)
+    if isinstance(op, Free):
+        return Free(_value(op.value, microbatches))
+    return op
+
+
+def _value(value: Value, microbatches: int) -> Value:
+    if isinstance(value, Act | Grad | Rest):
+        return replace(value, microbatch=value.microbatch + microbatches)
+    return value
