@@ -139,6 +139,7 @@ class Pipeline:
             layer.module.train()
             if mesh.dp > 1:
                 replicate(layer.module, self._column)
+        self._last_sum: ColumnSum | None
         self._sums, self._last_sum = self._column_sums(bucket_mb * 2**20) if mesh.dp > 1 else ({}, None)
         self._shapes = {training: Shapes(self._row, schedule.homes, stages, training) for training in (True, False)}
 
