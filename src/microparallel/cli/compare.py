@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 EXAMPLES = options.examples(
     ("microparallel compare --ranks 4", "20 steps of the MLP, in float64, where only rounding may differ"),
     ("microparallel compare --model gpt --ranks 2 --dtype float32", "a small GPT in float32"),
+    ("microparallel compare --pipelines --ranks 4", "every pipeline schedule against one process"),
     ("microparallel compare --in-process --ranks 3", "three replicas in this process: through the CPU, by a ring"),
     ("microparallel compare --shortcuts --every 8", "synchronise 8 times less often: the loss, and the bytes sent"),
 )
@@ -68,6 +69,12 @@ def compare(
     ranks: Annotated[
         int | None, typer.Option(help="How many processes (or replicas) share each batch.", show_default="2")
     ] = None,
+    pipelines: Annotated[
+        bool, typer.Option("--pipelines", help="Compare every pipeline schedule instead, the model cut for the ranks.")
+    ] = False,
+    microbatches: Annotated[
+        int | None, typer.Option(help="With --pipelines: micro-batches of each batch.", show_default="8")
+    ] = None,
     in_process: Annotated[
         bool,
         typer.Option("--in-process", help="Compare replicas in one process with each other and with nn.DataParallel."),
@@ -92,6 +99,8 @@ def compare(
     torch's own DistributedDataParallel is measured beside ours. The exit code is 1 if a strategy differs from the
     single process by more than rounding.
 
+    With --pipelines the model is cut into stages, one or more a rank, and each schedule does the job.
+
     With --in-process no ranks are started: replicas in one process share each batch, on the GPUs in turn or all on the
     CPU. Their gradients are averaged through the CPU, then by a ring; where there are GPUs, torch's nn.DataParallel is
     measured beside them.
@@ -103,6 +112,8 @@ def compare(
     given = {name: value for name, value in locals().items() if name in TrainConfig.__dataclass_fields__}
     in_file = read_config(config) if config else {}
     defaults = _DEFAULTS | _defaults_of_shortcuts(in_file | given) if shortcuts else _DEFAULTS
+    if pipelines:
+        defaults = defaults | {"strategy": "pipeline"}
     chosen = TrainConfig(**merge(defaults | in_file, given)).resolved()
     if find_placement(os.environ) != ALONE:
         raise ConfigError("compare starts its own ranks; run it without torchrun or srun")
@@ -110,6 +121,8 @@ def compare(
         raise ConfigError(f"--ranks {chosen.ranks}: there is nothing to compare with fewer than 2 ranks; try --ranks 2")
     if in_process and chosen.transport != "auto":
         raise ConfigError(f"--transport {chosen.transport}: with --in-process nothing is transported; leave it out")
+    if pipelines and (in_process or shortcuts):
+        raise ConfigError("--pipelines compares schedules between ranks; leave --in-process and --shortcuts out")
     if shortcuts and in_process:
         raise ConfigError("--shortcuts and --in-process: replicas in one process send nothing; give one of them")
     if shortcuts:
@@ -141,7 +154,7 @@ def _rows(config: TrainConfig, in_process: bool) -> list[Comparison]:
     """Do the work, and say meanwhile what is being done."""
     from microparallel.train.build import check
     from microparallel.train.compare import compare as compare_strategies
-    from microparallel.train.compare import compare_in_process
+    from microparallel.train.compare import compare_in_process, pipeline_rows
     from microparallel.world import Pool
 
     check(config)
@@ -153,7 +166,9 @@ def _rows(config: TrainConfig, in_process: bool) -> list[Comparison]:
         if in_process:
             return compare_in_process(config, progress)
         with Pool() as pool:
-            strategies = [name for name in STRATEGIES if name not in ("auto", "single", "averaging")]
+            if config.is_pipeline:
+                return compare_strategies(config, pipeline_rows(), pool, progress)
+            strategies = [name for name in STRATEGIES if name not in ("auto", "single", "averaging", "pipeline")]
             return compare_strategies(config, strategies, pool, progress)
 
 

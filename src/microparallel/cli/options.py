@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from microparallel.schedules import PIPELINES
 from microparallel.train.config import DEFAULTS
 
 _SUBJECT, _STEPS, _WORLD = "What to train", "How to train", "Where to train"
@@ -94,8 +95,46 @@ Strategy = Annotated[
     str | None,
     typer.Option(
         help="single, naive, hooks (gradients travel during backward), ddp (in buckets), averaging (of parameters, "
-        "with --average-every), or torch-ddp (torch's own, to compare with).",
-        show_default="single for 1 rank, else ddp",
+        "with --average-every), torch-ddp (torch's own, to compare with), or pipeline (see --pp).",
+        show_default="single for 1 rank, else ddp; pipeline with --pp",
+        rich_help_panel=_WORLD,
+    ),
+]
+Dp = Annotated[
+    int | None,
+    typer.Option("--dp", help="Replicas, each on its own samples.", show_default="ranks ÷ pp", rich_help_panel=_WORLD),
+]
+Pp = Annotated[
+    int | None,
+    typer.Option("--pp", help="Ranks of a pipeline, each with some layers.", show_default="1", rich_help_panel=_WORLD),
+]
+Schedule = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Of the pipeline: {', '.join(PIPELINES)}.", show_default="1f1b with --pp", rich_help_panel=_WORLD
+    ),
+]
+Microbatches = Annotated[
+    int | None,
+    typer.Option(help="Into which a pipeline cuts its samples.", show_default="8 with --pp", rich_help_panel=_WORLD),
+]
+Chunks = Annotated[
+    int | None,
+    typer.Option(help="Stages a rank, with --schedule interleaved.", show_default="2", rich_help_panel=_WORLD),
+]
+Balance = Annotated[
+    str | None,
+    typer.Option(
+        help="Where a pipeline cuts the model: parameters, time, or numbers of layers such as 3,4,5,4.",
+        show_default="parameters",
+        rich_help_panel=_WORLD,
+    ),
+]
+Recompute = Annotated[
+    bool | None,
+    typer.Option(
+        "--recompute",
+        help="Let a pipeline compute activations again instead of keeping them.",
         rich_help_panel=_WORLD,
     ),
 ]

@@ -27,12 +27,14 @@ EXAMPLES = options.examples(
     ("microparallel train --model gpt --data notes/ --steps 500 --ranks 2", "a small GPT on your own text"),
     ("microparallel train --model my_module:make_model --data my_module:make_dataset", "your own model and data"),
     ("microparallel train --ranks 2 --batch 512 --accumulate 8", "a large batch, computed in 8 micro-batches a rank"),
+    ("microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8", "two pipelines of two ranks each"),
     ("microparallel train --resume runs/20260131-093000-mlp", "go on where an earlier run stopped"),
     ("torchrun --nproc-per-node=4 -m microparallel train", "the same, started by torchrun"),
 )
 # A resumed run goes on bit for bit, so only what does not change its course may be changed.
+_OF_PIPELINES = ("schedule", "microbatches", "chunks", "balance", "recompute")
 _CHANGEABLE = (
-    *("steps", "epochs", "ranks", "strategy", "accumulate", "device", "transport"),
+    *("steps", "epochs", "ranks", "strategy", "dp", "pp", *_OF_PIPELINES, "accumulate", "device", "transport"),
     *("validate_every", "save_every", "keep"),
 )
 
@@ -58,6 +60,13 @@ def train(
     ranks: options.Ranks = None,
     strategy: options.Strategy = None,
     average_every: options.AverageEvery = None,
+    dp: options.Dp = None,
+    pp: options.Pp = None,
+    schedule: options.Schedule = None,
+    microbatches: options.Microbatches = None,
+    chunks: options.Chunks = None,
+    balance: options.Balance = None,
+    recompute: options.Recompute = None,
     device: options.Device = None,
     transport: options.TransportName = None,
     out: Annotated[
@@ -118,9 +127,22 @@ def _values_of_run(resume: Path, file: Path | None, given: dict[str, Any]) -> di
                 f"--{name.replace('_', '-')} {value} would change a run that began with {values.get(name)}; "
                 f"leave it out, or start a new run (--resume allows: {', '.join(_CHANGEABLE).replace('_', '-')})"
             )
-    if values.get("strategy") == "single" and "strategy" not in given:
-        values["strategy"] = "auto"  # it may go on with more ranks
-    return values
+    left_out = _no_longer_true(values, given)
+    return {name: value for name, value in values.items() if name not in left_out}
+
+
+def _no_longer_true(values: dict[str, Any], given: dict[str, Any]) -> set[str]:
+    """Name the settings of a run that mean nothing any more when it goes on with other ranks."""
+    left_out = {"strategy"} if values.get("strategy") == "single" else set()
+    if not given.keys() & {"ranks", "dp", "pp", "strategy"}:
+        return left_out
+    if given.keys() & {"dp", "pp"}:
+        left_out |= {"ranks", "strategy"}
+    if "pp" not in given and given.get("strategy") != "pipeline":
+        left_out |= set(_OF_PIPELINES)
+        if values.get("strategy") == "pipeline":
+            left_out.add("strategy")
+    return left_out | {"dp", "pp"}
 
 
 def _run(config: TrainConfig, resume: Path | None, quiet: bool) -> dict[str, Any] | None:

@@ -5,20 +5,25 @@ from __future__ import annotations
 import difflib
 import inspect
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from microparallel.comms import Comms
 from microparallel.comms.calls import describe
 from microparallel.data_parallel import LossFunction, ParameterAveraging, replicate
 from microparallel.errors import ConfigError, DataError, UsageError
 from microparallel.models import GPT, FullMLP, cross_entropy, mean_squared_error
+from microparallel.pipeline import Pipeline
+from microparallel.pipeline.cut import cut
+from microparallel.pipeline.programs import Schedule
 from microparallel.train import user_code
-from microparallel.train.config import DEFAULTS, TrainConfig
+from microparallel.train.config import DEFAULTS, TrainConfig, parse_balance
 from microparallel.train.data import Split, digits, from_user
 from microparallel.train.learning_rate import LearningRate
+from microparallel.train.pipeline_training import PipelineTraining
 from microparallel.train.sampler import ShardedSampler
 from microparallel.train.strategies import STEPS, Step
 from microparallel.train.text import text
@@ -35,10 +40,14 @@ def build(config: TrainConfig, comms: Comms) -> Training:
     dtype: torch.dtype = getattr(torch, config.dtype)
     data = build_data(config)
     torch.manual_seed(config.seed)  # the same model on every rank,
-    model = build_model(config, data).to(comms.device, dtype)
+    model = build_model(config, data).to(dtype)
+    if not config.is_pipeline:
+        model.to(comms.device)
     replicate(model, comms)  # even if it was made with other random numbers than torch's
     torch.manual_seed(config.seed + 1 + comms.rank)  # from here on each rank draws its own
     loss_fn = build_loss(config, model, data)
+    if config.is_pipeline:
+        return _build_pipeline(config, comms, model, loss_fn, data, dtype)
     sampler = ShardedSampler(data.training, _resolved(config.batch), comms=comms, seed=config.seed)
     return Training(
         comms=comms,
@@ -51,6 +60,61 @@ def build(config: TrainConfig, comms: Comms) -> Training:
         learning_rate=LearningRate(_resolved(config.lr_schedule), _resolved(config.lr), total_steps(config, sampler)),
         dtype=dtype,
         averaging=None if config.average_every is None else ParameterAveraging(model, comms, config.average_every),
+    )
+
+
+def _build_pipeline(
+    config: TrainConfig, comms: Comms, model: nn.Module, loss_fn: LossFunction | None, data: Split, dtype: torch.dtype
+) -> PipelineTraining:
+    """Make one rank's part of a run whose model is spread over ranks."""
+    if loss_fn is None:
+        raise ConfigError(
+            "--pp cuts the model from its loss, and this model computes its own; try --loss cross-entropy"
+        )
+    names = _first_names(model)
+    inputs, _ = data.training.batch(range(_samples_of_microbatch(config, len(data.training))))
+    pipe = Pipeline(
+        model,
+        comms,
+        _resolved(config.schedule),
+        _resolved(config.microbatches),
+        loss_fn,
+        parse_balance(_resolved(config.balance)),
+        replicas=_resolved(config.dp),
+        chunks=config.chunks,
+        example=_cast(inputs, dtype) if config.balance == "time" else None,
+        recompute=bool(config.recompute),
+    )
+    sampler = ShardedSampler(
+        data.training, _resolved(config.batch), rank=pipe.replica, world_size=pipe.mesh.dp, seed=config.seed
+    )
+    return PipelineTraining(
+        pipe,
+        names,
+        comms=comms,
+        loss_fn=loss_fn,
+        optimizer=build_optimizer(config, pipe),
+        data=data,
+        sampler=sampler,
+        learning_rate=LearningRate(_resolved(config.lr_schedule), _resolved(config.lr), total_steps(config, sampler)),
+        dtype=dtype,
+    )
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter, with the first name of that parameter: tied weights have several."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    return {name: first[parameter] for name, parameter in model.named_parameters(remove_duplicate=False)}
+
+
+def _samples_of_microbatch(config: TrainConfig, samples: int) -> int:
+    share = _resolved(config.batch) // _resolved(config.dp)
+    return max(1, min(samples, share // _resolved(config.microbatches)))
+
+
+def _cast(batch: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch
     )
 
 
@@ -68,6 +132,17 @@ def check(config: TrainConfig) -> None:
     for name, what in ((config.model, "model"), (config.loss or "", "loss")):
         if user_code.is_spec(name):
             user_code.load(name, what)
+    if config.is_pipeline and not user_code.is_spec(config.model):
+        _require_cut(config)
+
+
+def _require_cut(config: TrainConfig) -> None:
+    """Refuse a pipeline that a model of ours has not enough layers for; the model is not made for this."""
+    schedule = Schedule(_resolved(config.schedule), _resolved(config.pp), _resolved(config.microbatches), config.chunks)
+    layers = _resolved(config.depth) + (2 if config.model == "gpt" else 0)  # its embedding and its head
+    balance = _resolved(config.balance)
+    stand_ins = [nn.Identity() for _ in range(layers)]
+    cut(stand_ins, schedule.stages, "parameters" if balance == "time" else parse_balance(balance))
 
 
 def build_data(config: TrainConfig) -> Split:
@@ -127,7 +202,7 @@ def build_step(config: TrainConfig, model: nn.Module, comms: Comms, loss_fn: Los
     return make(model, comms, loss_fn) if config.accumulate == 1 else make(model, comms, loss_fn, config.accumulate)
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+def build_optimizer(config: TrainConfig, model: nn.Module | Pipeline) -> torch.optim.Optimizer:
     """Make one of torch's own optimizers."""
     parameters, lr = model.parameters(), _resolved(config.lr)
     if config.optimizer == "sgd":

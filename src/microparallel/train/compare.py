@@ -14,6 +14,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.data_parallel import Replicas
 from microparallel.errors import UsageError
+from microparallel.schedules import PIPELINES
 from microparallel.train.build import build, build_optimizer
 from microparallel.train.config import TrainConfig
 from microparallel.train.strategies import Step, single
@@ -21,6 +22,7 @@ from microparallel.train.training import Training
 from microparallel.world import Pool, connect
 
 # How far apart two ways of adding the same numbers may end, relative to the largest: rounding, and nothing else.
+_PIPELINE = "pp "  # begins the name of a row with a schedule
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 
 Progress = Callable[[str], None]
@@ -56,17 +58,31 @@ def compare(
 
     def run(strategy: str, ranks: int) -> Outcome:
         progress(f"{strategy} on {_counted(ranks, 'rank')}")
-        job = replace(config, strategy=strategy, ranks=ranks)
+        job = _job(config, strategy, ranks)
         result: Outcome = pool.run(outcome, ranks, job, transport=config.transport, device=config.device)[0]
         return result
 
     return _side_by_side(run, dict.fromkeys(strategies, config.ranks), config.dtype)
 
 
+def _job(config: TrainConfig, strategy: str, ranks: int) -> TrainConfig:
+    """The same job done in another way: with a strategy, or as a pipeline with a schedule."""
+    if strategy not in pipeline_rows():
+        plain = replace(config, dp=None, pp=None, schedule=None, microbatches=None, balance=None)
+        return replace(plain, strategy=strategy, ranks=ranks)
+    schedule = strategy.removeprefix(_PIPELINE)
+    return replace(config, strategy="pipeline", ranks=ranks, pp=ranks, schedule=schedule).resolved()
+
+
+def pipeline_rows() -> list[str]:
+    """Every schedule of a pipeline, as a row is called."""
+    return [f"{_PIPELINE}{name}" for name in PIPELINES]
+
+
 def outcome(comms: Comms, config: TrainConfig) -> Outcome | None:
     """Do the job on one rank; rank 0 tells what came of it."""
     training = build(config, comms)
-    result = _carry_out(training, config, training.model)
+    result = _carry_out(training, config, training.model_state)
     return result if comms.rank == 0 else None
 
 
@@ -85,11 +101,12 @@ def compare_in_process(config: TrainConfig, progress: Progress = lambda _: None)
     def run(strategy: str, replicas: int) -> Outcome:
         progress(f"{strategy} with {_counted(replicas, 'replica')}")
         training = build(job, comms)
-        result: nn.Module | Replicas = training.model
+        result: Callable[[], dict[str, torch.Tensor]] = training.model_state
         if strategy == "torch-dp":
             training.strategy = _torch_data_parallel(training, gpus)
         elif strategy != "single":
-            result = _replicated(training, job, devices, averaging=strategy.removeprefix("replicas-"))
+            replicated = _replicated(training, job, devices, averaging=strategy.removeprefix("replicas-"))
+            result = replicated.state_dict
         return _carry_out(training, job, result)
 
     ours = dict.fromkeys(["replicas-cpu", "replicas-ring"], len(devices))
@@ -134,14 +151,14 @@ def _torch_data_parallel(training: Training, gpus: list[int]) -> Step:
 # ── what both have in common ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _carry_out(training: Training, config: TrainConfig, result: nn.Module | Replicas) -> Outcome:
-    """Do every step of a job; `result` holds what has been learnt."""
+def _carry_out(training: Training, config: TrainConfig, state: Callable[[], dict[str, torch.Tensor]]) -> Outcome:
+    """Do every step of a job; `state` tells what has been learnt."""
     losses, seconds = [], []
     for _ in range(config.steps or len(training.sampler)):
         begun = time.perf_counter()
         losses.append(training.step())
         seconds.append(time.perf_counter() - begun)
-    weights = {name: tensor.cpu() for name, tensor in result.state_dict().items()}
+    weights = {name: tensor.cpu() for name, tensor in state().items()}
     return Outcome(losses, weights, statistics.median(seconds[2:] or seconds))  # the first steps warm up
 
 

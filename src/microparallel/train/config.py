@@ -18,12 +18,13 @@ from typing import Any
 import tomli_w
 
 from microparallel.errors import ConfigError
+from microparallel.schedules import PIPELINES
 from microparallel.topology import MOST_RANKS_PER_CORE, available_cores
 from microparallel.train import user_code
 
 MODELS = ("mlp", "gpt")
 LOSSES = ("cross-entropy", "mse")
-STRATEGIES = ("auto", "single", "naive", "hooks", "ddp", "averaging", "torch-ddp")
+STRATEGIES = ("auto", "single", "naive", "hooks", "ddp", "averaging", "torch-ddp", "pipeline")
 ACCUMULATING = ("auto", "single", "ddp", "averaging")  # can compute a step in several micro-batches
 OPTIMIZERS = ("adam", "adamw", "sgd")
 LR_SCHEDULES = ("constant", "linear")
@@ -45,8 +46,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
+MICROBATCHES = 8  # of a pipeline, unless the batch is smaller
+
 _CHOICES = {
     "strategy": STRATEGIES,
+    "schedule": tuple(PIPELINES),
     "optimizer": OPTIMIZERS,
     "lr_schedule": LR_SCHEDULES,
     "dtype": ("float32", "float64"),
@@ -70,7 +74,14 @@ class TrainConfig:
     heads: int | None = None
     context: int | None = None  # bytes of text the model sees at once
     ranks: int = 1
-    strategy: str = "auto"  # single for one rank, ddp for more, averaging with average_every
+    strategy: str = "auto"  # single for one rank, ddp for more, averaging with average_every, pipeline with pp
+    dp: int | None = None  # how many pipelines, or replicas, each on its own samples
+    pp: int | None = None  # how many ranks each pipeline has
+    schedule: str | None = None  # of the pipeline
+    microbatches: int | None = None  # into which a pipeline cuts its share of the batch
+    chunks: int | None = None  # stages of each rank; only with the interleaved schedule
+    balance: str | None = None  # parameters, time, or the numbers of layers, such as 3,4,5,4
+    recompute: bool | None = None  # activation checkpointing, in a pipeline
     accumulate: int = 1  # micro-batches in which each rank computes its share of a step
     average_every: int | None = None  # steps between two averages of the parameters; only with averaging
     steps: int | None = None  # steps or epochs, not both
@@ -101,10 +112,40 @@ class TrainConfig:
             defaults.pop("steps", None)
             defaults.pop("epochs", None)
         missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
-        if self.strategy == "auto":
+        if self.is_pipeline:
+            missing |= self._resolved_pipeline(missing.get("batch", self.batch) or 1)
+        elif self.strategy == "auto":
             several = "ddp" if self.average_every is None else "averaging"
-            missing["strategy"] = "single" if self.ranks == 1 else several
-        return replace(self, **missing)
+            missing["strategy"] = "single" if self.world_size == 1 else several
+        return replace(self, ranks=self.world_size, **missing)
+
+    def _resolved_pipeline(self, batch: int) -> dict[str, Any]:
+        dp, pp = self.layout
+        return {
+            "strategy": "pipeline",
+            "dp": dp,
+            "pp": pp,
+            "schedule": self.schedule or "1f1b",
+            "microbatches": self.microbatches or max(1, min(MICROBATCHES, batch // dp)),
+            "balance": self.balance or "parameters",
+        }
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether the model is spread over ranks."""
+        return self.pp is not None or self.strategy == "pipeline"
+
+    @property
+    def layout(self) -> tuple[int, int]:
+        """How many replicas there are, and how many ranks each has."""
+        without_pp = max(1, self.ranks // (self.dp or 1)) if self.is_pipeline else 1
+        pp = self.pp or without_pp
+        return self.dp or max(1, self.ranks // pp), pp
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return math.prod(self.layout)
 
 
 _TYPES = {field.name: str(field.type) for field in fields(TrainConfig)}  # such as "int | None"
@@ -157,7 +198,7 @@ def _check_value(name: str, value: Any, file: str | None = None) -> None:
         return
     actual = type(value).__name__
     if actual != kind and (actual, kind) != ("int", "float"):
-        example = {"int": "4", "float": "0.001", "str": '"mlp"'}[kind]
+        example = {"int": "4", "float": "0.001", "str": '"mlp"', "bool": "true"}[kind]
         raise ConfigError(
             f"{given}: {_WORDS[kind]} is needed, and this is {_WORDS.get(actual, actual)}; it looks like  {example}"
         )
@@ -202,13 +243,16 @@ def _check_together(config: TrainConfig) -> None:
     }
     if config.steps is not None and config.epochs is not None:
         raise ConfigError(f"--steps {config.steps} and --epochs {config.epochs} both set the length; give one of them")
-    if config.strategy == "single" and config.ranks > 1:
-        raise ConfigError(f"--strategy single is for one rank, and --ranks is {config.ranks}; try --strategy ddp")
+    _check_layout(config)
+    if config.strategy == "single" and config.world_size > 1:
+        raise ConfigError(f"--strategy single is for one rank, and --ranks is {config.world_size}; try --strategy ddp")
     _check_averaging(config)
-    if used["batch"] < config.ranks:
+    if config.is_pipeline:
+        _check_pipeline(config, used["batch"])
+    elif used["batch"] < config.world_size:
         raise ConfigError(
-            f"--batch {used['batch']} is smaller than --ranks {config.ranks}: every rank needs at least one sample; "
-            f"try --batch {config.ranks} or --ranks {used['batch']}"
+            f"--batch {used['batch']} is smaller than --ranks {config.world_size}: every rank needs at least one "
+            f"sample; try --batch {config.world_size} or --ranks {used['batch']}"
         )
     _check_accumulation(config, used["batch"])
     if config.momentum and used["optimizer"] != "sgd":
@@ -230,6 +274,50 @@ def _check_together(config: TrainConfig) -> None:
         )
 
 
+def _check_layout(config: TrainConfig) -> None:
+    """Raise a ConfigError if dp, pp and ranks contradict each other, or mean nothing."""
+    dp, pp = config.layout
+    if config.ranks not in (1, dp * pp):
+        raise ConfigError(
+            f"--dp {dp} times --pp {pp} is {dp * pp}, and there are {config.ranks} ranks; leave one of them out"
+        )
+    if not config.is_pipeline:
+        for name in ("schedule", "microbatches", "chunks", "balance", "recompute"):
+            if getattr(config, name):
+                raise ConfigError(f"{_shown(name, getattr(config, name))} is for pipelines; add --pp 2")
+    elif config.strategy not in ("auto", "pipeline"):
+        raise ConfigError(f"--pp {pp} makes a pipeline, and --strategy is {config.strategy}; leave one of them out")
+    _check_whole_number("ranks", dp * pp, f"--dp {dp} --pp {pp}" if config.dp or config.pp else f"--ranks {dp * pp}")
+
+
+def _check_pipeline(config: TrainConfig, batch: int) -> None:
+    dp, _ = config.layout
+    share = batch // dp
+    if share < 1:
+        raise ConfigError(f"--batch {batch} is smaller than --dp {dp}: every pipeline needs at least one sample")
+    if (config.microbatches or 1) > share:
+        each = f"each of {dp} pipelines has" if dp > 1 else "there are"
+        raise ConfigError(
+            f"--microbatches {config.microbatches}: of --batch {batch} {each} only {share} samples to cut; "
+            f"try --microbatches {share}, or --batch {(config.microbatches or 1) * dp}"
+        )
+    if config.chunks is not None and config.schedule != "interleaved":
+        raise ConfigError(
+            f"--chunks {config.chunks} is for --schedule interleaved, and it is {config.schedule or '1f1b'}"
+        )
+    if config.balance is not None:
+        parse_balance(config.balance)
+
+
+def parse_balance(balance: str) -> str | list[int]:
+    """Read where a model is to be cut: by parameters, by time, or after so many layers each."""
+    if balance in ("parameters", "time"):
+        return balance
+    if not re.fullmatch(r"[1-9][0-9]*(,[1-9][0-9]*)*", balance):
+        raise ConfigError(f"--balance {balance}: choose parameters or time, or name numbers of layers as in 3,4,5,4")
+    return [int(number) for number in balance.split(",")]
+
+
 def _check_averaging(config: TrainConfig) -> None:
     if config.average_every is None:
         if config.strategy == "averaging":
@@ -238,7 +326,7 @@ def _check_averaging(config: TrainConfig) -> None:
     given = f"--average-every {config.average_every}"
     if config.strategy not in ("auto", "averaging"):
         raise ConfigError(f"{given} is for --strategy averaging, and it is {config.strategy}; leave one of them out")
-    if config.ranks == 1:
+    if config.world_size == 1:
         raise ConfigError(f"{given}: one rank has nobody to average with; try --ranks 2, or leave it out")
 
 
@@ -246,16 +334,18 @@ def _check_accumulation(config: TrainConfig, batch: int) -> None:
     if config.accumulate == 1:
         return
     given = f"--accumulate {config.accumulate}"
+    if config.is_pipeline:
+        raise ConfigError(f"{given}: a pipeline has micro-batches anyway; try --microbatches")
     if config.strategy not in ACCUMULATING:
         raise ConfigError(
             f"{given}: --strategy {config.strategy} computes a step at once; leave --strategy out, or --accumulate"
         )
-    share = batch // config.ranks
+    share = batch // config.world_size
     if config.accumulate > share:
-        each = f"each of {config.ranks} ranks has" if config.ranks > 1 else "there are"
+        each = f"each of {config.world_size} ranks has" if config.world_size > 1 else "there are"
         raise ConfigError(
             f"{given}: of --batch {batch} {each} only {share} samples to cut; try --accumulate {share}, "
-            f"or --batch {config.accumulate * config.ranks}"
+            f"or --batch {config.accumulate * config.world_size}"
         )
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from microparallel.comms import Comms
-from microparallel.data_parallel import replicas_are_identical
 from microparallel.errors import CheckpointError, MicroparallelError
 from microparallel.train import checkpoint
 from microparallel.train.build import build, total_steps
@@ -129,13 +128,13 @@ class _Run:
         training = self._training
         if training.steps_done == self._saved_at:
             return
-        state, optimizer_state = training.state(), training.optimizer_state()
+        state, model_state, optimizer_state = training.state(), training.model_state(), training.optimizer_state()
         self._saved_at = training.steps_done
         if self._folder is not None:
             checkpoint.save(
                 self._folder.checkpoints,
                 training.steps_done,
-                training.model.state_dict(),
+                model_state,
                 optimizer_state,
                 state,
                 keep=self._config.keep,
@@ -147,14 +146,15 @@ class _Run:
 
     def _summary(self, seconds: float, stopped: bool) -> dict[str, Any]:
         training = self._training
-        identical = replicas_are_identical(training.model, training.comms)
+        identical = training.replicas_are_identical()
         summary: dict[str, Any] = {
             "model": self._config.model,
             "data": training.data.description,
             "strategy": self._config.strategy,
             "ranks": training.comms.world_size,
+            **_layout(self._config),
             "device": str(training.comms.device),
-            "parameters": sum(parameter.numel() for parameter in training.model.parameters()),
+            "parameters": training.parameters,
             "steps": training.steps_done,
             "stopped_early": stopped,
             "loss": training.last_loss,
@@ -194,8 +194,17 @@ def _go_on_from_latest(training: Training, resume: Path, display: Display) -> No
 
 def _description(training: Training, config: TrainConfig) -> str:
     ranks = training.comms.world_size
-    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    where = f"{ranks} rank{'s' * (ranks > 1)}"
+    if config.is_pipeline:
+        where = f"dp {config.dp} × pp {config.pp}, {config.schedule}, {config.microbatches} micro-batches"
     return (
-        f"{config.model}, {parameters:,} parameters; {config.strategy} on {ranks} rank{'s' * (ranks > 1)}, "
+        f"{config.model}, {training.parameters:,} parameters; {config.strategy} on {where}, "
         f"{training.comms.device.type}\n{training.data.description}"
     )
+
+
+def _layout(config: TrainConfig) -> dict[str, Any]:
+    """How a pipeline was arranged, for the summary."""
+    if not config.is_pipeline:
+        return {}
+    return {name: getattr(config, name) for name in ("dp", "pp", "schedule", "microbatches")}

@@ -11,7 +11,7 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
-from microparallel.data_parallel import LossFunction, ParameterAveraging, mean_loss
+from microparallel.data_parallel import LossFunction, ParameterAveraging, mean_loss, replicas_are_identical
 from microparallel.errors import CheckpointError
 from microparallel.train import random_state
 from microparallel.train.checkpoint import Checkpoint
@@ -97,10 +97,9 @@ class Training:
         data = self.data.validation
         if data is None:
             return None
-        for buffer in self.model.buffers():
-            self.comms.broadcast(buffer)  # batch statistics differ between ranks; rank 0's are the ones that are kept
+        self._agree_on_buffers()
         sums = torch.zeros(4, dtype=torch.float64)  # loss, right answers, answers, samples
-        sampler = ShardedSampler(data, _VALIDATION_BATCH, comms=self.comms, shuffle=False)
+        sampler = ShardedSampler(data, _VALIDATION_BATCH, comms=self.sampler, shuffle=False)
         self.model.eval()
         with torch.no_grad():
             for indices in sampler:
@@ -110,12 +109,21 @@ class Training:
         loss, right, answers, samples = self.comms.all_reduce(sums).tolist()
         return Validation(loss / samples, right / answers if answers else None)
 
+    def _agree_on_buffers(self) -> None:
+        """Let all ranks have rank 0's batch statistics: those are the ones that are kept."""
+        for buffer in self.model.buffers():
+            self.comms.broadcast(buffer)
+
     def _measure(self, inputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Add up loss, right answers, answers and samples of a batch, as far as this rank is to tell them."""
         samples = len(targets)
         if self.loss_fn is None:
             return torch.tensor([float(mean_loss(self.model, inputs, targets)) * samples, 0, 0, samples])
-        outputs = self.model(inputs)
-        loss = float(self.loss_fn(outputs, targets)) * samples
+        return self._compare(self.model(inputs), targets, self.loss_fn)
+
+    def _compare(self, outputs: torch.Tensor, targets: torch.Tensor, loss_fn: LossFunction) -> torch.Tensor:
+        samples = len(targets)
+        loss = float(loss_fn(outputs, targets)) * samples
         classes = not targets.dtype.is_floating_point and outputs.shape[:-1] == targets.shape
         right = int((outputs.argmax(-1) == targets).sum()) if classes else 0
         return torch.tensor([loss, right, targets.numel() if classes else 0, samples], dtype=torch.float64)
@@ -128,6 +136,20 @@ class Training:
             "random": gather_json(random_state.capture(), self.comms),
         }
 
+    def model_state(self) -> dict[str, torch.Tensor]:
+        """The whole model's state, for rank 0 to save; all must ask together."""
+        state: dict[str, torch.Tensor] = self.model.state_dict()
+        return state
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the whole model has learnt."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def replicas_are_identical(self) -> bool:
+        """Whether ranks that should have the same parameters have the same bits; all must ask together."""
+        return replicas_are_identical(self.model, self.comms)
+
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state, for rank 0 to save: the same on every rank, or everybody's; all must ask together."""
         state: dict[str, Any] = self.optimizer.state_dict()
@@ -136,8 +158,7 @@ class Training:
     def load(self, checkpoint: Checkpoint) -> None:
         """Go on from a checkpoint, bit for bit when the world has the size it had then."""
         try:
-            self.model.load_state_dict(checkpoint.model)
-            self.optimizer.load_state_dict(self._own_part(checkpoint.optimizer_state))
+            self._load_states(checkpoint)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
         self.sampler.load_state_dict(checkpoint.state["sampler"])
@@ -149,6 +170,10 @@ class Training:
         states = checkpoint.state["random"]
         if len(states) == self.comms.world_size:
             random_state.restore(states[self.comms.rank])
+
+    def _load_states(self, checkpoint: Checkpoint) -> None:
+        self.model.load_state_dict(checkpoint.model)
+        self.optimizer.load_state_dict(self._own_part(checkpoint.optimizer_state))
 
     def _own_part(self, state: dict[str, Any]) -> dict[str, Any]:
         """Find this rank's optimizer state; a rank that was not there before takes another's."""

@@ -1,0 +1,160 @@
+"""Runs with pipelines: as good as one process, and free to go on in another layout."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import microparallel as mp
+from microparallel.train import checkpoint
+from microparallel.train.config import TrainConfig
+from microparallel.train.loop import train
+
+STEPS = 6
+
+
+def configuration(out, **changes):
+    settings = {
+        **{"out": str(out), "dim": 16, "depth": 6, "batch": 300, "steps": STEPS, "validate_every": 3},
+        **{"lr_schedule": "constant", "dtype": "float64"},
+    }
+    return TrainConfig(**settings | changes).resolved()
+
+
+def metrics(folder, name):
+    records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [record[name] for record in records if name in record]
+
+
+def run(pool, config, resume=None):
+    return pool.run(train, config.ranks, config, resume, True, timeout=50)[0]
+
+
+@pytest.fixture(scope="module")
+def alone(pool, tmp_path_factory):
+    """One process, from the first step to the last; an epoch's last batch is smaller than the others."""
+    out = tmp_path_factory.mktemp("runs") / "alone"
+    return out, run(pool, configuration(out))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pp": 2},
+        {"pp": 3, "schedule": "zb-h1", "microbatches": 5},
+        {"dp": 2, "pp": 2, "microbatches": 4, "recompute": True},
+        {"dp": 2, "pp": 1, "schedule": "gpipe"},
+        {"pp": 2, "schedule": "zbv", "balance": "1,2,1,2"},
+        {"pp": 2, "schedule": "interleaved", "chunks": 3, "balance": "time"},
+    ],
+    ids=lambda layout: " ".join(f"{name}={value}" for name, value in layout.items()),
+)
+def test_a_pipeline_learns_what_one_process_learns(pool, alone, tmp_path, layout):
+    out, reference = alone
+    summary = run(pool, configuration(tmp_path / "run", **layout))
+    assert metrics(tmp_path / "run", "loss") == pytest.approx(metrics(out, "loss"), rel=1e-11)
+    for name in ("validation_loss", "validation_accuracy"):
+        assert metrics(tmp_path / "run", name) == pytest.approx(metrics(out, name), rel=1e-11)
+    assert summary["parameters"] == reference["parameters"] and summary["replicas_identical"]
+    assert summary["strategy"] == "pipeline" and summary["pp"] == layout["pp"]
+    saved = checkpoint.load(tmp_path / "run" / "checkpoints" / f"step-{STEPS:08d}")
+    whole = checkpoint.load(out / "checkpoints" / f"step-{STEPS:08d}")
+    assert saved.model.keys() == whole.model.keys()
+    for name, tensor in whole.model.items():
+        torch.testing.assert_close(saved.model[name], tensor, rtol=1e-10, atol=1e-12)
+    assert saved.optimizer_state["state"].keys() == whole.optimizer_state["state"].keys()
+
+
+def test_a_run_goes_on_in_any_layout(pool, alone, tmp_path):
+    """Two pipelines, then data parallelism, then one pipeline with another schedule, then one process."""
+    out, _ = alone
+    folder = tmp_path / "run"
+    run(pool, configuration(folder, steps=2, dp=2, pp=2))
+    run(pool, configuration(folder, steps=3, ranks=3), resume=folder)
+    run(pool, configuration(folder, steps=5, pp=3, schedule="zb-h2"), resume=folder)
+    run(pool, configuration(folder), resume=folder)
+    assert metrics(folder, "loss") == pytest.approx(metrics(out, "loss"), rel=1e-11)
+
+
+def test_resuming_repeats_the_losses_bit_for_bit(pool, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    layout = {"dp": 2, "pp": 2, "dtype": "float32", "model": f"{__name__}:with_dropout", "loss": "cross-entropy"}
+    sizes = {"dim": None, "depth": None, "data": "digits"}
+    run(pool, configuration(whole, **layout | sizes))
+    run(pool, configuration(parts, **layout | sizes | {"steps": 4}))
+    run(pool, configuration(parts, **layout | sizes), resume=parts)
+    assert metrics(parts, "loss") == metrics(whole, "loss")
+
+
+def with_dropout():
+    return nn.Sequential(
+        nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(inplace=True), nn.Dropout(0.2), nn.Linear(32, 10)
+    )
+
+
+def test_tied_weights_have_one_optimizer_state(pool, tmp_path):
+    settings = {"model": f"{__name__}:tied", "data": "text", "loss": "cross-entropy", "batch": 8, "steps": 3}
+    sizes = {"dim": None, "depth": None, "context": 8}
+    alone = run(pool, configuration(tmp_path / "alone", **settings | sizes))
+    together = run(pool, configuration(tmp_path / "together", **settings | sizes, pp=2, dp=2))
+    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-11)
+    assert together["parameters"] == alone["parameters"]
+    states = [checkpoint.load(tmp_path / run / "checkpoints" / "step-00000003") for run in ("alone", "together")]
+    assert states[0].optimizer_state["state"].keys() == states[1].optimizer_state["state"].keys()
+
+
+def tied():
+    return mp.models.GPT(context=8, dim=8, heads=2, depth=2, tied=True)
+
+
+def test_a_model_that_computes_its_own_loss_is_refused(pool, tmp_path):
+    config = configuration(
+        tmp_path / "run", model=f"{__name__}:OwnLoss", data="digits", pp=2, dim=None, depth=None, steps=1
+    )
+    with pytest.raises(mp.RankFailed, match="--loss cross-entropy"):
+        run(pool, config)
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 8), nn.Linear(8, 10)])
+
+    def pipeline_layers(self):
+        return self.layers
+
+    def forward(self, inputs, targets):
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return nn.functional.cross_entropy(inputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"schedule": "gpipe"}, "--schedule gpipe is for pipelines; add --pp 2"),
+        ({"pp": 2, "schedule": "1f2b"}, "did you mean 1f1b"),
+        ({"pp": 2, "ranks": 3}, "--dp 1 times --pp 2 is 2, and there are 3 ranks"),
+        ({"pp": 2, "strategy": "ddp"}, "--pp 2 makes a pipeline, and --strategy is ddp"),
+        ({"pp": 2, "batch": 8, "microbatches": 9}, "try --microbatches 8, or --batch 9"),
+        ({"pp": 2, "dp": 4, "batch": 3, "ranks": 1}, "--batch 3 is smaller than --dp 4"),
+        ({"pp": 2, "chunks": 2}, "--chunks 2 is for --schedule interleaved"),
+        ({"pp": 2, "balance": "3;4"}, "--balance 3;4: choose parameters or time"),
+        ({"pp": 2, "accumulate": 4}, "try --microbatches"),
+        ({"pp": 0}, "--pp 0: must be at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(settings, message):
+    with pytest.raises(mp.ConfigError, match="(?s).*" + message.replace("(", r"\(")):
+        TrainConfig(**settings)
+
+
+def test_layouts():
+    assert TrainConfig(dp=2, pp=2).resolved().ranks == 4
+    assert TrainConfig(ranks=6, pp=2).resolved().dp == 3
+    assert TrainConfig(ranks=4, strategy="pipeline").resolved().pp == 4
+    assert TrainConfig(dp=3).resolved().strategy == "ddp"
+    resolved = TrainConfig(pp=2, batch=5).resolved()
+    assert (resolved.schedule, resolved.microbatches, resolved.balance) == ("1f1b", 5, "parameters")
