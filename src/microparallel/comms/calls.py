@@ -24,20 +24,24 @@ class Call:
     text: str
     agreement: str
     collective: bool = True
+    size: int = 0  # bytes of this rank's tensor
+    peer: int | None = None  # of a message: the other rank of the group
+    sends: bool = False  # of a message: whether it leaves this rank
 
     def __str__(self) -> str:
         return self.text
 
     @staticmethod
-    def of_all(name: str, *details: str) -> Call:
+    def of_all(name: str, *details: str, size: int = 0) -> Call:
         """A collective: every rank must make it with the same details."""
         text = f"{name}({', '.join(details)})"
-        return Call(text, text)
+        return Call(text, text, size=size)
 
     @staticmethod
-    def of_two(name: str, content: str, peer: str) -> Call:
+    def of_two(name: str, content: str, peer: int, *, sends: bool, size: int = 0) -> Call:
         """One end of a message: the content must agree, the name and the peer differ."""
-        return Call(f"{name}({content}, {peer})", content, collective=False)
+        text = f"{name}({content}, {'dest' if sends else 'src'}={peer})"
+        return Call(text, content, collective=False, size=size, peer=peer, sends=sends)
 
     def to_bytes(self) -> bytes:
         """The call as JSON of a fixed size, so that a receiver knows how many bytes to expect."""

@@ -109,7 +109,7 @@ class Comms(Conversation):
     def _send(self, name: str, tensor: torch.Tensor, dest: int) -> Request[None]:
         self._require_peer(name, "dest", dest)
         wire = to_wire(tensor, self._transport.carries)
-        call = Call.of_two(name, self._content(wire), f"dest={dest}")
+        call = Call.of_two(name, self._content(wire), dest, sends=True, size=wire.nbytes)
 
         def start() -> list[Work]:
             announced = [self._checker.announce(call, dest)] if self._checker else []
@@ -120,7 +120,7 @@ class Comms(Conversation):
     def _recv(self, name: str, shape: int | Sequence[int], src: int, dtype: torch.dtype) -> Request[torch.Tensor]:
         self._require_peer(name, "src", src)
         wire = empty_on_wire((shape,) if isinstance(shape, int) else shape, dtype, self.device, self._transport.carries)
-        call = Call.of_two(name, self._content(wire), f"src={src}")
+        call = Call.of_two(name, self._content(wire), src, sends=False, size=wire.nbytes)
 
         def start() -> list[Work]:
             if self._checker:
@@ -144,7 +144,7 @@ class Comms(Conversation):
         self._require_rank("broadcast", "src", src)
         require_writable(tensor, "broadcast")
         wire = to_wire(tensor, self._transport.carries)
-        call = Call.of_all("broadcast", self._content(wire), f"src={src}")
+        call = Call.of_all("broadcast", self._content(wire), f"src={src}", size=wire.nbytes)
         request = self._collective(
             call, lambda: [self._transport.broadcast(as_bytes(wire), src)], lambda: from_wire(wire, tensor)
         )
@@ -184,7 +184,7 @@ class Comms(Conversation):
         """Collect everybody's tensor on `dst`, which gets the list in rank order; the others get None."""
         self._require_rank("gather", "dst", dst)
         wire = to_wire(tensor, self._transport.carries)
-        call = Call.of_all("gather", self._content(wire), f"dst={dst}")
+        call = Call.of_all("gather", self._content(wire), f"dst={dst}", size=wire.nbytes)
         outputs = self._outputs(wire) if self.rank == dst else None
         rows = None if outputs is None else [as_bytes(output) for output in outputs]
         request = self._collective(
@@ -197,7 +197,7 @@ class Comms(Conversation):
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Collect everybody's tensor on every rank, as a list in rank order."""
         wire = to_wire(tensor, self._transport.carries)
-        call = Call.of_all("all_gather", self._content(wire))
+        call = Call.of_all("all_gather", self._content(wire), size=wire.nbytes)
         outputs = self._outputs(wire)
         request = self._collective(
             call,
@@ -212,7 +212,7 @@ class Comms(Conversation):
         """Combine everybody's tensor on `dst`, in place; the tensors of the others stay as they are."""
         self._require_rank("reduce", "dst", dst)
         check_reduction(op, tensor.dtype, "reduce")
-        call = Call.of_all("reduce", describe(tensor), f"dst={dst}", f"op={op!r}")
+        call = Call.of_all("reduce", describe(tensor), f"dst={dst}", f"op={op!r}", size=_bytes([tensor]))
         wire = to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype))
         if self.rank == dst:
             require_writable(tensor, "reduce")
@@ -237,7 +237,9 @@ class Comms(Conversation):
             )
         for tensor in tensors:
             check_reduction(op, tensor.dtype, "reduce_scatter")
-        call = Call.of_all("reduce_scatter", describe_list(tensors), f"op={op!r}")
+        call = Call.of_all(
+            "reduce_scatter", describe_list(tensors), f"op={op!r}", size=sum(one.nbytes for one in tensors)
+        )
         mine = tensors[self.rank]
         wires = [to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype)) for tensor in tensors]
         alike = len({(wire.shape, wire.dtype) for wire in wires}) == 1
@@ -275,7 +277,7 @@ class Comms(Conversation):
             async_op: return a `Request` at once; its `wait()` returns the tensor.
         """
         chosen = "" if algorithm == "auto" else f", algorithm={algorithm!r}"
-        call = Call.of_all("all_reduce", describe(tensor), f"op={op!r}{chosen}")
+        call = Call.of_all("all_reduce", describe(tensor), f"op={op!r}{chosen}", size=_bytes([tensor]))
         if algorithm != "auto":
             all_reduce_program(algorithm, self.world_size)  # says so if there is none
         request = self._all_reduce(call, tensor, op, algorithm)
@@ -334,13 +336,15 @@ class Comms(Conversation):
         transport = self._transport.subgroup(members)
         if transport is None:
             return None
-        return Comms(
+        smaller = Comms(
             transport,
             device=self.device,
             local_rank=self.local_rank,
             check=self._checker is not None,
             on_close=transport.close,
         )
+        smaller.listeners = self.listeners
+        return smaller
 
     def close(self) -> None:
         """Leave the conversation; closing twice is fine."""
@@ -359,3 +363,7 @@ class Comms(Conversation):
 
     def __repr__(self) -> str:
         return f"<Comms rank {self.rank} of {self.world_size} on {self.device}>"
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # nbytes is not for sparse ones

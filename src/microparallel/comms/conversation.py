@@ -10,6 +10,7 @@ from microparallel.comms.calls import Call, describe_content
 from microparallel.comms.checking import Checker
 from microparallel.comms.failures import named_failures
 from microparallel.comms.group import Group
+from microparallel.comms.listening import Heard, Listener
 from microparallel.comms.request import Request, Result
 from microparallel.errors import UsageError
 from microparallel.transport.base import Work
@@ -23,6 +24,7 @@ class Conversation:
         self.world_size = transport.world_size
         self._transport = transport
         self._closed = False
+        self.listeners: list[Listener] = []  # of all groups that were made from this one, too
         self._checker = Checker(transport) if check and transport.world_size > 1 else None
 
     def _collective(
@@ -39,9 +41,10 @@ class Conversation:
         if self._closed:
             raise UsageError(f"{call}: this Comms has been closed; connect again, or close it later")
         self._transport.announce(call.agreement)
+        heard = Heard(self.listeners, call, self._transport.world_ranks) if self.listeners else None
         with named_failures(call, self._transport):
             works = start()
-        return Request(call, works, finish, self._transport)
+        return Request(call, works, finish, self._transport, heard)
 
     def _outputs(self, wire: torch.Tensor) -> list[torch.Tensor]:
         return [torch.empty_like(wire) for _ in range(self.world_size)]

@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 from microparallel.comms.calls import Call
 from microparallel.comms.failures import named_failures
 from microparallel.comms.group import Group
+from microparallel.comms.listening import Heard
 from microparallel.transport.base import Work
 
 Result = TypeVar("Result")
@@ -21,8 +22,16 @@ _ORPHANS: list[Sequence[Work]] = []
 class Request(Generic[Result]):
     """A communication under way. It owns its buffers until `wait()` has returned; keep it until then."""
 
-    def __init__(self, call: Call, works: Sequence[Work], finish: Callable[[], Result], transport: Group):
+    def __init__(
+        self,
+        call: Call,
+        works: Sequence[Work],
+        finish: Callable[[], Result],
+        transport: Group,
+        heard: Heard | None = None,
+    ) -> None:
         self._call = call
+        self._heard = heard
         self._works = works
         self._finish: Callable[[], Result] | None = finish
         self._transport = transport
@@ -37,12 +46,22 @@ class Request(Generic[Result]):
         """
         if self._finish is not None:
             works, self._works = self._works, ()
-            with named_failures(self._call, self._transport):
-                for work in works:
-                    work.wait(timeout)
+            if self._heard is None:
+                self._wait_for(works, timeout)
+            else:
+                self._heard.wait()
+                try:
+                    self._wait_for(works, timeout)
+                finally:
+                    self._heard.end()
             self._result = self._finish()
             self._finish = None
         return self._result
+
+    def _wait_for(self, works: Sequence[Work], timeout: float | None) -> None:
+        with named_failures(self._call, self._transport):
+            for work in works:
+                work.wait(timeout)
 
     def __del__(self) -> None:
         if getattr(self, "_works", ()):
