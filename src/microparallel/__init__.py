@@ -24,6 +24,8 @@ _HOMES = {
     "all_reduce_in_process": "microparallel.comms.in_process",
     "run_in_process": "microparallel.comms.in_process",
     "Request": "microparallel.comms",
+    "record": "microparallel.comms.record",
+    "Recording": "microparallel.trace.recording",
     "Pool": "microparallel.world",
     "connect": "microparallel.world",
     "launch": "microparallel.world",

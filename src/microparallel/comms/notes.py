@@ -15,4 +15,4 @@ def gather_json(value: Any, comms: Comms) -> list[Any]:
     text = json.dumps(value).encode()
     longest = int(comms.all_reduce(torch.tensor(len(text)), op="max").item())
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-    return [json.loads(bytes(part.tolist())) for part in comms.all_gather(padded)]
+    return [json.loads(part.numpy().tobytes()) for part in comms.all_gather(padded)]

@@ -1,0 +1,264 @@
+"""Record what the ranks of any program do: their own Comms calls, and torch's forward, backward and optimizer.
+
+```python
+with mp.record(comms) as recorder:
+    for inputs, targets in batches:
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()
+recorder.recording.to_chrome("run.json")
+```
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_modules
+from torch.optim import optimizer as torch_optimizers
+from torch.utils import _pytree as pytree
+
+from microparallel.comms.calls import Call
+from microparallel.comms.clocks import offset_from_rank_0
+from microparallel.comms.comms import Comms
+from microparallel.comms.notes import gather_json
+from microparallel.errors import UsageError
+from microparallel.trace.recording import Kind, Recording, Span
+
+Moment = float | torch.cuda.Event
+
+
+class Row:
+    """One span that is being recorded."""
+
+    __slots__ = ("bytes", "end", "group", "kind", "name", "number", "peer", "start", "step", "waited")
+
+    def __init__(self, kind: Kind, name: str, start: Moment, step: int) -> None:
+        self.kind = kind
+        self.name = name
+        self.start = start
+        self.end: Moment | None = None
+        self.waited: Moment | None = None
+        self.step = step
+        self.bytes = 0
+        self.group: tuple[int, ...] = ()
+        self.number = 0
+        self.peer: int | None = None
+
+
+class Recorder:
+    """One rank's notes; when the `with` block ends, `recording` has those of all ranks.
+
+    Attributes:
+        recording: what happened, once the block has ended.
+        step: the number of the step that is under way; it counts up when an optimizer has updated the weights.
+    """
+
+    def __init__(self, comms: Comms) -> None:
+        self.step = 0
+        self._comms = comms
+        self._rows: list[Row] = []
+        self._numbers: dict[object, Iterator[int]] = defaultdict(itertools.count)
+        self._depth = threading.local()
+        self._backward: Row | None = None
+        self._optimizer: Row | None = None
+        self._muted = 0
+        self._recording: Recording | None = None
+        self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._event
+        self._zero: torch.cuda.Event | None = None
+        self._zero_time = 0.0
+
+    @property
+    def recording(self) -> Recording:
+        """What all ranks did."""
+        if self._recording is None:
+            raise UsageError("recording: it is there when the `with mp.record(comms)` block has ended")
+        return self._recording
+
+    # ── what a Comms tells ──────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, call: Call, world_ranks: Sequence[int]) -> Row:
+        """A call begins."""
+        kind: Kind = "collective" if call.collective else "send" if call.sends else "receive"
+        row = Row(kind, call.text, self._now(), self.step)
+        row.bytes = call.size
+        if call.collective:
+            row.group = tuple(world_ranks)
+            row.number = next(self._numbers[row.group])
+        elif call.peer is not None:
+            self._address(row, world_ranks[call.peer])
+        self._rows.append(row)
+        return row
+
+    def _address(self, row: Row, peer: int) -> None:
+        row.peer = peer
+        row.number = next(self._numbers[row.kind, peer])
+
+    def wait(self, row: Row) -> None:
+        """The rank has nothing else to do."""
+        if row.waited is None:
+            row.waited = self._now()
+
+    def end(self, row: Row) -> None:
+        """A call has ended."""
+        if row.end is None:
+            row.end = self._now()
+
+    # ── what a pipeline tells ───────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, kind: Kind, name: str, start: float, end: float, size: int = 0, peer: int | None = None) -> None:
+        """Take down something that has happened already."""
+        row = Row(kind, name, start, self.step)
+        row.end, row.bytes = end, size
+        if peer is not None:
+            row.waited = start
+            self._address(row, peer)
+        self._rows.append(row)
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Leave torch's modules alone: somebody else tells what is computed."""
+        self._muted += 1
+        try:
+            yield
+        finally:
+            self._muted -= 1
+
+    # ── what torch tells ────────────────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Listen to the Comms, and to every module and optimizer of this process."""
+        handles = [
+            torch_modules.register_module_forward_pre_hook(self._forward_begins),
+            torch_modules.register_module_forward_hook(self._forward_ends, always_call=True),
+            torch_optimizers.register_optimizer_step_pre_hook(self._optimizer_begins),
+            torch_optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        self._comms.listeners.append(self)
+        if self._comms.device.type == "cuda":
+            torch.cuda.synchronize(self._comms.device)
+            self._zero = self._event()
+        self._zero_time = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._comms.listeners.remove(self)
+            for handle in handles:
+                handle.remove()
+
+    def _forward_begins(self, module: torch.nn.Module, _: Any) -> None:
+        stack = self._open_forwards()
+        if not stack and not self._muted and self._backward is None:
+            self._rows.append(Row("forward", f"forward of {type(module).__name__}", self._now(), self.step))
+            stack.append(self._rows[-1])
+        else:
+            stack.append(None)
+
+    def _forward_ends(self, _module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
+        stack = self._open_forwards()
+        row = stack.pop() if stack else None
+        if row is None:
+            return
+        row.end = self._now()
+        for output in pytree.tree_leaves(outputs):
+            if isinstance(output, torch.Tensor) and output.requires_grad and output.grad_fn is not None:
+                output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+
+    def _open_forwards(self) -> list[Row | None]:
+        """The modules that are being called in this thread, from the outside in; only the outermost counts."""
+        if not hasattr(self._depth, "stack"):
+            self._depth.stack = []
+        stack: list[Row | None] = self._depth.stack
+        return stack
+
+    def _backward_begins(self, _: torch.Tensor) -> None:
+        if self._backward is None and self in self._comms.listeners:
+            self._backward = Row("backward", "backward", self._now(), self.step)
+            self._rows.append(self._backward)
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        if self._backward is not None:
+            self._backward.end = self._now()
+            self._backward = None
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
+        self._optimizer = Row("optimizer", type(optimizer).__name__, self._now(), self.step)
+        self._rows.append(self._optimizer)
+
+    def _optimizer_ends(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
+        if self._optimizer is not None:
+            self._optimizer.end = self._now()
+            self._optimizer = None
+            self.step += 1
+
+    # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def gather(self, about: dict[str, Any]) -> None:
+        """Bring all ranks' notes together, on one clock; every rank calls this."""
+        if self._comms.device.type == "cuda":
+            torch.cuda.synchronize(self._comms.device)
+        offset, error = offset_from_rank_0(self._comms)
+        mine = [self._written(row, offset) for row in self._rows if row.end is not None]
+        everybody = gather_json({"rows": mine, "error": error}, self._comms)
+        begun = min((row[2] for notes in everybody for row in notes["rows"]), default=0.0)
+        spans = [_span(rank, row, begun) for rank, notes in enumerate(everybody) for row in notes["rows"]]
+        worst = max(notes["error"] for notes in everybody)
+        self._recording = Recording(self._comms.world_size, spans, worst, about)
+
+    def _written(self, row: Row, offset: float) -> list[Any]:
+        start, end, waited = (self._seconds(moment) for moment in (row.start, row.end, row.waited))
+        times = [None if math.isnan(moment) else moment + offset for moment in (start, end, waited)]
+        return [row.kind, row.name, *times, row.step, row.bytes, row.group, row.number, row.peer]
+
+    def _event(self) -> torch.cuda.Event:
+        """A moment of the GPU's own: work is booked when it ran, not when it was asked for."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _seconds(self, moment: Moment | None) -> float:
+        if moment is None:
+            return math.nan
+        if isinstance(moment, float) or self._zero is None:
+            return float(moment)  # type: ignore[arg-type]
+        return self._zero_time + float(self._zero.elapsed_time(moment)) / 1e3
+
+
+def _span(rank: int, row: list[Any], begun: float) -> Span:
+    kind, name, start, end, waited, step, size, group, number, peer = row
+    return Span(
+        rank=rank,
+        kind=kind,
+        name=name,
+        start=start - begun,
+        end=end - begun,
+        step=step,
+        waited=math.nan if waited is None else waited - begun,
+        bytes=size,
+        group=tuple(group),
+        number=number,
+        peer=peer,
+    )
+
+
+@contextmanager
+def record(comms: Comms, **about: Any) -> Iterator[Recorder]:
+    """Record what all ranks do in a `with` block; every rank enters and leaves it.
+
+    Args:
+        comms: the ranks. Calls of its sub-groups are recorded too.
+        about: words and numbers that are kept with the recording, such as `model="gpt"`.
+    """
+    recorder = Recorder(comms)
+    with recorder.listening():
+        yield recorder
+    recorder.gather(about)
