@@ -161,3 +161,24 @@ def test_a_wait_that_takes_too_long_names_the_call(any_pool):
         mp.RankFailed, match=r"rank 1 raised CommsTimeout: rank 1 waited in vain in irecv\(float32\[1\], src=0\)"
     ):
         any_pool.run(late, 2, timeout=30)
+
+
+def waits_again(comms):
+    if comms.rank == 0:
+        comms.recv_tensor((1,), 1)  # so that this rank stays
+        return None
+    request = comms.irecv((1,), 0)
+    texts = []
+    for _ in range(2):
+        try:
+            request.wait(0.1)
+        except mp.CommsTimeout as error:
+            texts.append(str(error))
+    comms.send_tensor(torch.zeros(1), 0)
+    return texts
+
+
+def test_a_request_that_failed_fails_again(pool):
+    """Its buffer holds nothing that anybody should take for a result."""
+    _, texts = pool.run(waits_again, 2, timeout=30)
+    assert len(texts) == 2 and texts[0] == texts[1]

@@ -28,6 +28,7 @@ EXAMPLES = options.examples(
     ("microparallel train --model my_module:make_model --data my_module:make_dataset", "your own model and data"),
     ("microparallel train --ranks 2 --batch 512 --accumulate 8", "a large batch, computed in 8 micro-batches a rank"),
     ("microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8", "two pipelines of two ranks each"),
+    ("microparallel train --ranks 4 --trace --out runs/mine; microparallel report runs/mine", "see where time went"),
     ("microparallel train --resume runs/20260131-093000-mlp", "go on where an earlier run stopped"),
     ("torchrun --nproc-per-node=4 -m microparallel train", "the same, started by torchrun"),
 )
@@ -35,7 +36,7 @@ EXAMPLES = options.examples(
 _OF_PIPELINES = ("schedule", "microbatches", "chunks", "balance", "recompute")
 _CHANGEABLE = (
     *("steps", "epochs", "ranks", "strategy", "dp", "pp", *_OF_PIPELINES, "accumulate", "device", "transport"),
-    *("validate_every", "save_every", "keep"),
+    *("validate_every", "save_every", "keep", "trace"),
 )
 
 
@@ -78,6 +79,9 @@ def train(
     keep: Annotated[int | None, typer.Option(help="Checkpoints to keep.", show_default="3")] = None,
     validate_every: Annotated[
         int | None, typer.Option(help="Steps between measurements on held-back data.", show_default="once an epoch")
+    ] = None,
+    trace: Annotated[
+        bool | None, typer.Option("--trace", help="Record ten steps: what every rank did when (see report).")
     ] = None,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with an earlier run's folder.")] = None,
     config: options.ConfigFile = None,

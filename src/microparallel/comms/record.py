@@ -24,6 +24,7 @@ import torch
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from microparallel.comms.calls import Call
 from microparallel.comms.clocks import offset_from_rank_0
@@ -70,6 +71,7 @@ class Recorder:
         self._backward: Row | None = None
         self._optimizer: Row | None = None
         self._muted = 0
+        self._handles: list[RemovableHandle] = []
         self._recording: Recording | None = None
         self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._event
         self._zero: torch.cuda.Event | None = None
@@ -133,10 +135,9 @@ class Recorder:
 
     # ── what torch tells ────────────────────────────────────────────────────────────────────────────────────────
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
+    def start(self) -> None:
         """Listen to the Comms, and to every module and optimizer of this process."""
-        handles = [
+        self._handles = [
             torch_modules.register_module_forward_pre_hook(self._forward_begins),
             torch_modules.register_module_forward_hook(self._forward_ends, always_call=True),
             torch_optimizers.register_optimizer_step_pre_hook(self._optimizer_begins),
@@ -147,12 +148,12 @@ class Recorder:
             torch.cuda.synchronize(self._comms.device)
             self._zero = self._event()
         self._zero_time = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._comms.listeners.remove(self)
-            for handle in handles:
-                handle.remove()
+
+    def stop(self) -> None:
+        """Listen no longer."""
+        self._comms.listeners.remove(self)
+        for handle in self._handles:
+            handle.remove()
 
     def _forward_begins(self, module: torch.nn.Module, _: Any) -> None:
         stack = self._open_forwards()
@@ -259,6 +260,9 @@ def record(comms: Comms, **about: Any) -> Iterator[Recorder]:
         about: words and numbers that are kept with the recording, such as `model="gpt"`.
     """
     recorder = Recorder(comms)
-    with recorder.listening():
+    recorder.start()
+    try:
         yield recorder
+    finally:
+        recorder.stop()
     recorder.gather(about)

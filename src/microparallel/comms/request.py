@@ -35,33 +35,39 @@ class Request(Generic[Result]):
         self._works = works
         self._finish: Callable[[], Result] | None = finish
         self._transport = transport
+        self._failure: BaseException | None = None
         self._result: Result
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Return the result when it is there; waiting again returns it again.
+        """Return the result when it is there; waiting again returns it again, or raises what was raised.
 
         Raises:
             CommsTimeout: after `timeout` seconds (None: the timeout of the world).
             PeerLost: when a rank that is needed has gone away.
         """
+        if self._failure is not None:
+            raise self._failure
         if self._finish is not None:
             works, self._works = self._works, ()
-            if self._heard is None:
+            try:
                 self._wait_for(works, timeout)
-            else:
-                self._heard.wait()
-                try:
-                    self._wait_for(works, timeout)
-                finally:
-                    self._heard.end()
+            except BaseException as error:
+                self._failure = error  # what the buffers hold now is nobody's result
+                raise
             self._result = self._finish()
             self._finish = None
         return self._result
 
     def _wait_for(self, works: Sequence[Work], timeout: float | None) -> None:
-        with named_failures(self._call, self._transport):
-            for work in works:
-                work.wait(timeout)
+        if self._heard is not None:
+            self._heard.wait()
+        try:
+            with named_failures(self._call, self._transport):
+                for work in works:
+                    work.wait(timeout)
+        finally:
+            if self._heard is not None:
+                self._heard.end()
 
     def __del__(self) -> None:
         if getattr(self, "_works", ()):

@@ -98,6 +98,7 @@ class TrainConfig:
     validate_every: int | None = None  # steps; None: once an epoch and at the end
     save_every: int | None = None  # steps; None: only at the end
     keep: int = 3  # checkpoints
+    trace: bool | None = None  # record some steps, for `microparallel report`
     out: str | None = None  # None: runs/<time>-<model>
 
     def __post_init__(self) -> None:

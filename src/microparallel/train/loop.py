@@ -18,6 +18,7 @@ from microparallel.train.config import TrainConfig
 from microparallel.train.progress import Display, display_for
 from microparallel.train.run_folder import RunFolder
 from microparallel.train.stopping import StopTogether
+from microparallel.train.tracing import Tracing
 from microparallel.train.training import Training, Validation
 
 
@@ -63,8 +64,9 @@ class _Run:
         self._display.start(_description(training, self._config), training.steps_done, self._total)
         started, first_step = time.monotonic(), training.steps_done
         stopped = False
-        with StopTogether(training.comms) as stop:
+        with StopTogether(training.comms) as stop, Tracing(self._config, training, self._folder, self._total) as trace:
             while training.steps_done < self._total and not stopped:
+                trace.before_step()
                 self._step()
                 stopped = training.steps_done < self._total and self._together() and stop.agreed()
             training.come_together()

@@ -6,6 +6,7 @@ runs/20250131-093000-mlp/
   metrics.jsonl    one JSON object a line, as training goes on
   summary.json     how it ended
   checkpoints/     what `--resume` goes on from
+  trace.json       with `--trace`, what every rank did in some steps; trace-chrome.json is for Perfetto
 ```
 """
 
@@ -37,6 +38,8 @@ class RunFolder:
         self.metrics_file = path / "metrics.jsonl"
         self.summary_file = path / "summary.json"
         self.checkpoints = path / "checkpoints"
+        self.trace_file = path / "trace.json"
+        self.chrome_file = path / "trace-chrome.json"
         self._metrics: TextIO | None = None
 
     @classmethod

@@ -1,0 +1,58 @@
+"""Record some steps of a run, for `microparallel report`."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+from microparallel.comms.record import Recorder
+from microparallel.train.atomic import write_atomically
+from microparallel.train.config import TrainConfig
+from microparallel.train.run_folder import RunFolder
+from microparallel.train.training import Training
+
+_WARM_UP = 3  # steps before the first that is recorded: buckets are arranged, memory is taken
+_STEPS = 10
+
+
+class Tracing:
+    """Records ten steps of a run, after its first ones; of a shorter run, its last."""
+
+    def __init__(self, config: TrainConfig, training: Training, folder: RunFolder | None, total: int) -> None:
+        self._wanted = bool(config.trace)
+        self._training = training
+        self._folder = folder
+        self._about: dict[str, Any] = {"model": config.model, "strategy": config.strategy, "batch": config.batch}
+        self._first = min(training.steps_done + _WARM_UP, max(training.steps_done, total - 1))
+        self._recorder: Recorder | None = None
+
+    def before_step(self) -> None:
+        """Begin to record, or end it, if it is time; every rank calls this."""
+        done = self._training.steps_done
+        if self._wanted and done == self._first:
+            self._about["first step"] = done
+            self._recorder = Recorder(self._training.comms)
+            self._recorder.start()
+        if done == self._first + _STEPS:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._recorder is None:
+            return
+        recorder, self._recorder = self._recorder, None
+        recorder.stop()
+        recorder.gather(self._about)
+        if self._folder is not None:
+            write_atomically(self._folder.trace_file, recorder.recording.to_json().encode())
+            recorder.recording.to_chrome(self._folder.chrome_file)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._finish()
+        elif self._recorder is not None:  # ranks no longer talk to each other: what was heard cannot be gathered
+            self._recorder.stop()
