@@ -180,5 +180,5 @@ def waits_again(comms):
 
 def test_a_request_that_failed_fails_again(pool):
     """Its buffer holds nothing that anybody should take for a result."""
-    _, texts = pool.run(waits_again, 2, timeout=30)
+    _, texts = pool.run(waits_again, 2, transport="shm", timeout=30)
     assert len(texts) == 2 and texts[0] == texts[1]
