@@ -36,7 +36,7 @@ EXAMPLES = options.examples(
 _OF_PIPELINES = ("schedule", "microbatches", "chunks", "balance", "recompute")
 _CHANGEABLE = (
     *("steps", "epochs", "ranks", "strategy", "dp", "pp", *_OF_PIPELINES, "accumulate", "device", "transport"),
-    *("validate_every", "save_every", "keep", "trace"),
+    *("validate_every", "save_every", "keep", "trace", "slow_rank", "slow_link"),
 )
 
 
@@ -79,6 +79,22 @@ def train(
     keep: Annotated[int | None, typer.Option(help="Checkpoints to keep.", show_default="3")] = None,
     validate_every: Annotated[
         int | None, typer.Option(help="Steps between measurements on held-back data.", show_default="once an epoch")
+    ] = None,
+    slow_rank: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R=Nx",
+            help="Let a rank compute N times slower (2=3x), to see it.",
+            rich_help_panel="Slow on purpose",
+        ),
+    ] = None,
+    slow_link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A-B=…",
+            help="Slow messages between two ranks down: 0-1=5ms,100Mbit.",
+            rich_help_panel="Slow on purpose",
+        ),
     ] = None,
     trace: Annotated[
         bool | None, typer.Option("--trace", help="Record ten steps: what every rank did when (see report).")

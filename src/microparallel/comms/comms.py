@@ -55,6 +55,7 @@ class Comms(Conversation):
         self.local_rank = local_rank
         self.device = device
         self._on_close = on_close
+        self.before_closing: list[Callable[[], None]] = []  # what must end while there still is a conversation
 
     # ── who is where ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -349,6 +350,8 @@ class Comms(Conversation):
     def close(self) -> None:
         """Leave the conversation; closing twice is fine."""
         self._closed = True
+        while self.before_closing:
+            self.before_closing.pop()()
         if self._on_close is not None:
             self._on_close()
             self._on_close = None

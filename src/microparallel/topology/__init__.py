@@ -5,6 +5,7 @@ from microparallel.topology.links import Link
 from microparallel.topology.memory import available_memory, total_memory
 from microparallel.topology.mesh import Mesh
 from microparallel.topology.placement import ALONE, Placement, find_placement
+from microparallel.topology.slowness import parse_slow_links, parse_slow_ranks
 
 __all__ = [
     "ALONE",
@@ -16,6 +17,8 @@ __all__ = [
     "available_cores",
     "available_memory",
     "find_placement",
+    "parse_slow_links",
+    "parse_slow_ranks",
     "threads_per_rank",
     "total_memory",
 ]

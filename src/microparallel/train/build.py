@@ -13,18 +13,21 @@ from torch.utils import _pytree as pytree
 
 from microparallel.comms import Comms
 from microparallel.comms.calls import describe
+from microparallel.comms.slow_links import slow_down
 from microparallel.data_parallel import LossFunction, ParameterAveraging, replicate
 from microparallel.errors import ConfigError, DataError, UsageError
 from microparallel.models import GPT, FullMLP, cross_entropy, mean_squared_error
 from microparallel.pipeline import Pipeline
 from microparallel.pipeline.cut import cut
 from microparallel.pipeline.programs import Schedule
+from microparallel.topology import parse_slow_links, parse_slow_ranks
 from microparallel.train import user_code
 from microparallel.train.config import DEFAULTS, TrainConfig, parse_balance
 from microparallel.train.data import Split, digits, from_user
 from microparallel.train.learning_rate import LearningRate
 from microparallel.train.pipeline_training import PipelineTraining
 from microparallel.train.sampler import ShardedSampler
+from microparallel.train.slow_rank import slow_down_model
 from microparallel.train.strategies import STEPS, Step
 from microparallel.train.text import text
 from microparallel.train.training import Training
@@ -37,6 +40,7 @@ _LOSSES: dict[str, LossFunction] = {"cross-entropy": cross_entropy, "mse": mean_
 def build(config: TrainConfig, comms: Comms) -> Training:
     """Make one rank's part of the run that a configuration describes."""
     config = config.resolved()
+    comms = _with_slow_links(config, comms)
     dtype: torch.dtype = getattr(torch, config.dtype)
     data = build_data(config)
     torch.manual_seed(config.seed)  # the same model on every rank,
@@ -46,6 +50,7 @@ def build(config: TrainConfig, comms: Comms) -> Training:
     replicate(model, comms)  # even if it was made with other random numbers than torch's
     torch.manual_seed(config.seed + 1 + comms.rank)  # from here on each rank draws its own
     loss_fn = build_loss(config, model, data)
+    _slow_down(config, model, comms.rank)
     if config.is_pipeline:
         return _build_pipeline(config, comms, model, loss_fn, data, dtype)
     sampler = ShardedSampler(data.training, _resolved(config.batch), comms=comms, seed=config.seed)
@@ -61,6 +66,17 @@ def build(config: TrainConfig, comms: Comms) -> Training:
         dtype=dtype,
         averaging=None if config.average_every is None else ParameterAveraging(model, comms, config.average_every),
     )
+
+
+def _with_slow_links(config: TrainConfig, comms: Comms) -> Comms:
+    links = parse_slow_links((config.slow_link or "").split(), comms.world_size)
+    return slow_down(comms, links) if links else comms
+
+
+def _slow_down(config: TrainConfig, model: nn.Module, rank: int) -> None:
+    factor = parse_slow_ranks((config.slow_rank or "").split(), config.world_size).get(rank)
+    if factor is not None:
+        slow_down_model(model, factor)
 
 
 def _build_pipeline(

@@ -19,7 +19,7 @@ import tomli_w
 
 from microparallel.errors import ConfigError
 from microparallel.schedules import PIPELINES
-from microparallel.topology import MOST_RANKS_PER_CORE, available_cores
+from microparallel.topology import MOST_RANKS_PER_CORE, available_cores, parse_slow_links, parse_slow_ranks
 from microparallel.train import user_code
 
 MODELS = ("mlp", "gpt")
@@ -95,6 +95,8 @@ class TrainConfig:
     dtype: str = "float32"
     device: str = "auto"
     transport: str = "auto"
+    slow_rank: str | None = None  # 2=3x: rank 2 computes three times slower; several have spaces between them
+    slow_link: str | None = None  # 0-1=5ms,100Mbit: messages between those ranks are late
     validate_every: int | None = None  # steps; None: once an epoch and at the end
     save_every: int | None = None  # steps; None: only at the end
     keep: int = 3  # checkpoints
@@ -247,6 +249,8 @@ def _check_together(config: TrainConfig) -> None:
     _check_layout(config)
     if config.strategy == "single" and config.world_size > 1:
         raise ConfigError(f"--strategy single is for one rank, and --ranks is {config.world_size}; try --strategy ddp")
+    parse_slow_ranks((config.slow_rank or "").split(), config.world_size)
+    parse_slow_links((config.slow_link or "").split(), config.world_size)
     _check_averaging(config)
     if config.is_pipeline:
         _check_pipeline(config, used["batch"])

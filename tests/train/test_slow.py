@@ -1,0 +1,53 @@
+"""A rank that is slow on purpose: the others wait for it, learn the same, and the recording says so."""
+
+import json
+
+import pytest
+from torch import nn
+
+from microparallel.trace.parts import parts
+from microparallel.trace.recording import Recording
+from microparallel.train.config import TrainConfig
+from microparallel.train.loop import train
+
+
+def run(pool, out, **changes):
+    settings = {"out": str(out), "dim": 96, "depth": 8, "batch": 256, "steps": 8, "trace": True}
+    config = TrainConfig(**settings | changes).resolved()
+    return pool.run(train, config.ranks, config, None, True, timeout=50)[0]
+
+
+def losses(folder):
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if "loss" in record]
+
+
+@pytest.mark.parametrize("layout", [{"ranks": 2}, {"pp": 2}], ids=["ddp", "pipeline"])
+def test_others_wait_for_a_slow_rank(pool, tmp_path, layout):
+    run(pool, tmp_path / "plain", **layout)
+    run(pool, tmp_path / "slow", slow_rank="1=6x", **layout)
+    assert losses(tmp_path / "slow") == losses(tmp_path / "plain")
+    recording = Recording.from_json((tmp_path / "slow" / "trace.json").read_text())
+    assert recording.ranks == 2 and recording.about["model"] == "mlp"
+    quick = slow = 0.0
+    for step in recording.steps:
+        first, second = parts(recording.step(step))
+        quick += first.waiting
+        slow += second.waiting
+    assert quick > slow  # seen over all steps: it is rank 0 that waits
+    assert json.loads((tmp_path / "slow" / "trace-chrome.json").read_text())["traceEvents"]
+
+
+def test_a_slow_link_changes_nothing_but_time(pool, tmp_path):
+    run(pool, tmp_path / "plain", ranks=2, dtype="float64")
+    run(pool, tmp_path / "slow", ranks=2, dtype="float64", slow_link="0-1=2ms,1Gbit")
+    assert losses(tmp_path / "slow") == pytest.approx(losses(tmp_path / "plain"), rel=1e-10)
+
+
+def test_every_layer_is_slowed_down():
+    from microparallel.train.slow_rank import slow_down_model
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))
+    slow_down_model(model, 2.0)
+    hooked = [module for module in model.modules() if module._forward_hooks]
+    assert [type(module).__name__ for module in hooked] == ["Linear", "ReLU", "Linear"]
