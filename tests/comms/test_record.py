@@ -1,0 +1,117 @@
+"""`mp.record`: what the ranks of any program did, on one clock."""
+
+import json
+import time
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+
+import microparallel as mp
+from microparallel.trace.parts import parts
+
+
+def steps(comms, count):
+    torch.manual_seed(0)
+    model = mp.DataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), comms, bucket_mb=1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn = nn.MSELoss()
+    for _ in range(count):
+        optimizer.zero_grad()
+        loss_fn(model(torch.ones(4, 8)), torch.ones(4, 2)).backward()
+        optimizer.step()
+
+
+def recorded_training(comms):
+    steps(comms, 1)
+    with mp.record(comms, model="small") as recorder:
+        steps(comms, 2)
+    steps(comms, 1)
+    return recorder.recording
+
+
+def test_a_data_parallel_program(any_pool):
+    first, second = any_pool.run(recorded_training, 2, timeout=30)
+    assert repr(first) == repr(second)  # every rank has all of it
+    assert first.ranks == 2 and first.about == {"model": "small"} and first.steps == [0, 1]
+    assert first.clock_error == 0  # one machine, one clock
+    for spans in first.by_rank:
+        names = [span.name for span in spans if span.computes]
+        one_step = ["forward of DataParallel", "forward of MSELoss", "backward", "SGD"]
+        assert names == one_step * 2
+        reduced = [span for span in spans if span.kind == "collective" and span.name.startswith("all_reduce(float32")]
+        assert len(reduced) >= 4 and all(span.bytes > 0 and span.group == (0, 1) for span in reduced)
+        assert all(span.start <= span.waited <= span.end for span in spans if span.kind == "collective")
+    numbers = [[(span.number, span.name) for span in spans if span.kind == "collective"] for spans in first.by_rank]
+    assert numbers[0] == numbers[1]  # the same calls, in the same order
+
+
+def straggler(comms):
+    with mp.record(comms) as recorder:
+        if comms.rank == 1:
+            time.sleep(0.1)
+        comms.all_reduce(torch.ones(4))
+    return recorder.recording
+
+
+def test_whoever_waits_for_a_straggler_does_not_communicate(any_pool):
+    quick, _ = parts(any_pool.run(straggler, 2, timeout=30)[0])
+    assert quick.waiting >= 0.09
+    assert quick.waiting + quick.communicating == pytest.approx(quick.step, rel=0.02)
+
+
+def messages(comms):
+    pair = comms.group([0, 2])
+    with mp.record(comms) as recorder:
+        if comms.rank == 0:
+            for _ in range(2):
+                pair.send_tensor(torch.ones(3), 1)
+        if comms.rank == 2:
+            for _ in range(2):
+                pair.recv_tensor((3,), 0)
+    return recorder.recording
+
+
+def test_messages_of_a_smaller_group(pool, tmp_path):
+    recording = pool.run(messages, 3, timeout=30)[0]
+    assert [(span.rank, span.kind, span.peer, span.number) for span in recording.spans] == [
+        (0, "send", 2, 0),
+        (0, "send", 2, 1),
+        (2, "receive", 0, 0),
+        (2, "receive", 0, 1),
+    ]
+    recording.to_chrome(tmp_path / "trace.json")
+    entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(entry["ph"] == "X" for entry in entries) == 4
+    arrows = [entry for entry in entries if entry["ph"] in "sf"]
+    assert [(arrow["ph"], arrow["pid"]) for arrow in arrows] == [("s", 0), ("f", 2)] * 2
+
+
+def cut_short(comms):
+    before = len(torch_modules._global_forward_hooks)
+    with pytest.raises(ZeroDivisionError), mp.record(comms) as recorder:
+        raise ZeroDivisionError
+    with pytest.raises(mp.UsageError, match="block has ended"):
+        recorder.recording  # noqa: B018
+    return comms.listeners, len(torch_modules._global_forward_hooks) - before
+
+
+def test_a_block_that_raises_leaves_nothing_behind(pool):
+    assert pool.run(cut_short, 2, timeout=30) == [([], 0)] * 2
+
+
+def recomputing(comms):
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    with mp.record(comms) as recorder:
+        inputs = torch.ones(2, 4, requires_grad=True)
+        torch.utils.checkpoint.checkpoint(layer, inputs, use_reentrant=False).sum().backward()
+        with torch.no_grad():
+            layer(inputs)
+    return [(span.kind, span.name) for span in recorder.recording.spans]
+
+
+def test_a_forward_inside_a_backward_is_part_of_it(pool):
+    (found,) = pool.run(recomputing, 1, timeout=30)
+    assert found == [("forward", "forward of Linear"), ("backward", "backward"), ("forward", "forward of Linear")]
