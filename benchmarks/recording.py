@@ -1,6 +1,6 @@
 """What does it cost to record a run? The same step with and without a recorder, in turns.
 
-    python benchmarks/recording.py
+python benchmarks/recording.py
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from microparallel.cli.compare import _about_torch
+from microparallel.schedules import PIPELINES
 from microparallel.train.compare import Comparison
 from microparallel.train.config import TrainConfig
 
@@ -27,6 +28,34 @@ def test_compare_finds_that_all_strategies_agree():
     assert set(rows) == {"single", "naive", "hooks", "ddp", "torch-ddp"}
     assert all(row["agrees"] and row["loss_difference"] < 1e-12 for row in rows.values())
     assert rows["naive"]["ranks"] == 2
+
+
+def test_compare_pipelines_and_keep_their_traces(microparallel, tmp_path):
+    flags = ["--ranks", "2", "--steps", "3", "--dim", "8", "--depth", "4", "--batch", "10", "--microbatches", "3"]
+    result = microparallel("compare", "--pipelines", *flags, "--trace", str(tmp_path / "traces"), "--json")
+    assert result.returncode == 0, result.stderr
+    rows = {row["strategy"]: row for row in json.loads(result.stdout)}
+    assert list(rows) == ["single", *(f"pp {name}" for name in PIPELINES)]
+    assert all(row["agrees"] and row["weight_difference"] < 1e-12 for row in rows.values())
+    files = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert files == sorted(["single.json", *(f"pp-{name}.json" for name in PIPELINES)])
+    events = json.loads((tmp_path / "traces" / "pp-1f1b.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--pipelines", "--in-process"], "--pipelines compares schedules between ranks"),
+        (["--trace", "there", "--in-process"], "--trace records strategies between ranks"),
+        (["--pipelines", "--ranks", "5", "--depth", "4"], "5 stages need at least 5 layers"),
+        (["--pipelines", "--batch", "4", "--microbatches", "5"], "try --microbatches 4"),
+    ],
+)
+def test_compare_refuses_pipelines_in_one_line(microparallel, flags, words):
+    result = microparallel("compare", *flags)
+    assert result.returncode == 2
+    assert words in result.stderr and "Traceback" not in result.stderr
 
 
 SMALL = ["--dim", "16", "--depth", "4", "--batch", "7", "--device", "cpu"]

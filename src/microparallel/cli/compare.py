@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_format
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,6 +19,7 @@ from microparallel.train.config import STRATEGIES, TrainConfig, merge, read_conf
 from microparallel.train.run_folder import without_nan
 
 if TYPE_CHECKING:
+    from microparallel.trace.recording import Recording
     from microparallel.train.compare import Comparison
 
 EXAMPLES = options.examples(
@@ -75,6 +77,10 @@ def compare(
     microbatches: Annotated[
         int | None, typer.Option(help="With --pipelines: micro-batches of each batch.", show_default="8")
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Record each strategy's last five steps, as Chrome traces (for Perfetto)."),
+    ] = None,
     in_process: Annotated[
         bool,
         typer.Option("--in-process", help="Compare replicas in one process with each other and with nn.DataParallel."),
@@ -110,31 +116,18 @@ def compare(
     each does to the loss and to the bytes sent is shown.
     """
     given = {name: value for name, value in locals().items() if name in TrainConfig.__dataclass_fields__}
+    given["trace"] = True if trace is not None else None
     in_file = read_config(config) if config else {}
     defaults = _DEFAULTS | _defaults_of_shortcuts(in_file | given) if shortcuts else _DEFAULTS
     if pipelines:
         defaults = defaults | {"strategy": "pipeline"}
     chosen = TrainConfig(**merge(defaults | in_file, given)).resolved()
-    if find_placement(os.environ) != ALONE:
-        raise ConfigError("compare starts its own ranks; run it without torchrun or srun")
-    if chosen.ranks < 2:
-        raise ConfigError(f"--ranks {chosen.ranks}: there is nothing to compare with fewer than 2 ranks; try --ranks 2")
-    if in_process and chosen.transport != "auto":
-        raise ConfigError(f"--transport {chosen.transport}: with --in-process nothing is transported; leave it out")
-    if pipelines and (in_process or shortcuts):
-        raise ConfigError("--pipelines compares schedules between ranks; leave --in-process and --shortcuts out")
-    if shortcuts and in_process:
-        raise ConfigError("--shortcuts and --in-process: replicas in one process send nothing; give one of them")
+    _require_sense(chosen, in_process=in_process, shortcuts=shortcuts, pipelines=pipelines, every=every)
+    if trace is not None and (in_process or shortcuts):
+        raise ConfigError("--trace records strategies between ranks; leave --in-process and --shortcuts out")
     if shortcuts:
         return compare_shortcuts.show_shortcuts(chosen, compare_shortcuts.EVERY if every is None else every, json)
-    if every is not None:
-        raise ConfigError(f"--every {every} is for --shortcuts; add that, or leave it out")
-    if chosen.average_every is not None:
-        raise ConfigError(
-            f"average_every = {chosen.average_every}: parameters that are averaged are not those of one process; "
-            "try --shortcuts, which compares them"
-        )
-    rows = _rows(chosen, in_process)
+    rows = _rows(chosen, in_process, trace)
     if json:
         print(json_format.dumps(without_nan([asdict(row) for row in rows]), indent=2))
     else:
@@ -144,13 +137,36 @@ def compare(
     return 0 if all(row.agrees for row in rows) else 1
 
 
+def _require_sense(
+    config: TrainConfig, *, in_process: bool, shortcuts: bool, pipelines: bool, every: int | None
+) -> None:
+    """Refuse flags that mean nothing together."""
+    if find_placement(os.environ) != ALONE:
+        raise ConfigError("compare starts its own ranks; run it without torchrun or srun")
+    if config.ranks < 2:
+        raise ConfigError(f"--ranks {config.ranks}: there is nothing to compare with fewer than 2 ranks; try --ranks 2")
+    if in_process and config.transport != "auto":
+        raise ConfigError(f"--transport {config.transport}: with --in-process nothing is transported; leave it out")
+    if pipelines and (in_process or shortcuts):
+        raise ConfigError("--pipelines compares schedules between ranks; leave --in-process and --shortcuts out")
+    if shortcuts and in_process:
+        raise ConfigError("--shortcuts and --in-process: replicas in one process send nothing; give one of them")
+    if every is not None and not shortcuts:
+        raise ConfigError(f"--every {every} is for --shortcuts; add that, or leave it out")
+    if config.average_every is not None and not shortcuts:
+        raise ConfigError(
+            f"average_every = {config.average_every}: parameters that are averaged are not those of one process; "
+            "try --shortcuts, which compares them"
+        )
+
+
 def _defaults_of_shortcuts(given: dict[str, Any]) -> dict[str, Any]:
     """What --shortcuts takes when nothing else is said: 16 layers are slow to learn by plain SGD."""
     of_mlp = {"depth": compare_shortcuts.DEPTH} if given.get("model") in (None, "mlp") else {}
     return compare_shortcuts.DEFAULTS | of_mlp
 
 
-def _rows(config: TrainConfig, in_process: bool) -> list[Comparison]:
+def _rows(config: TrainConfig, in_process: bool, folder: Path | None) -> list[Comparison]:
     """Do the work, and say meanwhile what is being done."""
     from microparallel.train.build import check
     from microparallel.train.compare import compare as compare_strategies
@@ -163,13 +179,18 @@ def _rows(config: TrainConfig, in_process: bool) -> list[Comparison]:
         def progress(text: str) -> None:
             status.update(f"running {text}")
 
+        def keep(strategy: str, recording: Recording) -> None:
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                recording.to_chrome(folder / f"{strategy.replace(' ', '-')}.json")
+
         if in_process:
             return compare_in_process(config, progress)
         with Pool() as pool:
             if config.is_pipeline:
-                return compare_strategies(config, pipeline_rows(), pool, progress)
+                return compare_strategies(config, pipeline_rows(), pool, progress, keep)
             strategies = [name for name in STRATEGIES if name not in ("auto", "single", "averaging", "pipeline")]
-            return compare_strategies(config, strategies, pool, progress)
+            return compare_strategies(config, strategies, pool, progress, keep)
 
 
 def _about_torch(config: TrainConfig, rows: list[Comparison]) -> str:

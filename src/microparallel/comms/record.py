@@ -203,7 +203,7 @@ class Recorder:
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def gather(self, about: dict[str, Any]) -> None:
+    def gather(self, about: dict[str, Any]) -> Recording:
         """Bring all ranks' notes together, on one clock; every rank calls this."""
         if self._comms.device.type == "cuda":
             torch.cuda.synchronize(self._comms.device)
@@ -214,6 +214,7 @@ class Recorder:
         spans = [_span(rank, row, begun) for rank, notes in enumerate(everybody) for row in notes["rows"]]
         worst = max(notes["error"] for notes in everybody)
         self._recording = Recording(self._comms.world_size, spans, worst, about)
+        return self._recording
 
     def _written(self, row: Row, offset: float) -> list[Any]:
         start, end, waited = (self._seconds(moment) for moment in (row.start, row.end, row.waited))

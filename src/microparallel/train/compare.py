@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
+from microparallel.comms.record import Recorder
 from microparallel.data_parallel import Replicas
 from microparallel.errors import UsageError
 from microparallel.schedules import PIPELINES
+from microparallel.trace.recording import Recording
 from microparallel.train.build import build, build_optimizer
 from microparallel.train.config import TrainConfig
 from microparallel.train.strategies import Step, single
@@ -26,6 +28,8 @@ _PIPELINE = "pp "  # begins the name of a row with a schedule
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 
 Progress = Callable[[str], None]
+Keep = Callable[[str, Recording], None]
+_RECORDED = 5  # steps
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Outcome:
     losses: list[float]
     weights: dict[str, torch.Tensor]
     seconds_a_step: float
+    recording: Recording | None = None  # of the last steps, if that was wanted
 
 
 @dataclass(frozen=True)
@@ -52,14 +57,28 @@ class Comparison:
 
 
 def compare(
-    config: TrainConfig, strategies: Sequence[str], pool: Pool, progress: Progress = lambda _: None
+    config: TrainConfig,
+    strategies: Sequence[str],
+    pool: Pool,
+    progress: Progress = lambda _: None,
+    keep: Keep = lambda _name, _recording: None,
 ) -> list[Comparison]:
-    """Do a job as a single process, then with each strategy, and measure how far apart they end."""
+    """Do a job as a single process, then with each strategy, and measure how far apart they end.
+
+    Args:
+        config: the job; with `trace`, its last steps are recorded.
+        strategies: how else to do it.
+        pool: ranks to do it on.
+        progress: is told what is being done.
+        keep: is handed each strategy's recording.
+    """
 
     def run(strategy: str, ranks: int) -> Outcome:
         progress(f"{strategy} on {_counted(ranks, 'rank')}")
         job = _job(config, strategy, ranks)
         result: Outcome = pool.run(outcome, ranks, job, transport=config.transport, device=config.device)[0]
+        if result.recording is not None:
+            keep(strategy, result.recording)
         return result
 
     return _side_by_side(run, dict.fromkeys(strategies, config.ranks), config.dtype)
@@ -154,12 +173,21 @@ def _torch_data_parallel(training: Training, gpus: list[int]) -> Step:
 def _carry_out(training: Training, config: TrainConfig, state: Callable[[], dict[str, torch.Tensor]]) -> Outcome:
     """Do every step of a job; `state` tells what has been learnt."""
     losses, seconds = [], []
-    for _ in range(config.steps or len(training.sampler)):
+    steps = config.steps or len(training.sampler)
+    recorder = Recorder(training.comms) if config.trace else None
+    for number in range(steps):
+        if recorder is not None and number == max(0, steps - _RECORDED):
+            recorder.start()
         begun = time.perf_counter()
         losses.append(training.step())
         seconds.append(time.perf_counter() - begun)
+    recording = None
+    if recorder is not None:
+        recorder.stop()
+        recording = recorder.gather({"strategy": config.strategy, "schedule": config.schedule})
     weights = {name: tensor.cpu() for name, tensor in state().items()}
-    return Outcome(losses, weights, statistics.median(seconds[2:] or seconds))  # the first steps warm up
+    # the first steps warm up
+    return Outcome(losses, weights, statistics.median(seconds[2:] or seconds), recording)
 
 
 def _side_by_side(run: Callable[[str, int], Outcome], strategies: dict[str, int], dtype: str) -> list[Comparison]:
