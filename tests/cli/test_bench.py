@@ -11,16 +11,20 @@ import time
 import pytest
 from rich.console import Console
 
-from microparallel.cli import all_reduce_table, bench_dp, bench_dp_table, main
+from microparallel.cli import all_reduce_table, bench_dp, bench_dp_table, bench_pp, bench_pp_table, main
 from microparallel.cli.bench import _show
 from microparallel.cli.sizes import parse_sizes
 from microparallel.errors import MicroparallelError, UsageError
-from microparallel.performance import data_parallel_bench
+from microparallel.performance import data_parallel_bench, pipeline_bench, pipeline_bench_methods, pipeline_bench_report
 from microparallel.performance import data_parallel_bench_report as data_parallel_report
 from microparallel.performance.all_reduce_bench import Measurements, Timing, WrongSum
 from microparallel.performance.all_reduce_report import report_on
 from microparallel.performance.data_parallel_bench_check import WrongWeights
 from microparallel.performance.data_parallel_bench_methods import Method
+from microparallel.performance.pipeline_bench_check import Apart
+from microparallel.performance.pipeline_bench_costs import StageTimes
+from microparallel.performance.utilisation import Shares
+from microparallel.schedules import PIPELINES
 
 BENCH = [sys.executable, "-m", "microparallel", "bench", "allreduce"]
 SMALL = ["--ranks", "2", "--sizes", "4KB,64KB", "--algorithms", "ring,tree,naive", "--transport", "gloo"]
@@ -356,4 +360,140 @@ def test_the_help_of_data_parallelism_has_examples(microparallel):
 )
 def test_wrong_calls_of_data_parallelism(capsys, monkeypatch, arguments, words):
     line = refused(capsys, monkeypatch, *arguments, bench="dp")
+    assert all(word in line for word in words), line
+
+
+# ── bench pp ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TINY_PP = ["--depth", 4, "--width", 8, "--batch", 8, "--microbatches", 4, "--steps", 2, "--transport", "gloo"]
+
+
+def test_all_of_pipelines_is_in_the_json(microparallel):
+    result = microparallel("bench", "pp", *TINY_PP, "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert (document["ranks"], document["transport"], document["device"]) == (2, "gloo", "cpu")
+    assert document["model"] == {"name": "mlp", "text": "4 layers of width 8, 8 samples in 4 micro-batches",
+                                 "microbatches": 4}  # fmt: skip
+    rows = {(row["schedule"], row["by_torch"]): row for row in document["results"]}
+    assert [schedule for schedule, by_torch in rows if not by_torch] == list(PIPELINES)
+    assert [schedule for schedule, by_torch in rows if by_torch] == list(pipeline_bench_methods.TORCH_S)
+    ours, torchs = rows["1f1b", False], rows["1f1b", True]
+    assert ours["counted"] == 2 == len(ours["steps"])
+    assert ours["fastest"] <= ours["lower_quartile"] <= ours["seconds"] <= ours["upper_quartile"] <= ours["slowest"]
+    assert ours["ratio_to_torch"] == pytest.approx(ours["seconds"] / torchs["seconds"])
+    assert ours["ratio_to_ideal"] == pytest.approx(ours["seconds"] / ours["ideal_seconds"])
+    assert ours["activations"] == ours["activations_of_program"] == [2, 1]
+    assert len(ours["saved_bytes"]) == len(ours["shares"]) == 2 and rows["naive", False]["ratio_to_torch"] is None
+    assert set(document["stage_times"]) == set(PIPELINES) and set(document["formula"]["ratios"]) == {"gpipe", "1f1b"}
+    assert document["zb_h1_against_1f1b"]["measured"][1] == ours["seconds"]
+    assert "measuring mlp (0% done)" in result.stderr
+
+
+def test_a_table_of_pipelines_for_people(microparallel):
+    result = microparallel("bench", "pp", *TINY_PP, "--quiet", "--schedules", "zb-h1,1f1b,naive")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("pipeline step, 2 ranks on ")
+    assert "mlp  4 layers of width 8, 8 samples in 4 micro-batches, 2 steps" in lines
+    table = lines[lines.index("") + 3 :]
+    assert [line.split()[0] for line in table[1 : table.index("")]] == ["zb-h1", "torch", "1f1b", "torch", "naive"]
+    for text in (
+        "÷torch ",
+        "2=2",
+        "compute  ",
+        " against 1f1b, here ",
+        "checked  loss and gradients",
+        "chance speaks",
+    ):
+        assert text in result.stdout
+    assert max(map(len, lines)) <= 100
+
+
+def made_up_pipelines(**changes):
+    methods = [("naive",), ("interleaved",), ("zb-h1",), ("1f1b",), ("interleaved", True), ("1f1b", True)]
+    timings = tuple(
+        pipeline_bench.Timing(
+            pipeline_bench_methods.Method(*method), (0.1234, 0.1267, 99.9), (589_824, 0), Apart(1e-8, 1e-7, "weight")
+        )
+        for method in methods
+    )
+    times = {stages: StageTimes(tuple(range(2)) * (stages // 2), *((0.012,) * stages,) * 4) for stages in (2, 4)}
+    looks = {
+        name: pipeline_bench.Look(
+            0.52, (Shares(0.9, 0.04, 0.06),) * 2, (16, 2), (16, 2), times[4 if name == "interleaved" else 2]
+        )
+        for name in ("naive", "interleaved", "zb-h1", "1f1b")
+    }
+    given = ("mlp", "16 layers of width 512, 256 samples in 8 micro-batches", 8, timings, looks, {})
+    return pipeline_bench.Measurements(2, 2, 2, "shm", "cpu", *given, **changes)
+
+
+@pytest.mark.parametrize("width", [60, 70, 80, 100, 140])
+def test_the_table_of_pipelines_fits(width):
+    report = pipeline_bench_report.report_on(made_up_pipelines())
+    console = Console(file=io.StringIO(), width=width)
+    console.print(bench_pp_table.table_of(report, width))
+    console.print(bench_pp_table.caption(report, width), *bench_pp_table.conclusions(report), sep="\n")
+    shown = console.file.getvalue()
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= width
+    heading = shown.splitlines()[0].split()
+    assert ("quartiles" in heading) == (width >= 80) and ("ideal" in heading) == (width >= 100)
+    assert "16=16" in shown and "interleaved" in shown and ("590 KB" in shown) == (width >= 70)
+    if width >= 80:  # and nothing was broken into lines that are not ours
+        below = [*bench_pp_table.caption(report, width).splitlines(), *bench_pp_table.conclusions(report)]
+        assert len(shown.splitlines()) == 2 + len(report.rows) + len("\n".join(below).splitlines())
+
+
+def test_without_torch_there_is_nothing_to_compare_with(microparallel):
+    result = microparallel("bench", "pp", *TINY_PP, "--quiet", "--no-torch", "--schedules", "dualpipev")
+    assert result.returncode == 0, result.stderr
+    assert "torch's" not in result.stdout and "÷torch" not in result.stdout and "zb-h1" not in result.stdout
+
+
+def test_pipelines_under_torchrun():
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    arguments = ["--depth", 2, "--width", 4, "--schedules", "1f1b", "--steps", "1", "--json", "--quiet"]
+    result = run(*arguments, command=[*torchrun, "-m", "microparallel", "bench", "pp"])
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["ranks"] == 2
+
+
+def test_a_wrong_gradient_is_a_failure_that_names_schedule_and_parameter():
+    wrong = pipeline_bench.Wrong("zbv", "the gradient of layers.3.bias is 1 of its size from that of a single process")
+    with pytest.raises(MicroparallelError, match="zbv computed something wrong: the gradient of layers") as error:
+        bench_pp._show(made_up_pipelines(wrong=wrong), False)
+    assert not isinstance(error.value, UsageError)  # exit code 1, not 2
+
+
+def test_the_help_of_pipelines_has_examples(microparallel):
+    result = microparallel("bench", "pp", "--help")
+    assert result.returncode == 0 and "Examples" in result.stdout and "dualpipev" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--schedules", "1f2b"], ["'1f2b'", "did you mean 1f1b?"]),
+        (["--schedules", "1f1b,"], ["--schedules", "missing"]),
+        (["--model", "mpl"], ["--model mpl", "mlp"]),
+        (["--model", "gpt", "--width", "33"], ["--width 33", "try 64"]),
+        (["--depth", "3"], ["--depth 3", "4 stages", "3 layers", "try --depth 4"]),
+        (["--depth", "1", "--schedules", "1f1b"], ["--depth 1", "2 stages", "try --depth 2"]),
+        (["--microbatches", "0"], ["--microbatches 0", "at least 1"]),
+        (["--microbatches", "300"], ["--microbatches 300", "256", "try --batch 300"]),
+        (["--batch", "0"], ["--batch 0", "try 256"]),
+        (["--width", "0"], ["--width 0", "try 512"]),
+        (["--seconds", "0"], ["--seconds 0", "above 0"]),
+        (["--steps", "0"], ["--steps 0", "at least 1"]),
+        (["--ranks", "0"], ["--ranks 0", "at least 1"]),
+        (["--ranks", "100000"], ["--ranks 100000", "core"]),
+        (["--transport", "pigeon"], ["pigeon", "gloo"]),
+        (["--schedule", "1f1b"], ["--schedule", "--schedules"]),
+    ],
+    ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
+)
+def test_wrong_calls_of_pipelines(capsys, monkeypatch, arguments, words):
+    line = refused(capsys, monkeypatch, *arguments, bench="pp")
     assert all(word in line for word in words), line

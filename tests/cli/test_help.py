@@ -10,6 +10,7 @@ VERBS = [
     *([verb] for verb in ("train", "compare", "draw", "simulate", "verify", "doctor")),
     ["bench", "allreduce"],
     ["bench", "dp"],
+    ["bench", "pp"],
 ]
 
 

@@ -19,6 +19,10 @@ EQUAL_TO_WHOLE_BATCH = "^conclusion: averaging gradients equals the whole batch:
 EQUAL_TO_UNCUT = "^conclusion: in all 8 steps the gradients equal those of the uncut network, bit for bit"
 MESSAGE_COST = r"^conclusion: a message below \d+ (B|KiB|MiB) is mostly latency"
 EXPOSED = r"^conclusion: communication that no computation hides: \d+\.\d ms by hand,\n.* ms in \d bucket"
+UTILISED = r"^conclusion: with naive a rank computes \d+ % of the time, with 1f1b \d+ %;\n"
+FILLED = r"with naive a rank computes [12]\d % of the time, with 1f1b [345]\d %;\n +1f1b keeps 10 .* gpipe 16$"
+DEADLOCK = r"^deadlock: 0 → 1 → 0\. Each waits for the next"
+SAVED = r"^conclusion: the saved model, whole in one process, has the pipeline's loss:\n"
 GPU = torch.cuda.is_available()
 
 # command as a learner types it → arguments that make it quick, exit code, what it says
@@ -38,6 +42,24 @@ CALLS = {
     "hooks_demo.py --link 0": ("--steps 3", 0, EXPOSED),
     "hooks_demo.py --bucket 100": ("--steps 1 --width 128", 0, EXPOSED.replace(r"\d bucket", "1 bucket")),
     "hooks_demo.py --bucket 0.1": ("--steps 1 --width 128 --depth 4", 0, EXPOSED),
+    "pipeline_utilisation.py": ("--ranks 2 --steps 3", 0, UTILISED),
+    "pipeline_utilisation.py --play 5": ("--steps 2 --play 10", 0, FILLED),
+    "pipeline_utilisation.py --microbatches 8": ("--steps 1 --play 2", 0, UTILISED),
+    "pipeline_utilisation.py --ranks 2": ("--steps 1 --play 2", 0, UTILISED),
+    "pipeline_utilisation.py --width 32": ("--ranks 1 --steps 1", 0, UTILISED),
+    "pipeline_utilisation.py --device cuda": (
+        "--ranks 2 --steps 1",
+        *((0, r"^GPU 0 +\d+ % busy") if GPU else (1, "torch sees no GPU")),
+    ),
+    "pipeline_deadlock.py": ("--limit 1", 1, DEADLOCK),
+    "pipeline_deadlock.py --fix": ("--limit 30", 0, "^conclusion: 1f1b comes to its end when sends do not wait"),
+    "pipeline_deadlock.py --schedule gpipe": ("--limit 30", 0, "^conclusion: gpipe comes to its end even with"),
+    "pipeline_deadlock.py --microbatches 1": ("--limit 30", 0, "^conclusion: 1f1b comes to its end even with"),
+    "pipeline_deadlock.py --ranks 3": ("--limit 1", 1, DEADLOCK.replace("0 → 1 → 0", "1 → 2 → 1")),
+    "train_pipeline.py": ("--steps 2 --width 32", 0, SAVED),
+    "train_pipeline.py --ranks 2 --schedule gpipe": ("--steps 2 --width 32", 0, SAVED),
+    "train_pipeline.py --schedule interleaved": ("--steps 2 --width 32 --ranks 2", 0, SAVED),
+    "train_pipeline.py --batch 50": ("--steps 2 --width 32 --ranks 2", 0, SAVED),
     "ping_pong.py": ("--rounds 5", 0, MESSAGE_COST),
     "ping_pong.py --rounds 100": ("--rounds 10", 0, MESSAGE_COST),
     "ping_pong.py --device cuda": ("--rounds 5", *((0, MESSAGE_COST) if GPU else (1, "torch sees no GPU"))),
@@ -50,6 +72,11 @@ WRONG_CALLS = {
     "hooks_demo.py --bucket 0": "above 0",
     "hooks_demo.py --link nan": "at least 0",
     "ping_pong.py --rounds 0": "at least 1",
+    "pipeline_utilisation.py --batch 3": "4 micro-batches need a sample each",
+    "pipeline_utilisation.py --play 0": "above 0 ms",
+    "pipeline_deadlock.py --ranks 1": "from 2 to 16",
+    "pipeline_deadlock.py --limit nan": "above 0 seconds",
+    "train_pipeline.py --batch 7": "8 micro-batches need an image each",
 }
 
 

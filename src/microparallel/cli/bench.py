@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json as json_format
 import sys
 from collections.abc import Iterable
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from microparallel.cli import bench_dp, options
+from microparallel.cli import bench_dp, bench_pp, options
+from microparallel.cli.bench_options import require_known
 from microparallel.cli.bench_world import choose_ranks, measure_on_ranks
 from microparallel.cli.output import require_writable
 from microparallel.cli.sizes import parse_sizes
@@ -40,11 +40,13 @@ app = typer.Typer(
     epilog=options.examples(
         ("microparallel bench allreduce", "every all-reduce algorithm; see its own `--help`"),
         ("microparallel bench dp", "every kind of data parallelism"),
+        ("microparallel bench pp", "every pipeline schedule"),
     ),
 )
 
 
 app.command(name="dp", epilog=bench_dp.EXAMPLES)(bench_dp.data_parallel)
+app.command(name="pp", epilog=bench_pp.EXAMPLES)(bench_pp.pipelines)
 
 
 @app.command(name="allreduce", epilog=ALL_REDUCE_EXAMPLES)
@@ -114,12 +116,12 @@ def _algorithms(text: str | None) -> tuple[str, ...]:
         return ()
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        _require(name, (*ALL_REDUCES, "torch"), f"--algorithms {text}: there is no all-reduce {name!r}")
+        require_known(name, (*ALL_REDUCES, "torch"), f"--algorithms {text}: there is no all-reduce {name!r}")
     return tuple(dict.fromkeys(name for name in names if name != "torch"))  # torch's own is always measured
 
 
 def _check(sizes: Iterable[int], dtype: str, seconds: float, repeats: int | None) -> None:
-    _require(dtype, tuple(_BYTES), f"--dtype {dtype}: there is no such dtype here")
+    require_known(dtype, tuple(_BYTES), f"--dtype {dtype}: there is no such dtype here")
     for size in sizes:
         if size % _BYTES[dtype]:
             nearest = max(1, round(size / _BYTES[dtype])) * _BYTES[dtype]
@@ -128,13 +130,6 @@ def _check(sizes: Iterable[int], dtype: str, seconds: float, repeats: int | None
         raise ConfigError(f"--seconds {seconds}: must be above 0; try 60")
     if repeats is not None and repeats < 1:
         raise ConfigError(f"--repeats {repeats}: must be at least 1; try 10, or leave it out")
-
-
-def _require(name: str, choices: tuple[str, ...], problem: str) -> None:
-    if name not in choices:
-        near = difflib.get_close_matches(name, choices, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
-        raise ConfigError(f"{problem}; {hint}")
 
 
 def _measure(comms: Comms, settings: Settings, quiet: bool) -> Measurements:

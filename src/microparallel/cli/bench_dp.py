@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json as json_format
 import math
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from microparallel.cli import options
+from microparallel.cli.bench_options import parse_names, require_known, require_time
 from microparallel.cli.bench_world import choose_ranks, measure_on_ranks
 from microparallel.errors import ConfigError, MicroparallelError
 
@@ -62,9 +62,9 @@ def data_parallel(
     same weights. At the end all that synchronise must have the same weights as torch-ddp but for rounding, and the
     same on all ranks bit for bit; if not, the exit code is 1.
     """
-    chosen = _list(models, "--models")
+    chosen = parse_names(models, "--models")
     names = _methods(methods)
-    sizes = tuple(_bucket(part, buckets) for part in _list(buckets, "--buckets"))
+    sizes = tuple(_bucket(part, buckets) for part in parse_names(buckets, "--buckets"))
     _check(batch, seconds, steps)
     count = choose_ranks(ranks, default=2)
     from microparallel.performance.data_parallel_bench import Settings
@@ -83,21 +83,12 @@ def data_parallel(
     return 0
 
 
-def _list(text: str, flag: str) -> tuple[str, ...]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(parts):
-        raise ConfigError(f"{flag} {text!r}: there is a name missing; write them as in a,b,c")
-    return tuple(dict.fromkeys(parts))
-
-
 def _methods(text: str) -> tuple[str, ...]:
     always = ("none", "torch-ddp")
-    names = _list(text, "--methods")
+    names = parse_names(text, "--methods")
     for name in names:
-        if name not in (*_METHODS, *always):
-            near = difflib.get_close_matches(name, _METHODS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(_METHODS)}"
-            raise ConfigError(f"--methods {text}: there is no method {name!r}; {hint}")
+        if name not in always:
+            require_known(name, _METHODS, f"--methods {text}: there is no method {name!r}")
     return tuple(name for name in names if name not in always)
 
 
@@ -114,10 +105,7 @@ def _bucket(part: str, text: str) -> float:
 def _check(batch: int | None, seconds: float, steps: int | None) -> None:
     if batch is not None and batch < 1:
         raise ConfigError(f"--batch {batch}: must be at least 1; try 32")
-    if not 0 < seconds < math.inf:
-        raise ConfigError(f"--seconds {seconds}: must be above 0; try 120")
-    if steps is not None and steps < 1:
-        raise ConfigError(f"--steps {steps}: must be at least 1; try 20, or leave it out")
+    require_time(seconds, steps, usual=120)
 
 
 def _measure(comms: Comms, settings: Settings, quiet: bool) -> Measurements:

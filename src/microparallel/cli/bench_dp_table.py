@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import platform
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from microparallel import __version__
+from microparallel.cli.bench_output import console_for_results, count, machine, show_step
 from microparallel.performance.data_parallel_bench import Result
 from microparallel.performance.data_parallel_bench_methods import DDP, NONE
 from microparallel.performance.data_parallel_bench_report import Report, Row, rows_of
-from microparallel.performance.units import show_number, show_seconds, show_size, time_unit
+from microparallel.performance.units import show_seconds, show_size
 
-_WIDTH_OF_FILES = 96
 _WIDTHS = {"step": 8, "quartiles": 11, "−none": 8, "÷none": 6, "÷torch": 6}  # so that all models' tables align
 _CAPTION = """\
 step    forward, backward and optimizer: the median; half of the steps lie between the quartiles
@@ -35,13 +32,7 @@ def as_json(report: Report) -> dict[str, Any]:
         for timing in result.timings
     }
     return {
-        "machine": {
-            "cores": measured.cores,
-            "system": f"{platform.system()}, {platform.machine()}",
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "microparallel": __version__,
-        },
+        "machine": machine(measured.cores),
         "ranks": measured.ranks,
         "transport": measured.transport,
         "device": measured.device,
@@ -63,11 +54,9 @@ def as_json(report: Report) -> dict[str, Any]:
 
 def show(report: Report) -> None:
     """Print the table, what its columns mean, the best bucket sizes, and what a reader must know."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, width=_WIDTH_OF_FILES)
+    console = console_for_results()
     measured = report.measurements
-    ranks, cores = _count(measured.ranks, "rank"), _count(measured.cores, "core")
+    ranks, cores = count(measured.ranks, "rank"), count(measured.cores, "core")
     where = f"{measured.transport}, float32 on {measured.device}, torch {torch.__version__}"
     console.print(f"[bold]data-parallel step[/], {ranks} on {cores}: {where}\n")
     for result in measured.results:
@@ -94,8 +83,8 @@ def _checked(report: Report) -> str:
 
 def heading_of(report: Report, result: Result) -> str:
     """What the model is, and how often it was stepped."""
-    made_of = f"{result.text}, {show_size(result.gradient_bytes)} of gradients, {_count(result.batch, 'sample')} a rank"
-    return f"[bold]{result.model}[/]  {made_of}, {_count(rows_of(report, result)[0].counted, 'step')}"
+    made_of = f"{result.text}, {show_size(result.gradient_bytes)} of gradients, {count(result.batch, 'sample')} a rank"
+    return f"[bold]{result.model}[/]  {made_of}, {count(rows_of(report, result)[0].counted, 'step')}"
 
 
 def table_of(report: Report, result: Result) -> Table:
@@ -114,13 +103,10 @@ def table_of(report: Report, result: Result) -> Table:
 
 
 def _cells(row: Row) -> list[str]:
-    length, _ = time_unit(row.seconds)
-    quartiles = "–".join(show_number(quartile / length) for quartile in (row.lower_quartile, row.upper_quartile))
     difference = "" if row.method == NONE else _signed(row.seconds_minus_none)
     return [
         f" {row.label}",
-        show_seconds(row.seconds),
-        quartiles if row.counted > 1 else "one step",
+        *show_step(row.seconds, row.lower_quartile, row.upper_quartile, row.counted),
         difference,
         f"{row.ratio_to_none:.2f}",
         f"{row.ratio_to_torch_ddp:.2f}",
@@ -130,7 +116,3 @@ def _cells(row: Row) -> list[str]:
 def _signed(seconds: float) -> str:
     """A difference: one may come out below zero, by chance."""
     return f"{'−' if seconds < 0 else ''}{show_seconds(abs(seconds))}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

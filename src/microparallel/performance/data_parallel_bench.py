@@ -1,41 +1,27 @@
-"""Time a training step of every kind of data parallelism, torch's own among them, in one run.
-
-A shared machine has good moments and bad ones. So the methods take turns, step by step, and each round begins with
-another one. Between its turns a method's weights have left the caches and its threads have gone to sleep, which is not
-so in a training that does nothing else: each turn therefore begins with a step that is not counted.
-
-    round 1   none ○●   naive ○●   ddp ○●   torch-ddp ○●      ○ not counted
-    round 2   naive ○●   ddp ○●   torch-ddp ○●   none ○●      ● counted, as long as on the slowest rank
-"""
+"""Time a training step of every kind of data parallelism, torch's own among them, in one run: they take turns."""
 
 from __future__ import annotations
 
 import gc
-import math
-import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 from microparallel.comms import Comms
-from microparallel.errors import UsageError
 from microparallel.performance.case import transport_of
+from microparallel.performance.caveats import count_ranks_here
 from microparallel.performance.data_parallel_bench_check import WrongWeights, differences, find_wrong
 from microparallel.performance.data_parallel_bench_methods import Contender, Method, methods_of
-from microparallel.performance.data_parallel_bench_models import Subject, find_subject
-from microparallel.performance.methods import gloo_beside
-from microparallel.performance.rounds import largest, total
+from microparallel.performance.data_parallel_bench_models import Subject, bytes_of, find_subject
+from microparallel.performance.memory_budget import require_memory
+from microparallel.performance.methods import gloo_for
+from microparallel.performance.step_rounds import StepRounds
 from microparallel.performance.time_budget import TimeBudget
-from microparallel.topology import available_cores, available_memory, find_placement
+from microparallel.topology import available_cores, available_memory
 
 Progress = Callable[[float, str, int], None]  # is told the fraction done, the model, and its counted steps so far
 
-_WARM_UP = 2  # rounds: buckets are arranged anew after the first step
 _COPIES = 3  # what a method needs at most, in models: weights, gradients, and buckets beside these
 
 
@@ -91,7 +77,7 @@ def bench_data_parallel(comms: Comms, settings: Settings, progress: Progress = l
     results: list[Result] = []
     wrong = None
     left = settings.seconds
-    with _gloo_for(comms) as gloo:
+    with gloo_for(comms) as gloo:
         for index, subject in enumerate(subjects):
             # What one model leaves over is for those after it; what it overdraws is not all taken from them.
             share = max(left / (len(subjects) - index), settings.seconds / len(subjects) / 2)
@@ -112,7 +98,7 @@ def bench_data_parallel(comms: Comms, settings: Settings, progress: Progress = l
                 break
     return Measurements(
         comms.world_size,
-        _ranks_here(),
+        count_ranks_here(),
         available_cores(),
         transport_of(comms),
         comms.device.type,
@@ -125,37 +111,32 @@ class _Bench:
     """All methods on one model."""
 
     def __init__(self, comms: Comms, settings: Settings, subject: Subject, gloo: dist.ProcessGroup) -> None:
-        self.spent = 0.0
         self._comms = comms
         self._subject = subject
         self._start = subject.model().to(comms.device)
-        self._gradient_bytes = _bytes_of(self._start)
+        self._gradient_bytes = bytes_of(self._start)
         methods = methods_of(settings.methods, settings.buckets_mb, self._gradient_bytes)
         _require_memory(comms, subject.name, len(methods), self._gradient_bytes)
         inputs, targets = subject.on_rank(comms.rank)
         batch = inputs.to(comms.device), targets.to(comms.device)
         self._contenders = [Contender(method, self._start, batch, comms, gloo) for method in methods]
-        self._seconds: dict[Method, list[float]] = {method: [] for method in methods}
-        self._order = list(self._contenders)
-        self._rounds = 0
-        self._cores = min(available_cores(), comms.world_size)
+        self._rounds = StepRounds(comms, self._contenders)
+
+    @property
+    def spent(self) -> float:
+        """The seconds that all rounds took."""
+        return self._rounds.spent
 
     def fill(self, budget: TimeBudget, tell: Callable[[float, int], None]) -> None:
         """Do rounds for as long as the budget allows."""
-        tell(0.0, 0)
-        for _ in range(_WARM_UP):
-            took = self._round(counts=False)
-        counted = 0
-        while budget.goes_on(counted, self.spent, took):
-            took = self._round(counts=True)
-            counted += 1
-            tell(budget.fraction(counted, self.spent), counted)
+        self._rounds.fill(budget, tell)
 
     def result(self) -> tuple[Result, WrongWeights | None]:
         """What was measured, and a method whose weights are wrong."""
         apart = differences(self._contenders, self._start, self._comms)
-        timings = [Timing(method, tuple(seconds), apart[method]) for method, seconds in self._seconds.items()]
-        subject, steps = self._subject, 2 * self._rounds
+        seconds = self._rounds.seconds
+        timings = [Timing(one.method, tuple(seconds[one]), apart[one.method]) for one in self._contenders]
+        subject, steps = self._subject, 2 * self._rounds.rounds
         result = Result(subject.name, subject.text, subject.batch, self._gradient_bytes, steps, tuple(timings))
         return result, find_wrong(subject.name, self._contenders, apart, self._comms)
 
@@ -164,63 +145,11 @@ class _Bench:
         for contender in self._contenders:
             contender.close()
 
-    def _round(self, *, counts: bool) -> float:
-        """One turn of each method; returns how long all of them took."""
-        begun = time.perf_counter()
-        mine = [self._turn(contender) for contender in self._order]
-        slowest = largest(self._comms, [seconds for seconds, _ in mine])
-        work = total(self._comms, [busy for _, busy in mine])
-        for contender, seconds, busy in zip(self._order, slowest, work, strict=True):
-            # Ranks that outnumber the cores take turns on them. Where none waits for another, the slowest one's time
-            # leaves that out; all of them together keep the cores busy for longer.
-            alone = not contender.method.synchronises
-            self._seconds[contender.method] += [max(seconds, busy / self._cores) if alone else seconds] * counts
-        self._order = self._order[1:] + self._order[:1]
-        self._rounds += 1
-        [took] = largest(self._comms, [time.perf_counter() - begun])
-        self.spent += took
-        return took
-
-    def _turn(self, contender: Contender) -> tuple[float, float]:
-        """A step that does not count and one that does: how long it took, and how long it kept a core busy."""
-        contender.step()
-        self._wait_for_gpu()
-        self._comms.barrier()  # waiting for a late rank is nobody's cost
-        begun, busy_before = time.perf_counter(), time.process_time()
-        contender.step()
-        self._wait_for_gpu()
-        return time.perf_counter() - begun, time.process_time() - busy_before
-
-    def _wait_for_gpu(self) -> None:
-        if self._comms.device.type == "cuda":  # it works in the background
-            torch.cuda.synchronize(self._comms.device)
-
-
-@contextmanager
-def _gloo_for(comms: Comms) -> Iterator[dist.ProcessGroup]:
-    """The group that torch's own DDP talks through: beside shared memory one of gloo, elsewhere the world's."""
-    if transport_of(comms) == "shm":
-        with gloo_beside(comms) as group:
-            yield group
-    else:
-        yield comms.process_group
-
-
-def _bytes_of(model: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-
 
 def _require_memory(comms: Comms, name: str, methods: int, model_bytes: int) -> None:
-    """Refuse, on all ranks alike, what would not fit into this machine's memory."""
-    free = available_memory()
-    [shortage] = largest(comms, [-math.inf if free is None else -free])
-    need = _ranks_here() * methods * _COPIES * model_bytes
-    if comms.device.type == "cpu" and need > -shortage:
-        raise UsageError(
-            f"{name}: {methods} copies of it on every rank need {need / 1e9:.1f} GB of memory, and "
-            f"{-shortage / 1e9:.1f} GB are free; choose fewer --methods or --buckets, or a smaller model"
-        )
-
-
-def _ranks_here() -> int:
-    return find_placement(os.environ).local_world_size
+    need = count_ranks_here() * methods * _COPIES * model_bytes
+    what, advice = (
+        f"{name}: {methods} copies of it on every rank",
+        "choose fewer --methods or --buckets, or a smaller model",
+    )
+    require_memory(comms, available_memory(), need, what, advice)

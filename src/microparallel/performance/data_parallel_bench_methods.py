@@ -63,6 +63,11 @@ class Contender:
         self._gradients = self._prepare(batch, comms, gloo)
         self._optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
 
+    @property
+    def alone(self) -> bool:
+        """Whether no rank waits for another."""
+        return not self.method.synchronises
+
     def step(self) -> None:
         """One step of training: forward, backward, and the optimizer."""
         self._optimizer.zero_grad()

@@ -21,10 +21,10 @@ _DEPTH = 16
 _CLASSES = 2
 _VOCABULARY = 256
 _CONTEXT = 64
-_HEAD = 32  # numbers of a vector that one attention head looks at
+HEAD = 32  # numbers of a vector that one attention head looks at
 _BATCHES = {"mlp-512": 64, "gpt-128": 8}
 _USUAL_BATCH = 32
-_WIDEST = 2**14
+WIDEST = 2**14
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Subject:
 def find_subject(name: str, batch: int | None = None) -> Subject:
     """The model that is called so: `mlp-WIDTH`, `gpt` or `gpt-WIDTH`."""
     found = re.fullmatch(r"(mlp|gpt)-([0-9]{1,5})", "gpt-128" if name == "gpt" else name)
-    if found is None or not 1 <= int(found[2]) <= _WIDEST:
+    if found is None or not 1 <= int(found[2]) <= WIDEST:
         raise ConfigError(f"there is no model {name!r}; name it mlp-WIDTH, as in mlp-1024, or gpt, or gpt-WIDTH")
     width = int(found[2])
     samples = _BATCHES.get(found[0], _USUAL_BATCH if found[1] == "mlp" else _BATCHES["gpt-128"])
-    return (_mlp if found[1] == "mlp" else _gpt)(name, width, samples if batch is None else batch)
+    return (_mlp if found[1] == "mlp" else gpt_subject)(name, width, samples if batch is None else batch)
 
 
 def _mlp(name: str, width: int, batch: int) -> Subject:
@@ -70,19 +70,25 @@ def _mlp(name: str, width: int, batch: int) -> Subject:
     )
 
 
-def _gpt(name: str, width: int, batch: int) -> Subject:
-    if width % _HEAD:
+def gpt_subject(name: str, width: int, batch: int, depth: int = 4) -> Subject:
+    """A GPT with so many blocks."""
+    if width % HEAD:
         raise ConfigError(
-            f"{name}: a head takes {_HEAD} numbers, so the width is a multiple of that; try gpt-{-(-width // 32) * 32}"
+            f"{name}: a head takes {HEAD} numbers, so the width is a multiple of that; try gpt-{-(-width // 32) * 32}"
         )
     return Subject(
         name,
-        f"4 blocks of width {width}, {_CONTEXT} tokens a sample",
+        f"{depth} block{'s' * (depth > 1)} of width {width}, {_CONTEXT} tokens a sample",
         batch,
-        lambda: GPT(_VOCABULARY, _CONTEXT, width, heads=width // _HEAD),
+        lambda: GPT(_VOCABULARY, _CONTEXT, width, heads=width // HEAD, depth=depth),
         lambda samples: _next_tokens(torch.randint(_VOCABULARY, (samples, _CONTEXT + 1))),
     )
 
 
 def _next_tokens(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def bytes_of(model: nn.Module) -> int:
+    """What a model's parameters take of memory; its gradients take as much."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
+from microparallel.performance.caveats import chance_speaks, cores_are_shared, quartiles
 from microparallel.performance.data_parallel_bench import Measurements, Result, Timing
 from microparallel.performance.data_parallel_bench_methods import DDP, NONE, TORCH_DDP
-from microparallel.performance.time_budget import FEWEST_REPEATS
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,7 @@ def rows_of(report: Report, result: Result) -> list[Row]:
 
 def _row(timing: Timing, result: Result) -> Row:
     medians = {other.method.name: statistics.median(other.seconds) for other in result.timings}
-    seconds = statistics.median(timing.seconds)
-    quartiles = [seconds] * 3
-    if len(timing.seconds) > 1:
-        quartiles = statistics.quantiles(timing.seconds, n=4, method="inclusive")
+    lower, seconds, upper = quartiles(timing.seconds)
     return Row(
         model=result.model,
         method=timing.method.name,
@@ -65,8 +62,8 @@ def _row(timing: Timing, result: Result) -> Row:
         label=timing.method.label,
         counted=len(timing.seconds),
         seconds=seconds,
-        lower_quartile=quartiles[0],
-        upper_quartile=quartiles[2],
+        lower_quartile=lower,
+        upper_quartile=upper,
         fastest=min(timing.seconds),
         slowest=max(timing.seconds),
         seconds_minus_none=seconds - medians[NONE],
@@ -86,16 +83,5 @@ def _notes(measurements: Measurements) -> list[str]:
     """What a reader must know about these numbers."""
     notes = []
     for result in measurements.results:
-        counted = len(result.timings[0].seconds)
-        if counted < FEWEST_REPEATS:
-            steps = f"{counted} step{'s' * (counted > 1)}"
-            notes.append(
-                f"{result.model}: {steps} of each method, so chance speaks loudly; more --seconds or --steps would help"
-            )
-    if measurements.ranks_here > measurements.cores and measurements.device == "cpu":
-        cores = f"{measurements.cores} core{'s' * (measurements.cores > 1)}"
-        notes.append(
-            f"{measurements.ranks_here} ranks share {cores} and take turns: "
-            "times say more about that than about the methods"
-        )
-    return notes
+        notes += chance_speaks(result.model, len(result.timings[0].seconds))
+    return notes + cores_are_shared(measurements.ranks_here, measurements.cores, measurements.device)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from microparallel.comms import Comms
 from microparallel.errors import UsageError
+from microparallel.performance.rounds import largest
 from microparallel.program import Add, Op, Part, Program, Recv, Send
 
 
@@ -53,3 +56,18 @@ def _parts(op: Op) -> list[Part]:
 
 def _gigabytes(amount: float) -> str:
     return f"{amount / 1e9:.1f} GB"
+
+
+def require_memory(comms: Comms, free: float | None, need: float, what: str, advice: str) -> None:
+    """Refuse, on all ranks alike, what would not fit into this machine's memory; all ranks call this.
+
+    Args:
+        comms: the ranks.
+        free: as many bytes as this rank finds free; None where nobody says.
+        need: of all ranks of a machine together.
+        what: takes so much.
+        advice: what to do then.
+    """
+    [shortage] = largest(comms, [-math.inf if free is None else -free])
+    if comms.device.type == "cpu" and need > -shortage:
+        raise UsageError(f"{what} need {_gigabytes(need)} of memory, and {_gigabytes(-shortage)} are free; {advice}")

@@ -98,3 +98,13 @@ def gloo_beside(comms: Comms) -> Iterator[dist.ProcessGroup]:
         yield group
     finally:
         dist.destroy_process_group(group)
+
+
+@contextmanager
+def gloo_for(comms: Comms) -> Iterator[dist.ProcessGroup]:
+    """The group that torch's own talks through: beside shared memory one of gloo, elsewhere the world's."""
+    if transport_of(comms) == "shm":
+        with gloo_beside(comms) as group:
+            yield group
+    else:
+        yield comms.process_group

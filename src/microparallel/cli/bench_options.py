@@ -1,0 +1,33 @@
+"""What the benchmarks of training steps take alike: lists of names, and for how long to measure."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+
+from microparallel.errors import ConfigError
+
+
+def parse_names(text: str, flag: str) -> tuple[str, ...]:
+    """Names with commas between them, each once."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ConfigError(f"{flag} {text!r}: there is a name missing; write them as in a,b,c")
+    return tuple(dict.fromkeys(parts))
+
+
+def require_known(name: str, choices: Sequence[str], problem: str) -> None:
+    """Refuse a name that is none of these, with the nearest or all of them."""
+    if name not in choices:
+        near = difflib.get_close_matches(name, choices, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+        raise ConfigError(f"{problem}; {hint}")
+
+
+def require_time(seconds: float, steps: int | None, usual: float) -> None:
+    """Refuse what is no time, and no number of steps."""
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"--seconds {seconds}: must be above 0; try {usual:g}")
+    if steps is not None and steps < 1:
+        raise ConfigError(f"--steps {steps}: must be at least 1; try 20, or leave it out")

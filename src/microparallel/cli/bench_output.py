@@ -1,0 +1,41 @@
+"""What the tables of all benchmarks of training steps have in common."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from microparallel import __version__
+from microparallel.performance.units import show_number, show_seconds, time_unit
+
+
+def console_for_results(width_of_files: int = 96) -> Console:
+    """Where results are printed: as wide as the terminal, or as a file shall be."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=width_of_files)
+
+
+def machine(cores: int) -> dict[str, Any]:
+    """What it was measured on, for scripts."""
+    return {
+        "cores": cores,
+        "system": f"{platform.system()}, {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "microparallel": __version__,
+    }
+
+
+def count(number: int, noun: str) -> str:
+    """A number of things: `2 ranks`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def show_step(median: float, lower_quartile: float, upper_quartile: float, counted: int) -> list[str]:
+    """Two cells: the median with its unit, and the quartiles in the same one."""
+    length, _ = time_unit(median)
+    quartiles = "–".join(show_number(quartile / length) for quartile in (lower_quartile, upper_quartile))
+    return [show_seconds(median), quartiles if counted > 1 else "one step"]

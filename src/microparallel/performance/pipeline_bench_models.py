@@ -1,0 +1,97 @@
+"""What a benchmark of pipelines cuts into stages: layers that are all alike, so that stages can be.
+
+mlp   a wide perceptron, whose last layer is as wide as all others
+gpt   an embedding, blocks of attention, and a head
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from microparallel.errors import ConfigError
+from microparallel.models import FullMLP
+from microparallel.performance.data_parallel_bench_models import HEAD, WIDEST, Subject, gpt_subject
+from microparallel.pipeline.programs import Schedule
+
+_USUAL = {"mlp": (16, 512, 256), "gpt": (8, 128, 16)}  # depth, width, samples in a batch
+_MOST = (1024, WIDEST, 2**20)
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model by name, and how large it is; what is None is as usual for that model."""
+
+    model: str = "mlp"
+    depth: int | None = None
+    width: int | None = None
+    batch: int | None = None  # samples, of all micro-batches together
+
+    @property
+    def layers(self) -> int:
+        """Between how many layers a pipeline may cut."""
+        return self.filled[0] + 2 * (self.model == "gpt")  # the embedding, and the head
+
+    @property
+    def filled(self) -> tuple[int, int, int]:
+        """Depth, width and batch."""
+        given = self.depth, self.width, self.batch
+        depth, width, batch = (
+            usual if one is None else one for one, usual in zip(given, _usual(self.model), strict=True)
+        )
+        return depth, width, batch
+
+
+def pipeline_subject(size: Size) -> Subject:
+    """The model of that name and size, with its batch."""
+    depth, width, batch = size.filled
+    limits = zip(("--depth", "--width", "--batch"), size.filled, _usual(size.model), _MOST, strict=True)
+    for flag, number, usual, most in limits:
+        if not 1 <= number <= most:
+            raise ConfigError(f"{flag} {number}: must be from 1 to {most}; try {usual}")
+    if size.model == "gpt":
+        if width % HEAD:
+            nearest = -(-width // HEAD) * HEAD
+            raise ConfigError(
+                f"--width {width}: a head of gpt takes {HEAD} numbers, so it is a multiple; try {nearest}"
+            )
+        return gpt_subject("gpt", width, batch, depth)
+    return Subject(
+        "mlp",
+        f"{depth} layer{'s' * (depth > 1)} of width {width}",
+        batch,
+        lambda: FullMLP(width, depth, out_features=width),
+        lambda samples: (torch.randn(samples, width), torch.randint(width, (samples,))),
+    )
+
+
+def require_cuttable(size: Size, schedules: Sequence[str], ranks: int, microbatches: int) -> None:
+    """Refuse more micro-batches than samples, and more stages than layers."""
+    batch = size.filled[2]
+    if microbatches > batch:
+        raise ConfigError(
+            f"--microbatches {microbatches}: a batch of {batch} has too few samples for that; "
+            f"try --batch {microbatches}, or --microbatches {batch}"
+        )
+    for name in schedules:
+        stages = Schedule(name, ranks, microbatches).stages
+        if stages > size.layers:
+            raise ConfigError(
+                f"--depth {size.filled[0]}: {name} on {ranks} ranks has {stages} stages, and this {size.model} "
+                f"{size.layers} layers; try --depth {size.filled[0] + stages - size.layers}, fewer --ranks, or leave "
+                f"{name} out with --schedules"
+            )
+
+
+def describe(subject: Subject, microbatches: int) -> str:
+    """The model and how it is fed, for people."""
+    pieces = f"{microbatches} micro-batch{'es' * (microbatches > 1)}"
+    return f"{subject.text}, {subject.batch} sample{'s' * (subject.batch > 1)} in {pieces}"
+
+
+def _usual(model: str) -> tuple[int, int, int]:
+    if model not in _USUAL:
+        raise ConfigError(f"--model {model}: there is no such model here; choose from {', '.join(_USUAL)}")
+    return _USUAL[model]
