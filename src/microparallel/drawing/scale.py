@@ -30,7 +30,8 @@ def choose_scale(rows: Rows, columns: int) -> Scale:
     1. Every cell shows its full name; with a line between cells, then without; then only computations do.
     2. The same with short names.
     3. Names are left out where they do not fit, but every cell of note has a column.
-    4. The same, and the drawing is cut.
+    4. Most cells have a column, and the rest is told below.
+    5. Every cell of note has a column, and the drawing is cut.
     """
     makespan = rows.trace.makespan
     cells = deciding(rows)
@@ -44,6 +45,8 @@ def choose_scale(rows: Rows, columns: int) -> Scale:
     shortest = _shortest_of_note(cells)
     if shortest * columns >= makespan:
         return Scale(math.floor(shortest * columns / makespan) / shortest, True, makespan)
+    if median(cell.duration for cell in cells) * columns >= makespan:
+        return Scale(columns / makespan, True, makespan)
     return Scale(1 / shortest, True, columns * shortest)
 
 

@@ -83,7 +83,13 @@ class Boundary:
             else {"plain": leaf}
             for leaf in self.leaves
         ]
-        return json.dumps([pytree.treespec_dumps(self.tree), leaves])
+        try:
+            return json.dumps([pytree.treespec_dumps(self.tree), leaves])
+        except NotImplementedError:
+            raise UsageError(
+                f"{self} cannot be described to another rank: return tuples, lists and dicts from a stage, and no "
+                "classes of your own"
+            ) from None
 
     @classmethod
     def from_json(cls, text: str) -> Boundary:
@@ -126,25 +132,27 @@ class DryRun:
     def __init__(self, index: int, layers: Sequence[nn.Module]) -> None:
         hollow: dict[int, Any] = {}  # shared, so that what is tied stays tied
         self._index = index
+        self._real = layers
         self._layers = [_hollow(layer, hollow) for layer in layers]
         self.changes_input = False  # it changes its input in place, and must be given a copy
 
     def outputs(self, inputs: Boundary, training: bool) -> Boundary:
-        """Describe what the stage returns."""
-        for layer in self._layers:
-            layer.train(training)
+        """Describe what the stage returns, in the mode that its modules are in; in training, with gradients."""
+        for layer, real in zip(self._layers, self._real, strict=True):
+            for module, original in zip(layer.modules(), real.modules(), strict=True):
+                module.training = original.training
         with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training), torch.device("meta"):
             return Boundary.of(self._run(inputs), f"what stage {self._index} returns")
 
     def _run(self, inputs: Boundary) -> Any:
         try:
             try:
-                return _apply(self._layers, _empty(inputs, self.changes_input))
+                return self._apply(inputs)
             except RuntimeError as error:
                 if self.changes_input or "in-place" not in str(error):
                     raise
                 self.changes_input = True
-                return _apply(self._layers, _empty(inputs, copy_first=True))
+                return self._apply(inputs)
         except UsageError:
             raise
         except Exception as error:
@@ -154,23 +162,22 @@ class DryRun:
                 "contents of tensors in Python, or makes tensors on a device of its own choice, cannot be"
             ) from error
 
-
-def _apply(layers: Sequence[nn.Module], value: Any) -> Any:
-    for layer in layers:
-        value = layer(value)
-    return value
-
-
-def _empty(boundary: Boundary, copy_first: bool) -> Any:
-    """Tensors without contents, as a stage gets them: cut off from the stage before."""
-    tensors = [torch.empty(content.shape, dtype=content.dtype, device="meta") for content in boundary.contents]
-    return as_inputs(boundary, tensors, copy_first)[0]
+    def _apply(self, inputs: Boundary) -> Any:
+        """Run the layers on tensors without contents, as a stage gets them: cut off from the stage before."""
+        tensors = [torch.empty(content.shape, dtype=content.dtype, device="meta") for content in inputs.contents]
+        value, _ = as_inputs(inputs, tensors, self.changes_input)
+        for layer in self._layers:
+            value = layer(value)
+        # A tensor counts how often it was changed. Micro-batches are views of one batch, and count together.
+        self.changes_input |= any(tensor._version for tensor in tensors)
+        return value
 
 
 def as_inputs(boundary: Boundary, tensors: Sequence[torch.Tensor], copy_first: bool) -> tuple[Any, list[torch.Tensor]]:
     """What a stage is given, and those leaves of it that will have gradients.
 
-    A stage that changes its input in place gets a copy: torch does not let anybody change a leaf.
+    A stage that changes its input in place gets a copy: torch does not let anybody change a leaf, or what others saved
+    for their backward.
     """
     leaves = [tensor.detach() for tensor in tensors]
     wanted = []

@@ -41,7 +41,11 @@ class NamedLayer:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the layer's parameters under the names they have in the whole model, tied ones under each."""
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            yield f"{self.name}.{name}" if self.name else name, parameter
+            yield self.whole_name(name), parameter
+
+    def whole_name(self, name: str) -> str:
+        """What a parameter or buffer of the layer is called in the whole model; a layer without a name is the model."""
+        return f"{self.name}.{name}" if self.name else name
 
 
 # ── a model's layers ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,6 +10,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
 from microparallel.data_parallel.agreement import require_same_model
+from microparallel.errors import PartitionError, UsageError
 from microparallel.pipeline.cut import NamedLayer, cut, layers_of
 
 
@@ -22,5 +23,13 @@ def cut_together(
         require_same_model(nn.ModuleList(layer.module for layer in layers), comms)
     if balance != "time" or comms.world_size == 1:
         return cut(model, stages, balance, example)
-    measured = [len(part) for part in cut(model, stages, balance, example)] if comms.rank == 0 else None
-    return cut(model, stages, gather_json(measured, comms)[0])
+    found: list[int] | str = []
+    if comms.rank == 0:
+        try:
+            found = [len(part) for part in cut(model, stages, balance, example)]
+        except UsageError as error:
+            found = str(error)
+    measured: list[int] | str = gather_json(found, comms)[0]
+    if isinstance(measured, str):
+        raise PartitionError(measured)
+    return cut(model, stages, measured)

@@ -63,8 +63,9 @@ class Interpreter:
         worker: who computes, and holds the tensors.
         transport: how messages travel.
         reductions: for each bucket, its sum over the replicas.
-        ahead: how many receives are posted before they are needed. None where a transport runs a rank's messages one
-            after another: there, a receive that waits holds up the sends behind it.
+        ahead: how many receives are posted before they are needed.
+        line: the rank's messages in the order that all ranks keep (`line_up`), where a transport runs them one after
+            another. It says when a receive is posted, instead of `ahead`.
         recorder: is told of every operation.
     """
 
@@ -76,6 +77,7 @@ class Interpreter:
         reductions: Mapping[int, Reduction] | None = None,
         *,
         ahead: int = 0,
+        line: Sequence[Send | Recv] | None = None,
         recorder: Recorder | None = None,
     ) -> None:
         self.now: Op | None = None  # what is being done
@@ -86,6 +88,7 @@ class Interpreter:
         self._ahead = ahead
         self._recorder = recorder or _Nobody()
         self._to_post = deque(op for op in ops if isinstance(op, Recv))
+        self._line = None if line is None else deque(line)
         self._posted: dict[Recv, list[tuple[Work, torch.Tensor]]] = {}
         self._leaving: list[tuple[Work, torch.Tensor]] = []  # a tensor stays alive until it has left
 
@@ -124,7 +127,7 @@ class Interpreter:
         if any(isinstance(op, Send | Recv) for op in run):
             exchange = self._transport.exchange(PIPELINE_TAG)
             self._start_sends([op for op in run if isinstance(op, Send)], exchange)
-            self._post([op for op in run if isinstance(op, Recv)], exchange)
+            self._post(self._due(run), exchange)
             exchange.close()
         for op in run:
             if isinstance(op, Recv):
@@ -138,18 +141,31 @@ class Interpreter:
         self._leaving = [(work, tensor) for work, tensor in self._leaving if not has_ended(work)]
         for op in sends:
             self.now, start = op, time.perf_counter()
-            tensors = self._worker.values[op.value]
+            tensors = [tensor.contiguous() for tensor in self._worker.values[op.value]]
             self._leaving += [(exchange.isend(tensor, op.to), tensor) for tensor in tensors]
             self._recorder(op, start, time.perf_counter(), tensors)
 
-    def _post(self, needed: Sequence[Recv], exchange: Exchange) -> None:
-        """Post the receives that are needed now, and some that come after them."""
-        missing = [op for op in needed if op not in self._posted]
-        for _ in range(max(len(missing), len(needed) + self._ahead - len(self._posted))):
+    def _due(self, run: tuple[Send | Recv | Free, ...]) -> Iterator[Recv]:
+        """The receives to post now: those that are needed, and some that come after them."""
+        missing = {op for op in run if isinstance(op, Send | Recv) and op not in self._posted}
+        if self._line is not None:
+            while missing:
+                op = self._line.popleft()
+                missing.discard(op)
+                if isinstance(op, Recv):
+                    yield op
+            return
+        needed = [op for op in run if isinstance(op, Recv)]
+        late = sum(op in missing for op in needed)
+        for _ in range(max(late, len(needed) + self._ahead - len(self._posted))):
             if self._to_post:
-                op = self.now = self._to_post.popleft()
-                buffers = self._worker.buffers(op.value)
-                self._posted[op] = [(exchange.irecv(buffer, op.source), buffer) for buffer in buffers]
+                yield self._to_post.popleft()
+
+    def _post(self, receives: Iterable[Recv], exchange: Exchange) -> None:
+        for op in receives:
+            self.now = op
+            buffers = self._worker.buffers(op.value)
+            self._posted[op] = [(exchange.irecv(buffer, op.source), buffer) for buffer in buffers]
 
     def _receive(self, op: Recv) -> Iterator[Work]:
         self.now, start = op, time.perf_counter()

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
-from microparallel.data_parallel.replicate import replicate
+from microparallel.comms.notes import gather_json
+from microparallel.data_parallel.replicate import replicas_are_identical, replicate
 from microparallel.errors import CommsError, StageError, UsageError
 from microparallel.pipeline.cut import NamedLayer, shared_parameters
 from microparallel.pipeline.cut_together import cut_together
@@ -23,7 +24,7 @@ from microparallel.pipeline.stage import LossFunction, Stage
 from microparallel.pipeline.state import clip_gradients, gather_state, load_own_part, own_state
 from microparallel.pipeline.sums import ColumnSum, TiedSum, beside_earlier_gradients
 from microparallel.pipeline.worker import Microbatch, Worker
-from microparallel.program import Act, AllReduce, Bucket, Op, Program, Recv, Send
+from microparallel.program import Act, AllReduce, Op, Program, Recv, Send
 from microparallel.schedules.replicas import with_reductions
 from microparallel.topology import Mesh
 from microparallel.trace import Trace
@@ -130,18 +131,17 @@ class Pipeline:
         self.mesh = mesh
         self.stages = stages
         self.most_activations = 0  # that this rank held at once in the last step
-        self._replica, self._place = mesh.where(comms.rank)
+        self.replica, self._place = mesh.where(comms.rank)
         self._schedule = schedule
         self._row = _own_group(comms, [mesh.row(replica) for replica in range(mesh.dp)])
         self._column = _own_group(comms, [mesh.column(place) for place in range(mesh.pp)])
         for layer in self._layers():
             layer.module.to(comms.device)
-            layer.module.train()
             if mesh.dp > 1:
                 replicate(layer.module, self._column)
         self._last_sum: ColumnSum | None
         self._sums, self._last_sum = self._column_sums(bucket_mb * 2**20) if mesh.dp > 1 else ({}, None)
-        self._shapes = {training: Shapes(self._row, schedule.homes, stages, training) for training in (True, False)}
+        self._shapes = {training: Shapes(self._row, schedule, stages, training) for training in (True, False)}
 
     def _column_sums(self, bucket_bytes: float) -> tuple[dict[int, ColumnSum], ColumnSum]:
         """For each stage the sum of its gradients over the replicas; what several stages share is summed in the end."""
@@ -179,7 +179,8 @@ class Pipeline:
                 passes no inputs.
             allow_fewer: cut a batch with fewer samples than micro-batches into fewer, instead of refusing it.
         """
-        return self._step(inputs, targets, samples, allow_fewer, None)
+        loss, _ = self._step(inputs, targets, samples, allow_fewer, None)
+        return loss
 
     def traced_step(
         self, inputs: Any = None, targets: Any = None, *, samples: int | None = None, allow_fewer: bool = False
@@ -187,9 +188,10 @@ class Pipeline:
         """Do a step, and return its trace as well: what every rank did, and when."""
         events = Events(self.comms.device)
         self.comms.barrier()
-        loss = self._step(inputs, targets, samples, allow_fewer, events)
-        program = self._schedule.whole(self._schedule.microbatches, self.mesh.dp)
-        shift = (self._replica * self._schedule.microbatches, self._replica * self.mesh.pp)
+        loss, count = self._step(inputs, targets, samples, allow_fewer, events)
+        most = max(1, *gather_json(count, self.comms))  # a replica with fewer samples may have fewer micro-batches
+        program = self._schedule.whole(most, self.mesh.dp)
+        shift = (self.replica * most, self.replica * self.mesh.pp)
         return loss, gather_trace(events, program, self.comms, shift)
 
     @property
@@ -199,29 +201,36 @@ class Pipeline:
 
     def _step(
         self, inputs: Any, targets: Any, samples: int | None, allow_fewer: bool, events: Events | None
-    ) -> torch.Tensor:
-        self._require_batch(inputs, targets, samples)
-        if not self._knows_loss:
-            raise UsageError("step: this pipeline has no loss_fn; pass loss_fn= to mp.Pipeline")
-        plan = self._shapes[True].agree(inputs, self._schedule.microbatches, allow_fewer)
+    ) -> tuple[torch.Tensor, int]:
+        """The loss, and into how many micro-batches this rank's batch was cut."""
+        self._require_batch("step", inputs, targets, samples)
+        plan = self._agree(True, inputs, allow_fewer)
+        self._require_targets("step", plan, targets)
         total = self._samples_of_all(plan.samples) if samples is None else samples
         worker = self._worker(plan, inputs, targets, total)
         with beside_earlier_gradients(self._summed_parameters()), torch.enable_grad():
-            self._run(self._ops(len(plan.crossings)), worker, events)
+            count = len(plan.crossings)
+            self._run(self._ops(count), worker, self._line(count, training=True), events)
             if self._last_sum is not None:
                 self._last_sum.start()
                 self._last_sum.finish()
             for tie in self._ties:
                 tie.add_up()
         self.most_activations = worker.most_kept
-        return self.comms.all_reduce(worker.loss)
+        return self.comms.all_reduce(worker.loss), count
 
     def _ops(self, microbatches: int) -> Sequence[Op]:
         """What this rank does; one whose pipeline has no samples only takes part in the sums."""
-        if not microbatches:
-            return [AllReduce(Bucket(index), "dp") for index in self._sums]
-        ops = self._schedule.program(microbatches).ranks[self._place]
-        return with_reductions(ops) if self._sums else ops
+        ops: Sequence[Op] = self._schedule.program(microbatches or self._schedule.microbatches).ranks[self._place]
+        if self._sums:
+            ops = with_reductions(ops)
+        return ops if microbatches else [op for op in ops if isinstance(op, AllReduce)]
+
+    def _line(self, microbatches: int, training: bool) -> Sequence[Send | Recv] | None:
+        """Its messages in the order that all ranks keep, where they run one after another."""
+        if not microbatches or not self.comms.messages_wait_in_line:
+            return None
+        return self._schedule.lines(microbatches, training)[self._place]
 
     def _worker(self, plan: Plan, inputs: Any, targets: Any, total: int) -> Worker:
         count = len(plan.crossings)
@@ -236,16 +245,17 @@ class Pipeline:
 
     def _split(self, batch: Any, needed: bool, plan: Plan, what: str) -> list[Any]:
         count = len(plan.crossings)
-        if not needed or batch is None or not count:
+        if not needed or batch is None:
             return [None] * count
         samples = batch_size(batch, what)
         if samples != plan.samples:
             raise UsageError(f"rank {self.comms.rank} was given {samples} {what}, and the batch has {plan.samples}")
-        return split_batch(batch, count, what)
+        return split_batch(batch, count, what) if count else []
 
-    def _run(self, ops: Sequence[Op], worker: Worker, events: Events | None) -> None:
-        ahead = 0 if self.comms.messages_wait_in_line else _AHEAD
-        interpreter = Interpreter(ops, worker, self._row.mail, self._sums, ahead=ahead, recorder=events)
+    def _run(
+        self, ops: Sequence[Op], worker: Worker, line: Sequence[Send | Recv] | None, events: Events | None
+    ) -> None:
+        interpreter = Interpreter(ops, worker, self._row.mail, self._sums, ahead=_AHEAD, line=line, recorder=events)
         try:
             for work in interpreter.run():
                 work.wait()
@@ -254,13 +264,31 @@ class Pipeline:
         except RuntimeError as error:
             raise self._row.explain(error, f"the pipeline's {_in_words(interpreter.now)}") from error
 
-    def _require_batch(self, inputs: Any, targets: Any, samples: int | None) -> None:
-        if samples is not None:
+    def _agree(self, training: bool, inputs: Any, allow_fewer: bool) -> Plan:
+        """Learn from the rank with the first stage what is coming."""
+        try:
+            return self._shapes[training].agree(inputs, self._schedule.microbatches, allow_fewer)
+        except CommsError:
+            raise
+        except RuntimeError as error:
+            raise self._row.explain(error, "the pipeline's talk about the batch's shapes") from error
+
+    def _require_batch(self, call: str, inputs: Any, targets: Any, samples: int | None) -> None:
+        if not self._knows_loss:
+            raise UsageError(f"{call}: this pipeline has no loss_fn; pass loss_fn= to mp.Pipeline")
+        if samples is not None:  # some have none
             return
         for name, value, needed in (("inputs", inputs, self._has_first), ("targets", targets, self._has_last)):
             if needed and value is None:
                 stage = "first" if name == "inputs" else "last"
-                raise UsageError(f"step: rank {self.comms.rank} has the {stage} stage, and was given no {name}")
+                raise UsageError(f"{call}: rank {self.comms.rank} has the {stage} stage, and was given no {name}")
+
+    def _require_targets(self, call: str, plan: Plan, targets: Any) -> None:
+        if self._has_last and targets is None and plan.samples:
+            raise UsageError(
+                f"{call}: rank {self.comms.rank} has the last stage, and was given no targets for its pipeline's "
+                f"{plan.samples} samples"
+            )
 
     @property
     def _has_first(self) -> bool:
@@ -287,9 +315,9 @@ class Pipeline:
 
         The batch may have fewer samples than there are micro-batches.
         """
-        self._require_batch(inputs, targets, samples)
+        self._require_batch("evaluate", inputs, targets, samples)
         worker, plan = self._forwards(inputs, targets, samples)
-        del plan
+        self._require_targets("evaluate", plan, targets)
         return self.comms.all_reduce(worker.loss)
 
     def predict(self, inputs: Any = None) -> Any:
@@ -300,20 +328,22 @@ class Pipeline:
         return join_batch([worker.outputs[number] for number in range(len(plan.crossings))]) if self._has_last else None
 
     def _forwards(self, inputs: Any, targets: Any, samples: int | None) -> tuple[Worker, Plan]:
-        training = [layer.module.training for layer in self._layers()]
+        modules = [module for layer in self._layers() for module in layer.module.modules()]
+        modes = [module.training for module in modules]
         for layer in self._layers():
             layer.module.eval()
         try:
             with torch.no_grad():
-                plan = self._shapes[False].agree(inputs, self._schedule.microbatches, allow_fewer=True)
+                plan = self._agree(False, inputs, allow_fewer=True)
                 total = self._samples_of_all(plan.samples) if samples is None else samples
                 worker = self._worker(plan, inputs, targets, total)
-                if plan.crossings:
-                    self._run(self._schedule.forwards(len(plan.crossings)).ranks[self._place], worker, None)
+                if count := len(plan.crossings):
+                    ops = self._schedule.forwards(count).ranks[self._place]
+                    self._run(ops, worker, self._line(count, training=False), None)
                 return worker, plan
         finally:
-            for layer, mode in zip(self._layers(), training, strict=True):
-                layer.module.train(mode)
+            for module, mode in zip(modules, modes, strict=True):
+                module.training = mode
 
     # ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -328,6 +358,30 @@ class Pipeline:
                 if parameter not in seen:
                     seen.add(parameter)
                     yield name, parameter
+
+    @property
+    def own_layers(self) -> nn.ModuleList:
+        """The layers of this rank's stages."""
+        return nn.ModuleList(layer.module for layer in self._layers())
+
+    def count_parameters(self) -> int:
+        """How many numbers the whole model has, those that stages share counted once; all ranks call this."""
+        elsewhere = {tie.parameter for tie in self._ties if tie.holders.rank > 0}
+        mine = sum(parameter.numel() for parameter in self.parameters() if parameter not in elsewhere)
+        return int(self._row.all_reduce(torch.tensor(mine)))
+
+    def replicas_are_identical(self) -> bool:
+        """Whether replicas of a stage, and copies of a shared parameter, have the same bits; all ranks call this."""
+        identical = replicas_are_identical(self.own_layers, self._column)
+        for tie in self._ties:
+            identical &= replicas_are_identical(nn.ParameterList([tie.parameter]), tie.holders)
+        return bool(self.comms.all_reduce(torch.tensor(int(identical)), op="min"))
+
+    def broadcast_buffers(self) -> None:
+        """Give every replica the first one's buffers, such as BatchNorm's running statistics; all ranks call this."""
+        for layer in self._layers():
+            for buffer in layer.module.buffers():
+                self._column.broadcast(buffer)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, for an optimizer."""

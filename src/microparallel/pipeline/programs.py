@@ -6,8 +6,9 @@ import functools
 from dataclasses import replace
 
 from microparallel.errors import ProgramError, UsageError
-from microparallel.program import Program, TrainingStep, halves
-from microparallel.schedules import PIPELINES, build, forwards_only, lower, replicate
+from microparallel.pipeline.line import line_up
+from microparallel.program import Act, Grad, Program, Recv, Send, TrainingStep, halves
+from microparallel.schedules import DATA_PARALLEL, PIPELINES, build, forwards_only, lower, replicate
 from microparallel.schedules.trimming import first_microbatches
 from microparallel.verifier import verify
 
@@ -22,8 +23,7 @@ class Schedule:
             self._given: Program | None = _checked(schedule, ranks)
             self.microbatches = _goal(schedule).microbatches
         else:
-            if schedule not in PIPELINES:
-                build(schedule, ranks, microbatches)  # says what there is
+            if schedule in DATA_PARALLEL:
                 raise UsageError(f"schedule={schedule!r} is no pipeline; choose one of {', '.join(PIPELINES)}")
             self._given = None
             self.microbatches = microbatches
@@ -31,6 +31,7 @@ class Schedule:
         program = self.program(self.microbatches)
         self.stages = _goal(program).stages
         self.homes = _homes(program)
+        self.readers = _readers(program, self.homes)
 
     @functools.cache  # noqa: B019 a schedule lives as long as its pipeline, and has few programs
     def program(self, microbatches: int) -> Program:
@@ -41,6 +42,11 @@ class Schedule:
     def forwards(self, microbatches: int) -> Program:
         """One pipeline's forwards alone."""
         return forwards_only(self.program(microbatches))
+
+    @functools.cache  # noqa: B019
+    def lines(self, microbatches: int, training: bool) -> list[list[Send | Recv]]:
+        """For each rank of a pipeline its messages, in the order that all ranks keep."""
+        return line_up(self.program(microbatches) if training else self.forwards(microbatches))
 
     @functools.cache  # noqa: B019
     def whole(self, microbatches: int, replicas: int) -> Program:
@@ -83,3 +89,13 @@ def _homes(program: Program) -> list[int]:
     """The rank of each stage."""
     homes = {half.stage: rank for rank, ops in enumerate(program.ranks) for op in ops for half in halves(op)}
     return [homes[stage] for stage in range(_goal(program).stages)]
+
+
+def _readers(program: Program, homes: list[int]) -> list[list[int]]:
+    """For each stage but the last, the other ranks that handle what it returns, or the gradients of that."""
+    readers = [{home} for home in homes[1:]]
+    for rank, ops in enumerate(program.ranks):
+        for op in ops:
+            if isinstance(op, Recv) and isinstance(op.value, Act | Grad) and op.value.stage < len(readers):
+                readers[op.value.stage].add(rank)
+    return [sorted(ranks - {homes[stage]}) for stage, ranks in enumerate(readers)]

@@ -15,7 +15,7 @@ from microparallel.pipeline.cut import NamedLayer
 
 def own_state(layers: Iterable[NamedLayer]) -> dict[str, torch.Tensor]:
     """The parameters and buffers of some layers, by their names in the whole model."""
-    return {f"{layer.name}.{name}": tensor for layer in layers for name, tensor in layer.module.state_dict().items()}
+    return {layer.whole_name(name): tensor for layer in layers for name, tensor in layer.module.state_dict().items()}
 
 
 def gather_state(mine: Mapping[str, torch.Tensor], row: Comms) -> dict[str, torch.Tensor] | None:
@@ -38,12 +38,13 @@ def load_own_part(layers: Iterable[NamedLayer], state: Mapping[str, torch.Tensor
     for layer in layers:
         own = {}
         for name in layer.module.state_dict():
-            if f"{layer.name}.{name}" not in state:
+            whole_name = layer.whole_name(name)
+            if whole_name not in state:
                 raise UsageError(
-                    f"load_state_dict: {layer.name}.{name} is missing; it needs the state of the whole model, or of "
-                    "the same stages"
+                    f"load_state_dict: {whole_name} is missing; it needs the state of the whole model, or of the same "
+                    "stages"
                 )
-            own[name] = state[f"{layer.name}.{name}"]
+            own[name] = state[whole_name]
         layer.module.load_state_dict(own)
 
 

@@ -64,7 +64,7 @@ def with_reductions(ops: Sequence[Op]) -> list[Op]:
     result: list[Op] = []
     due: list[Op] = []
     for place, op in enumerate(ops):
-        if not isinstance(op, Send):
+        if not isinstance(op, Send | Free):
             result += due
             due = []
         result.append(op)

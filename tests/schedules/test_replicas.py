@@ -1,0 +1,141 @@
+"""Several pipelines side by side, and pipelines that only go forward, are right for every schedule."""
+
+from dataclasses import replace
+
+import pytest
+
+import microparallel as mp
+from microparallel.errors import ProgramError
+from microparallel.program import (
+    Act,
+    AllReduce,
+    Backward,
+    BackwardWeight,
+    Bucket,
+    Forward,
+    Free,
+    Grad,
+    Recv,
+    Send,
+    TrainingStep,
+    from_text,
+    halves,
+    parse_op,
+    peak_activations,
+    to_text,
+)
+from microparallel.schedules import PIPELINES, build, forwards_only, replicate
+from microparallel.schedules.replicas import shifted, with_reductions
+
+SHAPES = [(ranks, microbatches) for ranks in (1, 2, 3, 4) for microbatches in (1, 2, 3, 5, 8)]
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_replicas_of_every_schedule_are_right(name):
+    for ranks, microbatches in SHAPES:
+        for replicas in (2, 3):
+            one = build(name, ranks, microbatches)
+            program = replicate(one, replicas)
+            mp.verify(program)
+            assert program.world_size == ranks * replicas
+            assert program.goal.microbatches == microbatches * replicas
+            assert program.messages_sent() == one.messages_sent() * replicas
+            assert [peak_activations(ops) for ops in program.ranks] == [
+                peak_activations(ops) for ops in one.ranks
+            ] * replicas
+            assert from_text(to_text(program)) == program
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_stage_is_summed_when_its_last_gradient_is_there_and_after_it_was_passed_on(name):
+    for ops in build(name, 4, 8).ranks:
+        summed = with_reductions(ops)
+        assert [op for op in summed if not isinstance(op, AllReduce)] == list(ops)
+        stages = {half.stage for op in ops for half in halves(op)}
+        for stage in stages:
+            place = summed.index(AllReduce(Bucket(stage), "dp"))
+            ends = [
+                index
+                for index, op in enumerate(summed)
+                for half in halves(op)
+                if isinstance(half, Backward | BackwardWeight) and half.stage == stage
+            ]
+            assert all(isinstance(op, Send | AllReduce | Free) for op in summed[max(ends) + 1 : place])
+            passed_on = [
+                index for index, op in enumerate(summed) if isinstance(op, Send) and op.value == Grad(stage - 1, 7)
+            ]
+            assert max([*ends, *passed_on]) < place
+        assert sum(isinstance(op, AllReduce) for op in summed) == len(stages)
+
+
+def test_the_drawing():
+    program = replicate(build("1f1b", 2, 1), 2)
+    rows = [" ".join(str(op) for op in ops if not isinstance(op, Free)) for ops in program.ranks]
+    assert rows == [
+        "F0.0 >A0.0@1 <G0.0@1 B0.0 *U0@dp",
+        "<A0.0@0 F1.0 B1.0 >G0.0@0 *U1@dp",
+        "F0.1 >A0.1@3 <G0.1@3 B0.1 *U0@dp",
+        "<A0.1@2 F1.1 B1.1 >G0.1@2 *U1@dp",
+    ]
+
+
+def test_one_replica_is_the_pipeline_itself():
+    program = build("zbv", 3, 4)
+    assert replicate(program, 1) is program
+
+
+@pytest.mark.parametrize(
+    "program", [build("ddp", 2), mp.collectives.build("ring", 2), replicate(build("gpipe", 2, 2), 2)]
+)
+def test_only_a_pipeline_without_replicas_is_replicated(program):
+    with pytest.raises(ProgramError, match="only a pipeline without replicas can be replicated"):
+        replicate(program, 2)
+
+
+@pytest.mark.parametrize(
+    ("op", "wanted"),
+    [
+        ("F0.1", "F0.4"),
+        ("F1.0&B2.2", "F1.3&B2.5"),
+        (">A0.1@1", ">A0.4@3"),
+        ("<G0.1@0", "<G0.4@2"),
+        ("!R0.1", "!R0.4"),
+        ("*U0@dp", "*U0@dp"),
+    ],
+)
+def test_an_operation_of_another_replica(op, wanted):
+    assert str(shifted(parse_op(op), 3, 2)) == wanted
+
+
+# ── only forwards ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_forwards_alone_need_no_gradient_and_wait_for_nobody_for_ever(name):
+    from microparallel.verifier.matching import check_matching
+    from microparallel.verifier.order import check_order
+
+    for ranks, microbatches in SHAPES:
+        whole = build(name, ranks, microbatches)
+        program = forwards_only(whole)
+        check_matching(program)
+        check_order(program, "buffered")
+        check_order(program, "rendezvous")
+        assert {type(op) for ops in program.ranks for op in ops} <= {Forward, Send, Recv, Free}
+        assert all(isinstance(op.value, Act) for ops in program.ranks for op in ops if not isinstance(op, Forward))
+        for ops, original in zip(program.ranks, whole.ranks, strict=True):
+            wanted = [half for op in original for half in halves(op) if isinstance(half, Forward)]
+            assert [op for op in ops if isinstance(op, Forward)] == wanted
+            assert sum(isinstance(op, Free) for op in ops) == len({value for op in ops for value in _touched(op)})
+
+
+def _touched(op):
+    if isinstance(op, Forward):
+        return [Act(op.stage, op.microbatch)] + [Act(op.stage - 1, op.microbatch)] * (op.stage > 0)
+    return [op.value]
+
+
+def test_forwards_of_a_program_with_messages_of_its_own_are_lowered_anew():
+    program = build("1f1b", 3, 4)
+    assert forwards_only(program) == forwards_only(replace(program, goal=TrainingStep(3, 4)))
+    assert forwards_only(forwards_only(program)).ranks == forwards_only(program).ranks
