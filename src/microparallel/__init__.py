@@ -25,6 +25,7 @@ _HOMES = {
     "run_in_process": "microparallel.comms.in_process",
     "Request": "microparallel.comms",
     "record": "microparallel.comms.record",
+    "DDPPerformanceAnalyzer": "microparallel.performance.analyzer",
     "Recording": "microparallel.trace.recording",
     "Pool": "microparallel.world",
     "connect": "microparallel.world",

@@ -56,7 +56,9 @@ def straggler(comms):
 
 
 def test_whoever_waits_for_a_straggler_does_not_communicate(any_pool):
-    quick, _ = parts(any_pool.run(straggler, 2, timeout=30)[0])
+    recording = any_pool.run(straggler, 2, timeout=30)[0]
+    assert all(span.place.startswith("test_record.py:") for span in recording.spans)
+    quick, _ = parts(recording)
     assert quick.waiting >= 0.09
     assert quick.waiting + quick.communicating == pytest.approx(quick.step, rel=0.02)
 

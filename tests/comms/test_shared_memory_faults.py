@@ -30,7 +30,9 @@ start = time.monotonic()
 try:
     comms.all_reduce(torch.ones(10_000_000))
 except mp.CommsError as error:
-    print(type(error).__name__, getattr(error, "ranks", ()), error, time.monotonic() - start < 5, sep="|", flush=True)
+    headline = str(error).partition("\\n")[0]  # beneath it, the flight recorders say more
+    soon = time.monotonic() - start < 5
+    print(type(error).__name__, getattr(error, "ranks", ()), headline, soon, sep="|", flush=True)
 """
 
 
@@ -54,7 +56,8 @@ def start(ranks, *arguments):
 
 
 def left_behind():
-    return {path.name for path in Path(tempfile.gettempdir()).glob("microparallel-*")} | {
+    last_words = f"microparallel-{os.getuid()}"  # flight files of ranks that died, which are meant to stay
+    return {path.name for path in Path(tempfile.gettempdir()).glob("microparallel-*")} - {last_words} | {
         path.name for path in Path("/dev/shm").glob("*microparallel*")
     }
 

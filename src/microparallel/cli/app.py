@@ -9,7 +9,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from microparallel import __version__
-from microparallel.cli import bench, compare, doctor, draw, simulate, train, verify
+from microparallel.cli import analyze, bench, compare, doctor, draw, report, simulate, train, verify, why
 from microparallel.errors import MicroparallelError, RankFailed, UsageError
 from microparallel.topology import DO_NOT_SPIN
 
@@ -22,10 +22,13 @@ app = typer.Typer(
 )
 app.command(name="train", epilog=train.EXAMPLES)(train.train)
 app.command(name="compare", epilog=compare.EXAMPLES)(compare.compare)
+app.command(name="report", epilog=report.EXAMPLES)(report.report)
+app.command(name="analyze", epilog=analyze.EXAMPLES)(analyze.analyze)
 app.command(name="draw", epilog=draw.EXAMPLES)(draw.draw)
 app.command(name="simulate", epilog=simulate.EXAMPLES)(simulate.simulate)
 app.command(name="verify", epilog=verify.EXAMPLES)(verify.verify)
 app.command(name="doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command(name="why", epilog=why.EXAMPLES)(why.why)
 app.add_typer(bench.app, name="bench")
 
 

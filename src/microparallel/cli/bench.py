@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from microparallel.cli import bench_dp, bench_pp, options
+from microparallel.cli import bench_dp, bench_pp, bench_predict, options
 from microparallel.cli.bench_options import require_known
 from microparallel.cli.bench_world import choose_ranks, measure_on_ranks
 from microparallel.cli.output import require_writable
@@ -41,12 +41,14 @@ app = typer.Typer(
         ("microparallel bench allreduce", "every all-reduce algorithm; see its own `--help`"),
         ("microparallel bench dp", "every kind of data parallelism"),
         ("microparallel bench pp", "every pipeline schedule"),
+        ("microparallel bench predict", "predicted step times beside measured ones"),
     ),
 )
 
 
 app.command(name="dp", epilog=bench_dp.EXAMPLES)(bench_dp.data_parallel)
 app.command(name="pp", epilog=bench_pp.EXAMPLES)(bench_pp.pipelines)
+app.command(name="predict", epilog=bench_predict.EXAMPLES)(bench_predict.predict)
 
 
 @app.command(name="allreduce", epilog=ALL_REDUCE_EXAMPLES)

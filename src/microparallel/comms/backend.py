@@ -19,14 +19,18 @@ import torch
 import torch.distributed as dist
 
 from microparallel.comms.backend_base import CallingGroup, on_cpu
+from microparallel.comms.backend_flight import flight_for
 from microparallel.comms.backend_options import Options
 from microparallel.comms.backend_reductions import Reduction
 from microparallel.comms.backend_tensors import bring_back, describe, flat_pieces, in_words, pieces, plain
 from microparallel.comms.backend_work import MessageWork
 from microparallel.comms.calls import Call, describe_list
+from microparallel.comms.failures import named_failures
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.turns import Turn
 from microparallel.errors import UsageError
+from microparallel.flight import Entry, NoEntry
+from microparallel.transport.base import Work
 from microparallel.transport.shared_memory import SharedMemoryTransport, futex, this_machine
 
 _NOTHING = Call.of_all("nothing")  # an empty list of tensors
@@ -38,11 +42,12 @@ def create(options: Any) -> MicroparallelGroup:
         raise UsageError(f"backend 'microparallel' cannot work here: {obstacle}; choose 'gloo'")
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     _require_one_machine(options.store, options.group_rank, len(ranks))
+    flight, owns_flight = flight_for(options.store, ranks[options.group_rank], len(ranks))
     timeout: timedelta = options.timeout
     transport = SharedMemoryTransport(
         dist.PrefixStore("shm", options.store), options.group_rank, ranks, timeout.total_seconds()
     )
-    return MicroparallelGroup(options.store, SharedMemoryGroup(transport), timeout)
+    return MicroparallelGroup(options.store, SharedMemoryGroup(transport, flight), timeout, owns_flight=owns_flight)
 
 
 def _require_one_machine(store: dist.Store, rank: int, ranks: int) -> None:
@@ -290,7 +295,11 @@ class MicroparallelGroup(CallingGroup):
         """Start sending."""
         (tensor,) = _as_list(tensors)
         call = in_words("send", describe(tensor), f"dst={self._world_rank(to)}", f"tag={tag}")
-        return self._remember(MessageWork(self._group, call, self._group.isend(plain(tensor), to, tag), [tensor]))
+        entry = self._group.log.send(call.text, describe(tensor), to, tag, tensor.nbytes)
+        with named_failures(call, self._group, entry):
+            work = self._group.isend(plain(tensor), to, tag)
+        entry.started()
+        return self._remember(MessageWork(self._group, call, entry, work, [tensor]))
 
     @on_cpu
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
@@ -298,8 +307,9 @@ class MicroparallelGroup(CallingGroup):
         (tensor,) = _as_list(tensors)
         call = in_words("recv", describe(tensor), f"src={self._world_rank(source)}", f"tag={tag}")
         wire = plain(tensor)
+        entry = self._group.log.recv(call.text, describe(tensor), source, tag, tensor.nbytes)
         work = self._group.irecv(wire, source, tag)
-        return self._remember(MessageWork(self._group, call, work, [tensor], lambda: bring_back([wire], [tensor])))
+        return self._receiving(call, entry, work, wire, tensor)
 
     @on_cpu
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
@@ -307,8 +317,16 @@ class MicroparallelGroup(CallingGroup):
         (tensor,) = _as_list(tensors)
         call = in_words("recv", describe(tensor), "src=any", f"tag={tag}")
         wire = plain(tensor)
+        entry = self._group.log.recv(call.text, describe(tensor), None, tag, tensor.nbytes)
         work = self._group.irecv_from_anybody(wire, tag)
-        return self._remember(MessageWork(self._group, call, work, [tensor], lambda: bring_back([wire], [tensor])))
+        return self._receiving(call, entry, work, wire, tensor)
+
+    def _receiving(
+        self, call: Call, entry: Entry | NoEntry, work: Work, wire: torch.Tensor, tensor: torch.Tensor
+    ) -> dist.Work:
+        entry.started()
+        receipt = MessageWork(self._group, call, entry, work, [tensor], lambda: bring_back([wire], [tensor]))
+        return self._remember(receipt)
 
     # The names that torch used before 2.13, as in `BEFORE_2_13`.
     _allgather_base = all_gather_single

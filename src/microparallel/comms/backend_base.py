@@ -59,7 +59,7 @@ class CallingGroup(_ProcessGroup):  # type: ignore[misc]
     supports_time_estimate = False
     supports_shrinking = False
 
-    def __init__(self, store: dist.Store, group: SharedMemoryGroup, timeout: timedelta) -> None:
+    def __init__(self, store: dist.Store, group: SharedMemoryGroup, timeout: timedelta, *, owns_flight: bool) -> None:
         super().__init__(group.rank, group.world_size)
         self._store = store
         self._group = group
@@ -68,6 +68,7 @@ class CallingGroup(_ProcessGroup):  # type: ignore[misc]
         self._names = ["", ""]
         self._sides: dict[str, dist.ProcessGroup] = {}
         self._together: list[dist.Work] | None = None
+        self._owns_flight = owns_flight
 
     @property
     def shared_memory(self) -> SharedMemoryGroup:
@@ -98,7 +99,9 @@ class CallingGroup(_ProcessGroup):  # type: ignore[misc]
         return [self._group.afterwards(finish)]
 
     def _work(self, call: Call, turns: Sequence[Turn], result: Any, options: Options) -> dist.Work:
-        work = CollectiveWork(self._group, call, turns, result)
+        entry = self._group.log.collective(call.text, call.text, call.size)
+        entry.started()
+        work = CollectiveWork(self._group, call, entry, turns, result)
         if options.waits and self._together is None:
             work.wait()
         else:
@@ -216,5 +219,7 @@ class CallingGroup(_ProcessGroup):  # type: ignore[misc]
             side.shutdown()
         self._sides.clear()
         self._group.shut_down()
+        if self._owns_flight:
+            self._group.flight.close()
 
     abort = shutdown

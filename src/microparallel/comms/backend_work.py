@@ -15,22 +15,29 @@ from microparallel.comms.calls import Call
 from microparallel.comms.failures import named_failures
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.turns import Turn
+from microparallel.flight import Entry, NoEntry
 from microparallel.transport.base import Work
 
 
 class StartedWork(dist.Work):
     """What collectives and messages have in common; `_finish` waits, and raises what went wrong."""
 
-    def __init__(self, group: SharedMemoryGroup, call: Call, result: Any) -> None:
+    def __init__(self, group: SharedMemoryGroup, call: Call, entry: Entry | NoEntry, result: Any) -> None:
         super().__init__()
         self._group = group
         self._call = call
+        self._entry: Entry | NoEntry | None = entry  # until it has ended
         self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the result is there; raise an error that names the rank and the call."""
-        with named_failures(self._call, self._group):
+        entry, self._entry = self._entry, None
+        if entry is None:  # it has been waited for before
+            entry = NoEntry()
+        entry.waits()
+        with named_failures(self._call, self._group, entry):
             self._finish(seconds(timeout))
+        entry.ends()
         return True
 
     def _finish(self, timeout: float | None) -> None:
@@ -82,8 +89,10 @@ class StartedWork(dist.Work):
 class CollectiveWork(StartedWork):
     """One or more collectives in the line of their group."""
 
-    def __init__(self, group: SharedMemoryGroup, call: Call, turns: Sequence[Turn], result: Any) -> None:
-        super().__init__(group, call, result)
+    def __init__(
+        self, group: SharedMemoryGroup, call: Call, entry: Entry | NoEntry, turns: Sequence[Turn], result: Any
+    ) -> None:
+        super().__init__(group, call, entry, result)
         self._turns = turns
 
     def _finish(self, timeout: float | None) -> None:
@@ -109,11 +118,12 @@ class MessageWork(StartedWork):
         self,
         group: SharedMemoryGroup,
         call: Call,
+        entry: Entry | NoEntry,
         work: Work,
         result: Any,
         bring_back: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(group, call, result)
+        super().__init__(group, call, entry, result)
         self._work = work
         self._bring_back = bring_back
         self._lock = threading.Lock()

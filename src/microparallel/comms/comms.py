@@ -24,6 +24,7 @@ from microparallel.comms.reductions import check_reduction, finish_reduction, st
 from microparallel.comms.request import Request
 from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
 from microparallel.errors import CommsError, UsageError
+from microparallel.flight import Flight
 from microparallel.transport.base import Work
 
 
@@ -75,6 +76,11 @@ class Comms(Conversation):
         if self._closed:
             raise UsageError("process_group: this Comms has been closed")
         return self._transport.process_group
+
+    @property
+    def flight(self) -> Flight:
+        """The flight recorder of this process: tell it which step training is at, and what is done between calls."""
+        return self._transport.flight
 
     @property
     def can_overlap(self) -> bool:
@@ -306,6 +312,11 @@ class Comms(Conversation):
         return self._transport.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
 
     @property
+    def world_ranks(self) -> tuple[int, ...]:
+        """The numbers that the ranks of this group have in the world."""
+        return self._transport.world_ranks
+
+    @property
     def mail(self) -> Mail:
         """Messages under a tag of one's own, as a transport: for running programs over them."""
         return Mail(self._transport)
@@ -362,6 +373,8 @@ class Comms(Conversation):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.flight.ends_with(error)
         self.close()
 
     def __repr__(self) -> str:

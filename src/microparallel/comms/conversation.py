@@ -13,6 +13,7 @@ from microparallel.comms.group import Group
 from microparallel.comms.listening import Heard, Listener
 from microparallel.comms.request import Request, Result
 from microparallel.errors import UsageError
+from microparallel.flight import Entry, NoEntry
 from microparallel.transport.base import Work
 
 
@@ -31,20 +32,35 @@ class Conversation:
         self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]
     ) -> Request[Result]:
         """Start a call that every rank makes, after checking that they do."""
+        entry = self._begin(call)
         if self._checker is not None:
-            with named_failures(call, self._transport):
+            with named_failures(call, self._transport, entry):
                 self._checker.agree(call)
-        return self._start(call, start, finish)
+        return self._go_on(call, entry, start, finish)
 
     def _start(self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]) -> Request[Result]:
         """Start transfers; a connection that is already gone fails here rather than in `wait()`."""
+        return self._go_on(call, self._begin(call), start, finish)
+
+    def _begin(self, call: Call) -> Entry | NoEntry:
+        """Write down that this rank makes a call."""
         if self._closed:
             raise UsageError(f"{call}: this Comms has been closed; connect again, or close it later")
+        log = self._transport.log
+        if call.peer is None:
+            return log.collective(call.text, call.agreement, call.size)
+        write = log.send if call.sends else log.recv
+        return write(call.text, call.agreement, call.peer, size=call.size)
+
+    def _go_on(
+        self, call: Call, entry: Entry | NoEntry, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]
+    ) -> Request[Result]:
         self._transport.announce(call.agreement)
         heard = Heard(self.listeners, call, self._transport.world_ranks) if self.listeners else None
-        with named_failures(call, self._transport):
+        with named_failures(call, self._transport, entry):
             works = start()
-        return Request(call, works, finish, self._transport, heard)
+        entry.started()
+        return Request(call, works, finish, self._transport, entry, heard)
 
     def _outputs(self, wire: torch.Tensor) -> list[torch.Tensor]:
         return [torch.empty_like(wire) for _ in range(self.world_size)]

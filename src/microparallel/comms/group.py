@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from microparallel.flight import Flight, GroupLog, NoLog
 from microparallel.transport.base import Work
 
 
@@ -20,6 +21,8 @@ class Group(Protocol):
     world_size: int
     world_ranks: tuple[int, ...]
     carries: frozenset[str]
+    flight: Flight
+    log: GroupLog | NoLog  # the flight recorder's, of this group's calls
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 import torch
 
+from microparallel.comms.calls import describe
 from microparallel.comms.group import Group
+from microparallel.comms.recorded_work import RecordedWork
 from microparallel.comms.wire import as_bytes, to_wire
+from microparallel.flight import Entry, NoEntry
 from microparallel.transport.base import Exchange, Loan, ReceivedCopy, SeparateMessages, Work
 
 
@@ -21,32 +24,39 @@ class Mail:
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Start sending a tensor."""
-        return self._group.isend(as_bytes(to_wire(tensor, self._group.carries)), to, tag)
+        entry = _sending(self._group, tensor, to, tag)
+        return RecordedWork(self._group.isend(as_bytes(to_wire(tensor, self._group.carries)), to, tag), entry)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Start receiving into a contiguous tensor."""
-        return _received(tensor, self._group.carries, lambda wire: self._group.irecv(wire, source, tag))
+        entry = _receiving(self._group, tensor, source, tag)
+        work = _received(tensor, self._group.carries, lambda wire: self._group.irecv(wire, source, tag))
+        return RecordedWork(work, entry)
 
     def exchange(self, tag: int = 0) -> Exchange:
         """Open an exchange."""
         together = getattr(self._group, "exchange", None)
-        return SeparateMessages(self, tag) if together is None else MailExchange(together(tag), self._group.carries)
+        return SeparateMessages(self, tag) if together is None else MailExchange(together(tag), self._group, tag)
 
 
 class MailExchange:
     """An exchange of a group whose messages may need to start together."""
 
-    def __init__(self, exchange: Exchange, carries: frozenset[str]) -> None:
+    def __init__(self, exchange: Exchange, group: Group, tag: int) -> None:
         self._exchange = exchange
-        self._carries = carries
+        self._group = group
+        self._tag = tag
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
         """Add a send."""
-        return self._exchange.isend(as_bytes(to_wire(tensor, self._carries)), to)
+        entry = _sending(self._group, tensor, to, self._tag)
+        return RecordedWork(self._exchange.isend(as_bytes(to_wire(tensor, self._group.carries)), to), entry)
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
         """Add a receive."""
-        return _received(tensor, self._carries, lambda wire: self._exchange.irecv(wire, source))
+        entry = _receiving(self._group, tensor, source, self._tag)
+        work = _received(tensor, self._group.carries, lambda wire: self._exchange.irecv(wire, source))
+        return RecordedWork(work, entry)
 
     def borrow(self, like: torch.Tensor, source: int) -> Loan:
         """Add a receive of a copy."""
@@ -55,6 +65,16 @@ class MailExchange:
     def close(self) -> None:
         """Start what has not started."""
         self._exchange.close()
+
+
+def _sending(group: Group, tensor: torch.Tensor, to: int, tag: int) -> Entry | NoEntry:
+    content = describe(tensor)
+    return group.log.send(f"isend({content}, dest={to})", content, to, tag, tensor.nbytes)
+
+
+def _receiving(group: Group, tensor: torch.Tensor, source: int, tag: int) -> Entry | NoEntry:
+    content = describe(tensor)
+    return group.log.recv(f"irecv({content}, src={source})", content, source, tag, tensor.nbytes)
 
 
 def _received(tensor: torch.Tensor, carries: frozenset[str], start: Callable[[torch.Tensor], Work]) -> Work:

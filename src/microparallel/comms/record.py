@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from microparallel.comms.clocks import offset_from_rank_0
 from microparallel.comms.comms import Comms
 from microparallel.comms.notes import gather_json
 from microparallel.errors import UsageError
+from microparallel.flight.place import caller
 from microparallel.trace.recording import Kind, Recording, Span
 
 Moment = float | torch.cuda.Event
@@ -39,7 +42,7 @@ Moment = float | torch.cuda.Event
 class Row:
     """One span that is being recorded."""
 
-    __slots__ = ("bytes", "end", "group", "kind", "name", "number", "peer", "start", "step", "waited")
+    __slots__ = ("bytes", "end", "group", "kind", "name", "number", "peer", "place", "start", "step", "waited")
 
     def __init__(self, kind: Kind, name: str, start: Moment, step: int) -> None:
         self.kind = kind
@@ -52,6 +55,7 @@ class Row:
         self.group: tuple[int, ...] = ()
         self.number = 0
         self.peer: int | None = None
+        self.place: tuple[bytes, int] = (b"", 0)
 
 
 class Recorder:
@@ -91,6 +95,7 @@ class Recorder:
         kind: Kind = "collective" if call.collective else "send" if call.sends else "receive"
         row = Row(kind, call.text, self._now(), self.step)
         row.bytes = call.size
+        row.place = caller(sys._getframe(1))
         if call.collective:
             row.group = tuple(world_ranks)
             row.number = next(self._numbers[row.group])
@@ -219,7 +224,9 @@ class Recorder:
     def _written(self, row: Row, offset: float) -> list[Any]:
         start, end, waited = (self._seconds(moment) for moment in (row.start, row.end, row.waited))
         times = [None if math.isnan(moment) else moment + offset for moment in (start, end, waited)]
-        return [row.kind, row.name, *times, row.step, row.bytes, row.group, row.number, row.peer]
+        file, line = row.place
+        place = f"{PurePath(file.decode('utf-8', 'replace')).name}:{line}" if line else ""
+        return [row.kind, row.name, *times, row.step, row.bytes, row.group, row.number, row.peer, place]
 
     def _event(self) -> torch.cuda.Event:
         """A moment of the GPU's own: work is booked when it ran, not when it was asked for."""
@@ -236,7 +243,7 @@ class Recorder:
 
 
 def _span(rank: int, row: list[Any], begun: float) -> Span:
-    kind, name, start, end, waited, step, size, group, number, peer = row
+    kind, name, start, end, waited, step, size, group, number, peer, place = row
     return Span(
         rank=rank,
         kind=kind,
@@ -249,6 +256,7 @@ def _span(rank: int, row: list[Any], begun: float) -> Span:
         group=tuple(group),
         number=number,
         peer=peer,
+        place=place,
     )
 
 

@@ -10,6 +10,7 @@ from microparallel.comms.calls import Call
 from microparallel.comms.failures import named_failures
 from microparallel.comms.group import Group
 from microparallel.comms.listening import Heard
+from microparallel.flight import Entry, NoEntry
 from microparallel.transport.base import Work
 
 Result = TypeVar("Result")
@@ -28,9 +29,11 @@ class Request(Generic[Result]):
         works: Sequence[Work],
         finish: Callable[[], Result],
         transport: Group,
+        entry: Entry | NoEntry,
         heard: Heard | None = None,
     ) -> None:
         self._call = call
+        self._entry = entry
         self._heard = heard
         self._works = works
         self._finish: Callable[[], Result] | None = finish
@@ -62,9 +65,11 @@ class Request(Generic[Result]):
         if self._heard is not None:
             self._heard.wait()
         try:
-            with named_failures(self._call, self._transport):
+            self._entry.waits()
+            with named_failures(self._call, self._transport, self._entry):
                 for work in works:
                     work.wait(timeout)
+            self._entry.ends()
         finally:
             if self._heard is not None:
                 self._heard.end()

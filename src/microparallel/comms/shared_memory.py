@@ -17,6 +17,7 @@ from microparallel.collectives import build
 from microparallel.comms.interpreter import COMBINE, Memory, Pieces, Round, perform, rounds, slices_of
 from microparallel.comms.turns import Line, Turn
 from microparallel.errors import ProgramError, UsageError
+from microparallel.flight import Flight
 from microparallel.program import Chunk, Part, Recv, Send, Value
 from microparallel.topology import available_cores
 from microparallel.transport.base import Work
@@ -47,8 +48,10 @@ Blocks = Callable[[int], Iterator[Pieces]]  # given the number of slices, the te
 class SharedMemoryGroup:
     """One rank's place in a group that talks through shared memory."""
 
-    def __init__(self, transport: SharedMemoryTransport) -> None:
+    def __init__(self, transport: SharedMemoryTransport, flight: Flight | None = None) -> None:
         self.transport = transport
+        self.flight = Flight(None) if flight is None else flight
+        self.log = self.flight.group(transport.world_ranks)
         self.rank = transport.rank
         self.world_size = transport.world_size
         self.world_ranks = transport.world_ranks

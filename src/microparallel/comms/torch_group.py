@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 import torch.distributed as dist
 
 from microparallel.collectives import all_reduce_program
 from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
+from microparallel.flight import Flight
 from microparallel.transport.base import Work
 from microparallel.transport.torch_distributed import TorchTransport, TorchWork
 
 
 class TorchGroup(TorchTransport):
     """A torch process group that also runs all-reduce programs."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, store: dist.Store | None, carries: frozenset[str], flight: Flight | None = None
+    ) -> None:
+        super().__init__(group, store, carries)
+        self.flight = Flight(None) if flight is None else flight
+        self.log = self.flight.group(self.world_ranks)
+
+    def subgroup(self, ranks: list[int]) -> Self | None:
+        """Make a group of some of these ranks; its calls are recorded where this one's are."""
+        subgroup = super().subgroup(ranks)
+        if subgroup is not None:
+            subgroup.flight = self.flight
+            subgroup.log = self.flight.group(subgroup.world_ranks)
+        return subgroup
 
     @property
     def process_group(self) -> dist.ProcessGroup:

@@ -5,14 +5,13 @@ Everything is computed here; the page's scripts only show it. The page forbids i
 
 from __future__ import annotations
 
-import json
 from importlib.resources import files
 from typing import Any
 
 from microparallel.drawing.heading import durations, head_of, metrics_of, notes_of, notes_on_colour, title_of
 from microparallel.drawing.layout import Layout, lay_out
 from microparallel.drawing.marks import marks
-from microparallel.drawing.markup import Markup, element, joined
+from microparallel.drawing.markup import Markup, data_script, element, joined
 from microparallel.drawing.rows import Rows, rows_of
 from microparallel.drawing.steps import steps_of
 from microparallel.drawing.svg import axis, axis_name, gutter_of, row_names, svg
@@ -45,7 +44,7 @@ def _document(trace: Trace, figures: list[Markup], script: str, data: dict[str, 
     )
     parts = [element("h1", title_of(trace.program)), _metrics(trace), *figures]
     if data is not None:
-        parts.append(Markup(f'<script type="application/json" id="data">{_json(data)}</script>'))
+        parts.append(data_script(data))
     body = joined(*parts, _raw("script", _resource(script)))
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
 
@@ -107,12 +106,6 @@ def _stepping() -> list[Markup]:
     )
     picture = Markup('<svg class="circle" role="img" aria-label="ranks on a circle, and who sends what to whom"></svg>')
     return [element("div", picture, words, class_="stage")]
-
-
-def _json(data: dict[str, Any]) -> str:
-    """JSON that cannot end the script element it stands in."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _raw(tag: str, content: str) -> Markup:

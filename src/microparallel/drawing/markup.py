@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 Attribute = str | float | None
@@ -27,6 +29,13 @@ def element(tag: str, *children: str, **attributes: Attribute) -> Markup:
 def joined(*parts: str) -> Markup:
     """Several elements, one a line."""
     return Markup("\n".join(parts))
+
+
+def data_script(data: Any) -> Markup:
+    """An element that holds data for a page's scripts, as JSON that cannot end it."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    safe = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return Markup(f'<script type="application/json" id="data">{safe}</script>')
 
 
 def _value(value: str | float) -> str:

@@ -67,7 +67,10 @@ def _step(
     loss_fn: LossFunction | None,
 ) -> torch.Tensor:
     known: _Pipelines = model.__dict__.setdefault(_PLACE, _Pipelines())
-    key = (schedule, chunks, loss_fn, id(comms))
+    key = (schedule, chunks, id(comms))
     if key not in known:
-        known[key] = Pipeline.of_stage(model, comms, schedule, chunks, loss_fn=loss_fn)
-    return known[key].step(inputs, targets)
+        known[key] = Pipeline.of_stage(model, comms, schedule, chunks)
+    pipe = known[key]
+    for stage in pipe.stages.values():
+        stage.loss_fn = loss_fn  # it may be another one each time, such as a lambda
+    return pipe.step(inputs, targets)

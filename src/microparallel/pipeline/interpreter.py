@@ -41,8 +41,10 @@ class Recorder(Protocol):
     def settle(self) -> None:
         """Make sure that what was computed has been computed, before it is called done."""
 
-    def __call__(self, op: Op, start: float, end: float, sent: Sequence[torch.Tensor] = ()) -> None:
-        """Take note of an operation."""
+    def __call__(
+        self, op: Op, start: float, end: float, sent: Sequence[torch.Tensor] = (), waited: float | None = None
+    ) -> None:
+        """Take note of an operation: what it sent, and since when the rank had waited for it."""
 
 
 class _Nobody:
@@ -51,7 +53,9 @@ class _Nobody:
     def settle(self) -> None:
         """Nothing is measured."""
 
-    def __call__(self, op: Op, start: float, end: float, sent: Sequence[torch.Tensor] = ()) -> None:
+    def __call__(
+        self, op: Op, start: float, end: float, sent: Sequence[torch.Tensor] = (), waited: float | None = None
+    ) -> None:
         """Forget it."""
 
 
@@ -176,7 +180,7 @@ class Interpreter:
         # What lies before the message's arrival is waiting, not communication.
         arrived = max((getattr(work, "arrived", end) for work, _ in works), default=end)
         self._worker.values[op.value] = [buffer for _, buffer in works]
-        self._recorder(op, min(max(start, arrived), end), end)
+        self._recorder(op, min(max(start, arrived), end), end, waited=start)
 
 
 def has_ended(work: Work) -> bool:

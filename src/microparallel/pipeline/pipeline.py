@@ -11,6 +11,7 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
+from microparallel.comms.record import Recorder
 from microparallel.data_parallel.replicate import replicas_are_identical, replicate
 from microparallel.errors import CommsError, StageError, UsageError
 from microparallel.pipeline.cut import NamedLayer, shared_parameters
@@ -23,6 +24,7 @@ from microparallel.pipeline.shapes import Plan, Shapes
 from microparallel.pipeline.stage import LossFunction, Stage
 from microparallel.pipeline.state import clip_gradients, gather_state, load_own_part, own_state
 from microparallel.pipeline.sums import ColumnSum, TiedSum, beside_earlier_gradients
+from microparallel.pipeline.telling import Telling
 from microparallel.pipeline.worker import Microbatch, Worker
 from microparallel.program import Act, AllReduce, Op, Program, Recv, Send
 from microparallel.schedules.replicas import with_reductions
@@ -255,14 +257,18 @@ class Pipeline:
     def _run(
         self, ops: Sequence[Op], worker: Worker, line: Sequence[Send | Recv] | None, events: Events | None
     ) -> None:
-        interpreter = Interpreter(ops, worker, self._row.mail, self._sums, ahead=_AHEAD, line=line, recorder=events)
+        recorders = [listener for listener in self.comms.listeners if isinstance(listener, Recorder)]
+        telling = Telling(events, recorders, self._row.world_ranks)
+        interpreter = Interpreter(ops, worker, self._row.mail, self._sums, ahead=_AHEAD, line=line, recorder=telling)
         try:
-            for work in interpreter.run():
-                work.wait()
+            with telling.quietly():
+                for work in interpreter.run():
+                    work.wait()
         except (StageError, CommsError):
             raise
         except RuntimeError as error:
-            raise self._row.explain(error, f"the pipeline's {_in_words(interpreter.now)}") from error
+            doing = _in_words(interpreter.now, self._row.world_ranks)
+            raise self._row.explain(error, f"the pipeline's {doing}") from error
 
     def _agree(self, training: bool, inputs: Any, allow_fewer: bool) -> Plan:
         """Learn from the rank with the first stage what is coming."""
@@ -430,9 +436,15 @@ def _own_group(comms: Comms, groups: list[list[int]]) -> Comms:
     return mine[0]
 
 
-def _in_words(op: Op | None) -> str:
+def _in_words(op: Op | None, world_ranks: Sequence[int]) -> str:
     if isinstance(op, Recv | Send):
         what = "output" if isinstance(op.value, Act) else "gradient of the output"
-        way = f"receive from rank {op.source}" if isinstance(op, Recv) else f"send to rank {op.to}"
+        way = _way(op, world_ranks)
         return f"{way} of the {what} of {op.value} (stage.micro-batch)"
     return str(op)
+
+
+def _way(op: Send | Recv, world_ranks: Sequence[int]) -> str:
+    if isinstance(op, Recv):
+        return f"receive from rank {world_ranks[op.source]}"
+    return f"send to rank {world_ranks[op.to]}"

@@ -28,7 +28,14 @@ class Events:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def __call__(self, op: Op, start: float, end: float, sent: Sequence[torch.Tensor] = ()) -> None:
+    def __call__(
+        self,
+        op: Op,
+        start: float,
+        end: float,
+        sent: Sequence[torch.Tensor] = (),
+        waited: float | None = None,  # noqa: ARG002 what came before the start is waiting, and no event's time
+    ) -> None:
         """Keep an operation."""
         self.rows.append((op, start, end, sum(tensor.nbytes for tensor in sent)))
 

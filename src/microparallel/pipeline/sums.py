@@ -67,6 +67,8 @@ def beside_earlier_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[Non
     earlier = [(parameter, parameter.grad.clone()) for parameter in parameters if parameter.grad is not None]
     for parameter, _ in earlier:
         parameter.grad = None
-    yield
-    for parameter, gradient in earlier:
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+    try:
+        yield
+    finally:  # a step that failed must not lose them
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -16,6 +16,7 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 # How long a rank that has finished keeps its connections open for the others. After that, a rank which still waits for
@@ -36,6 +37,7 @@ class Job:
     timeout: float
     check: bool
     call: bytes  # the function with its arguments
+    flight_folder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Raised:
     secondary: bool = False
     refusal: str | None = None
     lost: tuple[int, ...] = ()
+    died: bool = False  # the parent's word for a process that is no more
 
 
 def main(parent_fd: int, lifeline_fd: int, answers_fd: int) -> None:
@@ -90,15 +93,20 @@ def _run(job: Job, parent: Connection) -> None:
         function, arguments, named_arguments = pickle.loads(job.call)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         result = function(comms, *arguments, **named_arguments)
+        comms.flight.finishes()
         report: Finished | Raised = Finished(_dumps_result(cloudpickle, result))
     except KeyboardInterrupt:
         sys.exit(130)
     except SystemExit as error:
+        if comms is not None:
+            comms.flight.ends_with(error)
         # torch's threads must be gone before Python ends: otherwise they now and then take the process with them.
         with contextlib.suppress(Exception):
             _leave(comms)
         sys.exit(error.code if error.code is not None else 0)
     except BaseException as error:  # the parent decides what to do about it
+        if comms is not None:
+            comms.flight.ends_with(error)
         report = Raised(
             f"raised {type(error).__name__}: {_text(error)}",
             "" if isinstance(error, CheckpointError) else traceback.format_exc(),
@@ -142,6 +150,7 @@ def _join(job: Job) -> Any:
         device=job.device,
         timeout=job.timeout,
         check=job.check,
+        flight_folder=None if job.flight_folder is None else Path(job.flight_folder),
     )
 
 

@@ -6,6 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -13,13 +16,16 @@ import torch.distributed as dist
 # Its functions have the world as a default argument. Imported while there is a world (making an optimizer does that),
 # they would hold it for ever: its threads would outlive `close()`, and now and then crash the process as Python ends.
 import torch.distributed.nn.functional
+from torch.distributed import distributed_c10d
 
 from microparallel._torch_entry import register
 from microparallel.comms import Comms
 from microparallel.comms.backend import MicroparallelGroup
+from microparallel.comms.backend_flight import using
 from microparallel.comms.group import Group
 from microparallel.comms.torch_group import TorchGroup
 from microparallel.errors import CommsTimeout, UsageError
+from microparallel.flight import Flight, agreed_folder
 from microparallel.topology import threads_per_rank
 from microparallel.topology.placement import Placement, find_placement
 from microparallel.transport.shared_memory import futex, this_machine
@@ -27,6 +33,9 @@ from microparallel.transport.shared_memory import futex, this_machine
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_TIMEOUT = 1800.0
+
+# Of worlds that other people's programs have made, and end.
+_flights: WeakKeyDictionary[dist.ProcessGroup, Flight] = WeakKeyDictionary()
 
 # What torch calls them. With NCCL, gloo stands beside it: it carries CPU tensors, and the headers of checked mode.
 _BACKENDS = {"shm": "microparallel", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
@@ -68,32 +77,63 @@ def join(
     device: str = "auto",
     timeout: float = DEFAULT_TIMEOUT,
     check: bool = False,
+    flight_folder: Path | None = None,
 ) -> Comms:
-    """Become a rank of the world whose ranks meet in this store; the request is known to be possible."""
+    """Become a rank of the world whose ranks meet in this store; the request is known to be possible.
+
+    Flight files go into the folder that the ranks agree on, unless whoever started them has chosen one.
+    """
     chosen = _choose_transport(transport, device, placement, store)
     chosen_device = _choose_device(device, chosen, placement)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
     if chosen == "shm" and "microparallel" not in dist.Backend.backend_list:
         register()  # a package that is merely on the path was not announced to torch
-    dist.init_process_group(
-        _BACKENDS[chosen],
-        store=store,
-        rank=placement.rank,
-        world_size=placement.world_size,
-        timeout=timedelta(seconds=timeout),
-    )
-    return _comms_of_the_world(placement, chosen_device, check, store, owned=True)
+    folder = agreed_folder(store) if flight_folder is None else flight_folder
+    flight = Flight.open(folder, placement.rank, placement.world_size, placement.local_world_size)
+    try:
+        with using(flight):
+            dist.init_process_group(
+                _BACKENDS[chosen],
+                store=store,
+                rank=placement.rank,
+                world_size=placement.world_size,
+                timeout=timedelta(seconds=timeout),
+            )
+        return _comms_of_the_world(placement, chosen_device, check, store, flight, owned=True)
+    except BaseException:
+        flight.close()
+        raise
 
 
 def _adopt(placement: Placement, device: str, check: bool) -> Comms:
     """Talk through the process group that the caller's program has already made, and leave it to its owner."""
     backend = "nccl" if "nccl" in str(dist.get_backend_config()) else "gloo"
-    return _comms_of_the_world(placement, _choose_device(device, backend, placement), check, None, owned=False)
+    chosen_device, flight = _choose_device(device, backend, placement), _adopted_flight(placement)
+    return _comms_of_the_world(placement, chosen_device, check, None, flight, owned=False)
+
+
+def _adopted_flight(placement: Placement) -> Flight:
+    """The recorder for a world that somebody else has made, and ends."""
+    world: Any = dist.group.WORLD
+    if isinstance(world, MicroparallelGroup):
+        return world.shared_memory.flight
+    if world not in _flights:
+        folder = agreed_folder(distributed_c10d._get_default_store())
+        flight = Flight.open(folder, placement.rank, placement.world_size, placement.local_world_size)
+        _flights[world] = flight
+        finalize(world, flight.close).atexit = False  # it ends with the process by itself
+    return _flights[world]
 
 
 def _comms_of_the_world(
-    placement: Placement, device: torch.device, check: bool, store: dist.Store | None, *, owned: bool
+    placement: Placement,
+    device: torch.device,
+    check: bool,
+    store: dist.Store | None,
+    flight: Flight,
+    *,
+    owned: bool,
 ) -> Comms:
     world = dist.group.WORLD
     if world is None:
@@ -102,12 +142,23 @@ def _comms_of_the_world(
     group: Group
     if isinstance(world, MicroparallelGroup) and carries == {"cpu"}:
         group = world.shared_memory
-        leave, forget = group.close, _nothing
+        leave, forget = world.shared_memory.close, _nothing
     else:
-        group = torch_group = TorchGroup(world, store, carries)
+        group = torch_group = TorchGroup(world, store, carries, flight)
         leave, forget = (lambda: _leave_world(torch_group)), torch_group.forget
+
+    def leave_and_land() -> None:
+        try:
+            leave()
+        finally:
+            flight.close()
+
     return Comms(
-        group, device=device, local_rank=placement.local_rank, check=check, on_close=leave if owned else forget
+        group,
+        device=device,
+        local_rank=placement.local_rank,
+        check=check,
+        on_close=leave_and_land if owned else forget,
     )
 
 

@@ -36,7 +36,7 @@ def launch(
 
     Raises:
         RankFailed: a rank raised, exited or was killed; says which, with its traceback.
-        RanksTimedOut: says which ranks had not finished and where each stood.
+        RanksTimedOut: says which ranks had not finished, why, and where each stood.
 
     Example:
         ```python

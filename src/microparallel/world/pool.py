@@ -17,9 +17,11 @@ import cloudpickle
 import torch.distributed as dist
 
 from microparallel.errors import Interrupted, LaunchError, RankFailed, RanksTimedOut, UsageError
+from microparallel.flight import new_folder
 from microparallel.topology import MOST_RANKS_PER_CORE, Placement, available_cores
 from microparallel.world.child import AllDone, Finished, Job, Raised
 from microparallel.world.connect import DEFAULT_TIMEOUT, require_possible
+from microparallel.world.flights import Flights
 from microparallel.world.rank_process import RankProcess
 
 _GRACE_FOR_FIRST_CAUSE = 1.5
@@ -70,15 +72,22 @@ class Pool:
         call = _dumps_call(function, arguments, named_arguments)
         self._worlds += 1
         name = f"world-{self._worlds}"
+        flights = Flights(new_folder())
         try:
             self._start(ranks)
             for rank, process in enumerate(self._processes[:ranks]):
-                job = Job(rank, ranks, self._port, name, transport, device, DEFAULT_TIMEOUT, check, call)
+                job = Job(
+                    rank, ranks, self._port, name, transport, device, DEFAULT_TIMEOUT, check, call, flights.folder_name
+                )
                 process.send(pickle.dumps(job))
-            return _Watch(self._processes[:ranks], timeout).results()
+            results = _Watch(self._processes[:ranks], timeout, flights).results()
         except BaseException:
+            flights.note_end(ranks)
             self._end_processes()
+            flights.remove_unless_a_rank_died()
             raise
+        flights.remove_unless_a_rank_died()
+        return results
 
     def close(self) -> None:
         """End all ranks."""
@@ -119,9 +128,10 @@ class Pool:
 class _Watch:
     """Waits for all ranks of one world to finish, and ends them all as soon as one fails."""
 
-    def __init__(self, processes: Sequence[RankProcess], timeout: float | None) -> None:
+    def __init__(self, processes: Sequence[RankProcess], timeout: float | None, flights: Flights) -> None:
         self._processes = processes
         self._timeout = timeout
+        self._flights = flights
         self._results: dict[int, Any] = {}
         self._failures: dict[int, Raised] = {}
 
@@ -159,13 +169,18 @@ class _Watch:
         for rank in self._pending:
             # A process may die while a child of its own still holds the connection open.
             if not self._processes[rank].alive and not self._processes[rank].connection.poll():
-                self._failures[rank] = Raised(self._processes[rank].how_it_ended(), "")
+                self._failures[rank] = self._death(rank)
+
+    def _death(self, rank: int) -> Raised:
+        how = self._processes[rank].how_it_ended()
+        self._flights.note_death(rank, self._processes[rank].exit_status)
+        return Raised(how, "", died=True)
 
     def _hear(self, rank: int) -> None:
         try:
             report: Finished | Raised = pickle.loads(self._processes[rank].connection.recv_bytes())
         except (EOFError, OSError):
-            self._failures[rank] = Raised(self._processes[rank].how_it_ended(), "")
+            self._failures[rank] = self._death(rank)
             return
         if isinstance(report, Raised):
             self._failures[rank] = report
@@ -183,16 +198,19 @@ class _Watch:
         failure = self._failures[rank]
         returned = [other for other in failure.lost if other in self._results]
         hint = f" (rank {returned[0]}'s function had already returned)" if returned else ""
-        return RankFailed(rank, failure.reason + hint, failure.traceback, failure.refusal)
+        headline, newline, rest = failure.reason.partition("\n")
+        why = self._flights.why() if failure.died else ""
+        return RankFailed(rank, headline + hint + newline + rest + why, failure.traceback, failure.refusal)
 
     def _timed_out(self) -> RanksTimedOut:
         late = self._pending
+        why = self._flights.why()
         rows = [
             f"  rank {rank}: {self._processes[rank].where() if rank in late else 'finished'}"
             for rank in range(len(self._processes))
         ]
         headline = f"{len(late)} of {len(self._processes)} ranks had not finished after {self._timeout:g} s"
-        return RanksTimedOut(late, "\n".join([headline, *rows]))
+        return RanksTimedOut(late, "\n".join([headline + why, *rows]))
 
     def _let_ranks_stop(self) -> None:
         """Pass Ctrl-C on, and give ranks that save their work a moment; a second Ctrl-C cuts it short."""

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from microparallel.flight.processes import state_of
 from microparallel.topology import DO_NOT_SPIN, threads_per_rank
 from microparallel.world import whereabouts
 
@@ -45,10 +46,17 @@ class RankProcess:
         """Whether the process still runs."""
         return self._process.poll() is None
 
+    @property
+    def exit_status(self) -> int | None:
+        """How it ended, as `subprocess` gives it; None if it runs."""
+        return self._process.poll()
+
     def where(self) -> str:
         """Where the process stands, in one line."""
         if not self.alive:
             return self.how_it_ended()
+        if state_of(self._process.pid)[0] == "stopped":
+            return "is stopped (SIGSTOP, or a debugger)"
         return whereabouts.ask(self._process.pid, self._answers)
 
     def how_it_ended(self) -> str:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import signal
 import time
 from pathlib import Path
 from typing import IO
 
+from microparallel.flight.place import best_of, read_stack
+
 SIGNAL = signal.SIGUSR2
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-_PACKAGE = Path(__file__).parent.parent
-_COMMS = str(_PACKAGE / "comms" / "comms.py")
-_LIBRARIES = (str(_PACKAGE), "site-packages", "dist-packages", "/lib/python")
+_COMMS = str(Path(__file__).parent.parent / "comms" / "comms.py")
 
 
 def answer_in(file: IO[bytes] | int) -> None:
@@ -38,17 +36,10 @@ def ask(pid: int, file: IO[bytes], patience: float = 1.0) -> str:
 
 def summarise(dump: str) -> str:
     """The caller's innermost line in a dumped stack, and the call of ours it is waiting in."""
-    frames = [match.groupdict() for match in _FRAME.finditer(dump)]
-    if not frames:
+    frames = read_stack(dump)
+    place = best_of(frames)
+    if place is None:
         return "gave no answer (stopped, or not yet started)"
-    place = next((frame for frame in frames if not _is_library(frame)), frames[0])
-    at = f"{place['function']} at {place['file']}:{place['line']}"
-    calls = [frame["function"] for frame in frames if frame["file"] == _COMMS]
+    at = f"{place.function} at {place.file}:{place.line}"
+    calls = [frame.function for frame in frames if frame.file == _COMMS]
     return f"in {calls[-1]}, called by {at}" if calls else f"in {at}"
-
-
-def _is_library(frame: dict[str, str]) -> bool:
-    """Whether a frame is somebody else's code: ours, an installed package's, or Python's own."""
-    file = frame["file"]
-    started_by_us = (file, frame["function"]) == ("<string>", "<module>")
-    return started_by_us or file.startswith("<frozen") or any(part in file for part in _LIBRARIES)

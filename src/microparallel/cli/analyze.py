@@ -1,0 +1,279 @@
+"""`microparallel analyze`: where does the time of a training step go, what does it cost, and what would help?"""
+
+from __future__ import annotations
+
+import json as json_format
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from microparallel.cli import options
+from microparallel.cli.bench_options import require_known
+from microparallel.cli.output import require_writable
+from microparallel.errors import ConfigError
+from microparallel.topology import ALONE, find_placement
+from microparallel.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from microparallel.cli.analyze_measure import Findings
+    from microparallel.cli.analyze_table import Analysis
+    from microparallel.performance.scaling import Kind, Scaling
+    from microparallel.world import Pool
+
+EXAMPLES = options.examples(
+    ("microparallel analyze --ranks 2", "where a step's time goes, how it scales, and what would help"),
+    ("microparallel analyze --ranks 4 --scaling both --plot scaling.svg", "1, 2 and 4 ranks, and as a picture"),
+    ("microparallel analyze --model gpt --strategy naive --scaling none", "another model, another strategy"),
+    ("microparallel analyze --pp 2 --schedule gpipe --microbatches 4", "a pipeline: what is its bubble?"),
+    ("microparallel analyze --barriers", "how barriers between the phases distort"),
+    (
+        "microparallel train --ranks 2 --trace --out runs/mine; microparallel analyze runs/mine",
+        "a run that was recorded",
+    ),
+    ("microparallel analyze --json > analysis.json", "every number, for scripts"),
+)
+_SCALINGS = ("strong", "weak", "both", "none")
+_STEPS_OF_SCHEDULE = 10**6  # the learning rate's: nobody trains to the end here
+
+
+def analyze(
+    run: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="A run's folder with a trace.json (train --trace), or such a file.",
+            show_default=False,
+        ),
+    ] = None,
+    model: options.Model = None,
+    data: options.Data = None,
+    loss: options.Loss = None,
+    dim: options.Dim = None,
+    depth: options.Depth = None,
+    heads: options.Heads = None,
+    context: options.Context = None,
+    batch: options.Batch = None,
+    accumulate: options.Accumulate = None,
+    optimizer: options.Optimizer = None,
+    seed: options.Seed = None,
+    dtype: options.DType = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(help="How many processes share each batch.", show_default="2", rich_help_panel="Where to train"),
+    ] = None,
+    strategy: options.Strategy = None,
+    average_every: options.AverageEvery = None,
+    dp: options.Dp = None,
+    pp: options.Pp = None,
+    schedule: options.Schedule = None,
+    microbatches: options.Microbatches = None,
+    chunks: options.Chunks = None,
+    balance: options.Balance = None,
+    recompute: options.Recompute = None,
+    device: options.Device = None,
+    transport: options.TransportName = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to record.", show_default="20")] = None,
+    scaling: Annotated[
+        str | None,
+        typer.Option(help="Run 1, 2, 4, … ranks: strong, weak, both or none.", show_default="strong"),
+    ] = None,
+    barriers: Annotated[
+        bool, typer.Option("--barriers", help="Do a step with barriers between its phases, too.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the scaling, as .svg or .png.", show_default=False)
+    ] = None,
+    quiet: options.Quiet = False,
+    json: options.Json = False,
+) -> int:
+    """Train a few steps, and say where their time went; or read it from a run that was recorded.
+
+    Every number of the parts comes from events that were recorded while steps ran as they always do: computing,
+    communication that nothing else went on beside (exposed), waiting for other ranks, and the rest. They add up to the
+    step. Communication behind computation is hidden, and costs nothing. Waiting is never called communication.
+
+    The verdict comes from the simulator: the recorded step is simulated without communication, without its slowest
+    rank's delay, with other buckets and so on, and what it gains is what that costs.
+    """
+    given = {
+        name: value
+        for name, value in locals().items()
+        if name in TrainConfig.__dataclass_fields__ and name != "steps" and value is not None
+    }
+    if run is not None:
+        _require_nothing_else(run, given, {"--steps": steps, "--scaling": scaling, "--plot": plot}, barriers)
+        analysis = _recorded(run)
+    else:
+        found = _live(given, 20 if steps is None else steps, scaling or "strong", barriers, plot, quiet)
+        if found is None:  # another rank of torchrun's world speaks
+            return 0
+        analysis = found
+    _show(analysis, plot, json)
+    return 0
+
+
+# ── a run that was recorded ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _require_nothing_else(run: Path, given: dict[str, Any], others: dict[str, Any], barriers: bool) -> None:
+    flags = [f"--{name.replace('_', '-')}" for name in given]
+    flags += [flag for flag, value in others.items() if value is not None] + ["--barriers"] * barriers
+    if flags:
+        raise ConfigError(f"{flags[0]}: {run} is analysed as it was recorded; leave {' and '.join(flags)} out")
+
+
+def _recorded(run: Path) -> Analysis:
+    from microparallel.cli.analyze_table import Analysis
+    from microparallel.performance.bottleneck import find_bottleneck
+    from microparallel.performance.step_timing import median_of, time_steps
+    from microparallel.trace.recording import Recording
+
+    file = run / "trace.json" if run.is_dir() else run
+    if not file.is_file():
+        what = "has no trace.json" if run.is_dir() else "is not there"
+        raise ConfigError(f"{run} {what}: name the folder of a run that was trained with --trace, or its trace.json")
+    try:
+        recording = Recording.from_json(file.read_text(encoding="utf-8"))
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ConfigError(f"{file} is no recording ({type(error).__name__}: {error}); train with --trace") from error
+    if not recording.spans:
+        raise ConfigError(f"{file} holds no steps: nothing was computed while it was recorded")
+    samples = recording.about.get("batch")
+    timings = time_steps(recording, samples if isinstance(samples, int) else 0)
+    timing = median_of(timings[1:] or timings)
+    about = ", ".join(f"{name} {value}" for name, value in recording.about.items())
+    return Analysis(f"{file}: {about}" if about else str(file), timing, find_bottleneck(timing.recording))
+
+
+# ── a run of our own ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _live(
+    given: dict[str, Any], steps: int, scaling: str, barriers: bool, plot: Path | None, quiet: bool
+) -> Analysis | None:
+    config = _config(given, steps, scaling, barriers)
+    outside = find_placement(os.environ)
+    if outside != ALONE:
+        if given.get("ranks") is not None and config.world_size != outside.world_size:
+            raise ConfigError(
+                f"--ranks {given['ranks']}: this process belongs to a world of {outside.world_size} ranks"
+            )
+        config = config if config.is_pipeline else replace(config, ranks=outside.world_size)
+    from microparallel.performance.picture import require_drawable
+    from microparallel.train.build import check
+
+    if plot is not None:
+        require_drawable(plot, "--plot")
+        require_writable(plot, "--plot")
+    config = config.resolved()
+    check(config)
+    kinds: list[Kind] = [kind for kind in ("strong", "weak") if scaling in (kind, "both")]
+    if outside != ALONE:
+        return _in_a_given_world(config, steps, barriers, quiet)
+    counts = _counts(config, kinds)
+    from microparallel.cli.analyze_measure import measure
+    from microparallel.world import Pool
+
+    if not quiet:
+        print(f"starting {config.ranks} rank{'s' * (config.ranks > 1)} …", file=sys.stderr)
+    with Pool() as pool:
+        findings: Findings = pool.run(
+            *(measure, config.ranks, config, steps, barriers, quiet), transport=config.transport, device=config.device
+        )[0]
+        scalings = _scale(pool, config, kinds, counts, quiet)
+    return _analysis(config, findings, scalings)
+
+
+def _config(given: dict[str, Any], steps: int, scaling: str, barriers: bool) -> TrainConfig:
+    require_known(scaling, _SCALINGS, f"--scaling {scaling}: there is no such scaling")
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: must be at least 1; try 20")
+    if not given.keys() & {"ranks", "dp", "pp"} and given.get("strategy") != "single":
+        given = {**given, "ranks": 2}
+    config = TrainConfig(**given, steps=_STEPS_OF_SCHEDULE)
+    if barriers and config.is_pipeline:
+        raise ConfigError("--barriers is for data parallelism: a pipeline's phases are interwoven; leave --pp out")
+    return config
+
+
+def _in_a_given_world(config: TrainConfig, steps: int, barriers: bool, quiet: bool) -> Analysis | None:
+    """Among the ranks that torchrun or Slurm started, whose number cannot be changed: so there is no scaling."""
+    from microparallel.cli.analyze_measure import measure
+    from microparallel.world import connect
+
+    with connect(config.transport, device=config.device) as comms:
+        findings = measure(comms, config, steps, barriers, quiet)
+        return _analysis(config, findings, []) if comms.rank == 0 else None
+
+
+def _counts(config: TrainConfig, kinds: list[Kind]) -> list[int]:
+    """How many ranks to try; each world is checked before any process is started."""
+    from microparallel.cli.analyze_measure import config_for
+    from microparallel.performance.scaling import rank_counts
+    from microparallel.train.build import check
+
+    dp, pp = config.layout
+    counts = (
+        [pp * replicas for replicas in rank_counts(dp)] if config.is_pipeline and dp > 1 else rank_counts(config.ranks)
+    )
+    for ranks in counts if kinds else []:
+        check(config_for(config, ranks, config.batch or 1).resolved())
+    return counts
+
+
+def _scale(pool: Pool, config: TrainConfig, kinds: list[Kind], counts: list[int], quiet: bool) -> list[Scaling]:
+    from microparallel.cli.analyze_measure import make_step
+    from microparallel.cli.bench_progress import progress_on_standard_error
+    from microparallel.performance.scaling import measure_scaling
+
+    found = []
+    with progress_on_standard_error(not quiet and bool(kinds), "worlds") as progress:
+        done = 0
+
+        def tell(ranks: int) -> None:
+            nonlocal done
+            progress(done / (len(kinds) * len(counts)), f"{ranks} rank{'s' * (ranks > 1)}", 0)
+            done += 1
+
+        for kind in kinds:
+            batch = config.batch or 1
+            # Weak scaling gives each rank what it has in the largest world of strong scaling.
+            smallest = batch if kind == "strong" else max(1, batch * counts[0] // counts[-1])
+            step, how, device = partial(make_step, config), config.transport, config.device
+            found.append(
+                measure_scaling(pool, step, kind, counts, smallest, transport=how, device=device, progress=tell)
+            )
+    return found
+
+
+def _analysis(config: TrainConfig, findings: Findings, scalings: list[Scaling]) -> Analysis:
+    from microparallel.cli.analyze_table import Analysis
+    from microparallel.performance.bottleneck import find_bottleneck
+
+    verdict = find_bottleneck(findings.timing.recording, findings.demand, findings.machine)
+    how = f"{config.schedule} on --dp {config.dp} --pp {config.pp}" if config.is_pipeline else config.strategy
+    title = f"{config.model}, {findings.parameters:,} parameters, batch {config.batch}, {how}"
+    return Analysis(title, findings.timing, verdict, findings, tuple(scalings))
+
+
+def _show(analysis: Analysis, plot: Path | None, json: bool) -> None:
+    from microparallel.cli import analyze_table
+    from microparallel.performance.picture import write_picture
+    from microparallel.performance.scaling import plot_scaling
+
+    if plot is not None and analysis.scalings:
+        write_picture(plot_scaling(analysis.scalings, analysis.title), plot)
+    if json:
+        print(json_format.dumps(analyze_table.as_json(analysis), indent=2))
+    else:
+        analyze_table.show(analysis)
+    if plot is not None:
+        what = (
+            f"drawn in {plot}" if analysis.scalings else f"--plot {plot}: no scaling was measured, so nothing is drawn"
+        )
+        print(what, file=sys.stderr)

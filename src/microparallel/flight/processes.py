@@ -1,0 +1,104 @@
+"""What the system says about a process: whether it runs, is stopped or has ended, and which flight file it writes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+_PROC = Path("/proc")
+ENDED_STATUS = 1000  # no process ends with this one
+ENDED_BY_PARENT = "ended by its parent"
+
+
+def start_ticks(pid: int) -> int:
+    """When a process began, in the system's own count: tells it from a later one of the same number. 0: unknown."""
+    fields = _fields(pid)
+    return int(fields[19]) if fields else 0
+
+
+def state_of(pid: int, ticks: int = 0) -> tuple[str, str]:
+    """How a process is (running, stopped, ended), and how it ended as far as the system still knows."""
+    fields = _fields(pid)
+    if fields is None:
+        return ("running" if not _PROC.is_dir() and _exists(pid) else "ended"), ""
+    if ticks and int(fields[19]) != ticks:
+        return "ended", ""  # another process has its number now
+    if fields[0] in "ZX":
+        return "ended", exit_in_words(os.waitstatus_to_exitcode(int(fields[49]))) if int(fields[49]) else ""
+    return ("stopped" if fields[0] in "Tt" else "running"), ""
+
+
+def exit_in_words(status: int) -> str:
+    """An exit status as `subprocess` gives it, or as a parent writes it down."""
+    if status == ENDED_STATUS:
+        return ENDED_BY_PARENT
+    if status >= 0:
+        return f"exit code {status}"
+    try:
+        return signal.Signals(-status).name
+    except ValueError:
+        return f"signal {-status}"
+
+
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal, which would otherwise end it."""
+    try:
+        lines = (_PROC / str(pid) / "status").read_text().splitlines()
+    except OSError:
+        return False
+    caught = next((int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:")), 0)
+    return bool(caught >> (number - 1) & 1)
+
+
+def flight_file_of(pid: int) -> Path | None:
+    """The flight file that a process has mapped."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (_PROC / str(pid) / "maps").read_text().splitlines():
+            if line.endswith(".flight"):
+                return Path(line.split(maxsplit=5)[5])
+    return None
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """The children of a process, theirs, and so on."""
+    for child in _children().get(pid, []):
+        yield child
+        yield from descendants(child)
+
+
+def mine() -> Iterator[int]:
+    """All processes of this user."""
+    for folder in _PROC.glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == os.getuid():
+                yield int(folder.name)
+
+
+def _children() -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for folder in _PROC.glob("[0-9]*"):
+        fields = _fields(int(folder.name))
+        if fields:
+            found.setdefault(int(fields[1]), []).append(int(folder.name))
+    return found
+
+
+def _fields(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the name: 0 is the state, 1 the parent, 19 the start, 49 the exit status."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

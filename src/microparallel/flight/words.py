@@ -1,0 +1,59 @@
+"""Ranks, times and numbers, as a sentence has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from microparallel.flight.record import Record, Snapshot
+
+
+def names(ranks: Iterable[int]) -> str:
+    """As in `rank 2` and `ranks 0, 1`."""
+    listed = list(ranks)
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {', '.join(map(str, listed))}"
+
+
+def verb(ranks: Sequence[int], one: str, several: str) -> str:
+    """The form that goes with so many ranks."""
+    return one if len(ranks) == 1 else several
+
+
+def seconds(duration: float) -> str:
+    """As in `0.4 s`, `12 s` and `3 min`."""
+    if duration < 9.95:
+        return f"{max(0.0, duration):.1f} s"
+    return f"{duration:.0f} s" if duration < 120 else f"{duration / 60:.0f} min"
+
+
+def ordinal(number: int) -> str:
+    """As in `41st`."""
+    ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def age(record: Record, now: float) -> str:
+    """For how long a call has been waited for."""
+    return seconds((record.end or now) - record.since)
+
+
+def whereabouts(one: Snapshot) -> str:
+    """What a rank does that is in no call, in words that follow "it is"."""
+    if one.here is not None:
+        doing = f", doing {one.doing}" if one.doing else ""
+        return f"in {one.here.in_words}{doing}"
+    if one.doing:
+        return f"doing {one.doing}"
+    return "somewhere that it does not tell"
+
+
+def last_call(one: Snapshot) -> str:
+    """The newest call of a rank, with its time."""
+    last = one.last
+    if last is None:
+        return "it has made no call"
+    return f"its last call was {last}, {seconds(one.now - (last.end or last.begin))} ago"
+
+
+def at_step(one: Snapshot) -> str:
+    """As in ` at step 120`; empty where nobody counts."""
+    return "" if one.step is None else f" at step {one.step}"

@@ -1,0 +1,191 @@
+"""Predict a step of every method from a short calibration, and measure it in the same run.
+
+What is calibrated takes turns with the steps that are predicted, so that whatever else the machine does disturbs both
+alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from microparallel.comms import Comms
+from microparallel.data_parallel.flat_bucket import split
+from microparallel.errors import UsageError
+from microparallel.performance.calibration import MessagesAlone, MessageTimes, RankTimes, WorkAlone
+from microparallel.performance.case import transport_of
+from microparallel.performance.caveats import count_ranks_here
+from microparallel.performance.data_parallel_bench_methods import Batch, Contender, Method
+from microparallel.performance.fitted_step import Fitted
+from microparallel.performance.pipeline_bench_costs import Alone, StageTimes, kinds_in
+from microparallel.performance.pipeline_bench_methods import Ours
+from microparallel.performance.pipeline_bench_models import Size, describe, pipeline_subject
+from microparallel.performance.predict import SMALL, Prediction, predict_ddp, predict_naive, predict_pipeline
+from microparallel.performance.step_rounds import StepRounds
+from microparallel.performance.time_budget import TimeBudget
+from microparallel.schedules import PIPELINES
+from microparallel.topology import available_cores
+
+DATA_PARALLEL = ("naive", "ddp")
+METHODS = (*DATA_PARALLEL, *(name for name in PIPELINES if name not in DATA_PARALLEL))
+
+Progress = Callable[[float, str, int], None]  # is told the fraction done, the model, and the counted steps so far
+Homes = tuple[int, ...]  # the rank of each stage of a pipeline
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to predict and to measure, and for how long."""
+
+    methods: tuple[str, ...] = ("naive", "ddp", "gpipe", "1f1b")
+    size: Size = field(default_factory=Size)
+    microbatches: int = 8
+    bucket_mb: float = 4.0
+    seconds: float = 45.0
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Everything that was predicted and measured in one run; the same on every rank."""
+
+    ranks: int
+    ranks_here: int
+    cores: int
+    transport: str
+    device: str
+    text: str  # what is trained, for people
+    bucket_mb: float
+    rows: tuple[Prediction, ...]
+    work: tuple[RankTimes, ...]
+    messages: MessageTimes
+
+
+def bench_predictions(comms: Comms, settings: Settings, progress: Progress = lambda *_: None) -> Predictions:
+    """Calibrate, predict and measure; every rank calls this, and all get the same."""
+    if comms.world_size < 2:
+        raise UsageError("one rank sends nothing, so there is little to predict; start at least 2")
+    bench = _Bench(comms, settings)
+    subject = pipeline_subject(settings.size)
+    budget = TimeBudget(settings.seconds, 1, settings.steps)
+    bench.rounds.fill(budget, lambda part, steps: progress(part, subject.name, steps))
+    work, messages = bench.work.times(), bench.messages.times()
+    return Predictions(
+        comms.world_size,
+        count_ranks_here(),
+        available_cores(),
+        transport_of(comms),
+        comms.device.type,
+        describe(subject, settings.microbatches),
+        settings.bucket_mb,
+        bench.predictions(work, messages),
+        work,
+        messages,
+    )
+
+
+class _Bench:
+    """All methods on one model, and what is calibrated."""
+
+    def __init__(self, comms: Comms, settings: Settings) -> None:
+        subject = pipeline_subject(settings.size)
+        model = subject.model().to(comms.device)
+        inputs, targets = (part.to(comms.device) for part in subject.on_rank(0))
+        share = slice(comms.rank, None, comms.world_size)
+        mine = inputs[share].contiguous(), targets[share].contiguous()
+        self._comms = comms
+        self._settings = settings
+        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._sizes = [parameter.nbytes for parameter in self._parameters]
+        pieces = settings.microbatches
+        self._contenders: dict[str, Contender | Ours] = {}
+        for name in settings.methods:
+            if name in DATA_PARALLEL:
+                method = Method(name, settings.bucket_mb if name == "ddp" else None)
+                self._contenders[name] = Contender(method, model, mine, comms, comms.process_group)
+            else:
+                self._contenders[name] = Ours(name, model, (inputs, targets), pieces, comms)
+        self._activation = _largest_activation(model, inputs[: max(1, len(inputs) // pieces)])
+        self.work = WorkAlone(comms, model, mine)
+        totals = [sum(self._sizes[index] for index in bucket) for bucket in self._buckets(range(len(self._sizes)))]
+        self.messages = MessagesAlone(comms, [SMALL, *totals], [SMALL, *self._sizes], [SMALL, self._activation])
+        self._stages = self._stages_alone(model, (inputs, targets))
+        steppers: list[Contender | Ours | WorkAlone | MessagesAlone | Alone] = [
+            *self._contenders.values(),
+            self.work,
+            self.messages,
+            *self._stages.values(),
+        ]
+        self.rounds = StepRounds(comms, steppers, _keep)
+
+    def _stages_alone(self, model: nn.Module, batch: Batch) -> dict[Homes, Alone]:
+        """The stages' computations by themselves, for each way in which the model is cut."""
+        cuts: dict[Homes, list[Ours]] = {}
+        for one in self._contenders.values():
+            if isinstance(one, Ours):
+                cuts.setdefault(one.homes, []).append(one)
+        pieces = self._settings.microbatches
+        return {
+            homes: Alone(same[0], kinds_in(one.pipe.program for one in same), model, batch, pieces)
+            for homes, same in cuts.items()
+        }
+
+    def _buckets(self, order: Sequence[int]) -> list[list[int]]:
+        """Parameters by their numbers, cut into buckets in the order in which their gradients arrive."""
+        numbers = {id(self._parameters[index]): index for index in order}
+        groups = split([self._parameters[index] for index in order], self._settings.bucket_mb * 2**20)
+        return [[numbers[id(parameter)] for parameter in group] for group in groups]
+
+    def predictions(self, work: Sequence[RankTimes], messages: MessageTimes) -> tuple[Prediction, ...]:
+        """One for each method."""
+        stages = {homes: alone.stage_times() for homes, alone in self._stages.items()}
+        rows = []
+        for name, contender in self._contenders.items():
+            fitted, more = self._predict(contender, work, messages, stages)
+            rows.append(Prediction(name, fitted.makespan + more, tuple(self.rounds.seconds[contender]), fitted))
+        return tuple(rows)
+
+    def _predict(
+        self,
+        contender: Contender | Ours,
+        work: Sequence[RankTimes],
+        messages: MessageTimes,
+        stages: dict[Homes, StageTimes],
+    ) -> tuple[Fitted, float]:
+        """What is to be simulated, and what else a step takes."""
+        if isinstance(contender, Ours):
+            times = stages[contender.homes]
+            # Before a pipeline's step the first rank says what is coming, and in the end all sum the loss.
+            more = messages.message.at(SMALL) + messages.in_place.at(SMALL)
+            return predict_pipeline(contender.pipe.program, times, self._activation, messages), more
+        if contender.method.name == "naive":
+            return predict_naive(work, self._sizes, messages), 0.0
+        first = work[0].arrivals
+        order = sorted(range(len(first)), key=lambda index: first[index])
+        return predict_ddp(work, self._buckets(order), self._sizes, messages, self._comms.can_overlap), 0.0
+
+
+def _keep(stepper: Contender | Ours | WorkAlone | MessagesAlone | Alone) -> None:
+    if isinstance(stepper, WorkAlone | MessagesAlone | Alone):
+        stepper.keep()
+
+
+def _largest_activation(model: nn.Module, inputs: torch.Tensor) -> int:
+    """How many bytes travel between the layers of a pipeline, for one micro-batch."""
+    sizes = [0]
+
+    def look(_: nn.Module, arguments: tuple[object, ...], __: object) -> None:
+        sizes.extend(one.nbytes for one in arguments if isinstance(one, torch.Tensor) and one.is_floating_point())
+
+    layers = getattr(model, "pipeline_layers", None)
+    handles = [layer.register_forward_hook(look) for layer in (layers() if layers is not None else model.children())]
+    try:
+        with torch.no_grad():
+            model(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return max(sizes)

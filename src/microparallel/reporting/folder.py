@@ -1,0 +1,127 @@
+"""Read what a run left behind, as far as it is there.
+
+```
+RUN/
+  config.toml      what it was told
+  metrics.jsonl    one JSON object a line, as training went on
+  summary.json     how it ended; not there while it still runs
+  trace.json       what its ranks did, if they were recorded
+  predicted.json   what they were expected to do, if somebody asked the simulator
+```
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from microparallel.errors import DataError
+from microparallel.trace.recording import FORMAT, Kind, Recording, Span
+
+_MARKS = ("config.toml", "metrics.jsonl", "trace.json")  # a folder with one of them is a run's
+
+Content = TypeVar("Content")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run's folder holds; what is not there is empty, or None.
+
+    Attributes:
+        name: of the folder.
+        config: what the run was told.
+        metrics: what it wrote down as it went on.
+        summary: how it ended.
+        recording: what its ranks did.
+        predicted: what they were expected to do.
+    """
+
+    name: str
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    summary: dict[str, Any]
+    recording: Recording | None = None
+    predicted: Recording | None = None
+
+
+def read_run(path: Path | str) -> Run:
+    """Read a run's folder; raises `DataError`, in one line, where it is none, or a file in it is broken."""
+    folder = Path(path)
+    if not any((folder / mark).is_file() for mark in _MARKS):
+        what = f"it has none of {', '.join(_MARKS)}" if folder.is_dir() else "there is no such folder"
+        raise DataError(f"{path} is not the folder of a run: {what}; name one such as runs/20250131-093000-mlp")
+    return Run(
+        name=folder.resolve().name,
+        config=_read(folder / "config.toml", tomllib.loads) or {},
+        metrics=_read(folder / "metrics.jsonl", _records) or [],
+        summary=_read(folder / "summary.json", _object) or {},
+        recording=_read(folder / "trace.json", _recording, "; record it again with `microparallel train --trace`"),
+        predicted=_read(folder / "predicted.json", _recording, "; write it again, or remove it"),
+    )
+
+
+def _read(path: Path, understand: Callable[[str], Content], fix: str = "") -> Content | None:
+    if not path.exists():
+        return None
+    try:
+        return understand(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        raise DataError(f"{path} is broken: {reason[:200]}{fix}") from None
+
+
+def _records(text: str) -> list[dict[str, Any]]:
+    """Every line that is a record; a crash may have cut the last one in two."""
+    found = []
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            found.append(record)
+    return found
+
+
+def _object(text: str) -> dict[str, Any]:
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"this is a {type(content).__name__}, not an object")
+    return content
+
+
+def _recording(text: str) -> Recording:
+    content = _object(text)
+    if content["format"] != FORMAT:
+        raise ValueError(f"its format is {content['format']!r}, and this version reads {FORMAT}")
+    recording = Recording.from_json(text)
+    if not isinstance(recording.ranks, int) or recording.ranks < 1 or not isinstance(recording.about, dict):
+        raise ValueError("it does not say how many ranks there were, and what they ran")
+    if not math.isfinite(recording.clock_error):
+        raise ValueError(f"its clocks are {recording.clock_error} seconds apart")
+    for number, span in enumerate(recording.spans):
+        if not _makes_sense(span, recording.ranks):
+            raise ValueError(f"span {number} makes no sense: {span}")
+    return recording
+
+
+def _makes_sense(span: Span, ranks: int) -> bool:
+    counts = (span.rank, span.step, span.bytes, span.number, *span.group)
+    people = (span.rank, *span.group, *(() if span.peer is None else (span.peer,)))
+    return (
+        span.kind in get_args(Kind)
+        and isinstance(span.name, str)
+        and isinstance(span.place, str)
+        and all(isinstance(count, int) for count in counts)
+        and all(isinstance(rank, int) and 0 <= rank < ranks for rank in people)
+        and math.isfinite(span.start)
+        and span.start <= span.end < math.inf
+        and not math.isinf(span.waited)
+    )

@@ -1,0 +1,196 @@
+"""What bounds a step: fitted to recordings that were made up, and to what the simulator made of known programs."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from microparallel.errors import UsageError
+from microparallel.performance.bottleneck import find_bottleneck
+from microparallel.performance.fitted_pipeline import FittedPipeline
+from microparallel.performance.fitted_step import FittedStep, RankWork, fit_step
+from microparallel.performance.predicted_recording import predicted_recording, recording_of, recording_of_trace
+from microparallel.performance.roofline import Demand, Machine
+from microparallel.performance.what_if import changes
+from microparallel.schedules import build
+from microparallel.simulator import Costs, simulate
+from microparallel.trace.parts import parts
+from microparallel.trace.recording import Recording, Span
+
+
+def step(works, seconds, sizes=None, waits=False, last=1.0):
+    """Ranks whose forward takes a third of their work, and whose backward is cut evenly by the collectives."""
+    count = len(seconds)
+    ranks = tuple(
+        RankWork(
+            work / 3,
+            tuple([work * 2 / 3 / count] * count) if count else (),
+            (0.0,) * count,
+            tuple([waits] * (count - 1) + [True]) if count else (),
+            last if count else last + work * 2 / 3,
+        )
+        for work in works
+    )
+    return FittedStep(ranks, tuple(seconds), tuple(sizes or [10**6] * count))
+
+
+def test_a_fitted_step_takes_what_it_should():
+    fitted = step([6, 6], [2, 2], waits=True)
+    # forward 2, backward 2, all-reduce 2, backward 2, all-reduce 2, optimizer 1
+    assert fitted.makespan == pytest.approx(11)
+    assert step([6, 6], [2, 2]).makespan == pytest.approx(9)  # the first is hidden behind the second half of backward
+
+
+works = st.lists(st.floats(0.5, 10), min_size=1, max_size=4)
+durations = st.lists(st.floats(0.1, 5), max_size=4)
+
+
+@given(works, durations, st.booleans())
+def test_a_recording_of_a_simulated_step_is_fitted_by_that_step(times, seconds, waits):
+    """There and back: what was simulated, written down and fitted again takes the same time."""
+    seconds = seconds if len(times) > 1 else []  # one rank has nobody to talk to
+    fitted = step(times, seconds, waits=waits)
+    recording = recording_of(fitted)
+    assert recording.makespan == pytest.approx(fitted.makespan)
+    again = fit_step(recording)
+    assert isinstance(again, FittedStep)
+    assert again.makespan == pytest.approx(fitted.makespan, rel=1e-6)
+    for one in parts(recording):
+        assert one.computing + one.communicating + one.waiting + one.other == pytest.approx(one.step)
+        assert one.other == pytest.approx(0, abs=1e-6)
+    predicted = predicted_recording(recording)
+    if seconds or len(times) == 1:
+        assert {span.name for span in predicted.spans} == {span.name for span in recording.spans}
+    assert predicted.makespan == pytest.approx(recording.makespan, rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1"])
+@pytest.mark.parametrize("latency", [0.0, 0.3])
+def test_a_recorded_pipeline_is_the_program_that_ran(schedule, latency):
+    trace = simulate(build(schedule, 3, 4), Costs(forward=1, backward_input=1, backward_weight=1, latency=latency))
+    recording = recording_of_trace(trace)
+    fitted = fit_step(recording)
+    assert isinstance(fitted, FittedPipeline)
+    assert fitted.makespan == pytest.approx(trace.makespan, rel=0.1)
+    if not latency:
+        assert fitted.makespan == pytest.approx(trace.makespan)
+    assert [span.name for span in predicted_recording(recording).by_rank[0] if span.computes] == [
+        span.name for span in recording.by_rank[0] if span.computes
+    ]
+    for rank, one in enumerate(parts(recording)):
+        assert one.computing == pytest.approx(trace.work[rank])
+        assert one.other == pytest.approx(0, abs=1e-9)
+
+
+def verdict(fitted, **known):
+    return find_bottleneck(recording_of(fitted), **known)
+
+
+def test_communication_that_costs_half_the_step():
+    found = verdict(step([6, 6], [4, 4], waits=True))
+    assert found.kind == "communication"
+    assert found.error < 1e-6
+    assert found.advice is not None and found.advice.speed > 1.1
+    assert "1 MB" in found.reasons[0] or "2 MB" in found.reasons[0]
+    names = {change.name: change for change in found.changes}
+    assert names["no communication"].seconds == pytest.approx(7)
+    assert names["overlap"].seconds == pytest.approx(2 + 2 + 4 + 4 + 1)
+    assert names["twice the bandwidth"].seconds == pytest.approx(11)
+
+
+def test_overlap_is_the_advice_where_there_is_much_to_hide_behind():
+    found = verdict(step([24, 24], [4] * 4, waits=True, last=0.1))
+    assert (found.kind, found.advice.name) == ("communication", "overlap")
+    assert "overlap=True" in found.advice.advice
+
+
+def test_hidden_communication_bounds_nothing():
+    found = verdict(step([24, 24], [2, 2, 2, 1], waits=False))
+    assert found.kind == "compute"
+
+
+def test_a_straggler():
+    found = verdict(step([6, 6, 12, 6], [0.5], last=0.1))
+    assert found.kind == "straggler"
+    assert any("rank 2" in reason for reason in found.reasons)
+    assert "rank 2" in found.advice.advice
+    names = {change.name: change for change in found.changes}
+    assert names["no straggler"].seconds == pytest.approx(6 + 0.5 + 0.1, rel=0.02)
+    assert 6 < names["fair shares"].seconds < 8
+
+
+def test_many_small_messages_want_larger_buckets():
+    """Each takes 1 and carries next to nothing: half as many take half as long."""
+    found = verdict(step([6, 6], [1.0] * 8, sizes=[1000, 1100] * 4, waits=True))
+    names = {change.name: change for change in found.changes}
+    assert names["double buckets"].speed > 1.2 > names["half the buckets"].speed
+
+
+def test_memory_bounds_what_touches_more_than_it_computes():
+    fitted, machine = step([6], []), Machine(100e9, 10e9)
+    assert verdict(fitted, demand=Demand(1e9, 1e9), machine=machine).kind == "memory"
+    many = verdict(fitted, demand=Demand(1e9, 1e6), machine=machine)
+    assert many.kind == "compute" and "1000.0 operations" in many.reasons[-1]
+    assert verdict(fitted).kind == "compute"
+
+
+def test_a_pipeline_with_few_microbatches_is_bound_by_its_bubble():
+    trace = simulate(build("1f1b", 4, 4), Costs(forward=1, backward_input=1, backward_weight=1))
+    found = find_bottleneck(recording_of_trace(trace))
+    assert found.kind == "bubble"
+    assert found.advice.name == "twice the micro-batches"
+    # (m + p - 1) / m: 7/4 of the work before, and 11/8 then
+    assert found.advice.seconds == pytest.approx(trace.makespan * (11 / 8) / (7 / 4))
+
+
+def test_a_pipeline_with_one_long_stage_is_bound_by_it():
+    trace = simulate(
+        build("1f1b", 3, 12), Costs(forward=[1, 3, 1], backward_input=[1, 3, 1], backward_weight=[1, 3, 1])
+    )
+    found = find_bottleneck(recording_of_trace(trace))
+    assert found.kind == "straggler"
+    assert any("rank 1" in reason for reason in found.reasons)
+    assert "--balance" in found.advice.advice
+
+
+def test_spans_of_python_and_data_count_to_what_a_rank_does_by_itself():
+    spans = [
+        Span(rank, kind, kind, start, end)
+        for rank in range(2)
+        for kind, start, end in (("forward", 1, 2), ("backward", 3, 5), ("optimizer", 7, 8))
+    ]
+    meetings = [Span(rank, "collective", "all_reduce", 5, 6.5, waited=5, bytes=8, group=(0, 1)) for rank in range(2)]
+    fitted = fit_step(Recording(2, [*spans, *meetings]))
+    assert isinstance(fitted, FittedStep)
+    assert fitted.work[0] == RankWork(2, (2,), (0,), (True,), 1.5)
+    assert fitted.seconds == (1.5,)
+    assert fitted.makespan == pytest.approx(7)
+
+
+def test_asynchronous_collectives_are_waited_for_where_they_were():
+    """Issued at 2, computing goes on until 5; it ends at 6."""
+    spans = [
+        span
+        for rank in range(2)
+        for span in (
+            Span(rank, "backward", "backward", 0, 6),
+            Span(rank, "collective", "all_reduce", 2, 6, waited=5, bytes=8, group=(0, 1)),
+            Span(rank, "optimizer", "SGD", 6, 7),
+        )
+    ]
+    fitted = fit_step(Recording(2, spans))
+    assert fitted.work[0] == RankWork(0, (2,), (3,), (True,), 1)
+    assert fitted.makespan == pytest.approx(7)
+    alone = fit_step(Recording(1, spans[:3]))
+    assert alone.seconds == (0,) and alone.makespan == pytest.approx(7)
+
+
+def test_a_recording_without_spans_is_refused():
+    with pytest.raises(UsageError, match="no spans"):
+        find_bottleneck(Recording(2, []))
+
+
+def test_nothing_can_be_changed_about_a_step_that_takes_no_time():
+    assert changes(FittedStep((RankWork(0, (), (), (), 0),), (), ())) == []
+    assert math.isfinite(verdict(step([1, 1], [0.5])).error)

@@ -1,0 +1,85 @@
+"""What is read from a run's folder, and what is said when it cannot be."""
+
+import json
+import math
+
+import pytest
+
+from microparallel.errors import DataError
+from microparallel.reporting import read_run
+
+
+def test_a_run_is_read_back(run_folder, run):
+    found = read_run(run_folder)
+    assert (found.name, found.config, found.metrics, found.summary) == (run.name, run.config, run.metrics, run.summary)
+    assert found.recording.ranks == 4
+    assert len(found.recording.spans) == len(run.recording.spans)
+    assert found.predicted is None
+
+
+def test_a_recording_alone_is_enough(tmp_path, recording):
+    (tmp_path / "trace.json").write_text(recording.to_json())
+    found = read_run(tmp_path)
+    assert found.recording is not None
+    assert (found.config, found.metrics, found.summary) == ({}, [], {})
+
+
+def test_a_line_that_a_crash_cut_in_two_is_left_out(run_folder, run):
+    with (run_folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 31, "lo')
+    assert read_run(run_folder).metrics == run.metrics
+
+
+def test_what_is_not_a_run(tmp_path):
+    with pytest.raises(DataError, match="it has none of"):
+        read_run(tmp_path)
+    with pytest.raises(DataError, match="there is no such folder"):
+        read_run(tmp_path / "nothing")
+
+
+def spoiled(recording, **changes):
+    content = json.loads(recording.to_json())
+    columns = content["columns"]
+    for name, value in changes.items():
+        content["spans"][0][columns.index(name)] = value
+    return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rank": 4},
+        {"kind": "dancing"},
+        {"name": None},
+        {"end": -1.0},
+        {"end": None},
+        {"start": math.nan},
+        {"step": "first"},
+        {"group": [9]},
+        {"peer": 7},
+        {"place": 3},
+    ],
+    ids=str,
+)
+def test_a_span_that_makes_no_sense(run_folder, recording, changes):
+    (run_folder / "trace.json").write_text(spoiled(recording, **changes))
+    with pytest.raises(DataError, match=r"trace.json is broken: .*; record it again") as caught:
+        read_run(run_folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "null", "{}", '{"format": 9}', "\udcff", "[" * 100_000], ids=range(8)
+)
+@pytest.mark.parametrize("file", ["trace.json", "predicted.json"])
+def test_a_broken_recording(run_folder, file, content):
+    (run_folder / file).write_text(content, errors="surrogateescape")
+    with pytest.raises(DataError, match=f"{file} is broken"):
+        read_run(run_folder)
+
+
+@pytest.mark.parametrize(("file", "content"), [("config.toml", "model = "), ("summary.json", "[1]")])
+def test_other_broken_files(run_folder, file, content):
+    (run_folder / file).write_text(content)
+    with pytest.raises(DataError, match=f"{file} is broken"):
+        read_run(run_folder)
