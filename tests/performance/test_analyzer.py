@@ -118,6 +118,40 @@ def test_barriers_stand_beside_what_really_happens(pool):
     assert not any(span.name == "barrier()" for span in timing.recording.spans)
 
 
+def time_pipeline(comms):
+    pipe = mp.Pipeline(build(), comms, "gpipe", 4, loss_fn=cross_entropy)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    analyzer = mp.DDPPerformanceAnalyzer(comms)
+    with pytest.raises(UsageError, match="interwoven"):
+        analyzer.time_step(pipe, *batch(0), optimizer, barriers=True)
+    return analyzer.time_step(pipe, *batch(0), optimizer, steps=2)
+
+
+def test_a_pipeline_has_parts_too(pool):
+    timing = pool.run(time_pipeline, 2)[0]
+    names = {span.name for span in timing.recording.spans}
+    assert {"F0.0", "B0.3", "F1.3"} <= names
+    for rank in timing.ranks:
+        assert rank.computing + rank.communicating + rank.waiting + rank.other == pytest.approx(timing.total, rel=0.02)
+        assert min(rank.forward, rank.backward, rank.optimizer) > 0
+
+
+def time_any_step(comms):
+    model = torch.nn.Linear(8, 2)
+
+    def step():
+        model(torch.ones(4, 8)).sum().backward()
+        comms.all_reduce(torch.ones(8))
+
+    return mp.DDPPerformanceAnalyzer(comms).time_steps(step, lambda: 4, steps=3)
+
+
+def test_any_step_can_be_timed_even_one_without_an_optimizer(pool):
+    timing = pool.run(time_any_step, 2)[0]
+    assert len(timing.every) == 3 and timing.samples == 8
+    assert [span.kind for span in timing.recording.by_rank[0]] == ["forward", "backward", "collective"]
+
+
 def estimates(comms):
     analyzer = mp.DDPPerformanceAnalyzer(comms)
     return [

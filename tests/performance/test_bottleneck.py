@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,7 +12,7 @@ from microparallel.performance.bottleneck import find_bottleneck
 from microparallel.performance.fitted_pipeline import FittedPipeline
 from microparallel.performance.fitted_step import FittedStep, RankWork, fit_step
 from microparallel.performance.predicted_recording import predicted_recording, recording_of, recording_of_trace
-from microparallel.performance.roofline import Demand, Machine
+from microparallel.performance.roofline import Demand, Machine, demand_of, measure_machine
 from microparallel.performance.what_if import changes
 from microparallel.schedules import build
 from microparallel.simulator import Costs, simulate
@@ -133,6 +134,16 @@ def test_memory_bounds_what_touches_more_than_it_computes():
     many = verdict(fitted, demand=Demand(1e9, 1e6), machine=machine)
     assert many.kind == "compute" and "1000.0 operations" in many.reasons[-1]
     assert verdict(fitted).kind == "compute"
+
+
+def test_operations_and_bytes_of_a_step_are_counted():
+    layer = torch.nn.Linear(64, 32, bias=False)
+    inputs = torch.randn(16, 64)
+    demand = demand_of(lambda: layer(inputs).sum().backward(), list(layer.parameters()), "SGD")
+    assert demand.operations == 2 * 2 * 16 * 64 * 32  # a product forward, and one for the weights' gradients
+    assert demand.bytes == 6 * 64 * 32 * 4 + 2 * inputs.nbytes
+    machine = measure_machine(torch.device("cpu"))
+    assert machine.operations_per_second > 0 and machine.bytes_per_second > 0 and machine.balance > 0
 
 
 def test_a_pipeline_with_few_microbatches_is_bound_by_its_bubble():

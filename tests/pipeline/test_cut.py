@@ -12,7 +12,10 @@ from torch import nn
 
 from microparallel.errors import PartitionError, UsageError
 from microparallel.models import GPT, FullMLP
-from microparallel.pipeline.cut import NamedLayer, best_partition, cut, layer_times, layers_of, shared_parameters
+from microparallel.pipeline.cut import cut, shared_parameters
+from microparallel.pipeline.layer_times import layer_times
+from microparallel.pipeline.layers import NamedLayer, layers_of
+from microparallel.pipeline.partition import best_partition
 
 
 class Model(nn.Module):

@@ -22,7 +22,7 @@ from microparallel.trace.parts import Parts
 from microparallel.train.run_folder import without_nan
 
 _BAR = 24  # columns
-_SIGNS = {"forward": "▓", "backward": "█", "optimizer": "▒", "waiting": "·", "other": " ", "communicating": "░"}
+_SIGNS = {"forward": "▓", "backward": "█", "communicating": "░", "waiting": "·", "optimizer": "▒", "other": " "}
 _HEADINGS = {"communicating": "exposed"}
 
 
@@ -140,7 +140,8 @@ def _show_parts(console: Console, timing: StepTiming) -> None:
         table.add_row(str(rank), bar(parts), *numbers)
     console.print(table)
     legend = "  ".join(f"{sign} {_HEADINGS.get(part, part)}" for part, sign in _SIGNS.items() if sign.strip())
-    console.print(f"[dim]{legend} communication; what is hidden behind computing is in no sum[/]\n", soft_wrap=True)
+    console.print(f"[dim]{legend}[/]")
+    console.print("[dim]exposed: communication that nothing else went on beside; what is hidden is in no sum[/]\n")
 
 
 def bar(parts: Parts) -> str:

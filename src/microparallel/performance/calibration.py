@@ -123,14 +123,25 @@ class WorkAlone:
         if self._last is not None:
             self._kept.append(self._last)
 
-    def times(self) -> tuple[RankTimes, ...]:
-        """Each rank's medians; all ranks call this, and get the same."""
-        columns = [[one.forward, one.backward, one.packing, one.optimizer, *one.arrivals] for one in self._kept]
-        medians = [statistics.median(column) for column in zip(*columns, strict=True)]
-        return tuple(
-            RankTimes(forward, tuple(arrivals), backward, packing, optimizer)
-            for forward, backward, packing, optimizer, *arrivals in gather_json(medians, self._comms)
-        )
+    def steps(self) -> list[tuple[RankTimes, ...]]:
+        """For each step that counts, what it took every rank; all ranks call this, and get the same."""
+        rows = [[one.forward, one.backward, one.packing, one.optimizer, *one.arrivals] for one in self._kept]
+        by_rank = gather_json(rows, self._comms)
+        return [tuple(_rank_times(row) for row in step) for step in zip(*by_rank, strict=True)]
+
+
+def medians_of(steps: Sequence[Sequence[RankTimes]]) -> tuple[RankTimes, ...]:
+    """Each rank's medians over all steps."""
+    found = []
+    for mine in zip(*steps, strict=True):
+        rows = [[one.forward, one.backward, one.packing, one.optimizer, *one.arrivals] for one in mine]
+        found.append(_rank_times([statistics.median(column) for column in zip(*rows, strict=True)]))
+    return tuple(found)
+
+
+def _rank_times(row: Sequence[float]) -> RankTimes:
+    forward, backward, packing, optimizer, *arrivals = row
+    return RankTimes(forward, tuple(arrivals), backward, packing, optimizer)
 
 
 class MessagesAlone:

@@ -6,6 +6,7 @@ alike.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,12 +16,12 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.data_parallel.flat_bucket import split
 from microparallel.errors import UsageError
-from microparallel.performance.calibration import MessagesAlone, MessageTimes, RankTimes, WorkAlone
+from microparallel.performance.calibration import MessagesAlone, MessageTimes, RankTimes, WorkAlone, medians_of
 from microparallel.performance.case import transport_of
 from microparallel.performance.caveats import count_ranks_here
 from microparallel.performance.data_parallel_bench_methods import Batch, Contender, Method
-from microparallel.performance.fitted_step import Fitted
-from microparallel.performance.pipeline_bench_costs import Alone, StageTimes, kinds_in
+from microparallel.performance.fitted_step import Fitted, FittedStep
+from microparallel.performance.pipeline_bench_costs import Alone, kinds_in
 from microparallel.performance.pipeline_bench_methods import Ours
 from microparallel.performance.pipeline_bench_models import Size, describe, pipeline_subject
 from microparallel.performance.predict import SMALL, Prediction, predict_ddp, predict_naive, predict_pipeline
@@ -72,7 +73,7 @@ def bench_predictions(comms: Comms, settings: Settings, progress: Progress = lam
     subject = pipeline_subject(settings.size)
     budget = TimeBudget(settings.seconds, 1, settings.steps)
     bench.rounds.fill(budget, lambda part, steps: progress(part, subject.name, steps))
-    work, messages = bench.work.times(), bench.messages.times()
+    steps, messages = bench.work.steps(), bench.messages.times()
     return Predictions(
         comms.world_size,
         count_ranks_here(),
@@ -81,8 +82,8 @@ def bench_predictions(comms: Comms, settings: Settings, progress: Progress = lam
         comms.device.type,
         describe(subject, settings.microbatches),
         settings.bucket_mb,
-        bench.predictions(work, messages),
-        work,
+        bench.predictions(steps, messages),
+        medians_of(steps),
         messages,
     )
 
@@ -139,33 +140,33 @@ class _Bench:
         groups = split([self._parameters[index] for index in order], self._settings.bucket_mb * 2**20)
         return [[numbers[id(parameter)] for parameter in group] for group in groups]
 
-    def predictions(self, work: Sequence[RankTimes], messages: MessageTimes) -> tuple[Prediction, ...]:
-        """One for each method."""
+    def predictions(self, steps: Sequence[Sequence[RankTimes]], messages: MessageTimes) -> tuple[Prediction, ...]:
+        """One for each method.
+
+        In every step another rank is the slower one, and ranks that wait for each other take as long as the slower one
+        each time. So each step of the calibration is simulated by itself, and the median is the prediction.
+        """
+        usual = medians_of(steps)
         stages = {homes: alone.stage_times() for homes, alone in self._stages.items()}
         rows = []
         for name, contender in self._contenders.items():
-            fitted, more = self._predict(contender, work, messages, stages)
-            rows.append(Prediction(name, fitted.makespan + more, tuple(self.rounds.seconds[contender]), fitted))
+            fitted: Fitted
+            if isinstance(contender, Ours):
+                fitted = predict_pipeline(contender.pipe.program, stages[contender.homes], self._activation, messages)
+                # Before a pipeline's step the first rank says what is coming, and in the end all sum the loss.
+                seconds = fitted.makespan + messages.message.at(SMALL) + messages.in_place.at(SMALL)
+            else:
+                fitted = self._data_parallel(name, usual, messages)
+                seconds = statistics.median(self._data_parallel(name, work, messages).makespan for work in steps)
+            rows.append(Prediction(name, seconds, tuple(self.rounds.seconds[contender]), fitted))
         return tuple(rows)
 
-    def _predict(
-        self,
-        contender: Contender | Ours,
-        work: Sequence[RankTimes],
-        messages: MessageTimes,
-        stages: dict[Homes, StageTimes],
-    ) -> tuple[Fitted, float]:
-        """What is to be simulated, and what else a step takes."""
-        if isinstance(contender, Ours):
-            times = stages[contender.homes]
-            # Before a pipeline's step the first rank says what is coming, and in the end all sum the loss.
-            more = messages.message.at(SMALL) + messages.in_place.at(SMALL)
-            return predict_pipeline(contender.pipe.program, times, self._activation, messages), more
-        if contender.method.name == "naive":
-            return predict_naive(work, self._sizes, messages), 0.0
+    def _data_parallel(self, name: str, work: Sequence[RankTimes], messages: MessageTimes) -> FittedStep:
+        if name == "naive":
+            return predict_naive(work, self._sizes, messages)
         first = work[0].arrivals
         order = sorted(range(len(first)), key=lambda index: first[index])
-        return predict_ddp(work, self._buckets(order), self._sizes, messages, self._comms.can_overlap), 0.0
+        return predict_ddp(work, self._buckets(order), self._sizes, messages, self._comms.can_overlap)
 
 
 def _keep(stepper: Contender | Ours | WorkAlone | MessagesAlone | Alone) -> None:

@@ -11,7 +11,8 @@ from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
 from microparallel.data_parallel.agreement import require_same_model
 from microparallel.errors import PartitionError, UsageError
-from microparallel.pipeline.cut import NamedLayer, cut, layers_of
+from microparallel.pipeline.cut import cut
+from microparallel.pipeline.layers import NamedLayer, layers_of
 
 
 def cut_together(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,18 +11,17 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
 from microparallel.comms.record import Recorder
-from microparallel.data_parallel.replicate import replicas_are_identical, replicate
 from microparallel.errors import CommsError, StageError, UsageError
-from microparallel.pipeline.cut import NamedLayer, shared_parameters
 from microparallel.pipeline.cut_together import cut_together
 from microparallel.pipeline.interpreter import Interpreter
+from microparallel.pipeline.layers import NamedLayer
+from microparallel.pipeline.member import Member
 from microparallel.pipeline.microbatches import batch_size, join_batch, sizes, split_batch
 from microparallel.pipeline.programs import Schedule
 from microparallel.pipeline.recording import Events, gather_trace
 from microparallel.pipeline.shapes import Plan, Shapes
 from microparallel.pipeline.stage import LossFunction, Stage
-from microparallel.pipeline.state import clip_gradients, gather_state, load_own_part, own_state
-from microparallel.pipeline.sums import ColumnSum, TiedSum, beside_earlier_gradients
+from microparallel.pipeline.sums import beside_earlier_gradients
 from microparallel.pipeline.telling import Telling
 from microparallel.pipeline.worker import Microbatch, Worker
 from microparallel.program import Act, AllReduce, Op, Program, Recv, Send
@@ -34,7 +32,7 @@ from microparallel.trace import Trace
 _AHEAD = 2  # receives that are posted before they are needed
 
 
-class Pipeline:
+class Pipeline(Member):
     """A model whose layers are spread over the ranks, trained on micro-batches that follow each other through it.
 
     Every rank builds the same model, keeps the layers of its own stages, and may then let go of the model. A step
@@ -96,7 +94,8 @@ class Pipeline:
             for index, home in enumerate(plan.homes)
             if home == mesh.where(comms.rank)[1]
         }
-        self._take_up(comms, mesh, plan, stages, bucket_mb)
+        super().__init__(comms, mesh, plan.homes, stages, bucket_mb)
+        self._prepare(plan)
         self._ties = self._tie(pieces)
         self._knows_loss = loss_fn is not None
 
@@ -121,49 +120,15 @@ class Pipeline:
                 f"schedule={schedule!r} gives a rank several stages; mp.Pipeline cuts a whole model for it"
             )
         stage = Stage(comms.rank, [NamedLayer("", module)], loss_fn)
-        pipe._take_up(comms, Mesh(1, comms.world_size), plan, {comms.rank: stage}, bucket_mb=25.0)
-        pipe._ties = []
+        Member.__init__(pipe, comms, Mesh(1, comms.world_size), plan.homes, {comms.rank: stage}, bucket_mb=25.0)
+        pipe._prepare(plan)
         pipe._knows_loss = True
         return pipe
 
-    def _take_up(
-        self, comms: Comms, mesh: Mesh, schedule: Schedule, stages: dict[int, Stage], bucket_mb: float
-    ) -> None:
-        self.comms = comms
-        self.mesh = mesh
-        self.stages = stages
+    def _prepare(self, schedule: Schedule) -> None:
         self.most_activations = 0  # that this rank held at once in the last step
-        self.replica, self._place = mesh.where(comms.rank)
         self._schedule = schedule
-        self._row = _own_group(comms, [mesh.row(replica) for replica in range(mesh.dp)])
-        self._column = _own_group(comms, [mesh.column(place) for place in range(mesh.pp)])
-        for layer in self._layers():
-            layer.module.to(comms.device)
-            if mesh.dp > 1:
-                replicate(layer.module, self._column)
-        self._last_sum: ColumnSum | None
-        self._sums, self._last_sum = self._column_sums(bucket_mb * 2**20) if mesh.dp > 1 else ({}, None)
-        self._shapes = {training: Shapes(self._row, schedule, stages, training) for training in (True, False)}
-
-    def _column_sums(self, bucket_bytes: float) -> tuple[dict[int, ColumnSum], ColumnSum]:
-        """For each stage the sum of its gradients over the replicas; what several stages share is summed in the end."""
-        uses = Counter(parameter for stage in self.stages.values() for parameter in stage.parameters)
-        by_stage = {
-            index: ColumnSum([one for one in stage.parameters if uses[one] == 1], self._column, bucket_bytes)
-            for index, stage in self.stages.items()
-        }
-        return by_stage, ColumnSum([one for one, times in uses.items() if times > 1], self._column, bucket_bytes)
-
-    def _tie(self, pieces: Sequence[Sequence[NamedLayer]]) -> list[TiedSum]:
-        """Find the parameters that stages on different ranks share, and connect those ranks."""
-        ties = []
-        for parameter, places in shared_parameters(pieces):
-            homes = sorted({self._schedule.homes[stage] for stage, _ in places})
-            if len(homes) > 1:
-                rows = [[self.mesh.rank(replica, home) for home in homes] for replica in range(self.mesh.dp)]
-                groups = [self.comms.group(ranks) for ranks in rows]
-                ties += [TiedSum(parameter, group) for group in groups if group is not None]
-        return ties
+        self._shapes = {training: Shapes(self._row, schedule, self.stages, training) for training in (True, False)}
 
     # ── a step ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -296,24 +261,6 @@ class Pipeline:
                 f"{plan.samples} samples"
             )
 
-    @property
-    def _has_first(self) -> bool:
-        return 0 in self.stages
-
-    @property
-    def _has_last(self) -> bool:
-        return self._schedule.stages - 1 in self.stages
-
-    def _samples_of_all(self, mine: int) -> int:
-        """How many samples all replicas have together."""
-        return mine if self.mesh.dp == 1 else int(self._column.all_reduce(torch.tensor(mine)))
-
-    def _summed_parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are sums over ranks."""
-        tied = [tie.parameter for tie in self._ties]
-        replicated = [parameter for index in self._sums for parameter in self.stages[index].parameters]
-        return list(dict.fromkeys([*tied, *replicated]))
-
     # ── measuring and answering ─────────────────────────────────────────────────────────────────────────────────
 
     def evaluate(self, inputs: Any = None, targets: Any = None, *, samples: int | None = None) -> torch.Tensor:
@@ -351,70 +298,6 @@ class Pipeline:
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
 
-    # ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _layers(self) -> list[NamedLayer]:
-        return [layer for _, stage in sorted(self.stages.items()) for layer in stage.layers]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stages, each once, by their names in the whole model."""
-        seen: set[nn.Parameter] = set()
-        for layer in self._layers():
-            for name, parameter in layer.named_parameters():
-                if parameter not in seen:
-                    seen.add(parameter)
-                    yield name, parameter
-
-    @property
-    def own_layers(self) -> nn.ModuleList:
-        """The layers of this rank's stages."""
-        return nn.ModuleList(layer.module for layer in self._layers())
-
-    def count_parameters(self) -> int:
-        """How many numbers the whole model has, those that stages share counted once; all ranks call this."""
-        elsewhere = {tie.parameter for tie in self._ties if tie.holders.rank > 0}
-        mine = sum(parameter.numel() for parameter in self.parameters() if parameter not in elsewhere)
-        return int(self._row.all_reduce(torch.tensor(mine)))
-
-    def replicas_are_identical(self) -> bool:
-        """Whether replicas of a stage, and copies of a shared parameter, have the same bits; all ranks call this."""
-        identical = replicas_are_identical(self.own_layers, self._column)
-        for tie in self._ties:
-            identical &= replicas_are_identical(nn.ParameterList([tie.parameter]), tie.holders)
-        return bool(self.comms.all_reduce(torch.tensor(int(identical)), op="min"))
-
-    def broadcast_buffers(self) -> None:
-        """Give every replica the first one's buffers, such as BatchNorm's running statistics; all ranks call this."""
-        for layer in self._layers():
-            for buffer in layer.module.buffers():
-                self._column.broadcast(buffer)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this rank's stages, for an optimizer."""
-        return (parameter for _, parameter in self.named_parameters())
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return this rank's part of the model's state, by the names it has in the whole model."""
-        return own_state(self._layers())
-
-    def whole_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """The whole model's state on the first rank of a pipeline, and None on the others; all ranks call this."""
-        return gather_state(self.state_dict(), self._row)
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take this rank's part out of the state of the whole model."""
-        load_own_part(self._layers(), state)
-
-    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns what it was.
-
-        Every rank calls it, after a step. A parameter that two stages share counts once.
-        """
-        elsewhere = {tie.parameter for tie in self._ties if tie.holders.rank > 0}
-        mine = list(self.parameters())
-        counted = [parameter for parameter in mine if parameter not in elsewhere]
-        return clip_gradients(mine, counted, max_norm, self._row)
-
     def __repr__(self) -> str:
         where = ", ".join(f"stage {index}" for index in self.stages)
         return f"<Pipeline {self.program.name} of {self._schedule.stages} stages: rank {self.comms.rank} has {where}>"
@@ -426,14 +309,6 @@ def _mesh(comms: Comms, replicas: int) -> Mesh:
             f"replicas={replicas}: {comms.world_size} ranks cannot be shared out evenly among that many pipelines"
         )
     return Mesh(replicas, comms.world_size // replicas)
-
-
-def _own_group(comms: Comms, groups: list[list[int]]) -> Comms:
-    """Make every one of these groups, which all ranks do together, and return the one this rank is in."""
-    if len(groups) == 1:
-        return comms
-    mine = [group for group in (comms.group(ranks) for ranks in groups) if group is not None]
-    return mine[0]
 
 
 def _in_words(op: Op | None, world_ranks: Sequence[int]) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from microparallel.pipeline.boundary import Boundary, as_inputs
-from microparallel.pipeline.cut import NamedLayer
+from microparallel.pipeline.layers import NamedLayer
 from microparallel.pipeline.split_backward import SplitBackward
 
 LossFunction = Callable[[Any, Any], torch.Tensor]

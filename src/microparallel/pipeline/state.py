@@ -10,7 +10,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
 from microparallel.errors import UsageError
-from microparallel.pipeline.cut import NamedLayer
+from microparallel.pipeline.layers import NamedLayer
 
 
 def own_state(layers: Iterable[NamedLayer]) -> dict[str, torch.Tensor]:
