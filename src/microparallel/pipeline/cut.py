@@ -21,7 +21,7 @@ from torch import nn
 from microparallel.errors import PartitionError, UsageError
 from microparallel.pipeline.layer_times import layer_times
 from microparallel.pipeline.layers import NamedLayer, layers_of
-from microparallel.pipeline.partition import best_partition
+from microparallel.pipeline.partition import best_partition, check_enough_layers
 
 BALANCES = ("auto", "parameters", "time")
 
@@ -55,7 +55,7 @@ def _sizes(layers: Sequence[NamedLayer], stages: int, balance: str | Sequence[in
         return best_partition(_parameter_counts(layers), stages)
     if example is None:
         raise UsageError('balance="time" measures the layers on a micro-batch: pass one as example=')
-    _check_enough_layers(len(layers), stages)  # before minutes of measuring, not after
+    check_enough_layers(len(layers), stages)  # before minutes of measuring, not after
     return best_partition(layer_times(layers, example), stages)
 
 

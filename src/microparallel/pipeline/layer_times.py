@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from microparallel.errors import UsageError
-from microparallel.pipeline.layers import NamedLayer
+from microparallel.pipeline.layers import NamedLayer, named_tensors
 
 
 def layer_times(layers: Sequence[NamedLayer], example: Any, repeats: int = 5) -> list[float]:
@@ -78,7 +78,7 @@ def _synchronise(devices: Sequence[torch.device]) -> None:
 
 def _cuda_devices(layers: Sequence[NamedLayer], example: Any) -> list[torch.device]:
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, torch.Tensor)]
-    tensors += [tensor for layer in layers for _, tensor in _named_tensors(layer.module)]
+    tensors += [tensor for layer in layers for _, tensor in named_tensors(layer.module)]
     return list(dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda))
 
 

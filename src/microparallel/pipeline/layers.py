@@ -91,8 +91,8 @@ def _uncuttable(model: object) -> PartitionError:
 
 def _check_nothing_is_left_out(model: nn.Module, layers: Sequence[NamedLayer]) -> None:
     """Refuse a model with a parameter or buffer of no layer: no stage would hold it."""
-    held = {id(tensor) for layer in layers for _, tensor in _named_tensors(layer.module)}
-    for name, tensor in _named_tensors(model):
+    held = {id(tensor) for layer in layers for _, tensor in named_tensors(layer.module)}
+    for name, tensor in named_tensors(model):
         if id(tensor) not in held:
             raise PartitionError(
                 f"{name} of this {type(model).__name__} is in none of its {len(layers)} layers, so no stage would "
@@ -100,6 +100,7 @@ def _check_nothing_is_left_out(model: nn.Module, layers: Sequence[NamedLayer]) -
             )
 
 
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer of a module, by name."""
     yield from module.named_parameters()
     yield from module.named_buffers()

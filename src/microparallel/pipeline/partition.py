@@ -27,13 +27,14 @@ def best_partition(costs: Sequence[float], stages: int) -> list[int]:
     >>> best_partition([90, 10, 10, 30, 60], 3)
     [1, 3, 1]
     """
-    _check_enough_layers(len(costs), stages)
+    check_enough_layers(len(costs), stages)
     before = list(accumulate(_as_integers(costs), initial=0))  # before[i]: what layers 0 … i - 1 cost together
     limit = _smallest_limit(before, stages)
     return _evenest_within(before, stages, limit)
 
 
-def _check_enough_layers(layers: int, stages: int) -> None:
+def check_enough_layers(layers: int, stages: int) -> None:
+    """Refuse more stages than there are layers."""
     if stages < 1:
         raise PartitionError(f"stages={stages}: a pipeline has at least 1 stage")
     if stages > layers:
