@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from microparallel.cli import options
-from microparallel.cli.bench_options import parse_names, require_known, require_time
+from microparallel.cli.bench_options import Trace, parse_names, require_known, require_time
 from microparallel.cli.bench_world import choose_ranks, measure_on_ranks
 from microparallel.errors import ConfigError, MicroparallelError
 
@@ -47,6 +47,7 @@ def data_parallel(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     transport: Annotated[str, typer.Option(help="auto, shm, gloo or nccl.")] = "auto",
+    trace: Trace = None,
     quiet: options.Quiet = False,
     json: options.Json = False,
 ) -> int:
@@ -74,7 +75,7 @@ def data_parallel(
         find_subject(name, batch)  # says so if there is none
     if transport not in ("auto", "shm") and "torch-ddp on shm" in names:
         raise ConfigError(f"--transport {transport}: torch-ddp on shm needs shared memory; leave one of them out")
-    settings = Settings(chosen, names, sizes, batch, seconds, steps)
+    settings = Settings(chosen, names, sizes, batch, seconds, steps, trace)
     measurements: Measurements | None = measure_on_ranks(
         _measure, count, settings, transport=transport, device=device, quiet=quiet
     )

@@ -5,8 +5,16 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
+from typing import Annotated
+
+import typer
 
 from microparallel.errors import ConfigError
+
+Trace = Annotated[
+    str | None,
+    typer.Option(metavar="FOLDER", help="Record one more step of each, as Chrome traces (for Perfetto)."),
+]
 
 
 def parse_names(text: str, flag: str) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from microparallel.cli import options
-from microparallel.cli.bench_options import parse_names, require_known, require_time
+from microparallel.cli.bench_options import Trace, parse_names, require_known, require_time
 from microparallel.cli.bench_world import choose_ranks, measure_on_ranks
 from microparallel.errors import ConfigError, MicroparallelError
 from microparallel.schedules import PIPELINES
@@ -50,6 +50,7 @@ def pipelines(
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     transport: Annotated[str, typer.Option(help="auto, shm, gloo or nccl.")] = "auto",
+    trace: Trace = None,
     quiet: options.Quiet = False,
     json: options.Json = False,
 ) -> int:
@@ -79,7 +80,7 @@ def pipelines(
     size = Size(model, depth, width, batch)
     pipeline_subject(size)  # says so if there is none
     require_cuttable(size, names, count, microbatches)
-    settings = Settings(names, with_torch, size, microbatches, seconds, steps)
+    settings = Settings(names, with_torch, size, microbatches, seconds, steps, trace)
     measurements: Measurements | None = measure_on_ranks(
         _measure, count, settings, transport=transport, device=device, quiet=quiet
     )

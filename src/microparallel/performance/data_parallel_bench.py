@@ -16,7 +16,7 @@ from microparallel.performance.data_parallel_bench_methods import Contender, Met
 from microparallel.performance.data_parallel_bench_models import Subject, bytes_of, find_subject
 from microparallel.performance.memory_budget import require_memory
 from microparallel.performance.methods import gloo_for
-from microparallel.performance.step_rounds import StepRounds
+from microparallel.performance.step_rounds import StepRounds, write_recordings
 from microparallel.performance.time_budget import TimeBudget
 from microparallel.topology import available_cores, available_memory
 
@@ -35,6 +35,7 @@ class Settings:
     batch: int | None = None  # samples a rank; each model has its own
     seconds: float = 120.0  # in all
     steps: int | None = None  # instead of seconds: so many of each method and model
+    trace: str | None = None  # a folder for a recorded step of each
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ def bench_data_parallel(comms: Comms, settings: Settings, progress: Progress = l
             bench = _Bench(comms, settings, subject, gloo)
             bench.fill(budget, tell)
             result, wrong = bench.result()
+            if settings.trace is not None:
+                bench.record(settings.trace)
             results.append(result)
             left -= bench.spent
             bench.close()
@@ -139,6 +142,11 @@ class _Bench:
         subject, steps = self._subject, 2 * self._rounds.rounds
         result = Result(subject.name, subject.text, subject.batch, self._gradient_bytes, steps, tuple(timings))
         return result, find_wrong(subject.name, self._contenders, apart, self._comms)
+
+    def record(self, folder: str) -> None:
+        """Write a recorded step of each method."""
+        steppers = {f"{self._subject.name} {one.method.label}": one for one in self._contenders}
+        write_recordings(self._comms, steppers, folder)
 
     def close(self) -> None:
         """Take the hooks off."""

@@ -24,7 +24,7 @@ from microparallel.performance.pipeline_bench_memory import SavedBytes
 from microparallel.performance.pipeline_bench_methods import TORCH_S, Batch, Method, Ours, TorchRefuses, Torchs
 from microparallel.performance.pipeline_bench_models import Size, describe, pipeline_subject
 from microparallel.performance.rounds import largest
-from microparallel.performance.step_rounds import StepRounds
+from microparallel.performance.step_rounds import StepRounds, write_recordings
 from microparallel.performance.time_budget import TimeBudget
 from microparallel.performance.utilisation import Shares, shares
 from microparallel.program import peak_activations
@@ -48,6 +48,7 @@ class Settings:
     microbatches: int = 8
     seconds: float = 90.0
     steps: int | None = None  # instead of seconds: so many of each method
+    trace: str | None = None  # a folder for a recorded step of each
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ def bench_pipelines(comms: Comms, settings: Settings, progress: Progress = lambd
         bench.rounds.fill(budget, lambda part, steps: progress(part, subject.name, steps))
         timings = bench.timings()
         looks = bench.looks()
+        if settings.trace is not None:
+            bench.record(settings.trace)
     wrong = [Wrong(timing.method.label, problem) for timing in timings if (problem := timing.apart.problem)]
     return Measurements(
         comms.world_size,
@@ -173,6 +176,11 @@ class _Bench:
         """What was measured of each method, torch's after ours."""
         contenders: list[Ours | Torchs] = [*self._ours, *self._torchs]
         return tuple(self._timing(contender) for contender in contenders)
+
+    def record(self, folder: str) -> None:
+        """Write a recorded step of each method."""
+        contenders: list[Ours | Torchs] = [*self._ours, *self._torchs]
+        write_recordings(self._comms, {one.method.label: one for one in contenders}, folder)
 
     def _timing(self, contender: Ours | Torchs) -> Timing:
         apart = self._single.compare(contender, self._comms)  # what a timed step left

@@ -10,13 +10,16 @@ counted.
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from microparallel.comms import Comms
+from microparallel.comms.record import Recorder
 from microparallel.performance.rounds import largest, total
 from microparallel.performance.time_budget import TimeBudget
 from microparallel.topology import available_cores
@@ -97,6 +100,22 @@ class StepRounds(Generic[Kind]):
         if counts:
             self._after_turn(stepper)
         return took
+
+
+def write_recordings(comms: Comms, steppers: Mapping[str, Stepper], folder: str) -> None:
+    """Record one more step of each, by name, and write it as a Chrome trace; every rank calls this, and one writes."""
+    for name, stepper in steppers.items():
+        recorder = Recorder(comms)
+        comms.barrier()
+        recorder.start()
+        try:
+            stepper.step()
+        finally:
+            recorder.stop()
+        recording = recorder.gather({"step of": name})
+        if comms.rank == 0:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            recording.to_chrome(Path(folder) / f"{re.sub('[^a-zA-Z0-9]+', '-', name)}.json")
 
 
 def wait_for_gpu(device: torch.device) -> None:
