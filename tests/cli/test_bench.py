@@ -446,8 +446,11 @@ def test_the_table_of_pipelines_fits(width):
         assert len(shown.splitlines()) == 2 + len(report.rows) + len("\n".join(below).splitlines())
 
 
-def test_without_torch_there_is_nothing_to_compare_with(microparallel):
-    result = microparallel("bench", "pp", *TINY_PP, "--quiet", "--no-torch", "--schedules", "dualpipev")
+def test_without_torch_there_is_nothing_to_compare_with(microparallel, tmp_path):
+    flags = ["--quiet", "--no-torch", "--schedules", "dualpipev", "--trace", str(tmp_path / "traces")]
+    result = microparallel("bench", "pp", *TINY_PP, *flags)
+    events = json.loads((tmp_path / "traces" / "dualpipev.json").read_text())["traceEvents"]
+    assert any(event["name"].startswith("F0.0") for event in events)
     assert result.returncode == 0, result.stderr
     assert "torch's" not in result.stdout and "÷torch" not in result.stdout and "zb-h1" not in result.stdout
 
