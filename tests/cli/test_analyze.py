@@ -95,6 +95,18 @@ def test_the_straggler_of_a_recorded_run_is_named(microparallel, tmp_path):
     assert "rank 1" in found["bottleneck"]["advice"]["advice"]
 
 
+def test_a_real_straggler_is_found(microparallel):
+    flags = ("--dim", 64, "--depth", 4, "--batch", 64, "--steps", 3, "--device", "cpu", "--slow-rank", "1=60x")
+    result = microparallel("analyze", *flags, "--scaling", "strong", "--json", "--quiet")
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    quick, slow = found["step"]["ranks"]
+    assert quick["waiting"] > quick["communicating"] and quick["waiting"] > slow["waiting"]
+    assert found["bottleneck"]["kind"] == "straggler"
+    assert any("rank 1" in reason for reason in found["bottleneck"]["reasons"])
+    assert len(found["scaling"][0]["points"]) == 2
+
+
 def test_what_train_recorded_can_be_analysed(microparallel):
     flags = ("--ranks", 2, "--steps", 6, "--dim", 8, "--depth", 2, "--batch", 8, "--device", "cpu")
     assert microparallel("train", *flags, "--trace", "--out", "mine", "--quiet").returncode == 0

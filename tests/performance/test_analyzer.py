@@ -197,6 +197,7 @@ def test_time_before_the_first_span_counts_as_other():
     timing = time_of_step(recording, 10, took=6)
     assert (timing.forward, timing.backward, timing.other, timing.total) == (2, 3, 1, 6)
     assert timing.samples_per_second == pytest.approx(10 / 6)
+    assert str(timing).startswith("6.00 s: forward 2.00 s, backward 3.00 s, exposed communication 0.00 µs")
 
 
 def test_a_step_of_a_longer_recording_begins_where_the_last_one_ended():

@@ -1,6 +1,7 @@
 """What bounds a step: fitted to recordings that were made up, and to what the simulator made of known programs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,24 @@ def test_a_recorded_pipeline_is_the_program_that_ran(schedule, latency):
     for rank, one in enumerate(parts(recording)):
         assert one.computing == pytest.approx(trace.work[rank])
         assert one.other == pytest.approx(0, abs=1e-9)
+
+
+def test_pipelines_side_by_side_count_from_0_each():
+    trace = simulate(build("1f1b", 2, 4), Costs(forward=1, backward_input=1, backward_weight=1, latency=0.1))
+    one = recording_of_trace(trace)
+    spans = [
+        replace(span, rank=span.rank + 2 * copy, peer=None if span.peer is None else span.peer + 2 * copy)
+        for copy in range(2)
+        for span in one.spans
+    ]
+    both = Recording(4, spans)
+    fitted = fit_step(both)
+    assert isinstance(fitted, FittedPipeline) and fitted.replicas == 2 and fitted.shift == (4, 2)
+    assert fitted.makespan == pytest.approx(fit_step(one).makespan)
+    predicted = predicted_recording(both)
+    assert {span.name for span in predicted.by_rank[2]} == {span.name for span in predicted.by_rank[0]}
+    assert {span.name for span in predicted.spans} <= {span.name for span in both.spans}
+    assert "twice the micro-batches" in {change.name for change in changes(fitted)}
 
 
 def verdict(fitted, **known):

@@ -11,10 +11,10 @@ from microparallel.performance.scaling import (
     Scaling,
     ScalingPoint,
     measure_scaling,
-    plot_scaling,
     rank_counts,
     scaling_bars,
 )
+from microparallel.performance.scaling_plot import plot_scaling
 
 
 def scaling(kind="strong", cores=8, device="cpu", times=((1, 64, 8.0), (2, 64, 4.0), (4, 64, 4.0))):
@@ -57,6 +57,8 @@ def test_the_plot_is_a_picture_with_a_line_for_each_kind():
     svg = plot_scaling([scaling(), scaling("weak")], "made up")
     ElementTree.fromstring(svg)
     assert "strong scaling" in svg and "weak scaling" in svg and "made up" in svg
+    assert "more ranks than cores" not in svg
+    assert "more ranks than cores" in plot_scaling([scaling(cores=2)])
 
 
 def make_step(comms, batch):

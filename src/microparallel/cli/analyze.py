@@ -30,6 +30,7 @@ EXAMPLES = options.examples(
     ("microparallel analyze --ranks 4 --scaling both --plot scaling.svg", "1, 2 and 4 ranks, and as a picture"),
     ("microparallel analyze --model gpt --strategy naive --scaling none", "another model, another strategy"),
     ("microparallel analyze --pp 2 --schedule gpipe --microbatches 4", "a pipeline: what is its bubble?"),
+    ("microparallel analyze --slow-rank 1=3x --scaling none", "what a straggler does"),
     ("microparallel analyze --barriers", "how barriers between the phases distort"),
     (
         "microparallel train --ranks 2 --trace --out runs/mine; microparallel analyze runs/mine",
@@ -77,6 +78,22 @@ def analyze(
     recompute: options.Recompute = None,
     device: options.Device = None,
     transport: options.TransportName = None,
+    slow_rank: Annotated[
+        str | None,
+        typer.Option(
+            metavar="R=Nx",
+            help="Let a rank compute N times slower (1=3x), to see it.",
+            rich_help_panel="Slow on purpose",
+        ),
+    ] = None,
+    slow_link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="A-B=…",
+            help="Slow messages between two ranks down: 0-1=5ms,100Mbit.",
+            rich_help_panel="Slow on purpose",
+        ),
+    ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps to record.", show_default="20")] = None,
     scaling: Annotated[
         str | None,
@@ -264,7 +281,7 @@ def _analysis(config: TrainConfig, findings: Findings, scalings: list[Scaling]) 
 def _show(analysis: Analysis, plot: Path | None, json: bool) -> None:
     from microparallel.cli import analyze_table
     from microparallel.performance.picture import write_picture
-    from microparallel.performance.scaling import plot_scaling
+    from microparallel.performance.scaling_plot import plot_scaling
 
     if plot is not None and analysis.scalings:
         write_picture(plot_scaling(analysis.scalings, analysis.title), plot)

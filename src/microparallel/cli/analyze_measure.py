@@ -45,6 +45,7 @@ class Findings:
 def measure(comms: Comms, config: TrainConfig, steps: int, barriers: bool, quiet: bool) -> Findings:
     """Train, record and estimate; every rank calls this."""
     training = build(config, comms)
+    comms = training.comms  # whose links may be slow on purpose
     analyzer = DDPPerformanceAnalyzer(comms)
     with progress_on_standard_error(comms.rank == 0 and not quiet, "steps") as progress:
         total = _WARM_UP + steps
@@ -133,6 +134,8 @@ def make_step(config: TrainConfig, comms: Comms, batch: int) -> Callable[[], Any
 def config_for(config: TrainConfig, ranks: int, batch: int) -> TrainConfig:
     """The same training with other ranks, and another batch."""
     dp, pp = config.layout
+    if ranks != config.world_size:  # who is slow on purpose may not be there
+        config = replace(config, slow_rank=None, slow_link=None)
     balance = None if config.balance is not None and "," in config.balance else config.balance
     if config.is_pipeline:
         layout = {"dp": ranks // pp, "pp": pp} if dp > 1 else {"dp": 1, "pp": ranks}

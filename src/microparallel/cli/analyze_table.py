@@ -22,6 +22,7 @@ from microparallel.trace.parts import Parts
 from microparallel.train.run_folder import without_nan
 
 _BAR = 24  # columns
+_MOST_ERROR = 0.2  # of the simulated step, that goes without a remark
 _SIGNS = {"forward": "▓", "backward": "█", "communicating": "░", "waiting": "·", "optimizer": "▒", "other": " "}
 _HEADINGS = {"communicating": "exposed"}
 
@@ -119,7 +120,10 @@ def notes(analysis: Analysis) -> list[str]:
     """What a reader must know."""
     findings = analysis.findings
     found = [] if findings is None else cores_are_shared(findings.ranks_here, findings.cores, findings.device)
-    return found + list(dict.fromkeys(one.remark for one in analysis.scalings if one.remark))
+    found += dict.fromkeys(one.remark for one in analysis.scalings if one.remark)
+    if (error := analysis.verdict.error) > _MOST_ERROR:
+        found.append(f"the simulation is off by {error:.0%}, so take what it says of changes with care")
+    return found
 
 
 # ── the parts ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -15,6 +15,8 @@ from microparallel.flight.processes import catches
 
 SIGNAL = signal.SIGUSR1
 _MOST = 2**20  # bytes of answers that are kept
+_BOTTOMS = (b" in <module>", b" in _run_module_as_main", b"  ...")  # last lines of what faulthandler writes
+_SILENCE = 15  # looks without anything new, after which an answer is complete
 
 
 def stack_file(flight_file: Path) -> Path:
@@ -61,13 +63,15 @@ def ask(flight_file: Path, pid: int, patience: float) -> tuple[Place, ...]:
 
 
 def _answer(file: Path, start: int, deadline: float) -> str:
-    seen = b""
+    """What comes until the stack has come to its bottom, or nothing more comes."""
+    content, silence = b"", 0
     with file.open("rb") as answers:
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline and silence < _SILENCE:
             answers.seek(start)
-            content = answers.read()
-            if content and content == seen and content.endswith(b"\n"):
-                break  # nothing has come since the last look
-            seen = content
+            more = answers.read()
+            silence = silence + 1 if more == content != b"" else 0
+            content = more
+            if content.rstrip().endswith(_BOTTOMS):
+                break
             time.sleep(0.003)
-    return seen.decode("utf-8", "replace")
+    return content.decode("utf-8", "replace")

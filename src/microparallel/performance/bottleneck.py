@@ -13,6 +13,7 @@ if it does fewer operations on each byte that it touches than the machine needs 
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -32,13 +33,13 @@ from microparallel.performance.what_if import (
     TWICE_THE_BANDWIDTH,
     TWICE_THE_BATCH,
     TWICE_THE_MICROBATCHES,
-    TWICE_THE_SPEED,
     Change,
     busiest,
     changes,
     slowest_rank,
     work_of,
 )
+from microparallel.trace.parts import parts
 from microparallel.trace.recording import Recording
 
 Kind = Literal["compute", "communication", "memory", "straggler", "bubble"]
@@ -130,7 +131,17 @@ def _kind(fitted: Fitted, costs: dict[Kind, float], simulated: float, recording:
         return worst, reasons
     if reasons:
         reasons.append(f"without these, {max(0.0, 1 - sum(shares.values())):.0%} of the step would be left")
-    return "compute", reasons
+    return "compute", [*reasons, _own_work(recording)]
+
+
+def _own_work(recording: Recording) -> str:
+    """What ranks do by themselves, as the mean over them."""
+    found = parts(recording)
+    computing, other = (
+        statistics.fmean(getattr(one, part) / one.step if one.step else 0.0 for one in found)
+        for part in ("computing", "other")
+    )
+    return f"ranks compute for {computing:.0%} of the step; data, Python and the like take {other:.0%}"
 
 
 def _reason(kind: Kind, seconds: float, share: float, fitted: Fitted, recording: Recording) -> str:
@@ -147,6 +158,3 @@ def _reason(kind: Kind, seconds: float, share: float, fitted: Fitted, recording:
     others = [one for rank, one in enumerate(work) if rank != slow]
     usual = sum(others) / len(others)
     return f"waiting for rank {slow} costs {text}: it works {show_seconds(work[slow])}, others {show_seconds(usual)}"
-
-
-__all__ = ["TWICE_THE_SPEED", "WORTH", "Kind", "Verdict", "find_bottleneck"]

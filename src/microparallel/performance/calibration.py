@@ -26,7 +26,7 @@ from microparallel.performance.data_parallel_bench_methods import LEARNING_RATE,
 from microparallel.performance.rounds import largest
 from microparallel.performance.step_rounds import wait_for_gpu
 
-_QUEUE = 4  # all-reduces that follow each other, where a queue is timed
+_QUEUE = 16  # all-reduces that follow each other, where a queue is timed
 _MOST_SIZES = 8  # that are timed of each kind; what lies between them is interpolated
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from microparallel.errors import ProgramError
 from microparallel.performance.recorded_costs import OwnClock, recorded_costs
 from microparallel.program import Op, Program, Recv, TrainingStep, Value, halves, parse_op
 from microparallel.schedules import lower
+from microparallel.schedules.replicas import shifted
 from microparallel.simulator import simulate
 from microparallel.trace import Trace
 from microparallel.trace.recording import Recording, Span
@@ -25,8 +26,9 @@ class FittedPipeline:
         times: how long each computation takes on its rank, with what else the rank does before the next.
         message: how long a message takes; the median.
         messages: how long that of each value takes, where it was recorded.
-        meeting: how long all ranks then take to sum the loss.
+        meeting: how long ranks then take to sum gradients and the loss.
         tails: what each rank does by itself after that: the optimizer.
+        replicas: how many pipelines there are side by side; their micro-batches are counted through.
     """
 
     program: Program
@@ -35,6 +37,14 @@ class FittedPipeline:
     messages: Mapping[Value, float] = field(default_factory=dict)
     meeting: float = 0.0
     tails: tuple[float, ...] = ()
+    replicas: int = 1
+
+    @property
+    def shift(self) -> tuple[int, int]:
+        """How many micro-batches and ranks each pipeline has: the next one counts on from there."""
+        goal = self.program.goal
+        microbatches = goal.microbatches if isinstance(goal, TrainingStep) else 0
+        return microbatches // self.replicas, self.program.world_size // self.replicas
 
     def simulate(self) -> Trace:
         """What the simulator makes of all but the tail."""
@@ -51,43 +61,65 @@ class FittedPipeline:
         return self.simulate().makespan + self.tail
 
     def with_messages(self, factor: float) -> FittedPipeline:
-        """The same, with messages that take so many times as long."""
+        """The same, with messages and sums that take so many times as long."""
         messages = {value: seconds * factor for value, seconds in self.messages.items()}
-        return replace(self, message=self.message * factor, messages=messages)
+        return replace(self, message=self.message * factor, messages=messages, meeting=self.meeting * factor)
 
 
 def fit_pipeline(recording: Recording) -> FittedPipeline | None:
     """The program of a recording whose computations are named after operations, as those of a pipeline are."""
-    start = min(span.start for span in recording.spans)
-    orders: list[tuple[Op, ...]] = []
-    times: dict[Op, float] = {}
-    tails: list[float] = []
-    for spans in recording.by_rank:
-        named = [(span, op) for span in spans if span.computes and (op := _operation(span)) is not None]
-        if not named:
-            return None
-        clock = OwnClock([span for span in spans if span.kind != "send"], start)  # to send is a rank's own work
-        last = max([named[-1][0].end, *(span.end for span in spans if span.kind == "send")])
-        bounds = [*(clock.at(span.start) for span, _ in named[1:]), clock.at(last)]
-        begun = 0.0  # what the rank does before its first computation counts to that
-        for (_, op), bound in zip(named, bounds, strict=True):
-            times[op] = max(0.0, bound - begun)
-            begun = bound
-        orders.append(tuple(op for _, op in named))
-        tails.append(max(0.0, clock.at(max(span.end for span in spans)) - begun))
-    ops = [half for order in orders for op in order for half in halves(op)]
-    if sum(len(order) for order in orders) != len(times):
-        return None  # several pipelines side by side
+    found = [_rank_of_pipeline(spans, min(span.start for span in recording.spans)) for spans in recording.by_rank]
+    ranks = [one for one in found if one is not None]
+    if len(ranks) < recording.ranks:
+        return None
+    # A rank that does what an earlier one did belongs to another pipeline, which counts from 0 as well.
+    first = {op for _, op in ranks[0].times}
+    size = next((place for place, one in enumerate(ranks[1:], 1) if {op for _, op in one.times} & first), len(ranks))
+    ops = [half for one in ranks for _, op in one.times for half in halves(op)]
     stages, microbatches = 1 + max(op.stage for op in ops), 1 + max(op.microbatch for op in ops)
-    messages = _message_seconds(recording)
-    usual = statistics.median(messages.values()) if messages else 0.0
+    replicas = len(ranks) // size
     try:
-        program = lower(Program("recorded", TrainingStep(stages, microbatches), tuple(orders)))
-        fitted = FittedPipeline(program, times, usual, messages, _meeting(recording), tuple(tails))
+        orders: list[tuple[Op, ...]] = []
+        for copy in range(replicas):
+            mine = tuple(tuple(op for _, op in one.times) for one in ranks[copy * size : (copy + 1) * size])
+            whole = lower(Program("recorded", TrainingStep(stages, microbatches), mine))
+            orders += [tuple(shifted(op, copy * microbatches, copy * size) for op in ops) for ops in whole.ranks]
+        program = Program("recorded", TrainingStep(stages, microbatches * replicas), tuple(orders))
+        times = {
+            shifted(op, rank // size * microbatches, 0): seconds
+            for rank, one in enumerate(ranks[: replicas * size])
+            for seconds, op in one.times
+        }
+        messages = _message_seconds(recording, size, microbatches)
+        usual = statistics.median(messages.values()) if messages else 0.0
+        tails = tuple(one.tail for one in ranks)
+        fitted = FittedPipeline(program, times, usual, messages, _meeting(recording), tails, replicas)
         fitted.simulate()
     except ProgramError:
         return None
-    return fitted
+    return fitted if program.world_size == recording.ranks else None
+
+
+@dataclass(frozen=True)
+class _RankOfPipeline:
+    times: list[tuple[float, Op]]  # the rank's computations, in order
+    tail: float
+
+
+def _rank_of_pipeline(spans: Sequence[Span], start: float) -> _RankOfPipeline | None:
+    """What a rank computes, and how long each takes until the next; None for a rank of no pipeline."""
+    named = [(span, op) for span in spans if span.computes and (op := _operation(span)) is not None]
+    if not named:
+        return None
+    clock = OwnClock([span for span in spans if span.kind != "send"], start)  # to send is a rank's own work
+    last = max([named[-1][0].end, *(span.end for span in spans if span.kind == "send")])
+    bounds = [*(clock.at(span.start) for span, _ in named[1:]), clock.at(last)]
+    begun = 0.0  # what the rank does before its first computation counts to that
+    times = []
+    for (_, op), bound in zip(named, bounds, strict=True):
+        times.append((max(0.0, bound - begun), op))
+        begun = bound
+    return _RankOfPipeline(times, max(0.0, clock.at(max(span.end for span in spans)) - begun))
 
 
 def _operation(span: Span) -> Op | None:
@@ -98,7 +130,7 @@ def _operation(span: Span) -> Op | None:
     return op if halves(op) else None
 
 
-def _message_seconds(recording: Recording) -> dict[Value, float]:
+def _message_seconds(recording: Recording, size: int, microbatches: int) -> dict[Value, float]:
     """How long each message took once it had been sent and was waited for."""
     sends = {(span.rank, span.peer, span.number): span for span in recording.spans if span.kind == "send"}
     found: dict[Value, float] = {}
@@ -107,19 +139,18 @@ def _message_seconds(recording: Recording) -> dict[Value, float]:
             continue
         send = sends.get((-1 if span.peer is None else span.peer, span.rank, span.number))
         sent = span.start if send is None else send.end if not math.isnan(send.waited) else send.start
-        op = parse_op(span.name) if span.name.startswith("<") else None
+        op = shifted(parse_op(span.name), span.rank // size * microbatches, 0) if span.name.startswith("<") else None
         if isinstance(op, Recv):
             found[op.value] = max(0.0, span.end - max(sent, span.start))
     return found
 
 
 def _meeting(recording: Recording) -> float:
-    """How long the last collective of all ranks took, once all had come."""
-    last = [
-        max((span for span in spans if span.kind == "collective"), key=lambda span: span.end, default=None)
-        for spans in recording.by_rank
-    ]
-    if recording.ranks == 1 or any(span is None or len(span.group) != recording.ranks for span in last):
+    """How long ranks were held up by collectives, each from when all had come; the least of all ranks."""
+    if recording.ranks == 1:
         return 0.0
-    together = [span for span in last if span is not None]
-    return max(0.0, statistics.median(span.end for span in together) - max(span.start for span in together))
+    held_up = [0.0] * recording.ranks
+    for place, span in enumerate(recording.spans):
+        if span.kind == "collective" and not math.isnan(span.waited):
+            held_up[span.rank] += max(0.0, span.end - max(recording.begun[place], span.waited))
+    return min(held_up)

@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from microparallel.models.loss import cross_entropy
 from microparallel.performance.pipeline_bench_methods import Batch, Ours
 from microparallel.performance.rounds import total
 from microparallel.performance.step_rounds import wait_for_gpu
+from microparallel.pipeline.boundary import Boundary, Content
 from microparallel.pipeline.microbatches import split_batch
-from microparallel.pipeline.split_backward import SplitBackward
+from microparallel.pipeline.stage import Pass, Stage
 from microparallel.program import Backward, BackwardInput, BackwardWeight, Forward, ForwardBackward, Op, Program, halves
 from microparallel.simulator import Costs
 
@@ -107,7 +109,7 @@ class Alone:
         self._together = ours.computes_together
         self._ways = [way for way, needed in ((self._whole, "B"), (self._in_halves, "I")) if needed in kinds]
         self._stages = {
-            index: nn.ModuleList(copy.deepcopy(stage.modules)) for index, stage in sorted(pipe.stages.items())
+            index: Stage(index, copy.deepcopy(stage.layers), cross_entropy) for index, stage in pipe.stages.items()
         }
         firsts = {index: stage.layers[0].name for index, stage in pipe.stages.items()}
         inputs, targets = (split_batch(part, microbatches, "samples") for part in batch)
@@ -130,10 +132,11 @@ class Alone:
     def _compute(self) -> None:
         for number, (entering, targets) in enumerate(zip(self._inputs, self._targets, strict=True)):
             for way in self._ways:
-                for index, module in self._stages.items():
+                for index, stage in sorted(self._stages.items()):
                     if number == 0:  # as in a step, the first gradients are not added to others
-                        module.zero_grad()
-                    way(index, *self._forward(index, entering[index], targets))
+                        for parameter in stage.parameters:
+                            parameter.grad = None
+                    way(index, entering[index], targets)
 
     def keep(self) -> None:
         """The last step counts."""
@@ -146,33 +149,24 @@ class Alone:
         by_kind = [total(self._comms, [mine.get((kind, stage), 0.0) for stage in stages]) for kind in KINDS]
         return StageTimes(self._homes, *(tuple(times) for times in by_kind))
 
-    def _forward(self, index: int, entering: torch.Tensor, targets: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        leaf = entering.detach()
-        leaves = [leaf.requires_grad_()] if index > 0 else []
+    def _whole(self, index: int, entering: torch.Tensor, targets: Any) -> None:
+        kept = self._forward(index, entering, targets)
+        gradients = [torch.ones_like(output) for output in kept.outputs]
+        self._timed("B", index, lambda: self._stages[index].backward(kept, gradients))
 
-        def forward() -> torch.Tensor:
-            value = leaf
-            for layer in self._stages[index]:
-                value = layer(value)
-            return cross_entropy(value, targets) if index == len(self._homes) - 1 else value
+    def _in_halves(self, index: int, entering: torch.Tensor, targets: Any) -> None:
+        kept = self._forward(index, entering, targets, splits=True)
+        gradients = [torch.ones_like(output) for output in kept.outputs]
+        self._timed("I", index, lambda: self._stages[index].backward_input(kept, gradients))
+        self._timed("W", index, lambda: self._stages[index].backward_weight(kept))
 
-        return self._timed("F", index, forward), leaves
-
-    def _whole(self, index: int, outputs: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        del leaves
-        gradients = torch.ones_like(outputs)
-        self._timed("B", index, lambda: torch.autograd.backward([outputs], [gradients]))
-
-    def _in_halves(self, index: int, outputs: torch.Tensor, leaves: list[torch.Tensor]) -> None:
-        gradients = torch.ones_like(outputs)
-
-        def input_half() -> SplitBackward:
-            split = SplitBackward([outputs], leaves)
-            split.input_half([gradients])
-            return split
-
-        split = self._timed("I", index, input_half)
-        self._timed("W", index, split.weight_half)
+    def _forward(self, index: int, entering: torch.Tensor, targets: Any, splits: bool = False) -> Pass:
+        stage = self._stages[index]
+        stage.splits = splits
+        boundary = Boundary(pytree.tree_structure(entering), (_content(entering, needs_gradient=index > 0),))
+        answers = targets if index == len(self._homes) - 1 else None
+        outputs, leaves, put_off = self._timed("F", index, lambda: stage.forward(boundary, [entering], answers))
+        return Pass(leaves, [outputs], put_off)
 
     def _timed(self, kind: str, stage: int, work: Callable[[], Any]) -> Any:
         begun = time.perf_counter()
@@ -180,6 +174,10 @@ class Alone:
         wait_for_gpu(self._comms.device)
         self._times.setdefault((kind, stage), []).append(time.perf_counter() - begun)
         return result
+
+
+def _content(tensor: torch.Tensor, needs_gradient: bool) -> Content:
+    return Content(tuple(tensor.shape), tensor.dtype, needs_gradient)
 
 
 def _what_enters(firsts: dict[int, str], model: nn.Module, inputs: torch.Tensor) -> dict[int, torch.Tensor]:

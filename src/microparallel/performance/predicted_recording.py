@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from microparallel.performance.fitted_pipeline import FittedPipeline
 from microparallel.performance.fitted_step import Fitted, FittedStep, fit_step
-from microparallel.program import AllReduce, Backward, Forward, Lane, Op, OptimizerStep, Recv, Send
+from microparallel.program import AllReduce, Backward, Forward, Lane, Op, OptimizerStep, Recv, Send, parse_op
+from microparallel.schedules.replicas import shifted
 from microparallel.trace import Event, Trace
 from microparallel.trace.intervals import Span as Interval
 from microparallel.trace.intervals import outside, union
@@ -40,6 +41,7 @@ def recording_of(fitted: Fitted, names: dict[Kind, str] | None = None, calls: li
     trace = fitted.simulate()
     if not isinstance(fitted, FittedStep):
         recording = recording_of_trace(trace)
+        recording = replace(recording, spans=[_counted_from_0(span, fitted) for span in recording.spans])
         return replace(recording, spans=[*recording.spans, *_tail(fitted, trace, recording, names or {}, calls or [])])
     recording = recording_of_trace(trace, after_all=Backward(0, 0))
     spans: list[Span] = []
@@ -48,6 +50,13 @@ def recording_of(fitted: Fitted, names: dict[Kind, str] | None = None, calls: li
     if len(fitted.work) == 1:
         spans = [span for span in spans if span.computes]
     return replace(recording, spans=[_called(span, fitted, calls or []) for span in spans])
+
+
+def _counted_from_0(span: Span, pipe: FittedPipeline) -> Span:
+    """Each of several pipelines names its own micro-batches and ranks from 0 on."""
+    microbatches, ranks = pipe.shift
+    copy = span.rank // ranks
+    return replace(span, name=str(shifted(parse_op(span.name), -copy * microbatches, -copy * ranks))) if copy else span
 
 
 def _tail(

@@ -19,7 +19,6 @@ import torch
 
 from microparallel.comms import Comms
 from microparallel.errors import UsageError
-from microparallel.performance.chart import Line, Panel, Point, draw_chart
 from microparallel.performance.rounds import largest
 from microparallel.performance.step_rounds import wait_for_gpu
 from microparallel.topology import available_cores, threads_per_rank
@@ -177,23 +176,3 @@ def scaling_bars(scaling: Scaling) -> str:
         name = f"{point.ranks} rank{'s' * (point.ranks != 1)}"
         lines.append(f"{name:<9}{bar:<{_BAR}}  {scaling.speedup(point):.2f} of {scaling.ideal(point):g}")
     return "\n".join(lines)
-
-
-def plot_scaling(scalings: Sequence[Scaling], subtitle: str = "") -> str:
-    """Speed-up and efficiency over the number of ranks, as SVG; the ideal is dotted."""
-    speedups = [_line(scaling, scaling.speedup, scaling.ideal) for scaling in scalings]
-    efficiencies = [_line(scaling, scaling.efficiency, lambda _: 1.0) for scaling in scalings]
-    panels = [
-        Panel("speed-up", "ranks", speedups, lambda ranks: f"{ranks:g}", lambda factor: f"{factor:g}×"),
-        Panel("efficiency", "ranks", efficiencies, lambda ranks: f"{ranks:g}", lambda share: f"{share:.0%}"),
-    ]
-    return draw_chart("Scaling", subtitle, panels)
-
-
-def _line(scaling: Scaling, height: Callable[[ScalingPoint], float], ideal: Callable[[ScalingPoint], float]) -> Line:
-    points = []
-    for point in scaling.points:
-        middle = height(point)
-        slow, quick = max(point.seconds), min(point.seconds)
-        points.append(Point(point.ranks, middle, middle * point.median / slow, middle * point.median / quick))
-    return Line(f"{scaling.kind} scaling", points, bound=[(point.ranks, ideal(point)) for point in scaling.points])

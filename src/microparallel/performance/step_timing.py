@@ -16,8 +16,6 @@ from microparallel.performance.units import show_seconds, show_size
 from microparallel.trace.parts import Parts, parts
 from microparallel.trace.recording import Recording
 
-PARTS = ("forward", "backward", "optimizer", "communicating", "waiting", "other")
-
 
 @dataclass(frozen=True)
 class Phases:
@@ -105,6 +103,19 @@ class StepTiming:
 
     def _mean(self, part: str) -> float:
         return statistics.fmean(getattr(one, part) for one in self.ranks)
+
+    def __str__(self) -> str:
+        """The parts in one line, as means over the ranks."""
+        named = {
+            "forward": self.forward,
+            "backward": self.backward,
+            "exposed communication": self.communication_exposed,
+            "waiting": self.waiting,
+            "optimizer": self.optimizer,
+            "other": self.other,
+        }
+        words = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in named.items())
+        return f"{show_seconds(self.total)}: {words} (hidden: {show_seconds(self.communication_hidden)})"
 
     @property
     def overhead(self) -> CommunicationOverhead:
@@ -206,17 +217,3 @@ def time_steps(recording: Recording, samples: int) -> list[StepTiming]:
         timings.append(time_of_step(step, samples, end - before if before is not None else 0.0))
         before = end
     return timings
-
-
-def show_parts(timing: StepTiming) -> str:
-    """The parts of a step in one line, as means over the ranks."""
-    named = {
-        "forward": timing.forward,
-        "backward": timing.backward,
-        "exposed communication": timing.communication_exposed,
-        "waiting": timing.waiting,
-        "optimizer": timing.optimizer,
-        "other": timing.other,
-    }
-    words = ", ".join(f"{name} {show_seconds(seconds)}" for name, seconds in named.items())
-    return f"{show_seconds(timing.total)}: {words} (hidden: {show_seconds(timing.communication_hidden)})"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from microparallel.performance.fit import fit_line
 from microparallel.performance.fitted_pipeline import FittedPipeline
 from microparallel.performance.fitted_step import Fitted, FittedStep, RankWork
-from microparallel.program import Op, Program, TrainingStep, halves
+from microparallel.program import Op, halves
 from microparallel.schedules import PIPELINES, build
 
 
@@ -229,16 +229,21 @@ def _balanced(pipe: FittedPipeline) -> FittedPipeline:
 
 def _more_microbatches(pipe: FittedPipeline) -> float | None:
     """The step with twice as many micro-batches, each of half the samples, where its schedule is one that is known."""
-    goal = pipe.program.goal
-    if not isinstance(goal, TrainingStep) or (name := _schedule_of(pipe.program)) is None:
+    microbatches, ranks = pipe.shift
+    first = [[op for op in ops if halves(op)] for ops in pipe.program.ranks[:ranks]]
+    name = _schedule_of(first, microbatches)
+    if name is None:
         return None
     means = _means(pipe)
-    now = replace(pipe, times={op: means[_key(op)] for op in pipe.times}, messages={})
-    program = build(name, pipe.program.world_size, 2 * goal.microbatches)
-    times = {op: means[_key(op)] / 2 for ops in program.ranks for op in ops if halves(op)}
-    then = replace(now, program=program, times=times, message=pipe.message / 2)
+
+    def of(count: int, share: float) -> float:
+        program = build(name, ranks, count)
+        times = {op: means[_key(op)] * share for ops in program.ranks for op in ops if halves(op)}
+        return FittedPipeline(program, times, pipe.message * share, {}, pipe.meeting, pipe.tails).makespan
+
     # Means are not what was recorded, so only the ratio counts.
-    return pipe.makespan * then.makespan / now.makespan if now.makespan else None
+    now = of(microbatches, 1.0)
+    return pipe.makespan * of(2 * microbatches, 0.5) / now if now else None
 
 
 def _key(op: Op) -> tuple[type, tuple[int, ...]]:
@@ -252,16 +257,10 @@ def _means(pipe: FittedPipeline) -> dict[tuple[type, tuple[int, ...]], float]:
     return {key: statistics.fmean(seconds) for key, seconds in found.items()}
 
 
-def _schedule_of(program: Program) -> str | None:
+def _schedule_of(computations: Sequence[Sequence[Op]], microbatches: int) -> str | None:
     """The name of the schedule that has these computations in this order."""
-    if not isinstance(program.goal, TrainingStep):
-        return None
     for name in PIPELINES:
-        candidate = build(name, program.world_size, program.goal.microbatches)
-        if _computations(candidate) == _computations(program):
+        candidate = build(name, len(computations), microbatches)
+        if [[op for op in ops if halves(op)] for ops in candidate.ranks] == list(computations):
             return name
     return None
-
-
-def _computations(program: Program) -> list[list[Op]]:
-    return [[op for op in ops if halves(op)] for ops in program.ranks]

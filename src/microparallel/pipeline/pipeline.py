@@ -128,6 +128,8 @@ class Pipeline(Member):
     def _prepare(self, schedule: Schedule) -> None:
         self.most_activations = 0  # that this rank held at once in the last step
         self._schedule = schedule
+        for index, stage in self.stages.items():
+            stage.splits = index in schedule.split_stages
         self._shapes = {training: Shapes(self._row, schedule, self.stages, training) for training in (True, False)}
 
     # ── a step ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from microparallel.errors import ProgramError, UsageError
 from microparallel.pipeline.line import line_up
-from microparallel.program import Act, Grad, Program, Recv, Send, TrainingStep, halves
+from microparallel.program import Act, BackwardInput, Grad, Program, Recv, Send, TrainingStep, halves
 from microparallel.schedules import DATA_PARALLEL, PIPELINES, build, forwards_only, lower, replicate
 from microparallel.schedules.trimming import first_microbatches
 from microparallel.verifier import verify
@@ -31,6 +31,7 @@ class Schedule:
         program = self.program(self.microbatches)
         self.stages = _goal(program).stages
         self.homes = _homes(program)
+        self.split_stages = {op.stage for ops in program.ranks for op in ops if isinstance(op, BackwardInput)}
         self.readers = _readers(program, self.homes)
 
     @functools.cache  # noqa: B019 a schedule lives as long as its pipeline, and has few programs

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from microparallel.pipeline.boundary import Boundary, as_inputs
 from microparallel.pipeline.layers import NamedLayer
+from microparallel.pipeline.put_off import PutOff, PuttingOff
 from microparallel.pipeline.split_backward import SplitBackward
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -24,7 +25,8 @@ class Pass:
 
     leaves: list[torch.Tensor]  # of its input: those that have gradients
     outputs: list[torch.Tensor]  # those that have gradients
-    split: SplitBackward | None = field(default=None)
+    put_off: PutOff = field(default_factory=PutOff)
+    split: SplitBackward | None = None
 
 
 class Stage:
@@ -45,6 +47,7 @@ class Stage:
         self.layers = layers
         self.loss_fn = loss_fn
         self.copies_input = False  # it changes its input in place
+        self.splits = False  # the schedule does its backward in halves
         self._recompute = recompute
 
     @functools.cached_property
@@ -61,15 +64,19 @@ class Stage:
 
     def forward(
         self, boundary: Boundary, inputs: Sequence[torch.Tensor], targets: Any = None
-    ) -> tuple[Any, list[torch.Tensor]]:
+    ) -> tuple[Any, list[torch.Tensor], PutOff]:
         """Apply the layers to what arrived; with targets, the result is the loss.
 
-        Returns it, and those leaves of the input that will have gradients.
+        Returns it, those leaves of the input that will have gradients, and what backward will put off.
         """
         value, leaves = as_inputs(boundary, inputs, self.copies_input)
+        put_off = PutOff()
         if self._recompute and torch.is_grad_enabled():
-            return checkpoint(self._apply, value, targets, use_reentrant=False), leaves
-        return self._apply(value, targets), leaves
+            return checkpoint(self._apply, value, targets, use_reentrant=False), leaves, put_off
+        if not self.splits or not torch.is_grad_enabled():
+            return self._apply(value, targets), leaves, put_off
+        with PuttingOff(put_off):
+            return self._apply(value, targets), leaves, put_off
 
     def _apply(self, value: Any, targets: Any) -> Any:
         *layers, last = self.modules
@@ -85,6 +92,7 @@ class Stage:
         """Add up the weights' gradients, and return those of the input."""
         if kept.outputs:
             torch.autograd.backward(kept.outputs, list(gradients))
+        kept.put_off.add_up()
         return [_or_zeros(leaf.grad, leaf) for leaf in kept.leaves]
 
     def backward_input(self, kept: Pass, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -97,6 +105,7 @@ class Stage:
         """Add up the weights' gradients."""
         if kept.split is not None:
             kept.split.weight_half()
+        kept.put_off.add_up()
 
     @functools.cached_property
     def parameters(self) -> list[nn.Parameter]:

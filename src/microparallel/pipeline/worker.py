@@ -91,11 +91,13 @@ class Worker:
         microbatch = self._microbatches[number]
         boundary = microbatch.boundaries[stage.index - 1]
         targets = self._targets(number) if stage.index == self._last else None
-        outputs, leaves = stage.forward(boundary, self._inputs(stage.index, number), targets)
+        outputs, leaves, put_off = stage.forward(boundary, self._inputs(stage.index, number), targets)
         results = self._results(stage, number, outputs)
         self.values[Act(stage.index, number)] = [result.detach() for result in results]
         if torch.is_grad_enabled():
-            self._kept[stage.index, number] = Pass(leaves, [result for result in results if result.requires_grad])
+            self._kept[stage.index, number] = Pass(
+                leaves, [result for result in results if result.requires_grad], put_off
+            )
             self.most_kept = max(self.most_kept, len(self._kept))
 
     def _inputs(self, stage: int, number: int) -> list[torch.Tensor]:

@@ -1,0 +1,119 @@
+"""The picture of scaling: speed-up and efficiency over the number of ranks, each beside the ideal, as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape
+
+from microparallel.performance.scaling import Scaling, ScalingPoint
+
+_WIDTH, _HEIGHT = 880, 400
+_TOP, _BOTTOM = 96, 340
+_PANELS = ((56, 400), (500, 844))  # from where to where, in pixels
+_INK, _GREY, _GRID, _SHADE = "#1f2328", "#656d76", "#e4e7eb", "#f3f4f6"
+_COLOURS = {"strong": "#0072b2", "weak": "#d55e00"}  # told apart by colour-blind eyes as well
+
+
+@dataclass(frozen=True)
+class _Panel:
+    title: str
+    left: float
+    right: float
+    counts: list[int]
+    highest: float
+    show: Callable[[float], str]
+
+    def x(self, ranks: int) -> float:
+        """Worlds stand at equal distances, as each is twice the one before."""
+        share = (self.counts.index(ranks) + 0.5) / len(self.counts)
+        return self.left + share * (self.right - self.left)
+
+    def y(self, value: float) -> float:
+        return _BOTTOM - (_BOTTOM - _TOP) * value / self.highest
+
+
+def plot_scaling(scalings: Sequence[Scaling], subtitle: str = "") -> str:
+    """Draw a line for each kind of scaling; the ideal is dotted, and worlds with more ranks than cores are shaded."""
+    counts = sorted({point.ranks for scaling in scalings for point in scaling.points})
+    most = max([1.0, *(_most(scaling) for scaling in scalings)])
+    best = max([1.0, *(scaling.efficiency(point) for scaling in scalings for point in scaling.points)])
+    speed = _Panel("speed-up", *_PANELS[0], counts, most * 1.08, lambda value: f"{value:g}×")
+    share = _Panel("efficiency", *_PANELS[1], counts, best * 1.08, lambda value: f"{value:.0%}")
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
+        'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">',
+        "<title>Scaling</title>",
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        _text(_PANELS[0][0], 30, "Scaling", size=17, bold=True),
+        _text(_PANELS[0][0], 50, subtitle, colour=_GREY),
+    ]
+    steps = [step for step in (1, 2, 4, 8, 16, 32, 64, 128) if step <= most]
+    parts += _axes(speed, steps[-5:], scalings)
+    parts += _axes(share, [0.25, 0.5, 0.75, 1.0], scalings)
+    for scaling in scalings:
+        parts += _line(speed, scaling, scaling.speedup)
+        parts += _line(share, scaling, scaling.efficiency)
+    ideals = scalings[0]
+    parts.append(_path([(speed.x(point.ranks), speed.y(ideals.ideal(point))) for point in ideals.points], _GREY, True))
+    parts.append(_path([(share.x(point.ranks), share.y(1.0)) for point in ideals.points], _GREY, True))
+    return "\n".join([*parts, *_legend(scalings), "</svg>", ""])
+
+
+def _most(scaling: Scaling) -> float:
+    return max(max(scaling.speedup(point), scaling.ideal(point)) for point in scaling.points)
+
+
+def _axes(panel: _Panel, marks: Sequence[float], scalings: Sequence[Scaling]) -> list[str]:
+    parts = [_text(panel.left, _TOP - 14, panel.title, bold=True)]
+    crowded = [ranks for ranks in panel.counts if any(_outnumbered(scaling, ranks) for scaling in scalings)]
+    if crowded:
+        edge = panel.x(crowded[0]) - (panel.right - panel.left) / len(panel.counts) / 2
+        place = f'x="{edge:g}" y="{_TOP}" width="{panel.right - edge:g}" height="{_BOTTOM - _TOP}"'
+        parts.append(f'<rect {place} fill="{_SHADE}"/>')
+        parts.append(_text(panel.right, _TOP - 14, "more ranks than cores", colour=_GREY, anchor="end"))
+    for mark in marks:
+        height = panel.y(mark)
+        ends = f'x1="{panel.left}" y1="{height:g}" x2="{panel.right}" y2="{height:g}"'
+        parts.append(f'<line {ends} stroke="{_GRID}"/>')
+        parts.append(_text(panel.left - 7, height + 4, panel.show(mark), colour=_GREY, anchor="end"))
+    for ranks in panel.counts:
+        name = f"{ranks} rank{'s' * (ranks != 1)}"
+        parts.append(_text(panel.x(ranks), _BOTTOM + 20, name, colour=_GREY, anchor="middle"))
+    ends = f'x1="{panel.left}" y1="{_BOTTOM}" x2="{panel.right}" y2="{_BOTTOM}"'
+    return [*parts, f'<line {ends} stroke="{_GREY}"/>']
+
+
+def _outnumbered(scaling: Scaling, ranks: int) -> bool:
+    return scaling.device == "cpu" and ranks > scaling.cores
+
+
+def _line(panel: _Panel, scaling: Scaling, height: Callable[[ScalingPoint], float]) -> list[str]:
+    colour = _COLOURS[scaling.kind]
+    places = [(panel.x(point.ranks), panel.y(height(point))) for point in scaling.points]
+    circles = [f'<circle cx="{x:g}" cy="{y:g}" r="4" fill="{colour}" stroke="white"/>' for x, y in places]
+    return [_path(places, colour), *circles]
+
+
+def _legend(scalings: Sequence[Scaling]) -> list[str]:
+    parts, left = [], float(_PANELS[0][0])
+    names = [(f"{scaling.kind} scaling", _COLOURS[scaling.kind], False) for scaling in scalings]
+    for name, colour, dotted in [*names, ("ideal", _GREY, True)]:
+        parts.append(_path([(left, _HEIGHT - 16), (left + 26, _HEIGHT - 16)], colour, dotted))
+        parts.append(_text(left + 34, _HEIGHT - 12, name))
+        left += 140
+    return parts
+
+
+def _path(places: Sequence[tuple[float, float]], colour: str, dotted: bool = False) -> str:
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    look = 'stroke-width="1.6" stroke-dasharray="0.1 4.5" stroke-linecap="round"' if dotted else 'stroke-width="2.4"'
+    return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-linejoin="round" {look}/>'
+
+
+def _text(
+    x: float, y: float, text: str, *, size: int = 12, colour: str = _INK, bold: bool = False, anchor: str = "start"
+) -> str:
+    weight = ' font-weight="bold"' if bold else ""
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
+    return f'<text {place} fill="{colour}"{weight}>{escape(text)}</text>'
