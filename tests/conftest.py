@@ -1,12 +1,15 @@
 """Ranks that stay warm for the whole session, and new ones in a moment: starting processes is what costs time here."""
 
+import atexit
 import contextlib
 import ctypes
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +23,10 @@ from microparallel.topology import DO_NOT_SPIN
 os.environ.setdefault(*DO_NOT_SPIN)  # as the command line does, before torch is imported
 # Whenever ranks meet, torch asks the name server who ::ffff:127.0.0.1 is, and waits 5 seconds when no answer comes.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# What ranks write down before a test kills them is left where it can be found, which is no place for tests.
+os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="microparallel-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 # How long an example takes says more about the machine than about the code; pytest's own timeout catches hangs.
 settings.register_profile("microparallel", deadline=None)

@@ -7,10 +7,11 @@ import pytest
 
 VERBS = [
     [],
-    *([verb] for verb in ("train", "compare", "draw", "simulate", "verify", "doctor")),
+    *([verb] for verb in ("train", "compare", "analyze", "report", "why", "draw", "simulate", "verify", "doctor")),
     ["bench", "allreduce"],
     ["bench", "dp"],
     ["bench", "pp"],
+    ["bench", "predict"],
 ]
 
 

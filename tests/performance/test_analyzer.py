@@ -208,6 +208,12 @@ def test_a_step_of_a_longer_recording_begins_where_the_last_one_ended():
     assert median_of(timings).total == 3
 
 
+def test_a_batch_that_is_not_full_is_no_usual_step():
+    recording = Recording(1, [Span(0, "forward", "f", 0, 2)])
+    steps = [time_of_step(recording, samples, took) for samples, took in ((8, 3), (8, 4), (8, 9), (2, 2), (2, 2))]
+    assert (median_of(steps).total, median_of(steps).samples, len(median_of(steps).every)) == (4, 8, 5)
+
+
 def test_an_empty_recording_is_refused():
     with pytest.raises(UsageError, match="no spans"):
         time_of_step(Recording(1, []), 1)

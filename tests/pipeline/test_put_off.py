@@ -71,7 +71,9 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_the_same_gradients_as_a_plain_backward(name):
     torch.manual_seed(0)
-    before = compare(copy.deepcopy(MODELS[name]).double(), lambda leaves: leaves[0], [torch.randn(2, 3, 4, requires_grad=True)])
+    before = compare(
+        copy.deepcopy(MODELS[name]).double(), lambda leaves: leaves[0], [torch.randn(2, 3, 4, requires_grad=True)]
+    )
     if name in ("mlp", "reused"):
         assert all(gradient is None for gradient in before.values())  # the input half leaves weights alone
 

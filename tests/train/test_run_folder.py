@@ -170,3 +170,16 @@ def test_file_systems_that_cannot_sync_a_folder_are_forgiven(tmp_path: Path, mon
     fail(5)
     with pytest.raises(OSError, match="Input/output"):
         sync_folder(tmp_path)
+
+
+@pytest.mark.parametrize(("failed", "stays"), [(False, False), (True, True)])
+def test_a_run_points_to_its_ranks_last_words(tmp_path, failed, stays):
+    run = RunFolder.create(tmp_path / "run", TrainConfig())
+    run.append_metrics({"step": 1})
+    take_away = run.point_to_flight(tmp_path)
+    assert (run.path / "flight").resolve() == tmp_path.resolve()
+    take_away(ValueError if failed else None, None, None)
+    assert (run.path / "flight").is_symlink() == stays
+    run.point_to_flight(None)
+    assert not (run.path / "flight").is_symlink()
+    run.close()

@@ -102,6 +102,11 @@ class Flight:
                 folders.remove_old(folders.private_folder())
         return Flight(recorder, ranks_here)
 
+    @property
+    def folder(self) -> Path | None:
+        """Where the flight files of this world are."""
+        return None if self.recorder is None else self.recorder.path.parent
+
     # ── what happens ────────────────────────────────────────────────────────────────────────────────────────────
 
     def group(self, world_ranks: Sequence[int]) -> GroupLog | NoLog:

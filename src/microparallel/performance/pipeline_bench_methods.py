@@ -93,6 +93,9 @@ class Ours:
         return trace
 
 
+_FOLDS_OVER_GLOO = "2.13"  # the first version that was seen to run a schedule folded into a V
+
+
 class TorchRefuses(Exception):
     """torch's schedule cannot do what was asked for; the text says why."""
 
@@ -118,6 +121,8 @@ class Torchs:
         stages = [self._copy_of(index, ours, batch, group) for index in sorted(ours.pipe.stages)]
         schedule = getattr(pipelining, TORCH_S[self.method.schedule])
         given = stages[0] if self.method.schedule in _TAKES_ONE_STAGE else stages
+        if len(stages) > 1 and ours.homes[0] == ours.homes[-1] and torch.__version__ < _FOLDS_OVER_GLOO:
+            raise TorchRefuses(f"torch {torch.__version__} sends from a rank to itself here, which gloo cannot")
         try:
             self._schedule = schedule(given, microbatches, loss_fn=cross_entropy)
         except ValueError as error:

@@ -201,8 +201,12 @@ def time_of_step(recording: Recording, samples: int, took: float = 0.0, loss: fl
 
 
 def median_of(timings: Sequence[StepTiming]) -> StepTiming:
-    """The step that took the median time, as it was: parts of different steps would not add up."""
-    ordered = sorted(timings, key=lambda timing: timing.total)
+    """The step that took the median time, as it was: parts of different steps would not add up.
+
+    Only full batches count: the last of an epoch may have fewer samples.
+    """
+    most = max(timing.samples for timing in timings)
+    ordered = sorted((timing for timing in timings if timing.samples == most), key=lambda timing: timing.total)
     middle = ordered[(len(ordered) - 1) // 2]
     return replace(middle, every=tuple(timing.total for timing in timings))
 

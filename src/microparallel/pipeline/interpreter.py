@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -71,6 +71,7 @@ class Interpreter:
         line: the rank's messages in the order that all ranks keep (`line_up`), where a transport runs them one after
             another. It says when a receive is posted, instead of `ahead`.
         recorder: is told of every operation.
+        doing: is told what is about to be computed.
     """
 
     def __init__(
@@ -83,7 +84,9 @@ class Interpreter:
         ahead: int = 0,
         line: Sequence[Send | Recv] | None = None,
         recorder: Recorder | None = None,
+        doing: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._doing = doing
         self.now: Op | None = None  # what is being done
         self._ops = ops
         self._worker = worker
@@ -104,6 +107,7 @@ class Interpreter:
                 yield from self._exchange(run)
                 continue
             self.now, start = run, time.perf_counter()
+            self._doing(str(run))
             if isinstance(run, AllReduce):
                 reduction = self._reduction(run)
                 reduction.start()

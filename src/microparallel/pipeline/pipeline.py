@@ -226,7 +226,16 @@ class Pipeline(Member):
     ) -> None:
         recorders = [listener for listener in self.comms.listeners if isinstance(listener, Recorder)]
         telling = Telling(events, recorders, self._row.world_ranks)
-        interpreter = Interpreter(ops, worker, self._row.mail, self._sums, ahead=_AHEAD, line=line, recorder=telling)
+        interpreter = Interpreter(
+            ops,
+            worker,
+            self._row.mail,
+            self._sums,
+            ahead=_AHEAD,
+            line=line,
+            recorder=telling,
+            doing=self.comms.flight.doing,
+        )
         try:
             with telling.quietly():
                 for work in interpreter.run():

@@ -37,6 +37,7 @@ def train(comms: Comms, config: TrainConfig, resume: Path | None = None, quiet: 
                 RunFolder.create(config.out, config) if resume is None else RunFolder.open(resume)
             )
             stack.callback(folder.remove_if_nothing_happened)
+            stack.push(folder.point_to_flight(comms.flight.folder))
         if resume is not None:
             _go_on_from_latest(training, resume, display)
             if folder is not None:
@@ -67,6 +68,7 @@ class _Run:
         with StopTogether(training.comms) as stop, Tracing(self._config, training, self._folder, self._total) as trace:
             while training.steps_done < self._total and not stopped:
                 trace.before_step()
+                training.comms.flight.at_step(training.steps_done)
                 self._step()
                 stopped = training.steps_done < self._total and self._together() and stop.agreed()
             training.come_together()

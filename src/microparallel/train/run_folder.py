@@ -6,7 +6,9 @@ runs/20250131-093000-mlp/
   metrics.jsonl    one JSON object a line, as training goes on
   summary.json     how it ended
   checkpoints/     what `--resume` goes on from
-  trace.json       with `--trace`, what every rank did in some steps; trace-chrome.json is for Perfetto
+  flight           while it runs, and after a failure: where the ranks' last words are (`microparallel why`)
+  trace.json       with `--trace`, what every rank did in some steps; trace-chrome.json is for Perfetto,
+                   predicted.json what the simulator makes of one of them
 ```
 """
 
@@ -17,7 +19,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -40,6 +42,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.trace_file = path / "trace.json"
         self.chrome_file = path / "trace-chrome.json"
+        self.predicted_file = path / "predicted.json"
         self._metrics: TextIO | None = None
 
     @classmethod
@@ -65,6 +68,23 @@ class RunFolder:
             what = "there is no config.toml in it" if run.path.is_dir() else "there is no such folder"
             raise ConfigError(f"{path} is not the folder of a run: {what}; name one such as runs/20250131-093000-mlp")
         return run
+
+    def point_to_flight(self, flight: Path | None) -> Callable[..., None]:
+        """Let `microparallel why RUN` find what the ranks write down; what is returned takes the pointer away again.
+
+        Called with an error, it leaves it there: somebody may want to know why.
+        """
+        pointer = self.path / "flight"
+        with suppress(OSError):  # not every file system knows links
+            pointer.unlink(missing_ok=True)
+            if flight is not None:
+                pointer.symlink_to(flight)
+
+        def take_away(kind: type[BaseException] | None, *_: object) -> None:
+            if kind is None or not self.metrics_file.exists():
+                pointer.unlink(missing_ok=True)
+
+        return take_away
 
     @staticmethod
     def default_path(config: TrainConfig, now: datetime) -> Path:
