@@ -91,12 +91,12 @@ def test_messages_of_a_smaller_group(pool, tmp_path):
 
 
 def cut_short(comms):
-    before = len(torch_modules._global_forward_hooks)
+    before = len(torch_modules._global_forward_pre_hooks)
     with pytest.raises(ZeroDivisionError), mp.record(comms) as recorder:
         raise ZeroDivisionError
     with pytest.raises(mp.UsageError, match="block has ended"):
         recorder.recording  # noqa: B018
-    return comms.listeners, len(torch_modules._global_forward_hooks) - before
+    return comms.listeners, len(torch_modules._global_forward_pre_hooks) - before
 
 
 def test_a_block_that_raises_leaves_nothing_behind(pool):

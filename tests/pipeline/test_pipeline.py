@@ -249,7 +249,8 @@ def twice(comms):
             runs = [with_dropout(comms, name, recompute, replicas) for recompute in (False, False, True)]
             if runs[0] != runs[1]:
                 wrong.append(f"{name} × {replicas}: not reproducible")
-            if runs[0] != runs[2]:
+            # A backward in halves rounds differently from a whole one; other random numbers would be far off.
+            if runs[0][0] != pytest.approx(runs[2][0], rel=1e-5):
                 wrong.append(f"{name} × {replicas}: recomputed with other random numbers")
             first.add(tuple(runs[0][0]))
     return wrong if len(first) == 4 else [*wrong, "dropout does nothing"]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 from torch.utils import _pytree as pytree
@@ -71,7 +71,7 @@ class Recorder:
         self._comms = comms
         self._rows: list[Row] = []
         self._numbers: dict[object, Iterator[int]] = defaultdict(itertools.count)
-        self._depth = threading.local()
+        self._any_module: RemovableHandle | None = None
         self._backward: Row | None = None
         self._optimizer: Row | None = None
         self._muted = 0
@@ -133,18 +133,20 @@ class Recorder:
     def muted(self) -> Iterator[None]:
         """Leave torch's modules alone: somebody else tells what is computed."""
         self._muted += 1
+        self._wait_for_no_forward()
         try:
             yield
         finally:
             self._muted -= 1
+            if self in self._comms.listeners:
+                self._wait_for_a_forward()
 
     # ── what torch tells ────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
         """Listen to the Comms, and to every module and optimizer of this process."""
+        self._wait_for_a_forward()
         self._handles = [
-            torch_modules.register_module_forward_pre_hook(self._forward_begins),
-            torch_modules.register_module_forward_hook(self._forward_ends, always_call=True),
             torch_optimizers.register_optimizer_step_pre_hook(self._optimizer_begins),
             torch_optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
         ]
@@ -157,33 +159,40 @@ class Recorder:
     def stop(self) -> None:
         """Listen no longer."""
         self._comms.listeners.remove(self)
+        self._wait_for_no_forward()
         for handle in self._handles:
             handle.remove()
 
-    def _forward_begins(self, module: torch.nn.Module, _: Any) -> None:
-        stack = self._open_forwards()
-        if not stack and not self._muted and self._backward is None:
-            self._rows.append(Row("forward", f"forward of {type(module).__name__}", self._now(), self.step))
-            stack.append(self._rows[-1])
-        else:
-            stack.append(None)
+    def _wait_for_a_forward(self) -> None:
+        if self._any_module is None and not self._muted:
+            self._any_module = torch_modules.register_module_forward_pre_hook(self._forward_begins)
 
-    def _forward_ends(self, _module: torch.nn.Module, _inputs: Any, outputs: Any) -> None:
-        stack = self._open_forwards()
-        row = stack.pop() if stack else None
-        if row is None:
-            return
+    def _wait_for_no_forward(self) -> None:
+        if self._any_module is not None:
+            self._any_module.remove()
+            self._any_module = None
+
+    def _forward_begins(self, module: nn.Module, _: Any) -> None:
+        """A module is called that no other one calls: until it ends, nobody listens to those that it calls."""
+        if self._backward is not None:
+            return  # it computes again what backward needs, and that is part of backward
+        self._wait_for_no_forward()
+        row = Row("forward", f"forward of {type(module).__name__}", self._now(), self.step)
+        self._rows.append(row)
+
+        def ends(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            handle.remove()
+            self._forward_ends(row, outputs)
+
+        handle = module.register_forward_hook(ends, always_call=True)
+
+    def _forward_ends(self, row: Row, outputs: Any) -> None:
         row.end = self._now()
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad and output.grad_fn is not None:
                 output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
-
-    def _open_forwards(self) -> list[Row | None]:
-        """The modules that are being called in this thread, from the outside in; only the outermost counts."""
-        if not hasattr(self._depth, "stack"):
-            self._depth.stack = []
-        stack: list[Row | None] = self._depth.stack
-        return stack
+        if self in self._comms.listeners:
+            self._wait_for_a_forward()
 
     def _backward_begins(self, _: torch.Tensor) -> None:
         if self._backward is None and self in self._comms.listeners:
