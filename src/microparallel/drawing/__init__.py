@@ -11,6 +11,7 @@ from microparallel.drawing.hop_table import hop_table
 from microparallel.drawing.hops import hops_of
 from microparallel.drawing.html import page
 from microparallel.drawing.lines import NARROWEST, Line, coloured, plain
+from microparallel.drawing.recordings import recording_figure, recording_text
 from microparallel.drawing.rows import from_zero, rows_of
 from microparallel.drawing.svg import figure
 from microparallel.drawing.timeline import timeline
@@ -18,6 +19,7 @@ from microparallel.errors import UsageError
 from microparallel.program import Collective, Program
 from microparallel.simulator import Costs, simulate
 from microparallel.trace import Trace
+from microparallel.trace.recording import Recording
 
 Format = Literal["text", "svg", "html"]
 View = Literal["timeline", "clock", "hops"]
@@ -36,7 +38,7 @@ __all__ = [
 
 
 def draw(
-    program_or_trace: Program | Trace,
+    program_or_trace: Program | Trace | Recording,
     as_: Format = "text",
     *,
     view: View | None = None,
@@ -46,7 +48,8 @@ def draw(
     """Draw a program or a trace, and return the drawing.
 
     Args:
-        program_or_trace: a program, which is simulated first, or what happened when one ran.
+        program_or_trace: a program, which is simulated first; what happened when one ran; or a recording of any run,
+            as text or as a figure.
         as_: "text" for a terminal, "svg" for a figure, "html" for a page that needs nothing else: a schedule says why
             each operation waited, and a collective can be stepped through hop by hop.
         view: of a text; "timeline" (with an honest time axis), "clock" (a schedule tick by tick: which stage works on
@@ -63,12 +66,20 @@ def draw(
     """
     if as_ not in get_args(Format):
         raise UsageError(f"as_={as_!r}: a drawing is one of {', '.join(get_args(Format))}")
+    if isinstance(program_or_trace, Recording):
+        return _draw_recording(program_or_trace, as_, width)
     if as_ == "text":
         return plain(text_lines(program_or_trace, view=view, costs=costs, width=width))
     if view is not None:
         raise UsageError(f"view={view!r} is for a text; {as_} shows a schedule's timeline and a collective's messages")
     trace = _trace_of(program_or_trace, costs)
     return figure(trace) if as_ == "svg" else page(trace)
+
+
+def _draw_recording(recording: Recording, as_: Format, width: int | None) -> str:
+    if as_ == "html":
+        raise UsageError("as_='html': a recording's page is the run's report; see `microparallel report`")
+    return recording_text(recording, width) if as_ == "text" else recording_figure(recording)
 
 
 def text_lines(

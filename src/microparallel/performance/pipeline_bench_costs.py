@@ -117,6 +117,8 @@ class Alone:
         self._targets = targets
         self._times: dict[tuple[str, int], list[float]] = {}  # of the last step
         self._kept: list[dict[tuple[str, int], float]] = []  # means of steps that count
+        self._one_by_one: list[dict[tuple[str, int], list[float]]] = []  # the same, micro-batch by micro-batch
+        self._microbatches = microbatches
 
     def step(self) -> None:
         """All computations of a step that this rank has, each backward once whole and once in halves."""
@@ -141,6 +143,7 @@ class Alone:
     def keep(self) -> None:
         """The last step counts."""
         self._kept.append({key: statistics.fmean(seconds) for key, seconds in self._times.items()})
+        self._one_by_one.append(self._times)
 
     def stage_times(self) -> StageTimes:
         """The medians over all steps that count; all ranks call this, and get the same."""
@@ -148,6 +151,30 @@ class Alone:
         stages = range(len(self._homes))
         by_kind = [total(self._comms, [mine.get((kind, stage), 0.0) for stage in stages]) for kind in KINDS]
         return StageTimes(self._homes, *(tuple(times) for times in by_kind))
+
+    def steps(self) -> list[dict[Op, float]]:
+        """How long each computation took in each step that counts; all ranks call this, and get the same."""
+        kinds: dict[str, Callable[[int, int], Op]] = {
+            "F": Forward,
+            "B": Backward,
+            "I": BackwardInput,
+            "W": BackwardWeight,
+        }
+        ops = [
+            (letter, kinds[letter](stage, number))
+            for letter in KINDS
+            for stage in range(len(self._homes))
+            for number in range(self._microbatches)
+        ]
+        return [
+            dict(zip((op for _, op in ops), total(self._comms, [self._sample(step, *one) for one in ops]), strict=True))
+            for step in self._one_by_one
+        ]
+
+    def _sample(self, step: dict[tuple[str, int], list[float]], letter: str, op: Any) -> float:
+        """The time of one operation here; of forwards, which there are for each way of going back, the first."""
+        samples = step.get((letter, op.stage), [])
+        return samples[op.microbatch * len(samples) // self._microbatches] if samples else 0.0
 
     def _whole(self, index: int, entering: torch.Tensor, targets: Any) -> None:
         kept = self._forward(index, entering, targets)

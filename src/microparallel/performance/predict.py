@@ -9,7 +9,7 @@ gpipe, 1f1b  the schedule's program, with the times of its stages and of a messa
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from microparallel.performance.calibration import MessageTimes, RankTimes
@@ -104,12 +104,24 @@ def predict_ddp(
     return FittedStep(tuple(ranks), tuple(messages.in_place.at(size) for size in totals), tuple(totals))
 
 
-def predict_pipeline(program: Program, stages: StageTimes, activation: int, messages: MessageTimes) -> FittedPipeline:
-    """The schedule with the times of its stages, where all messages are as long as an activation."""
-    costs = stages.costs
-    times: dict[Op, float] = {}
-    for ops in program.ranks:
-        times |= {op: costs.of(op) for op in ops if halves(op)}
+def predict_pipeline(
+    program: Program, stages: StageTimes | Mapping[Op, float], activation: int, messages: MessageTimes
+) -> FittedPipeline:
+    """The schedule with the times of its computations, where all messages are as long as an activation.
+
+    Args:
+        program: the schedule.
+        stages: how long its stages take for a micro-batch; or how long each computation took.
+        activation: bytes.
+        messages: how long messages take.
+    """
+
+    def seconds(op: Op) -> float:
+        if isinstance(stages, StageTimes):
+            return stages.costs.of(op)
+        return sum(stages[half] for half in halves(op))
+
+    times = {op: seconds(op) for ops in program.ranks for op in ops if halves(op)}
     return FittedPipeline(program, times, messages.message.at(activation))
 
 

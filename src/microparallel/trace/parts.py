@@ -53,38 +53,58 @@ class Parts:
 
 def parts(recording: Recording) -> list[Parts]:
     """For each rank, where the time between the first span's start and the last span's end went."""
-    start = min((span.start for span in recording.spans), default=0.0)
-    end = max((span.end for span in recording.spans), default=0.0)
-    begun = {id(recording.spans[place]): time for place, time in recording.begun.items()}
-    return [_parts_of(spans, begun, (start, end)) for spans in recording.by_rank]
+    whole = _whole(recording)
+    found = []
+    for spans, pieces in zip(recording.by_rank, pieces_of(recording), strict=True):
+        lengths = {name: length(times) for name, times in pieces.items()}
+        under_way = _under_way(spans, _begun(recording))
+        computing = union([*pieces["forward"], *pieces["backward"], *pieces["optimizer"]])
+        step = whole[1] - whole[0]
+        other = step - sum(lengths.values())
+        found.append(Parts(step=step, other=other, hidden=length(_both(under_way, computing)), **lengths))
+    return found
 
 
-def _parts_of(spans: list[Span], begun: dict[int, float], whole: Interval) -> Parts:
+def pieces_of(recording: Recording) -> list[dict[str, list[Interval]]]:
+    """For each rank, the times in which it computed forward, backward and the optimizer, communicated, and waited.
+
+    They are apart from each other; what is in none of them is other.
+    """
+    begun, whole = _begun(recording), _whole(recording)
+    return [_pieces(spans, begun, whole) for spans in recording.by_rank]
+
+
+def _pieces(spans: list[Span], begun: dict[int, float], whole: Interval) -> dict[str, list[Interval]]:
     talking = [span for span in spans if not span.computes]
     blocked = union((span.waited, span.end) for span in talking if not math.isnan(span.waited))
-    under_way = union((begun.get(id(span), span.start), span.end) for span in talking)
-    exposed = _both(blocked, under_way)
-    computing = outside(_of(spans, "forward", "backward", "optimizer"), blocked)
-    waiting = outside(blocked, under_way)
+    under_way = _under_way(spans, begun)
     # A forward inside a backward is a recomputation, and counts to the backward it is part of.
     optimizer = outside(_of(spans, "optimizer"), blocked)
     backward = outside(outside(_of(spans, "backward"), blocked), optimizer)
-    forward = outside(computing, union([*optimizer, *backward]))
-    busy = length(union([*computing, *blocked]))
-    step = whole[1] - whole[0]
+    forward = outside(outside(_of(spans, "forward"), blocked), union([*optimizer, *backward]))
     # At the end of a step, ranks that are done wait for the last one.
     last = max((span.end for span in spans), default=whole[1])
-    at_the_end = whole[1] - last
-    return Parts(
-        step=step,
-        forward=length(forward),
-        backward=length(backward),
-        optimizer=length(optimizer),
-        communicating=length(exposed),
-        waiting=length(waiting) + at_the_end,
-        other=step - busy - at_the_end,
-        hidden=length(_both(under_way, computing)),
-    )
+    return {
+        "forward": forward,
+        "backward": backward,
+        "optimizer": optimizer,
+        "communicating": _both(blocked, under_way),
+        "waiting": union([*outside(blocked, under_way), (last, whole[1])]),
+    }
+
+
+def _whole(recording: Recording) -> Interval:
+    start = min((span.start for span in recording.spans), default=0.0)
+    return start, max((span.end for span in recording.spans), default=0.0)
+
+
+def _begun(recording: Recording) -> dict[int, float]:
+    return {id(recording.spans[place]): time for place, time in recording.begun.items()}
+
+
+def _under_way(spans: Iterable[Span], begun: dict[int, float]) -> list[Interval]:
+    """When communication could go on: all it needed had come, and it had not ended."""
+    return union((begun.get(id(span), span.start), span.end) for span in spans if not span.computes)
 
 
 def _of(spans: Iterable[Span], *kinds: str) -> list[Interval]:

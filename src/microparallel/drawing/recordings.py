@@ -1,0 +1,149 @@
+"""A recording as text or as a figure: for each rank, what it did with every moment.
+
+```
+rank 0  ▓▓▓▓▓█████████░░▒▒▒▒▒▒
+rank 1  ▓▓▓████████····░▒▒▒▒▒▒
+```
+"""
+
+from __future__ import annotations
+
+import math
+
+from microparallel.drawing import kinds
+from microparallel.drawing.markup import Markup, element, joined
+from microparallel.drawing.numbers import round_step, short
+from microparallel.trace.intervals import Span as Interval
+from microparallel.trace.parts import pieces_of
+from microparallel.trace.recording import Recording
+
+# What is drawn, with its sign in a terminal and its colour in a figure.
+_SIGNS = {"forward": "▓", "backward": "█", "optimizer": "▒", "communicating": "░", "waiting": "·"}
+_COLOURS = {
+    "forward": kinds.FORWARD.fill,
+    "backward": kinds.BACKWARD.fill,
+    "optimizer": kinds.OPTIMIZER_STEP.fill,
+    "communicating": kinds.ALL_REDUCE.fill,
+    "waiting": "none",
+}
+_WIDTH = 100  # columns
+_LEFT, _RIGHT, _ROW, _TOP, _PIXELS = 70.0, 16.0, 30.0, 44.0, 900.0
+
+
+def recording_text(recording: Recording, width: int | None = None) -> str:
+    """Draw a recording with letters: each column shows what took most of its time."""
+    start, end = _bounds(recording)
+    gutter = len(f"rank {recording.ranks - 1}") + 2
+    columns = max(8, (width or _WIDTH) - gutter)
+    lines = [_title(recording)]
+    for rank, pieces in enumerate(pieces_of(recording)):
+        cells = [_sign(pieces, *_column(start, end, column, columns)) for column in range(columns)]
+        lines.append(f"{f'rank {rank}'.ljust(gutter)}{''.join(cells)}".rstrip())
+    marks, numbers = ["─"] * columns, [" "] * (columns + 12)
+    for time, text in _ticks(end - start, columns / 10):
+        at = min(columns - 1, math.floor(time / (end - start) * columns)) if end > start else 0
+        marks[at] = "┼"
+        if at + len(text) <= columns:
+            numbers[at : at + len(text)] = text
+    lines += [" " * gutter + "".join(marks), f"{'ms'.ljust(gutter)}{''.join(numbers)}".rstrip()]
+    lines.append("  ".join(f"{sign} {name}" for name, sign in _SIGNS.items()))
+    return "\n".join(lines)
+
+
+def recording_figure(recording: Recording) -> str:
+    """Draw a recording as an SVG image; hovering over a piece says what it is and how long it took."""
+    start, end = _bounds(recording)
+    scale = (_PIXELS - _LEFT - _RIGHT) / (end - start or 1)
+    parts = [element("title", _title(recording)), element("text", _title(recording), x=12, y=24, font_size=15)]
+    for rank, pieces in enumerate(pieces_of(recording)):
+        top = _TOP + rank * _ROW
+        parts.append(element("text", f"rank {rank}", x=12, y=top + 16))
+        parts += [_box(name, times, top, start, scale) for name, times in pieces.items()]
+    bottom = _TOP + recording.ranks * _ROW
+    for time, text in _ticks(end - start, 10):
+        parts.append(element("text", text, x=_LEFT + time * scale, y=bottom + 16, font_size=11))
+    parts += _legend(bottom + 40)
+    height = bottom + 56
+    return element(
+        "svg",
+        joined(*parts),
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=f"0 0 {_PIXELS:.0f} {height:.0f}",
+        width=_PIXELS,
+        height=height,
+        role="img",
+        aria_label=_title(recording),
+        font_family="system-ui, sans-serif",
+        font_size=12,
+        fill="#767676",
+    )
+
+
+def _box(name: str, times: list[Interval], top: float, begun: float, scale: float) -> Markup:
+    """All pieces of one kind in a row."""
+    boxes = [
+        element(
+            "rect",
+            element("title", f"{name}, {_seconds(end - start)}"),
+            x=_LEFT + (start - begun) * scale,
+            y=top,
+            width=max(0.5, (end - start) * scale),
+            height=_ROW - 8,
+            fill=_COLOURS[name],
+            stroke="#999999" if name == "waiting" else None,
+            stroke_dasharray="3 3" if name == "waiting" else None,
+        )
+        for start, end in times
+    ]
+    return joined(*boxes)
+
+
+def _legend(y: float) -> list[Markup]:
+    entries = []
+    for place, (name, colour) in enumerate(_COLOURS.items()):
+        x = _LEFT + place * 150
+        line = "#999999" if name == "waiting" else None
+        entries.append(element("rect", x=x, y=y - 11, width=14, height=12, fill=colour, stroke=line))
+        entries.append(element("text", name, x=x + 20, y=y))
+    return entries
+
+
+def _bounds(recording: Recording) -> Interval:
+    start = min((span.start for span in recording.spans), default=0.0)
+    return start, max((span.end for span in recording.spans), default=0.0)
+
+
+def _title(recording: Recording) -> str:
+    steps = len(recording.steps)
+    words = [f"{recording.ranks} rank{'s' * (recording.ranks != 1)}", f"{steps} step{'s' * (steps != 1)}"]
+    return " · ".join(["recording", *words, _seconds(recording.makespan)])
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _column(start: float, end: float, column: int, columns: int) -> Interval:
+    length = (end - start) / columns
+    return start + column * length, start + (column + 1) * length
+
+
+def _sign(pieces: dict[str, list[Interval]], start: float, end: float) -> str:
+    """The sign of what took most of a column; nothing if that was something else."""
+    shares = {name: sum(_common(one, (start, end)) for one in times) for name, times in pieces.items()}
+    name = max(shares, key=lambda one: shares[one])
+    other = end - start - sum(shares.values())
+    return _SIGNS[name] if shares[name] > other else " "
+
+
+def _common(one: Interval, two: Interval) -> float:
+    """How long both are."""
+    return max(0.0, min(one[1], two[1]) - max(one[0], two[0]))
+
+
+def _ticks(length: float, count: float) -> list[tuple[float, str]]:
+    """Round times, about so many, as milliseconds."""
+    if length <= 0:
+        return []
+    step = round_step(length / max(1.0, count))
+    return [(index * step, short(index * step * 1e3)) for index in range(math.floor(length / step) + 1)]
