@@ -78,22 +78,8 @@ def analyze(
     recompute: options.Recompute = None,
     device: options.Device = None,
     transport: options.TransportName = None,
-    slow_rank: Annotated[
-        str | None,
-        typer.Option(
-            metavar="R=Nx",
-            help="Let a rank compute N times slower (1=3x), to see it.",
-            rich_help_panel="Slow on purpose",
-        ),
-    ] = None,
-    slow_link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A-B=…",
-            help="Slow messages between two ranks down: 0-1=5ms,100Mbit.",
-            rich_help_panel="Slow on purpose",
-        ),
-    ] = None,
+    slow_rank: options.SlowRank = None,
+    slow_link: options.SlowLink = None,
     steps: Annotated[int | None, typer.Option(help="Steps to record.", show_default="20")] = None,
     scaling: Annotated[
         str | None,

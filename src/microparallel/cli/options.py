@@ -10,7 +10,7 @@ import typer
 from microparallel.schedules import PIPELINES
 from microparallel.train.config import DEFAULTS
 
-_SUBJECT, _STEPS, _WORLD = "What to train", "How to train", "Where to train"
+_SUBJECT, _STEPS, _WORLD, _ON_PURPOSE = "What to train", "How to train", "Where to train", "Slow on purpose"
 
 
 def _default(key: str) -> str:
@@ -159,6 +159,19 @@ Device = Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_defa
 TransportName = Annotated[
     str | None,
     typer.Option("--transport", help="auto, shm, gloo or nccl.", show_default="auto", rich_help_panel=_WORLD),
+]
+
+SlowRank = Annotated[
+    str | None,
+    typer.Option(metavar="R=Nx", help="Let a rank compute N times slower: 1=3x.", rich_help_panel=_ON_PURPOSE),
+]
+SlowLink = Annotated[
+    str | None,
+    typer.Option(
+        metavar="A-B=…",
+        help="Slow messages between two ranks down: 0-1=5ms,100Mbit.",
+        rich_help_panel=_ON_PURPOSE,
+    ),
 ]
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for scripts.")]

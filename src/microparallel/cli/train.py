@@ -80,22 +80,8 @@ def train(
     validate_every: Annotated[
         int | None, typer.Option(help="Steps between measurements on held-back data.", show_default="once an epoch")
     ] = None,
-    slow_rank: Annotated[
-        str | None,
-        typer.Option(
-            metavar="R=Nx",
-            help="Let a rank compute N times slower (2=3x), to see it.",
-            rich_help_panel="Slow on purpose",
-        ),
-    ] = None,
-    slow_link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="A-B=…",
-            help="Slow messages between two ranks down: 0-1=5ms,100Mbit.",
-            rich_help_panel="Slow on purpose",
-        ),
-    ] = None,
+    slow_rank: options.SlowRank = None,
+    slow_link: options.SlowLink = None,
     trace: Annotated[
         bool | None, typer.Option("--trace", help="Record ten steps: what every rank did when (see report).")
     ] = None,
