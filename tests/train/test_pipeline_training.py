@@ -136,7 +136,8 @@ class OwnLoss(nn.Module):
     [
         ({"schedule": "gpipe"}, "--schedule gpipe is for pipelines; add --pp 2"),
         ({"pp": 2, "schedule": "1f2b"}, "did you mean 1f1b"),
-        ({"pp": 2, "ranks": 3}, "--dp 1 times --pp 2 is 2, and there are 3 ranks"),
+        ({"pp": 2, "ranks": 3}, "--ranks 3 cannot be shared out among pipelines of --pp 2; try --ranks 2"),
+        ({"dp": 2, "pp": 2, "ranks": 3}, "--dp 2 times --pp 2 is 4, and there are 3 ranks"),
         ({"pp": 2, "strategy": "ddp"}, "--pp 2 makes a pipeline, and --strategy is ddp"),
         ({"pp": 2, "batch": 8, "microbatches": 9}, "try --microbatches 8, or --batch 9"),
         ({"pp": 2, "dp": 4, "batch": 3, "ranks": 1}, "--batch 3 is smaller than --dp 4"),

@@ -196,4 +196,7 @@ def _report(summary: dict[str, Any]) -> str:
     loss = f", training loss {summary['loss']:.4f}" if summary["loss"] is not None else ""
     speed = f", {summary['samples_per_second']:,.0f} samples/s" if summary["samples_per_second"] else ""
     lines.append(f"{summary['steps']} steps{loss}; {summary['seconds']:.1f} s{speed}")
-    return "\n".join([*lines, f"kept in {summary['folder']}"])
+    lines.append(f"kept in {summary['folder']}")
+    if (Path(summary["folder"]) / "trace.json").exists():
+        lines.append(f"recorded; see it with: microparallel report {summary['folder']}")
+    return "\n".join(lines)

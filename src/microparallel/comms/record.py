@@ -5,7 +5,7 @@ with mp.record(comms) as recorder:
     for inputs, targets in batches:
         loss_fn(model(inputs), targets).backward()
         optimizer.step()
-recorder.recording.to_chrome("run.json")
+recorder.recording.save("runs/mine")
 ```
 """
 
@@ -276,6 +276,15 @@ def record(comms: Comms, **about: Any) -> Iterator[Recorder]:
     Args:
         comms: the ranks. Calls of its sub-groups are recorded too.
         about: words and numbers that are kept with the recording, such as `model="gpt"`.
+
+    Example:
+        ```python
+        with mp.record(comms) as recorder:
+            train_some_steps()
+        if comms.rank == 0:
+            recorder.recording.save("runs/mine")  # then: microparallel report runs/mine
+            print(mp.draw(recorder.recording))
+        ```
     """
     recorder = Recorder(comms)
     recorder.start()

@@ -141,6 +141,13 @@ class Recording:
         spans = [_span(dict(zip(names, row, strict=True))) for row in content["spans"]]
         return cls(content["ranks"], spans, content["clock_error"], content["about"])
 
+    def save(self, folder: str | Path) -> None:
+        """Write trace.json, of which `microparallel report FOLDER` makes a page, and trace-chrome.json for Perfetto."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "trace.json").write_text(self.to_json())
+        self.to_chrome(path / "trace-chrome.json")
+
     def to_chrome(self, path: str | Path) -> None:
         """Write a file that Perfetto and chrome://tracing open: a process for each rank, arrows for messages."""
         entries = list(_chrome(self))

@@ -282,6 +282,11 @@ def _check_together(config: TrainConfig) -> None:
 def _check_layout(config: TrainConfig) -> None:
     """Raise a ConfigError if dp, pp and ranks contradict each other, or mean nothing."""
     dp, pp = config.layout
+    if config.dp is None and config.ranks > 1 and config.ranks % pp:
+        raise ConfigError(
+            f"--ranks {config.ranks} cannot be shared out among pipelines of --pp {pp}; "
+            f"try --ranks {max(1, config.ranks // pp) * pp}"
+        )
     if config.ranks not in (1, dp * pp):
         raise ConfigError(
             f"--dp {dp} times --pp {pp} is {dp * pp}, and there are {config.ranks} ranks; leave one of them out"
