@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
@@ -48,6 +49,7 @@ def test_a_data_parallel_program(any_pool):
 
 
 def straggler(comms):
+    comms.barrier()
     with mp.record(comms) as recorder:
         if comms.rank == 1:
             time.sleep(0.1)
@@ -117,3 +119,33 @@ def recomputing(comms):
 def test_a_forward_inside_a_backward_is_part_of_it(pool):
     (found,) = pool.run(recomputing, 1, timeout=30)
     assert found == [("forward", "forward of Linear"), ("backward", "backward"), ("forward", "forward of Linear")]
+
+
+def other_peoples_program(comms):
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
+    dist.barrier()
+    with mp.record(comms) as recorder:
+        model(torch.ones(2, 4)).sum().backward()
+        dist.all_reduce(torch.ones(5))
+        if comms.rank == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            dist.recv(torch.ones(2), 0)
+    return recorder.recording
+
+
+def test_a_torch_program_on_our_backend(pool):
+    """It knows nothing of us: only the backend is ours."""
+    recording = pool.run(other_peoples_program, 2, transport="shm", timeout=30)[0]
+    for rank, spans in enumerate(recording.by_rank):
+        calls = [(span.kind, span.name, span.bytes) for span in spans if not span.computes]
+        message = ("send", "send(float32[2], dst=1, tag=0)", 8) if rank == 0 else (
+            "receive", "recv(float32[2], src=0, tag=0)", 8
+        )  # fmt: skip
+        assert calls == [
+            ("collective", "all_reduce(float32[15], op=SUM)", 60),  # DDP's bucket
+            ("collective", "all_reduce(float32[5], op=SUM)", 20),
+            message,
+        ]
+        assert all(span.place.startswith("test_record.py:") for span in spans if not span.computes)

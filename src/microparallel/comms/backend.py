@@ -294,7 +294,8 @@ class MicroparallelGroup(CallingGroup):
     def send(self, tensors: Any, to: int, tag: int = 0) -> dist.Work:
         """Start sending."""
         (tensor,) = _as_list(tensors)
-        call = in_words("send", describe(tensor), f"dst={self._world_rank(to)}", f"tag={tag}")
+        words = in_words("send", describe(tensor), f"dst={self._world_rank(to)}", f"tag={tag}")
+        call = words.as_message(to, sends=True, size=tensor.nbytes)
         entry = self._group.log.send(call.text, describe(tensor), to, tag, tensor.nbytes)
         with named_failures(call, self._group, entry):
             work = self._group.isend(plain(tensor), to, tag)
@@ -305,7 +306,8 @@ class MicroparallelGroup(CallingGroup):
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
         """Start receiving."""
         (tensor,) = _as_list(tensors)
-        call = in_words("recv", describe(tensor), f"src={self._world_rank(source)}", f"tag={tag}")
+        words = in_words("recv", describe(tensor), f"src={self._world_rank(source)}", f"tag={tag}")
+        call = words.as_message(source, sends=False, size=tensor.nbytes)
         wire = plain(tensor)
         entry = self._group.log.recv(call.text, describe(tensor), source, tag, tensor.nbytes)
         work = self._group.irecv(wire, source, tag)
@@ -315,7 +317,8 @@ class MicroparallelGroup(CallingGroup):
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Start receiving from whoever sends first."""
         (tensor,) = _as_list(tensors)
-        call = in_words("recv", describe(tensor), "src=any", f"tag={tag}")
+        words = in_words("recv", describe(tensor), "src=any", f"tag={tag}")
+        call = words.as_message(None, sends=False, size=tensor.nbytes)
         wire = plain(tensor)
         entry = self._group.log.recv(call.text, describe(tensor), None, tag, tensor.nbytes)
         work = self._group.irecv_from_anybody(wire, tag)

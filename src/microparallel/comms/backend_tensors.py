@@ -7,13 +7,16 @@ and without marking what autograd has saved as changed.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from microparallel.comms.calls import Call, describe_content
+from microparallel.comms.calls import Call, content_bytes, describe_content
 from microparallel.errors import UsageError
+
+_ONE_TENSOR = re.compile(r"\w+\[[\d, ]*\]")  # as `describe` writes it
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -88,4 +91,5 @@ def _content(dtype: torch.dtype, shape: torch.Size) -> str:
 @functools.lru_cache(maxsize=4096)
 def in_words(name: str, content: str, *details: str) -> Call:
     """A call as every rank must make it; training makes the same few again and again."""
-    return Call.of_all(name, content, *details)
+    size = content_bytes(content) if _ONE_TENSOR.fullmatch(content) else 0
+    return Call.of_all(name, content, *details, size=size)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from microparallel.comms.backend_options import seconds
 from microparallel.comms.calls import Call
 from microparallel.comms.failures import named_failures
+from microparallel.comms.listening import Heard
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.turns import Turn
 from microparallel.flight import Entry, NoEntry
@@ -28,6 +29,8 @@ class StartedWork(dist.Work):
         self._call = call
         self._entry: Entry | NoEntry | None = entry  # until it has ended
         self._result = result
+        listeners = group.flight.listeners
+        self._heard = Heard(listeners, call, group.world_ranks) if listeners else None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the result is there; raise an error that names the rank and the call."""
@@ -35,8 +38,14 @@ class StartedWork(dist.Work):
         if entry is None:  # it has been waited for before
             entry = NoEntry()
         entry.waits()
-        with named_failures(self._call, self._group, entry):
-            self._finish(seconds(timeout))
+        if self._heard is not None:
+            self._heard.wait()
+        try:
+            with named_failures(self._call, self._group, entry):
+                self._finish(seconds(timeout))
+        finally:
+            if self._heard is not None:
+                self._heard.end()
         entry.ends()
         return True
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,6 +42,10 @@ class Call:
         """One end of a message: the content must agree, the name and the peer differ."""
         text = f"{name}({content}, {'dest' if sends else 'src'}={peer})"
         return Call(text, content, collective=False, size=size, peer=peer, sends=sends)
+
+    def as_message(self, peer: int | None, *, sends: bool, size: int) -> Call:
+        """The same words for one end of a message; its peer is None where it may come from anybody."""
+        return replace(self, collective=False, peer=peer, sends=sends, size=size)
 
     def to_bytes(self) -> bytes:
         """The call as JSON of a fixed size, so that a receiver knows how many bytes to expect."""

@@ -348,15 +348,13 @@ class Comms(Conversation):
         transport = self._transport.subgroup(members)
         if transport is None:
             return None
-        smaller = Comms(
+        return Comms(
             transport,
             device=self.device,
             local_rank=self.local_rank,
             check=self._checker is not None,
             on_close=transport.close,
         )
-        smaller.listeners = self.listeners
-        return smaller
 
     def close(self) -> None:
         """Leave the conversation; closing twice is fine."""

@@ -25,8 +25,12 @@ class Conversation:
         self.world_size = transport.world_size
         self._transport = transport
         self._closed = False
-        self.listeners: list[Listener] = []  # of all groups that were made from this one, too
         self._checker = Checker(transport) if check and transport.world_size > 1 else None
+
+    @property
+    def listeners(self) -> list[Listener]:
+        """Who hears of the calls of this world: all its groups have the same, and so has the torch backend."""
+        return self._transport.flight.listeners
 
     def _collective(
         self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]

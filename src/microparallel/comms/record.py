@@ -274,7 +274,9 @@ def record(comms: Comms, **about: Any) -> Iterator[Recorder]:
     """Record what all ranks do in a `with` block; every rank enters and leaves it.
 
     Args:
-        comms: the ranks. Calls of its sub-groups are recorded too.
+        comms: the ranks. Calls of its sub-groups are recorded too, and those that torch's own `distributed` makes on
+            our backend. What torch's DistributedDataParallel waits for inside its backward nobody outside can see: it
+            counts as backward.
         about: words and numbers that are kept with the recording, such as `model="gpt"`.
 
     Example:

@@ -27,14 +27,12 @@ def slow_down(comms: Comms, links: Mapping[frozenset[int], Link]) -> Comms:
     """The same ranks, with slow links between some of them; links name ranks of the world."""
     group = SlowGroup(comms._transport, links)
     comms.before_closing.append(group.stop)
-    slow = Comms(
+    return Comms(
         group,
         device=comms.device,
         local_rank=comms.local_rank,
         check=comms._checker is not None,
     )
-    slow.listeners = comms.listeners
-    return slow
 
 
 class SlowGroup:

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from microparallel.errors import CommsError
 from microparallel.flight import folders
@@ -73,6 +73,7 @@ class Flight:
 
     def __init__(self, recorder: FlightRecorder | None, ranks_here: int = 1) -> None:
         self.recorder = recorder
+        self.listeners: list[Any] = []  # who else wants to hear of this world's calls (`mp.record`)
         self._ranks_here = ranks_here
         self._answers: Answers | None = None
         self._watchdog: Watchdog | None = None
