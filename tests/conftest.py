@@ -2,16 +2,10 @@
 
 import atexit
 import contextlib
-import ctypes
-import json
 import os
 import shutil
-import socket
 import subprocess
-import sys
 import tempfile
-import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +13,7 @@ from hypothesis import settings
 
 import microparallel as mp
 from microparallel.topology import DO_NOT_SPIN
+from microparallel.world.nursery import NEEDED, Nursery, can_fork
 
 os.environ.setdefault(*DO_NOT_SPIN)  # as the command line does, before torch is imported
 # Whenever ranks meet, torch asks the name server who ::ffff:127.0.0.1 is, and waits 5 seconds when no answer comes.
@@ -38,30 +33,8 @@ def pytest_addoption(parser):
     parser.addoption("--fresh", action="store_true", help=words)
 
 
-class Nursery:
-    """Starts ranks by forking a process that has imported torch already; see nursery.py."""
-
-    def __init__(self):
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._process = subprocess.Popen(
-            [sys.executable, "-uP", Path(__file__).with_name("nursery.py"), str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},  # no threads: they would not survive a fork
-            process_group=0,
-        )
-        theirs.close()
-
-    def fork(self, command, *, pass_fds, env, **same_for_all):
-        """What `subprocess.Popen` does for a rank, without a new interpreter."""
-        files = [1, 2, *pass_fds]
-        request = {"program": command[-1], "places": files, "environment": env, "folder": str(Path.cwd())}
-        with adopting_orphans():
-            socket.send_fds(self._socket, [json.dumps(request).encode()], files)
-            pid = self._socket.recv(100)
-            assert pid, "nursery.py has ended; its error stands above"
-            self._socket.recv(100)  # it is ours
-        return Fork(int(pid))
+class SharedNursery(Nursery):
+    """Also serves pools that were made without one, while it is asked to."""
 
     @contextlib.contextmanager
     def starting_ranks(self):
@@ -72,47 +45,6 @@ class Nursery:
             quick = SimpleNamespace(**vars(subprocess) | {"Popen": self.fork})
             patch.setattr(rank_process, "subprocess", quick)
             yield
-
-    def close(self):
-        self._socket.close()
-        self._process.wait()
-
-
-class Fork:
-    """A process that was forked for us: as much of `subprocess.Popen` as it takes to watch over a rank."""
-
-    def __init__(self, pid):
-        self.pid = pid
-        self.returncode = None
-
-    def poll(self):
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self, timeout=float("inf")):
-        deadline = time.monotonic() + timeout
-        while self.poll() is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a rank", timeout)
-            time.sleep(0.002)
-        return self.returncode
-
-    def send_signal(self, number):
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-
-@contextlib.contextmanager
-def adopting_orphans():
-    """Become the parent of what a descendant leaves behind when it ends (PR_SET_CHILD_SUBREAPER, which is 36)."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(36, 1, 0, 0, 0)
-    try:
-        yield
-    finally:
-        prctl(36, 0, 0, 0, 0)
 
 
 class NoNursery:
@@ -133,10 +65,8 @@ def fresh(request):
 
 @pytest.fixture(scope="session")
 def nursery(fresh):
-    import torch
-
-    can_fork = sys.platform == "linux" and not torch.cuda.is_available()
-    nursery = Nursery() if can_fork and not fresh else NoNursery()
+    # the loop, and with it torch and all that a rank of any test needs
+    nursery = SharedNursery(["microparallel.train.loop", *NEEDED]) if can_fork() and not fresh else NoNursery()
     yield nursery
     nursery.close()
 

@@ -11,23 +11,26 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from microparallel.flight.processes import state_of
 from microparallel.topology import DO_NOT_SPIN, threads_per_rank
 from microparallel.world import whereabouts
+from microparallel.world.nursery import Nursery
 
 
 class RankProcess:
     """A fresh Python process that runs jobs, in a process group of its own so that it ends with all it has started."""
 
-    def __init__(self, lifeline_fd: int, ranks: int) -> None:
+    def __init__(self, lifeline_fd: int, ranks: int, nursery: Nursery | None = None) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         self._answers = tempfile.TemporaryFile()  # noqa: SIM115  (closed by kill)
         fds = (theirs.fileno(), lifeline_fd, self._answers.fileno())
         # The child finds modules where its parent found them.
         path = [str(Path(folder).absolute()) for folder in sys.path]
         program = f"import sys; sys.path[:] = {path!r}; from microparallel.world.child import main; main{fds}"
-        self._process = subprocess.Popen(
+        start: Any = subprocess.Popen if nursery is None else nursery.fork
+        self._process = start(
             [sys.executable, "-u", "-c", program],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
@@ -44,12 +47,13 @@ class RankProcess:
     @property
     def alive(self) -> bool:
         """Whether the process still runs."""
-        return self._process.poll() is None
+        return self.exit_status is None
 
     @property
     def exit_status(self) -> int | None:
         """How it ended, as `subprocess` gives it; None if it runs."""
-        return self._process.poll()
+        status: int | None = self._process.poll()
+        return status
 
     def where(self) -> str:
         """Where the process stands, in one line."""
@@ -62,7 +66,7 @@ class RankProcess:
     def how_it_ended(self) -> str:
         """Why there will be no answer, in words that follow "rank 2 …"."""
         self.wait(5.0)
-        code = self._process.poll()
+        code = self.exit_status
         if code is None:
             return "closed its connection without a result"
         if code >= 0:
