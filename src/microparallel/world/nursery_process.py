@@ -1,0 +1,77 @@
+"""A process that has imported torch already and forks: ranks that start in a moment instead of in seconds.
+
+Run by `Nursery`, which asks for a rank with one message: a program as `python -c` takes it, the variables of its
+environment and its folder, together with its output, its errors and the files it shares with its parent.
+
+    parent ──── "start" ────▶ nursery
+       │                         │ fork
+       │                     in between   ends at once, so that its child goes to the next ancestor who takes orphans
+       │                         │ fork
+       └──── adopts ────────▶ the rank    a child of the parent, who can wait for it as for any other
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import socket
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(parent: socket.socket, modules: Sequence[str]) -> None:
+    """Import what ranks will need, and fork one for every message."""
+    for module in modules:
+        importlib.import_module(module)
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads != 1:
+        sys.exit(f"only a process with a single thread may be forked, and after importing {modules} this has {threads}")
+    gc.freeze()  # so that ranks do not copy what they share with this process by merely looking at it
+    program = _wait_for_work(parent)
+    if program is not None:
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(program, sys.modules["__main__"].__dict__)
+
+
+def _wait_for_work(parent: socket.socket) -> str | None:
+    """Fork for every message that comes. Returns in a rank, with its program, and when the parent has ended."""
+    while True:
+        message, files, _, _ = socket.recv_fds(parent, 2**20, 8)
+        if not message:
+            return None
+        if os.fork() == 0:
+            rank = os.fork()
+            if rank == 0:
+                parent.close()
+                return _prepare(files, **json.loads(message))
+            os.setpgid(rank, rank)
+            parent.send(str(rank).encode())
+            os._exit(0)
+        for file in files:
+            os.close(file)
+        os.wait()
+        parent.send(b"it is yours")
+
+
+def _prepare(files: list[int], program: str, places: list[int], environment: dict[str, str], folder: str) -> str:
+    """Make this process what a fresh one would have been: its folder, its environment, its files in their places."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    above = max(*places, *files) + 1  # a place may be taken by a file that has yet to be moved
+    for offset, file in enumerate(files):
+        os.dup2(file, above + offset)
+        os.close(file)
+    for offset, place in enumerate(places):
+        os.dup2(above + offset, place)
+        os.close(above + offset)
+    sys.argv = ["-c"]
+    return program
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
