@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEV_TOOLS := pytest pytest-timeout hypothesis ruff mypy import-linter
 
-.PHONY: help train test test-full lint format clean
+.PHONY: help exercises train test test-full lint format clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
@@ -52,3 +52,6 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "installing the development tools"
 	@$(PIP) $(DEV_TOOLS)
 	@touch $@
+
+exercises: $(VENV)/.installed ## Make exercises/ anew from exercises/solutions/
+	@$(BIN)/python -m microparallel.learn.holes

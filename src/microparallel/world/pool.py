@@ -92,6 +92,11 @@ class Pool:
         flights.remove_unless_a_rank_died()
         return results
 
+    @property
+    def process_ids(self) -> list[int]:
+        """The processes of the ranks, in rank order."""
+        return [process.pid for process in self._processes]
+
     def close(self) -> None:
         """End all ranks."""
         self._end_processes()

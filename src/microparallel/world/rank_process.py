@@ -45,6 +45,11 @@ class RankProcess:
             self.connection.send_bytes(message)
 
     @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return int(self._process.pid)
+
+    @property
     def alive(self) -> bool:
         """Whether the process still runs."""
         return self.exit_status is None

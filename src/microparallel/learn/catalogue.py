@@ -1,0 +1,90 @@
+"""The exercises, in the order in which the course takes them."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+
+from microparallel.errors import UsageError
+
+_HERE = Path(__file__).parent
+_INSTALLED = _HERE / "exercises"
+_IN_REPOSITORY = _HERE.parents[2] / "exercises"
+
+
+@dataclass(frozen=True, slots=True)
+class Exercise:
+    """One of them: a file with a hole in it, three hints and a solution."""
+
+    name: str
+    track: str  # the folder it lies in
+    file: str
+    title: str
+    lesson: str  # below docs/, without its ending
+
+    @property
+    def task(self) -> Path:
+        """The file with the hole."""
+        return exercises_folder() / self.track / self.file
+
+    @property
+    def solution(self) -> Path:
+        """The file without it; what the learner gets is made of this one (see holes.py)."""
+        return exercises_folder() / "solutions" / self.track / self.file
+
+    @property
+    def hints(self) -> list[str]:
+        """Three of them, each saying more than the one before."""
+        text = (exercises_folder() / "hints" / self.track / self.file).with_suffix(".md").read_text("utf-8")
+        return [hint.strip() for hint in text.split("\n---\n")]
+
+    @property
+    def grader(self) -> str:
+        """The module that checks it."""
+        return f"microparallel.learn.graders.{self.file[3:].removesuffix('.py')}"
+
+
+def exercises_folder() -> Path:
+    """Where the exercises are: beside this file in an installed package, else at the top of the repository."""
+    return _INSTALLED if _INSTALLED.is_dir() else _IN_REPOSITORY
+
+
+def _dp(number: int, stem: str, title: str, lesson: str) -> Exercise:
+    return Exercise(stem.replace("_", "-"), "data_parallel", f"{number:02}_{stem}.py", title, f"data_parallel/{lesson}")
+
+
+def _pp(number: int, stem: str, title: str, lesson: str, name: str = "") -> Exercise:
+    return Exercise(name or stem.replace("_", "-"), "pipeline", f"{number:02}_{stem}.py", title, f"pipeline/{lesson}")
+
+
+EXERCISES = (
+    _dp(1, "manual_averaging", "Average the gradients of two copies by hand", "03_manual"),
+    _dp(2, "comms", "Broadcast, gather and barrier from sends and receives", "05_sync_primitives"),
+    _dp(3, "naive_all_reduce", "All-reduce through rank 0", "06_all_reduce"),
+    _dp(4, "ring_all_reduce", "All-reduce round the ring", "06_all_reduce"),
+    _dp(5, "model_and_main", "Train one model on several ranks", "07_naive"),
+    _dp(6, "hooks", "Average each gradient as soon as it is there", "08_hooks"),
+    _dp(7, "buckets", "Send gradients in buckets, while backward still computes", "09_bucketing"),
+    _dp(8, "performance", "Say where the time of a step went", "11_performance"),
+    _pp(1, "manual_split", "Cut a model in two and hand the gradient over", "02_manual"),
+    _pp(2, "pipeline_comms", "Send a tensor to a neighbour who does not know its shape", "03_ping_pong"),
+    _pp(3, "ping_pong", "Pass a tensor back and forth", "03_ping_pong"),
+    _pp(4, "sharded_model", "Give every rank its own layers", "04_naive"),
+    _pp(5, "naive_pipeline", "One batch through all stages and back", "04_naive"),
+    _pp(6, "gpipe", "Fill the pipeline with micro-batches, then drain it", "05_gpipe"),
+    _pp(7, "one_f_one_b", "One forward, one backward", "06_1f1b", name="1f1b"),
+    _pp(8, "interleaved", "Several thin slices of the model on every rank", "07_interleaved"),
+    _pp(9, "zero_bubble", "Split the backward and fill the gaps", "08_zero_bubble"),
+)
+
+
+def find_exercise(name: str) -> Exercise:
+    """The exercise of that name; its file's name and its path will do too."""
+    wanted = name.casefold().replace("_", "-")
+    for exercise in EXERCISES:
+        if wanted in (exercise.name, exercise.file[3:-3].replace("_", "-")) or Path(name).name == exercise.file:
+            return exercise
+    close = difflib.get_close_matches(wanted, [exercise.name for exercise in EXERCISES], 1, 0.4)
+    advice = f"did you mean {close[0]}?" if close else "microparallel learn list shows them all"
+    raise UsageError(f"there is no exercise {name!r}: {advice}")

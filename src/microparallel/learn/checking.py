@@ -1,0 +1,186 @@
+"""Have a learner's file checked, at arm's length: its code runs in processes that end when the time is up.
+
+Whatever the file does (loop for ever, exit, print without end, ask for all memory), the runner only reads what the
+referee says, keeps a little of what was printed, and in the end removes every process that the check has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from microparallel.learn.catalogue import Exercise
+from microparallel.learn.verdict import Step, Verdict
+
+_PATIENCE = 60.0
+_TAG = "MICROPARALLEL_EXAM"  # every process of a check has it in its environment
+_KEEP = 4000  # characters of what was printed, from its beginning and from its end
+
+
+class Checker:
+    """Checks files; a referee that has been started is kept for the next one, since importing torch takes seconds."""
+
+    def __init__(self, patience: float = _PATIENCE) -> None:
+        self._patience = patience
+        self._referee: _Referee | None = None
+
+    def check(self, exercise: Exercise, file: Path, tell: Callable[[Step], None] = lambda step: None) -> Verdict:
+        """Check a file; `tell` hears of each step as it is done."""
+        start = time.monotonic()
+        if self._referee is None or not self._referee.alive:
+            self.close()
+            self._referee = _Referee()
+        steps: list[Step] = []
+
+        def note(values: dict[str, Any]) -> None:
+            steps.append(Step(**values))
+            tell(steps[-1])
+
+        verdict = self._referee.ask(exercise.name, file, note, start + self._patience)
+        if verdict is None:
+            self.close()
+            verdict = Verdict(exercise.name, False, steps, "the check did not come to an end and was stopped")
+        else:
+            verdict.printed = self._referee.printed()
+        verdict.seconds = time.monotonic() - start
+        return verdict
+
+    def close(self) -> None:
+        """End everything that was started."""
+        if self._referee is not None:
+            self._referee.close()
+            self._referee = None
+
+    def __enter__(self) -> Checker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Referee:
+    """The process that judges, seen from the runner."""
+
+    def __init__(self) -> None:
+        self._tag = secrets.token_hex(8)
+        requests, self._requests = os.pipe()
+        self._answers, answers = os.pipe()
+        lifeline, self._lifeline = os.pipe()
+        theirs = (requests, answers, lifeline)
+        self._process = subprocess.Popen(
+            [sys.executable, "-um", "microparallel.learn.referee", *map(str, theirs)],
+            pass_fds=theirs,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {_TAG: self._tag, "PYTHONPATH": os.pathsep.join(_import_path())},
+            start_new_session=True,
+        )
+        for fd in theirs:
+            os.close(fd)
+        self._unread = b""
+        self._output = _Output(self._process.stdout)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, name: str, file: Path, note: Callable[[dict[str, Any]], None], deadline: float) -> Verdict | None:
+        """The verdict; None if none has come by then."""
+        self._output.forget()
+        request = json.dumps({"exercise": name, "file": str(file.resolve())}) + "\n"
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._requests, request.encode())
+        while (message := self._next(deadline)) is not None:
+            if "verdict" in message:
+                return Verdict.from_dict(message["verdict"])
+            note(message["step"])
+        return None
+
+    def printed(self) -> str:
+        return self._output.text()
+
+    def _next(self, deadline: float) -> dict[str, Any] | None:
+        while b"\n" not in self._unread:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
+            piece = os.read(self._answers, 65536) if ready else b""
+            if not piece:
+                return None
+            self._unread += piece
+        line, _, self._unread = self._unread.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def close(self) -> None:
+        for fd in (self._requests, self._answers, self._lifeline):
+            os.close(fd)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.2)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        _end_everything_tagged(self._tag)
+        self._output.close()
+
+
+class _Output:
+    """What the learner's code prints: all of it is read, and a little is kept."""
+
+    def __init__(self, pipe: Any) -> None:
+        self._pipe = pipe
+        self._lock = threading.Lock()
+        self._head = self._tail = b""
+        self._size = 0
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while piece := os.read(self._pipe.fileno(), 1 << 16):
+            with self._lock:
+                self._size += len(piece)
+                if len(self._head) < _KEEP:
+                    self._head += piece[:_KEEP]
+                self._tail = (self._tail + piece)[-_KEEP:]
+
+    def forget(self) -> None:
+        with self._lock:
+            self._head, self._tail, self._size = b"", b"", 0
+
+    def text(self) -> str:
+        with self._lock:
+            if self._size <= len(self._head):
+                return self._head.decode(errors="replace")
+            cut = f"\n… {self._size:,} bytes were printed …\n"
+            return self._head.decode(errors="replace") + cut + self._tail.decode(errors="replace")
+
+    def close(self) -> None:
+        self._thread.join(1.0)  # every process that could write is gone
+        if not self._thread.is_alive():
+            self._pipe.close()
+
+
+def _import_path() -> list[str]:
+    return [str(Path(folder).absolute()) for folder in sys.path]
+
+
+def _end_everything_tagged(tag: str) -> None:
+    """End processes that the learner's code has started and hidden: they inherit the environment."""
+    mark = f"{_TAG}={tag}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)

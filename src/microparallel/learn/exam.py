@@ -1,0 +1,180 @@
+"""An exam: what a grader may do with a learner's file, and how what goes wrong there is put into words."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import os
+import re
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from microparallel.errors import LaunchError, RankFailed, RanksTimedOut
+from microparallel.learn.board import Board, State, Waiting
+from microparallel.learn.exam_comms import POINT_TO_POINT
+from microparallel.learn.sitting import sit
+from microparallel.learn.verdict import Step, Wrong
+from microparallel.world import Pool
+
+_LOOKS = 0.05  # seconds between two looks at the board
+_PATIENCE = 12.0
+_IN_FUNCTION = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_DEADLOCK = "see the deadlock in the lesson on 1F1B: docs/pipeline/06_1f1b.md"
+
+
+class Exam:
+    """One learner's file, and the ranks to try it on."""
+
+    def __init__(self, file: Path, pool: Pool, tell: Callable[[Step], None] = lambda step: None) -> None:
+        self.file = file
+        self.source = file.read_text("utf-8")
+        self.steps: list[Step] = []
+        self._pool = pool
+        self._tell = tell
+
+    @contextlib.contextmanager
+    def step(self, title: str) -> Iterator[list[str]]:
+        """One thing to look at; what is put into the list is shown beside it."""
+        notes: list[str] = []
+        passed = False
+        try:
+            yield notes
+            passed = True
+        finally:
+            self.steps.append(Step(title, passed, "; ".join(notes)))
+            self._tell(self.steps[-1])
+
+    def run(
+        self,
+        body: Callable[..., Any],
+        ranks: int,
+        *arguments: Any,
+        allowed: Sequence[str] = POINT_TO_POINT,
+        timeout: float = _PATIENCE,
+    ) -> list[Any]:
+        """Run `body(learner, comms, *arguments)` on that many ranks; returns what each returned.
+
+        Args:
+            body: a function of the grader's module.
+            ranks: how many.
+            arguments: handed to it.
+            allowed: the calls of `comms` that the learner may make.
+            timeout: seconds.
+
+        Raises:
+            Wrong: the learner's code raised, waits for ever, has ended its process, or called what it may not.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            board = Board.make(Path(folder) / "board", ranks)
+            with _DeadlockWatch(board, self._pool) as watch:
+                try:
+                    return self._pool.run(
+                        sit,
+                        ranks,
+                        body,
+                        str(self.file),
+                        str(Path(folder) / "board"),
+                        allowed,
+                        *arguments,
+                        device="cpu",
+                        timeout=timeout,
+                        check=True,
+                    )
+                except RankFailed as failure:
+                    if watch.found:
+                        raise Wrong(self._deadlock(watch.found, watch.finished)) from None
+                    raise self._failed(failure) from None
+                except RanksTimedOut as late:
+                    raise Wrong(self._late(late, timeout)) from None
+
+    # ── words ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _failed(self, failure: RankFailed) -> LaunchError | Wrong:
+        if failure.traceback:
+            return self._raised(failure)
+        return Wrong(
+            f"the process of rank {failure.rank} {failure.reason.splitlines()[0]}: "
+            "let your function return, and do not end the process"
+        )
+
+    def _raised(self, failure: RankFailed) -> LaunchError | Wrong:
+        line = self._last_line(failure.traceback)
+        what = failure.reason.removeprefix("raised ")
+        kind, _, text = what.partition(": ")
+        if kind in ("Wrong", "NotAllowed"):
+            return Wrong(text)
+        if line is None and not kind.endswith("SyntaxError"):
+            return failure  # the grader's own fault
+        if kind == "NotImplementedError":
+            return Wrong(f"line {line} is still to be written: {text}")
+        shown = linecache.getline(str(self.file), line).strip() if line else ""
+        at = f" in line {line}" if line else ""
+        code = f"\n  {shown}" if shown else ""
+        return Wrong(f"rank {failure.rank} stopped{at} with {kind}: {text.strip()}{code}")
+
+    def _last_line(self, traceback: str) -> int | None:
+        """The innermost line of the learner's file in a traceback."""
+        lines = [int(found["line"]) for found in _IN_FUNCTION.finditer(traceback) if found["file"] == str(self.file)]
+        return lines[-1] if lines else None
+
+    def _late(self, late: RanksTimedOut, timeout: float) -> str:
+        at = re.search(rf"rank (\d+): .*?{re.escape(self.file.name)}:(\d+)", str(late))
+        where = f", in line {at[2]}" if at else ""
+        rank = at[1] if at else late.ranks[0]
+        return f"rank {rank} was still busy after {timeout:g} s{where}: does a loop there never end?"
+
+    def _deadlock(self, waiting: list[Waiting], finished: list[int]) -> str:
+        lines = [f"  {_in_words(one, finished)}" for one in waiting]
+        if all(one.state == State.SENDING for one in waiting):
+            who = "both ranks wait" if len(waiting) == 2 else "all ranks wait" if len(waiting) > 2 else "it waits"
+            head = f"deadlock: {who} in send, and nobody receives; {_DEADLOCK}"
+        elif any(one.peer in finished for one in waiting):
+            head = "a rank waits for one that has finished: the messages of the two do not match"
+        else:
+            head = f"deadlock: every rank waits for another; {_DEADLOCK}"
+        return "\n".join([head, *lines])
+
+
+def _in_words(one: Waiting, finished: list[int]) -> str:
+    at = f" (line {one.line})" if one.line else ""
+    if one.state == State.TOGETHER:
+        return f"rank {one.rank} waits in a call that needs every rank{at}"
+    gone = ", which has finished" if one.peer in finished else ""
+    if one.state == State.SENDING:
+        return f"rank {one.rank} waits in send{at} until rank {one.peer} receives{gone}"
+    return f"rank {one.rank} waits in receive{at} for rank {one.peer} to send{gone}"
+
+
+class _DeadlockWatch(threading.Thread):
+    """Looks at the board while ranks run, and ends one of them (so that the pool ends the rest) when all are stuck."""
+
+    def __init__(self, board: Board, pool: Pool) -> None:
+        super().__init__(daemon=True)
+        self._board, self._pool = board, pool
+        self._over = threading.Event()
+        self.found: list[Waiting] = []
+        self.finished: list[int] = []
+
+    def run(self) -> None:
+        """Look until the exam is over."""
+        before: list[Waiting] = []
+        while not self._over.wait(_LOOKS):
+            stuck = self._board.stuck()
+            if stuck and stuck == before:  # a rank writes several numbers, one after another
+                self.found, self.finished = stuck, self._board.finished()
+                os.kill(self._pool.process_ids[stuck[0].rank], signal.SIGKILL)
+                return
+            before = stuck
+
+    def __enter__(self) -> _DeadlockWatch:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self.join()
+        self._board.close()

@@ -1,0 +1,206 @@
+"""The Comms that a learner's code is given: some calls of the real one, every one of them watched.
+
+Two things differ from the real one. A send waits until its receiver asks for it, as every large message does: what would
+hang one day with a larger model hangs here, and is explained. And a request that nobody waits for is remembered.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from microparallel.comms import Comms
+from microparallel.learn.board import Board, State
+from microparallel.learn.guards import trusted
+from microparallel.learn.verdict import NotAllowed, Wrong
+
+POINT_TO_POINT = ("send_tensor", "recv_tensor", "isend", "irecv")
+_PLAIN = ("barrier", "broadcast", "scatter", "gather", "all_gather", "reduce", "reduce_scatter", "all_reduce_mean")
+
+
+@dataclass(slots=True)
+class Entry:
+    """One call: what it was, with whom, how many bytes, and where in the learner's file."""
+
+    call: str
+    peer: int
+    bytes: int
+    line: int
+    shape: tuple[int, ...] = ()
+    waited: bool = False
+    asynchronous: bool = False
+
+
+class ExamComms:
+    """One rank's end of the conversation in an exam."""
+
+    def __init__(
+        self, comms: Comms, board: Board, file: str, allowed: Sequence[str], happens: Callable[[str], None]
+    ) -> None:
+        self.rank, self.world_size, self.device = comms.rank, comms.world_size, comms.device
+        self.next_rank, self.prev_rank = comms.next_rank, comms.prev_rank
+        self.log: list[Entry] = []
+        self._real, self._board, self._file, self._allowed, self._happens = comms, board, file, allowed, happens
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Comms, name):
+            raise AttributeError(f"comms has no {name!r}; it offers {', '.join(self._allowed)}")
+        if name not in self._allowed or name not in _PLAIN:
+            raise self._refusal(name)
+        return lambda *arguments, **named: self._together(name, *arguments, **named)
+
+    # ── from one rank to another ────────────────────────────────────────────────────────────────────────────────
+
+    def send_tensor(self, tensor: torch.Tensor, dest: int) -> None:
+        """Send a tensor, and come back when it has been asked for."""
+        self._send("send_tensor", tensor, dest).wait()
+
+    def isend(self, tensor: torch.Tensor, dest: int) -> ExamSend:
+        """Start sending a tensor; do not change it before the request has been waited for."""
+        return self._send("isend", tensor, dest)
+
+    def recv_tensor(self, shape: int | Sequence[int], src: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Wait for the next tensor from `src` and return it."""
+        return self._receive("recv_tensor", shape, src, dtype).wait()
+
+    def irecv(self, shape: int | Sequence[int], src: int, dtype: torch.dtype = torch.float32) -> ExamReceive:
+        """Start receiving the next tensor from `src`; the request's `wait()` returns it."""
+        return self._receive("irecv", shape, src, dtype)
+
+    def _send(self, call: str, tensor: torch.Tensor, dest: int) -> ExamSend:
+        self._require(call)
+        line = self._line()
+        if not isinstance(tensor, torch.Tensor):
+            raise Wrong(f"line {line}: {call} sends a tensor, and was given {type(tensor).__name__} {tensor!r}")
+        with trusted():
+            request = self._real.isend(tensor.detach(), dest)
+            number = self._board.sends(self.rank, dest)
+        entry = Entry(call, dest, tensor.nbytes, line, tuple(tensor.shape))
+        self.log.append(entry)
+        self._happens(call)
+        return ExamSend(self, request, entry, number, tensor)
+
+    def _receive(self, call: str, shape: int | Sequence[int], src: int, dtype: torch.dtype) -> ExamReceive:
+        self._require(call)
+        with trusted():
+            request = self._real.irecv(shape, src, dtype)
+            number = self._board.receives(self.rank, src)
+        entry = Entry(call, src, 0, self._line())
+        self.log.append(entry)
+        return ExamReceive(self, request, entry, number)
+
+    # ── all together ────────────────────────────────────────────────────────────────────────────────────────────
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
+        """Combine everybody's tensor, in place, on every rank."""
+        if not async_op:
+            return self._together("all_reduce", tensor, op=op)
+        self._require("all_reduce")
+        with trusted():
+            request = self._real.all_reduce(tensor, op, async_op=True)
+            number = self._board.joins(self.rank)
+        entry = Entry("all_reduce", -1, tensor.nbytes, self._line(), tuple(tensor.shape), asynchronous=True)
+        self.log.append(entry)
+        self._happens("all_reduce")
+        return ExamCollective(self, request, entry, number)
+
+    def _together(self, name: str, *arguments: Any, **named: Any) -> Any:
+        self._require(name)
+        size = arguments[0].nbytes if arguments and isinstance(arguments[0], torch.Tensor) else 0
+        shape = tuple(arguments[0].shape) if size else ()
+        entry = Entry(name, -1, size, self._line(), shape, waited=True)
+        self.log.append(entry)
+        self._happens(name)
+        number = self._board.joins(self.rank)
+        with trusted():
+            return self.waits(State.TOGETHER, entry, number, lambda: getattr(self._real, name)(*arguments, **named))
+
+    # ── for requests, and for graders ───────────────────────────────────────────────────────────────────────────
+
+    def waits(self, state: State, entry: Entry, number: int, what: Callable[[], Any]) -> Any:
+        """Do what may take until another rank does something, and say so on the board."""
+        self._board.says(self.rank, state, entry.peer, self._line() or entry.line, number)
+        try:
+            return what()
+        finally:
+            entry.waited = True
+            self._board.says(self.rank, State.RUNNING)
+
+    def until_asked_for(self, peer: int, number: int) -> None:
+        """Wait until the peer has begun that many receives from this rank."""
+        while self._board.received(peer, self.rank) < number:
+            time.sleep(0.0005)
+
+    def sent(self, call: str | None = None) -> list[Entry]:
+        """Everything this rank has sent."""
+        calls = ("send_tensor", "isend") if call is None else (call,)
+        return [entry for entry in self.log if entry.call in calls]
+
+    def _require(self, name: str) -> None:
+        if name not in self._allowed:
+            raise self._refusal(name)
+
+    def _refusal(self, name: str) -> NotAllowed:
+        offers = ", ".join(f"comms.{one}" for one in self._allowed) or "nothing of comms"
+        return NotAllowed(f"line {self._line()}: comms.{name} is not for this exercise; write it with {offers}")
+
+    def _line(self) -> int:
+        """The line of the learner's file that called."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == self._file:
+                return int(frame.f_lineno)
+            frame = frame.f_back
+        return 0
+
+
+class ExamSend:
+    """A send that has begun."""
+
+    def __init__(self, comms: ExamComms, request: Any, entry: Entry, number: int, tensor: torch.Tensor) -> None:
+        self._comms, self._request, self._entry, self._number = comms, request, entry, number
+        self._tensor, self._version = tensor, tensor._version
+
+    def wait(self) -> None:
+        """Come back when the receiver has asked for it."""
+        entry, comms = self._entry, self._comms
+        if self._tensor._version != self._version:
+            raise Wrong(
+                f"the tensor that rank {comms.rank} began to send in line {entry.line} was changed before the send was "
+                "waited for: the receiver may get the new numbers; wait first, or send a clone"
+            )
+        with trusted():
+            comms.waits(State.SENDING, entry, self._number, lambda: comms.until_asked_for(entry.peer, self._number))
+            self._request.wait()
+
+
+class ExamReceive:
+    """A receive that has begun."""
+
+    def __init__(self, comms: ExamComms, request: Any, entry: Entry, number: int) -> None:
+        self._comms, self._request, self._entry, self._number = comms, request, entry, number
+
+    def wait(self) -> torch.Tensor:
+        """Come back with the tensor."""
+        with trusted():
+            found: torch.Tensor = self._comms.waits(State.RECEIVING, self._entry, self._number, self._request.wait)
+        return found
+
+
+class ExamCollective:
+    """An all-reduce that has begun."""
+
+    def __init__(self, comms: ExamComms, request: Any, entry: Entry, number: int) -> None:
+        self._comms, self._request, self._entry, self._number = comms, request, entry, number
+
+    def wait(self) -> torch.Tensor:
+        """Come back with the tensor, combined."""
+        self._comms._happens("wait")
+        with trusted():
+            found: torch.Tensor = self._comms.waits(State.TOGETHER, self._entry, self._number, self._request.wait)
+        return found

@@ -1,0 +1,73 @@
+"""One rank of an exam: load the learner's file, and let the grader try it."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from microparallel.comms import Comms
+from microparallel.learn.board import Board, State
+from microparallel.learn.exam_comms import ExamComms
+from microparallel.learn.guards import Guards
+from microparallel.learn.verdict import NotAllowed, Wrong
+
+
+class Learner:
+    """The learner's module, by the names that the exercise asks for; and what has happened, in order."""
+
+    def __init__(self, module: types.ModuleType, file: str) -> None:
+        self._module = module
+        self.file = file
+        self.happened: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(self._module, name)
+        except AttributeError:
+            raise Wrong(f"{Path(self.file).name} has no {name}: was it renamed or removed?") from None
+
+    def happens(self, what: str) -> None:
+        """Write down that something happened."""
+        self.happened.append(what)
+
+
+def sit(
+    comms: Comms, body: Callable[..., Any], file: str, board_path: str, allowed: Sequence[str], *arguments: Any
+) -> Any:
+    """Run a grader's `body(learner, comms, *arguments)` on this rank."""
+    board = Board(Path(board_path), comms.world_size)
+    with Guards() as guards, _printing_at_once():
+        module = _load(file)
+        learner = Learner(module, file)
+        exam_comms = ExamComms(comms, board, file, allowed, learner.happens)
+        board.says(comms.rank, State.RUNNING)
+        result = body(learner, exam_comms, *arguments)
+        if guards.refused:  # and the learner's code caught it
+            raise NotAllowed(guards.refused[0])
+    board.says(comms.rank, State.FINISHED)
+    return result
+
+
+def _load(file: str) -> types.ModuleType:
+    """Run the file as a module of its own, under a name that is not `__main__`."""
+    linecache.checkcache(file)
+    module = types.ModuleType("exercise")
+    module.__file__ = file
+    sys.modules["exercise"] = module
+    source = Path(file).read_text("utf-8")
+    exec(compile(source, file, "exec"), module.__dict__)
+    return module
+
+
+@contextlib.contextmanager
+def _printing_at_once() -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
