@@ -4,8 +4,8 @@ Every rank has a tensor of the same shape. Afterwards every rank shall have the 
 more than 2(p−1)/p of the tensor: that is the least there is, and the ring achieves it.
 
 Cut the tensor into as many slices as there are ranks. Then, in p−1 steps, everybody passes a slice to the next rank and
-adds the slice that comes from the rank before to its own: afterwards rank r holds the whole sum of slice r+1. In p−1 more
-steps the sums go round once, and are copied instead of added.
+adds the slice that comes from the rank before to its own: afterwards rank r holds the whole sum of slice r+1. In p−1
+more steps the sums go round once, and are copied instead of added.
 
     step 0, three ranks        rank 0 ──slice 0──▶ rank 1 ──slice 1──▶ rank 2 ──slice 2──▶ rank 0
 

@@ -1,6 +1,7 @@
 """`mp.record`: what the ranks of any program did, on one clock."""
 
 import json
+import math
 import time
 
 import pytest
@@ -149,3 +150,136 @@ def test_a_torch_program_on_our_backend(pool):
             message,
         ]
         assert all(span.place.startswith("test_record.py:") for span in spans if not span.computes)
+
+
+def two_layers(seconds_between):
+    """A model in which backward takes this long between the two layers."""
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(_, inputs):
+            return inputs.clone()
+
+        @staticmethod
+        def backward(_, gradient):
+            time.sleep(seconds_between)
+            return gradient
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(512, 512), nn.Linear(512, 512)
+
+        def forward(self, inputs):
+            return self.last(Slow.apply(self.first(inputs)))
+
+    return Model()
+
+
+def ddp_with_a_straggler(comms):
+    torch.manual_seed(0)
+    # Buckets of a layer each: that of the last layer is reduced while backward still sleeps before the first.
+    model = nn.parallel.DistributedDataParallel(two_layers(0.1), bucket_cap_mb=1)
+    for _ in range(2):  # DDP arranges its buckets after the first
+        model(torch.ones(2, 512)).sum().backward()
+    comms.barrier()
+    with mp.record(comms) as recorder:
+        loss = model(torch.ones(2, 512)).sum()
+        loss.register_hook(lambda _: time.sleep(0.2 * comms.rank))
+        loss.backward()
+    return recorder.recording
+
+
+def test_what_torchs_ddp_waits_for_inside_backward_is_waiting(pool):
+    recording = pool.run(ddp_with_a_straggler, 2, transport="shm", timeout=30)[0]
+    for rank, spans in enumerate(recording.by_rank):
+        first, last = [span for span in spans if span.kind == "collective"]
+        [backward] = [span for span in spans if span.kind == "backward"]
+        assert last.start <= last.waited <= last.end <= backward.end
+        if rank == 0:  # all is computed, and neither bucket is there yet
+            assert first.waited == last.waited
+        else:  # the other rank has waited for this one: its first bucket was reduced while it slept
+            assert math.isnan(first.waited) and first.end <= last.start
+    quick, slow = parts(recording)
+    # Rank 1 is 0.2 s late. That is waiting, all of it, for rank 0: both sleep 0.1 s between their layers.
+    assert quick.waiting > 0.15
+    assert slow.backward > quick.backward + 0.15
+
+
+def left_alone(comms):
+    """A call that is begun in backward, and is waited for when the user says so."""
+    weight = torch.ones(4, requires_grad=True)
+    works = []
+    weight.register_hook(lambda gradient: works.append(dist.all_reduce(gradient, async_op=True)))
+    with mp.record(comms) as recorder:
+        (weight * 2).sum().backward()
+        time.sleep(0.05)
+        works[0].wait()
+        future = dist.all_reduce(torch.ones(4), async_op=True).get_future()
+        future.wait()
+    return recorder.recording
+
+
+def test_what_a_program_waits_for_itself_is_booked_when_it_does(pool):
+    recording = pool.run(left_alone, 2, transport="shm", timeout=30)[0]
+    for spans in recording.by_rank:
+        kinds = [span.kind for span in spans]
+        assert sorted(kinds) == ["backward", "collective", "collective"]  # though no module was called
+        backward = spans[kinds.index("backward")]
+        waited_for, left = [span for span in spans if span.kind == "collective"]
+        assert waited_for.waited >= backward.end + 0.05
+        assert math.isnan(left.waited)
+
+
+def failing_backward(comms):
+    def fail(_):
+        raise ZeroDivisionError
+
+    layer = nn.Linear(2, 2)
+    with mp.record(comms) as recorder:
+        loss = layer(torch.ones(1, 2)).sum()
+        loss.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        layer(torch.ones(1, 2)).sum().backward()
+    return [span.kind for span in recorder.recording.spans]
+
+
+def test_a_backward_that_fails_does_not_hide_what_follows(pool):
+    assert pool.run(failing_backward, 1, timeout=30) == [["forward", "backward"] * 2]
+
+
+def two_recordings(comms):
+    def step():
+        nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+
+    first, second = mp.record(comms), mp.record(comms)
+    one = first.__enter__()
+    step()
+    other = second.__enter__()
+    step()
+    first.__exit__(None, None, None)  # the one that began first ends first
+    step()
+    second.__exit__(None, None, None)
+    step()
+    return [[span.kind for span in recorder.recording.spans if span.computes] for recorder in (one, other)]
+
+
+def test_recordings_may_overlap(pool):
+    (found,) = pool.run(two_recordings, 1, timeout=30)
+    assert found == [["forward", "backward"] * 2] * 2
+
+
+def nothing_left_behind(comms):
+    engine = torch.autograd._engine_run_backward
+    layer = nn.Linear(2, 2)
+    with mp.record(comms):
+        with pytest.raises(RuntimeError):
+            layer(torch.ones(1, 3))
+        layer(torch.ones(1, 2)).sum().backward()
+    hooks = [*layer._forward_hooks, *layer._forward_hooks_always_called]
+    return torch.autograd._engine_run_backward is engine, hooks
+
+
+def test_torch_is_as_it_was(pool):
+    assert pool.run(nothing_left_behind, 1, timeout=30) == [(True, [])]

@@ -21,7 +21,9 @@ def wrong_answers(exercise):
 
 
 WRONG = [
-    pytest.param(exercise, answer, id=f"{exercise.name}: {answer.mistake}", marks=[] if answer.quick else pytest.mark.slow)
+    pytest.param(
+        exercise, answer, id=f"{exercise.name}: {answer.mistake}", marks=[] if answer.quick else pytest.mark.slow
+    )
     for exercise in EXERCISES
     for answer in wrong_answers(exercise)
 ]

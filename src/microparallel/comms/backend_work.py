@@ -30,19 +30,22 @@ class StartedWork(dist.Work):
         self._entry: Entry | NoEntry | None = entry  # until it has ended
         self._result = result
         listeners = group.flight.listeners
-        self._heard = Heard(listeners, call, group.world_ranks) if listeners else None
+        self._heard = Heard(listeners, call, group.world_ranks, entry) if listeners else None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the result is there; raise an error that names the rank and the call."""
+        if self._heard is not None:
+            self._heard.wait()
+        return self._complete(seconds(timeout))
+
+    def _complete(self, timeout: float | None) -> bool:
         entry, self._entry = self._entry, None
         if entry is None:  # it has been waited for before
             entry = NoEntry()
         entry.waits()
-        if self._heard is not None:
-            self._heard.wait()
         try:
             with named_failures(self._call, self._group, entry):
-                self._finish(seconds(timeout))
+                self._finish(timeout)
         finally:
             if self._heard is not None:
                 self._heard.end()
@@ -83,10 +86,12 @@ class StartedWork(dist.Work):
 
         # An exception that is put into a future reaches only Python; one that a callback raises, C++ too.
         def outcome(_: torch.futures.Future[Any]) -> Any:
-            self.wait()
+            self._complete(None)
             return self._result
 
         future: torch.futures.Future[Any] = done.then(outcome)
+        if self._heard is not None:
+            self._heard.leave()
         self._when_done(lambda: done.set_result(None))
         return future
 

@@ -60,7 +60,8 @@ class Conversation:
         self, call: Call, entry: Entry | NoEntry, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]
     ) -> Request[Result]:
         self._transport.announce(call.agreement)
-        heard = Heard(self.listeners, call, self._transport.world_ranks) if self.listeners else None
+        listeners = self._transport.flight.listeners
+        heard = Heard(listeners, call, self._transport.world_ranks, entry) if listeners else None
         with named_failures(call, self._transport, entry):
             works = start()
         entry.started()

@@ -13,27 +13,21 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules import module as torch_modules
-from torch.optim import optimizer as torch_optimizers
-from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from microparallel.comms.calls import Call
 from microparallel.comms.clocks import offset_from_rank_0
 from microparallel.comms.comms import Comms
+from microparallel.comms.computing import Computing
 from microparallel.comms.notes import gather_json
 from microparallel.errors import UsageError
-from microparallel.flight.place import caller
 from microparallel.trace.recording import Kind, Recording, Span
 
 Moment = float | torch.cuda.Event
@@ -71,11 +65,9 @@ class Recorder:
         self._comms = comms
         self._rows: list[Row] = []
         self._numbers: dict[object, Iterator[int]] = defaultdict(itertools.count)
-        self._any_module: RemovableHandle | None = None
-        self._backward: Row | None = None
-        self._optimizer: Row | None = None
-        self._muted = 0
-        self._handles: list[RemovableHandle] = []
+        self._computing = Computing(self._compute_begins, self._compute_ends)
+        self._left: list[Row] = []  # to a backward that is under way, which will wait for it
+        self._computed: Moment | None = None  # when that had nothing else to do
         self._recording: Recording | None = None
         self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._event
         self._zero: torch.cuda.Event | None = None
@@ -90,12 +82,12 @@ class Recorder:
 
     # ── what a Comms tells ──────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, call: Call, world_ranks: Sequence[int]) -> Row:
+    def begin(self, call: Call, world_ranks: Sequence[int], place: tuple[bytes, int]) -> Row:
         """A call begins."""
         kind: Kind = "collective" if call.collective else "send" if call.sends else "receive"
         row = Row(kind, call.text, self._now(), self.step)
         row.bytes = call.size
-        row.place = caller(sys._getframe(1))
+        row.place = place
         if call.collective:
             row.group = tuple(world_ranks)
             row.number = next(self._numbers[row.group])
@@ -118,6 +110,16 @@ class Recorder:
         if row.end is None:
             row.end = self._now()
 
+    def leave(self, row: Row) -> None:
+        """Nobody will say that it is waited for.
+
+        If a backward began it, that is torch's DistributedDataParallel, which waits inside of backward when all is
+        computed. Calls that autograd runs then run in the order in which they were asked for, and DDP asks after us.
+        """
+        if self._computing.in_backward and torch._C._current_graph_task_id() != -1:
+            self._left.append(row)
+            torch.autograd.Variable._execution_engine.queue_callback(self._all_is_computed)
+
     # ── what a pipeline tells ───────────────────────────────────────────────────────────────────────────────────
 
     def add(self, kind: Kind, name: str, start: float, end: float, size: int = 0, peer: int | None = None) -> None:
@@ -129,27 +131,15 @@ class Recorder:
             self._address(row, peer)
         self._rows.append(row)
 
-    @contextmanager
-    def muted(self) -> Iterator[None]:
+    def muted(self) -> AbstractContextManager[None]:
         """Leave torch's modules alone: somebody else tells what is computed."""
-        self._muted += 1
-        self._wait_for_no_forward()
-        try:
-            yield
-        finally:
-            self._muted -= 1
-            if self in self._comms.listeners:
-                self._wait_for_a_forward()
+        return self._computing.muted()
 
     # ── what torch tells ────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Listen to the Comms, and to every module and optimizer of this process."""
-        self._wait_for_a_forward()
-        self._handles = [
-            torch_optimizers.register_optimizer_step_pre_hook(self._optimizer_begins),
-            torch_optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
-        ]
+        """Listen to the Comms, and to every module, backward and optimizer of this process."""
+        self._computing.start()
         self._comms.listeners.append(self)
         if self._comms.device.type == "cuda":
             torch.cuda.synchronize(self._comms.device)
@@ -159,61 +149,30 @@ class Recorder:
     def stop(self) -> None:
         """Listen no longer."""
         self._comms.listeners.remove(self)
-        self._wait_for_no_forward()
-        for handle in self._handles:
-            handle.remove()
+        self._computing.stop()
 
-    def _wait_for_a_forward(self) -> None:
-        if self._any_module is None and not self._muted:
-            self._any_module = torch_modules.register_module_forward_pre_hook(self._forward_begins)
-
-    def _wait_for_no_forward(self) -> None:
-        if self._any_module is not None:
-            self._any_module.remove()
-            self._any_module = None
-
-    def _forward_begins(self, module: nn.Module, _: Any) -> None:
-        """A module is called that no other one calls: until it ends, nobody listens to those that it calls."""
-        if self._backward is not None:
-            return  # it computes again what backward needs, and that is part of backward
-        self._wait_for_no_forward()
-        row = Row("forward", f"forward of {type(module).__name__}", self._now(), self.step)
+    def _compute_begins(self, kind: Kind, name: str) -> Row:
+        row = Row(kind, name, self._now(), self.step)
         self._rows.append(row)
+        return row
 
-        def ends(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
-            handle.remove()
-            self._forward_ends(row, outputs)
-
-        handle = module.register_forward_hook(ends, always_call=True)
-
-    def _forward_ends(self, row: Row, outputs: Any) -> None:
+    def _compute_ends(self, row: Row) -> None:
         row.end = self._now()
-        for output in pytree.tree_leaves(outputs):
-            if isinstance(output, torch.Tensor) and output.requires_grad and output.grad_fn is not None:
-                output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
-        if self in self._comms.listeners:
-            self._wait_for_a_forward()
-
-    def _backward_begins(self, _: torch.Tensor) -> None:
-        if self._backward is None and self in self._comms.listeners:
-            self._backward = Row("backward", "backward", self._now(), self.step)
-            self._rows.append(self._backward)
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-
-    def _backward_ends(self) -> None:
-        if self._backward is not None:
-            self._backward.end = self._now()
-            self._backward = None
-
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
-        self._optimizer = Row("optimizer", type(optimizer).__name__, self._now(), self.step)
-        self._rows.append(self._optimizer)
-
-    def _optimizer_ends(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
-        if self._optimizer is not None:
-            self._optimizer.end = self._now()
-            self._optimizer = None
+        if row.kind == "optimizer":
             self.step += 1
+        elif row.kind == "backward" and self._left:
+            self._waited_for_what_was_left()
+
+    def _all_is_computed(self) -> None:
+        self._computed = self._now()
+        self._left = [row for row in self._left if row.end is None]
+
+    def _waited_for_what_was_left(self) -> None:
+        """Backward has returned: what was under way when all was computed and has ended since, it waited for."""
+        for row in self._left:
+            if row.end is not None and row.waited is None:
+                row.waited = self._computed
+        self._left = []
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -275,8 +234,8 @@ def record(comms: Comms, **about: Any) -> Iterator[Recorder]:
 
     Args:
         comms: the ranks. Calls of its sub-groups are recorded too, and those that torch's own `distributed` makes on
-            our backend. What torch's DistributedDataParallel waits for inside its backward nobody outside can see: it
-            counts as backward.
+            our backend. What torch's DistributedDataParallel waits for inside its backward counts as communication
+            or waiting, from the moment at which all was computed.
         about: words and numbers that are kept with the recording, such as `model="gpt"`.
 
     Example:

@@ -170,6 +170,11 @@ class Entry:
         if not number % _ONCE_IN:
             recorder.now_and_then()
 
+    @property
+    def place(self) -> tuple[bytes, int]:
+        """The file, as much of its end as a record holds, and the line of the user's code that made the call."""
+        return self._again[4], self._again[5]
+
     def started(self) -> None:
         """The call has been made; what remains is to wait for it."""
         if _read_number(self._recorder._memory, self._at)[0] == self._number:
@@ -217,6 +222,8 @@ class NoLog:
 
 class NoEntry:
     """A call that nobody writes down."""
+
+    place = None  # nobody looked
 
     def started(self) -> None:
         """As `Entry.started`."""

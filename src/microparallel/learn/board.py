@@ -1,8 +1,8 @@
 """A noticeboard in memory that all ranks of an exam share: who waits for whom, and can anybody still go on?
 
 Every rank counts, for each peer, the messages it has sent and the receives it has begun. So whether a waiting rank can
-go on is not a question of patience: the third receive from rank 1 ends if rank 1 has sent three messages, and not before.
-When nobody computes and nobody can go on, that is a deadlock, however short it has lasted.
+go on is not a question of patience: the third receive from rank 1 ends if rank 1 has sent three messages, and not
+before. When nobody computes and nobody can go on, that is a deadlock, however short it has lasted.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Checker:
         self._patience = patience
         self._referee: _Referee | None = None
 
-    def check(self, exercise: Exercise, file: Path, tell: Callable[[Step], None] = lambda step: None) -> Verdict:
+    def check(self, exercise: Exercise, file: Path, tell: Callable[[Step], None] = lambda _: None) -> Verdict:
         """Check a file; `tell` hears of each step as it is done."""
         start = time.monotonic()
         if self._referee is None or not self._referee.alive:

@@ -29,7 +29,7 @@ _DEADLOCK = "see the deadlock in the lesson on 1F1B: docs/pipeline/06_1f1b.md"
 class Exam:
     """One learner's file, and the ranks to try it on."""
 
-    def __init__(self, file: Path, pool: Pool, tell: Callable[[Step], None] = lambda step: None) -> None:
+    def __init__(self, file: Path, pool: Pool, tell: Callable[[Step], None] = lambda _: None) -> None:
         self.file = file
         self.source = file.read_text("utf-8")
         self.steps: list[Step] = []

@@ -1,7 +1,7 @@
 """The Comms that a learner's code is given: some calls of the real one, every one of them watched.
 
-Two things differ from the real one. A send waits until its receiver asks for it, as every large message does: what would
-hang one day with a larger model hangs here, and is explained. And a request that nobody waits for is remembered.
+Two things differ from the real one. A send waits until its receiver asks for it, as every large message does: what
+would hang one day with a larger model hangs here, and is explained. And a request that nobody waits for is remembered.
 """
 
 from __future__ import annotations

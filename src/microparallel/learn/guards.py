@@ -1,7 +1,7 @@
 """What a learner's code may not call: the functions that do what it is to do itself, and what would harm the machine.
 
-While an exam is on, each of them is replaced by one that refuses, in every module that knows it. A refusal is remembered,
-so that catching it does not help.
+While an exam is on, each of them is replaced by one that refuses, in every module that knows it. A refusal is
+remembered, so that catching it does not help.
 """
 
 from __future__ import annotations
@@ -15,17 +15,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from microparallel.learn.verdict import NotAllowed
 
 _MOST_MEMORY = 2 << 30  # bytes that a rank may ask for beyond what it has
 
-_TORCH = """all_reduce reduce broadcast all_gather all_gather_into_tensor gather scatter reduce_scatter
-reduce_scatter_tensor all_to_all all_to_all_single send recv isend irecv batch_isend_irecv barrier
-all_gather_object gather_object broadcast_object_list scatter_object_list init_process_group""".split()
-_COMMS = """send_tensor recv_tensor isend irecv barrier broadcast scatter gather all_gather reduce reduce_scatter
-all_reduce all_reduce_mean""".split()
+# fmt: off
+_TORCH = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv",
+    "barrier", "all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list",
+    "init_process_group",
+)
+_COMMS = (
+    "send_tensor", "recv_tensor", "isend", "irecv", "barrier", "broadcast", "scatter", "gather", "all_gather", "reduce",
+    "reduce_scatter", "all_reduce", "all_reduce_mean",
+)
+# fmt: on
 _OURS = [
     "microparallel.world.launch.launch",
     "microparallel.world.pool.Pool.__init__",
@@ -155,7 +163,6 @@ def _limited_memory() -> Iterator[None]:
 
 def _status() -> list[str]:
     try:
-        with open("/proc/self/status") as file:
-            return file.read().splitlines()
+        return Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return []

@@ -1,4 +1,4 @@
-"""An exercise is its solution with a hole in it: one text is written by hand, and the two that people see are made of it.
+"""An exercise is its solution with a hole in it: one text is written by hand, and what people see is made of it.
 
 ```
     # ┌ hole                                    what the learner gets        what `learn solution` shows

@@ -42,7 +42,7 @@ def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
         nursery.close()
 
 
-def judge(name: str, file: Path, pool: Any, tell: Callable[[dict[str, Any]], None] = lambda step: None) -> Verdict:
+def judge(name: str, file: Path, pool: Any, tell: Callable[[dict[str, Any]], None] = lambda _: None) -> Verdict:
     """Let the grader of an exercise look at a file."""
     from microparallel.learn.exam import Exam
 

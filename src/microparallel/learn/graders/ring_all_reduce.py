@@ -42,7 +42,7 @@ def _reduce(learner: Any, comms: Any, size: int, dtype: torch.dtype) -> tuple[to
 
 
 def _contribution(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    numbers = torch.arange(1, size + 1) * 10**rank  # every subset of ranks adds up to another number
+    numbers: torch.Tensor = torch.arange(1, size + 1) * 10**rank  # every subset of ranks adds up to another number
     return numbers.to(dtype)
 
 
