@@ -20,11 +20,15 @@ def wrong_answers(exercise):
     return module.ANSWERS
 
 
+def case(exercise, answer):
+    marks = [] if answer.quick else [pytest.mark.slow]
+    return pytest.param(exercise, answer, id=f"{exercise.name}: {answer.mistake}", marks=marks)
+
+
 WRONG = [
-    pytest.param(
-        exercise, answer, id=f"{exercise.name}: {answer.mistake}", marks=[] if answer.quick else pytest.mark.slow
-    )
+    case(exercise, answer)
     for exercise in EXERCISES
+    if (Path(__file__).parent / "wrong" / exercise.file[3:]).exists()
     for answer in wrong_answers(exercise)
 ]
 
