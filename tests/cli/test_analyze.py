@@ -1,11 +1,16 @@
 """`microparallel analyze` and `bench predict`, from their flags to what they print."""
 
+import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from microparallel.cli import analyze, analyze_table
+from microparallel.performance.step_timing import Phases
 from microparallel.trace.recording import Recording, Span
 
 SMALL = ("--dim", "8", "--depth", "2", "--batch", "8", "--steps", "3", "--device", "cpu", "--transport", "gloo")
@@ -49,7 +54,7 @@ def test_json_has_every_number_and_the_parts_add_up(microparallel):
         assert parts == pytest.approx(found["step"]["seconds"], rel=0.02)
     [weak] = found["scaling"]
     assert [(point["ranks"], point["batch"]) for point in weak["points"]] == [(1, 4), (2, 8)]
-    assert found["bottleneck"]["kind"] in ("compute", "communication", "memory", "straggler")
+    assert found["bottleneck"]["kind"] in ("compute", "communication", "memory", "straggler", "other")
     assert {one["world_size"] for one in found["estimates"]} == {2, 8, 64} or found["estimates"] == []
 
 
@@ -84,6 +89,21 @@ def test_a_recorded_run_is_read_from_its_folder_or_file(microparallel, tmp_path)
     found = json.loads(microparallel("analyze", "run", "--json").stdout)
     assert [rank["communicating"] for rank in found["step"]["ranks"]] == [1, 1]
     assert found["scaling"] == found["estimates"] == []
+
+
+@pytest.mark.parametrize("width", [76, 80, 120])
+def test_no_line_is_wider_than_the_terminal(monkeypatch, tmp_path, width):
+    (tmp_path / "trace.json").write_text(two_ranks(straggler=2.0).to_json())
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None, highlight=False)
+    monkeypatch.setattr(analyze_table, "console_for_results", lambda: console)
+    analysis = analyze._recorded(tmp_path)
+    barriers = replace(analysis.timing, phases=Phases(0.0123, 0.0123, 0.0123), with_barriers=analysis.timing)
+    analyze_table.show(replace(analysis, timing=barriers))
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width and not any("…" in line for line in lines)
+    first = next(number for number, line in enumerate(lines) if line.startswith("try "))
+    if width < 100:
+        assert lines[first + 1].startswith(" " * 12)  # a sentence goes on where it began
 
 
 def test_the_straggler_of_a_recorded_run_is_named(microparallel, tmp_path):

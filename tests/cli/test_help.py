@@ -8,6 +8,8 @@ import pytest
 VERBS = [
     [],
     *([verb] for verb in ("train", "compare", "analyze", "report", "why", "draw", "simulate", "verify", "doctor")),
+    ["learn"],
+    *(["learn", verb] for verb in ("init", "list", "check", "hint", "reset", "solution")),
     ["bench", "allreduce"],
     ["bench", "dp"],
     ["bench", "pp"],

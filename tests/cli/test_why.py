@@ -1,5 +1,6 @@
 """`microparallel why`: the world of a process, of a run, or all that run."""
 
+import io
 import json
 import os
 import subprocess
@@ -7,7 +8,9 @@ import sys
 import time
 
 import pytest
+from rich.console import Console
 
+from microparallel.cli.why_report import report_on, show
 from microparallel.flight import Flight
 
 RANK = """
@@ -105,6 +108,68 @@ def test_a_run_s_folder(microparallel, tmp_path):
     result = microparallel("why", tmp_path / "run")
     flight.close()
     assert (result.returncode, "nothing is wrong" in result.stdout) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("summary", "words"),
+    [
+        ({"steps": 120, "stopped_early": False}, "finished after 120 steps; nothing to explain"),
+        ({"steps": 7, "stopped_early": True}, "was stopped, and ended in order after 7 steps; nothing to explain"),
+    ],
+)
+def test_a_run_that_ended_in_order(microparallel, tmp_path, summary, words):
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    result = microparallel("why", tmp_path)
+    assert (result.returncode, result.stdout) == (1, f"{tmp_path}: {words}\n")
+    assert json.loads(microparallel("why", tmp_path, "--json").stdout)[0]["findings"] == []
+
+
+def test_a_world_whose_ranks_have_all_finished(microparallel, tmp_path):
+    flight = Flight.open(tmp_path / "flight", 0, 1, 1)
+    flight.recorder.ends("finished")
+    result = microparallel("why", tmp_path)
+    flight.close()
+    assert (result.returncode, "every rank has finished: nothing to explain" in result.stdout) == (1, True)
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_no_line_is_wider_than_the_terminal(world, width):
+    folder, ranks = world
+    time.sleep(0.2)
+    console = Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None, highlight=False)
+    show(report_on(folder, 0.1), console)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    assert lines[1].startswith("  straggler: rank 1 is in no call")
+    if width == 60:
+        assert lines[2].startswith("      ")  # a sentence goes on, a little further in
+    rank_0 = next(line.split() for line in lines if line.split()[:2] == ["0", str(ranks[0].pid)])
+    assert rank_0[2:4] == ["waits", "barrier()"] and rank_0[-1] == "rank.py:9"
+
+
+OURS = """
+import sys
+from pathlib import Path
+from microparallel.flight import Flight
+flight = Flight.open(Path(sys.argv[1]), 0, 1, 1)
+exec(compile("flight.group([0]).collective('barrier()', 'barrier()').waits()", sys.argv[2], "exec"))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_place_of_our_own_is_called_so(microparallel, runtime):
+    import microparallel.models.mlp as ours  # it stands for any file that calls a Comms
+
+    # The user's line is the -c program's, which has no file.
+    process = subprocess.Popen(
+        [sys.executable, "-c", OURS, runtime / "ours", ours.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    process.stdout.readline()
+    result = microparallel("why", runtime / "ours", "--after", "0")
+    process.communicate()
+    assert "barrier() (mlp.py:1 of microparallel)" in result.stdout
+    assert "no line of your code led there" in result.stdout
 
 
 @pytest.mark.parametrize(

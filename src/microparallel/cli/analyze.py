@@ -150,7 +150,8 @@ def _recorded(run: Path) -> Analysis:
     timings = time_steps(recording, samples if isinstance(samples, int) else 0)
     timing = median_of(timings[1:] or timings)
     about = ", ".join(f"{name} {value}" for name, value in recording.about.items())
-    return Analysis(f"{file}: {about}" if about else str(file), timing, find_bottleneck(timing.recording))
+    verdict = find_bottleneck(timing.recording, took=timing.total)
+    return Analysis(f"{file}: {about}" if about else str(file), timing, verdict)
 
 
 # ── a run of our own ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -258,7 +259,8 @@ def _analysis(config: TrainConfig, findings: Findings, scalings: list[Scaling]) 
     from microparallel.cli.analyze_table import Analysis
     from microparallel.performance.bottleneck import find_bottleneck
 
-    verdict = find_bottleneck(findings.timing.recording, findings.demand, findings.machine)
+    timing = findings.timing
+    verdict = find_bottleneck(timing.recording, findings.demand, findings.machine, timing.total)
     how = f"{config.schedule} on --dp {config.dp} --pp {config.pp}" if config.is_pipeline else config.strategy
     title = f"{config.model}, {findings.parameters:,} parameters, batch {config.batch}, {how}"
     return Analysis(title, findings.timing, verdict, findings, tuple(scalings))

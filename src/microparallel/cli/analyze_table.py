@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from microparallel.cli.analyze_measure import Findings
-from microparallel.cli.bench_output import console_for_results, count, machine
+from microparallel.cli.bench_output import console_for_results, count, machine, say
 from microparallel.performance.bottleneck import Verdict
 from microparallel.performance.caveats import cores_are_shared
 from microparallel.performance.scaling import Scaling, scaling_bars
@@ -21,10 +21,13 @@ from microparallel.topology import available_cores
 from microparallel.trace.parts import Parts
 from microparallel.train.run_folder import without_nan
 
-_BAR = 24  # columns
+_BAR, _SHORTEST_BAR = 24, 8  # columns
+_GAP = 2  # between two columns
+_INDENT = 12  # of what stands behind the words in bold
 _MOST_ERROR = 0.2  # of the simulated step, that goes without a remark
 _SIGNS = {"forward": "▓", "backward": "█", "communicating": "░", "waiting": "·", "optimizer": "▒", "other": " "}
 _HEADINGS = {"communicating": "exposed"}
+_IN_WORDS = {"other": "data, Python and logging"}  # for a kind of bottleneck
 
 
 @dataclass(frozen=True)
@@ -103,9 +106,10 @@ def show(analysis: Analysis) -> None:
     timing, findings = analysis.timing, analysis.findings
     ranks = count(len(timing.ranks), "rank")
     where = f", {ranks}" if findings is None else f", {ranks} on {count(findings.cores, 'core')}: {findings.transport}"
-    console.print(f"[bold]{analysis.title}[/]{where}\n", soft_wrap=True)
+    say(console, where, heading=analysis.title)
+    console.print()
     _show_parts(console, timing)
-    console.print(f"[bold]overhead[/]    {timing.overhead}", soft_wrap=True)
+    say(console, str(timing.overhead), heading="overhead", indent=_INDENT)
     _show_barriers(console, timing)
     if findings is not None and findings.estimates:
         _show_estimates(console, findings)
@@ -113,7 +117,7 @@ def show(analysis: Analysis) -> None:
         _show_scaling(console, scaling)
     _show_verdict(console, analysis.verdict)
     for note in notes(analysis):
-        console.print(f"[yellow]![/] {note}", soft_wrap=True)
+        say(console, note, heading="!", indent=2)
 
 
 def notes(analysis: Analysis) -> list[str]:
@@ -136,37 +140,43 @@ def _show_parts(console: Console, timing: StepTiming) -> None:
     console.print(f"[bold]a step[/]      {show_seconds(timing.total)} ({steps}{speed}); in {unit}:")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column("rank", no_wrap=True)
-    table.add_column("", no_wrap=True, min_width=_BAR)
-    for part in (*_SIGNS, "hidden"):
-        table.add_column(_HEADINGS.get(part, part), justify="right", no_wrap=True)
+    headings = [_HEADINGS.get(part, part) for part in (*_SIGNS, "hidden")]
+    room = console.width - len("rank") - sum(map(len, headings)) - _GAP * (len(headings) + 1)
+    columns = min(_BAR, room) if room >= _SHORTEST_BAR else 0
+    if columns:
+        table.add_column("", no_wrap=True, min_width=columns)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
     for rank, parts in enumerate(timing.ranks):
         numbers = [show_number(getattr(parts, part) / length) for part in (*_SIGNS, "hidden")]
-        table.add_row(str(rank), bar(parts), *numbers)
+        table.add_row(str(rank), *[bar(parts, columns)][:columns], *numbers)
     console.print(table)
-    legend = "  ".join(f"{sign} {_HEADINGS.get(part, part)}" for part, sign in _SIGNS.items() if sign.strip())
-    console.print(f"[dim]{legend}[/]")
-    console.print("[dim]exposed: communication that nothing else went on beside; what is hidden is in no sum[/]\n")
+    if columns:
+        legend = "  ".join(f"{sign} {_HEADINGS.get(part, part)}" for part, sign in _SIGNS.items() if sign.strip())
+        console.print(f"[dim]{legend}[/]")
+    console.print("[dim]exposed: communication with nothing beside it; what is hidden is in no sum[/]\n")
 
 
-def bar(parts: Parts) -> str:
-    """One rank's step, in signs."""
+def bar(parts: Parts, columns: int = _BAR) -> str:
+    """One rank's step, in so many signs."""
     shares = [max(0.0, getattr(parts, part)) / parts.step if parts.step else 0.0 for part in _SIGNS]
-    return "".join(sign * columns for sign, columns in zip(_SIGNS.values(), apportion(shares, _BAR), strict=True))
+    return "".join(sign * many for sign, many in zip(_SIGNS.values(), apportion(shares, columns), strict=True))
 
 
 def _show_barriers(console: Console, timing: StepTiming) -> None:
     if timing.phases is None or timing.with_barriers is None:
         return
     phases, distorted = timing.phases, timing.with_barriers
-    console.print("\n[bold]barriers[/]    between the phases, as many measure it, beside what really happens:")
+    console.print()
+    say(console, "between the phases, as many measure it, beside what happens:", heading="barriers", indent=_INDENT)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     for heading in ("", "forward", "backward", "exposed", "waiting", "optimizer", "step"):
         table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
-    for name, one in (("as it is", timing), ("with barriers, by events", distorted)):
+    for name, one in (("as it is", timing), ("barriers, by events", distorted)):
         parts = (one.forward, one.backward, one.communication_exposed, one.waiting, one.optimizer, one.total)
         table.add_row(name, *(show_seconds(part) for part in parts))
     clocks = (phases.forward, phases.backward, None, None, phases.optimizer, phases.total)
-    table.add_row("with barriers, by clocks", *("–" if part is None else show_seconds(part) for part in clocks))
+    table.add_row("barriers, by clocks", *("–" if part is None else show_seconds(part) for part in clocks))
     console.print(table)
     console.print("[dim]by clocks, communication and waiting are in the phases, and look like work[/]")
 
@@ -176,10 +186,13 @@ def _show_barriers(console: Console, timing: StepTiming) -> None:
 
 def _show_estimates(console: Console, findings: Findings) -> None:
     first = findings.estimates[0]
-    console.print(
-        f"\n[bold]estimate[/]    an all-reduce of {show_size(first.bytes)}, from a latency of "
-        f"{show_seconds(first.latency)} and {show_size(first.bandwidth)}/s that were measured here:",
-        soft_wrap=True,
+    costs = f"{show_seconds(first.latency)} and {show_size(first.bandwidth)}/s that were measured here"
+    console.print()
+    say(
+        console,
+        f"an all-reduce of {show_size(first.bytes)}, from a latency of {costs}:",
+        heading="estimate",
+        indent=_INDENT,
     )
     worlds = list(dict.fromkeys(one.world_size for one in findings.estimates))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
@@ -213,19 +226,17 @@ def _show_scaling(console: Console, scaling: Scaling) -> None:
 
 
 def _show_verdict(console: Console, verdict: Verdict) -> None:
-    console.print(f"\n[bold]bottleneck[/]  [bold yellow]{verdict.kind}[/]")
+    console.print(f"\n[bold]bottleneck[/]  [bold yellow]{_IN_WORDS.get(verdict.kind, verdict.kind)}[/]")
     for reason in verdict.reasons:
-        console.print(f"            {reason}", soft_wrap=True)
+        say(console, reason, indent=_INDENT)
     if (advice := verdict.advice) is None:
-        console.print("            no change that was simulated would help by 2 % or more")
+        say(console, "no change that was simulated would help by 2 % or more", indent=_INDENT)
     else:
-        gain = f"{advice.speed - 1:.0%} more samples a second, by simulation"
-        console.print(f"[bold]try[/]         {advice.advice}: {gain}", soft_wrap=True)
+        how = "at most" if verdict.kind == "other" else "by simulation"
+        gain = f"{advice.speed - 1:.0%} more samples a second, {how}"
+        say(console, f"{advice.advice}: {gain}", heading="try", indent=_INDENT)
     others = ", ".join(f"{change.name} {change.speed - 1:+.0%}" for change in verdict.changes)
     if others:
-        console.print(f"[dim]            simulated: {others}[/]", soft_wrap=True)
-    console.print(
-        f"[dim]            the simulated step takes {show_seconds(verdict.simulated)}, the recorded one "
-        f"{show_seconds(verdict.measured)}: off by {verdict.error:.1%}[/]",
-        soft_wrap=True,
-    )
+        say(console, f"simulated: {others}", indent=_INDENT, style="dim")
+    times = f"{show_seconds(verdict.simulated)}, the recorded one {show_seconds(verdict.measured)}"
+    say(console, f"the simulated step takes {times}: off by {verdict.error:.1%}", indent=_INDENT, style="dim")

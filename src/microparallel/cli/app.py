@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from typing import Annotated, Any, NoReturn
@@ -9,7 +10,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from microparallel import __version__
-from microparallel.cli import analyze, bench, compare, doctor, draw, report, simulate, train, verify, why
+from microparallel.cli import analyze, bench, compare, doctor, draw, learn, report, simulate, train, verify, why
 from microparallel.errors import MicroparallelError, RankFailed, UsageError
 from microparallel.topology import DO_NOT_SPIN
 
@@ -30,6 +31,9 @@ app.command(name="verify", epilog=verify.EXAMPLES)(verify.verify)
 app.command(name="doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command(name="why", epilog=why.EXAMPLES)(why.why)
 app.add_typer(bench.app, name="bench")
+app.add_typer(learn.app, name="learn")
+
+_LISTS = ("NAMES", "SIZES")  # how the help calls values with commas between them
 
 
 def _print_version(wanted: bool) -> None:
@@ -74,7 +78,19 @@ def _wrong_call(error: Any) -> int:
     for name in getattr(getattr(error, "param", None), "opts", ()):
         if name in sys.argv[:-1] and "Invalid value" in message:
             message = message.replace("Invalid value for", f"{sys.argv[sys.argv.index(name) + 1]!r} is no value for")
-    return _fail(f"{message.strip().rstrip('.')}; see --help", error.exit_code) if message.strip() else error.exit_code
+    hint = _with_commas(error) or "see --help"
+    return _fail(f"{message.strip().rstrip('.')}; {hint}", error.exit_code) if message.strip() else error.exit_code
+
+
+def _with_commas(error: Any) -> str:
+    """How to write several values of a flag, where there were blanks between them."""
+    command = getattr(getattr(error, "ctx", None), "command", None)
+    lists = [name for option in getattr(command, "params", ()) if option.metavar in _LISTS for name in option.opts]
+    for place, word in enumerate(sys.argv):
+        values = list(itertools.takewhile(lambda value: not value.startswith("-"), sys.argv[place + 1 :]))
+        if word in lists and len(values) > 1:
+            return f"write commas between them: {word} {','.join(value.strip(',') for value in values)}"
+    return ""
 
 
 def _fail(message: str, code: int) -> int:

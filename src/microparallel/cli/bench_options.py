@@ -22,6 +22,8 @@ def parse_names(text: str, flag: str) -> tuple[str, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ConfigError(f"{flag} {text!r}: there is a name missing; write them as in a,b,c")
+    if any(" " in part for part in parts):
+        raise ConfigError(f"{flag} {text!r}: write commas between the names: {flag} {','.join(text.split())}")
     return tuple(dict.fromkeys(parts))
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import platform
+import textwrap
 from typing import Any
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from microparallel import __version__
 from microparallel.performance.units import show_number, show_seconds, time_unit
@@ -16,6 +18,25 @@ def console_for_results(width_of_files: int = 96) -> Console:
     """Where results are printed: as wide as the terminal, or as a file shall be."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=width_of_files)
+
+
+def say(console: Console, text: str, *, heading: str = "", indent: int = 0, style: str = "") -> None:
+    """Print a sentence, its further lines as far in as its first words; in a file it is as long as it comes.
+
+    Args:
+        console: where.
+        text: plain words.
+        heading: what stands before them, in bold, or a sign of warning.
+        indent: at which column they begin.
+        style: of the words.
+    """
+    line = f"{heading:<{indent}}{text}"
+    if console.is_terminal:
+        width = max(console.width, indent + 20)
+        line = textwrap.fill(line, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    shown = Text(line, style)
+    shown.stylize("yellow" if heading == "!" else "bold", 0, len(heading))
+    console.print(shown, soft_wrap=True)
 
 
 def machine(cores: int) -> dict[str, Any]:

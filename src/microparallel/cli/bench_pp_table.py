@@ -10,7 +10,7 @@ import torch
 from rich import box
 from rich.table import Table
 
-from microparallel.cli.bench_output import console_for_results, count, machine, show_step
+from microparallel.cli.bench_output import console_for_results, count, machine, say, show_step
 from microparallel.performance.pipeline_bench_report import Report, Row
 from microparallel.performance.units import show_seconds, show_size
 from microparallel.performance.utilisation import apportion
@@ -49,16 +49,17 @@ def show(report: Report) -> None:
     measured = report.measurements
     ranks, cores = count(measured.ranks, "rank"), count(measured.cores, "core")
     where = f"{measured.transport}, float32 on {measured.device}, torch {torch.__version__}"
-    console.print(f"[bold]pipeline step[/], {ranks} on {cores}: {where}\n")
+    say(console, f", {ranks} on {cores}: {where}", heading="pipeline step")
+    console.print()
     steps = count(report.rows[0].counted, "step")
-    console.print(f"[bold]{measured.model}[/]  {measured.text}, {steps}", soft_wrap=True)
+    say(console, f"{measured.text}, {steps}", heading=measured.model, indent=len(measured.model) + 2)
     console.print(table_of(report, console.width))
     console.print()
     console.print(f"[dim]{caption(report, console.width)}[/]")
     for line in conclusions(report):
         console.print(line)
     for note in report.notes:
-        console.print(f"[yellow]![/] {note}")
+        say(console, note, heading="!", indent=2)
 
 
 def table_of(report: Report, width: int) -> Table:

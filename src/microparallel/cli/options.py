@@ -111,7 +111,10 @@ Pp = Annotated[
 Schedule = Annotated[
     str | None,
     typer.Option(
-        help=f"Of the pipeline: {', '.join(PIPELINES)}.", show_default="1f1b with --pp", rich_help_panel=_WORLD
+        metavar="NAME|FILE",
+        help=f"Of the pipeline: {', '.join(PIPELINES)}; or a file with a program (see verify).",
+        show_default="1f1b with --pp",
+        rich_help_panel=_WORLD,
     ),
 ]
 Microbatches = Annotated[

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json as json_format
-import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from microparallel.cli import options
+from microparallel.cli.why_report import Report, as_json, report_on, show
 from microparallel.errors import ConfigError
-from microparallel.flight import Finding, Snapshot, diagnose, folders, gather
-from microparallel.flight.words import seconds
+from microparallel.flight import folders
 
 EXAMPLES = options.examples(
     ("microparallel why", "all worlds of yours that run now, the newest first"),
@@ -43,16 +42,36 @@ def why(
 
     The exit code is 0 if something was found, and 1 if nothing is wrong.
     """
-    chosen = folders.running_worlds() if world is None else [_folder(world)]
-    reports = [_Report(folder, after) for folder in chosen]
+    reports = _reports(world, after)
     if json:
-        print(json_format.dumps([report.as_json() for report in reports], indent=2))
+        print(json_format.dumps([as_json(report) for report in reports], indent=2))
     elif not reports:
         print("no world of yours runs on this machine")
     else:
         for report in reports:
-            report.show(Console(highlight=False, soft_wrap=True))
+            show(report, Console(highlight=False))
     return 0 if any(report.findings for report in reports) else 1
+
+
+def _reports(world: str | None, patience: float) -> list[Report]:
+    if world is None:
+        return [report_on(folder, patience) for folder in folders.running_worlds()]
+    if (ended := _in_order(Path(world))) is not None:
+        return [Report(Path(world), ended=ended)]
+    return [report_on(_folder(world), patience)]
+
+
+def _in_order(run: Path) -> str | None:
+    """How a training run ended whose ranks have left no last words, since they had none; None if it did not."""
+    try:
+        summary = json_format.loads((run / "summary.json").read_text(encoding="utf-8"))
+        steps = f"{summary['steps']} steps"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if (run / "flight").exists():
+        return None
+    early = "was stopped, and ended in order" if summary.get("stopped_early") else "finished"
+    return f"{run}: {early} after {steps}; nothing to explain"
 
 
 def _folder(world: str) -> Path:
@@ -71,78 +90,3 @@ def _folder(world: str) -> Path:
             "runs with MICROPARALLEL_FLIGHT=0"
         )
     return folder_of_process
-
-
-class _Report:
-    """One world, and what is wrong with it."""
-
-    def __init__(self, folder: Path, patience: float) -> None:
-        self.folder = folder
-        self.ranks: list[Snapshot] = gather(folder)
-        self.findings: list[Finding] = diagnose(self.ranks, patience)
-
-    def show(self, console: Console) -> None:
-        first = next((one for one in self.ranks if one.pid), None)
-        if first is None:
-            return
-        began = seconds(time.time() - first.began)
-        console.print(f"[bold]{len(self.ranks)} ranks[/], began {began} ago, started by process {first.parent}")
-        for finding in self.findings:
-            console.print(f"  {finding.text}", markup=False)
-        if not self.findings:
-            console.print("  nothing is wrong: every rank makes progress")
-        rows = [_row(one) for one in self.ranks]
-        shown = [list(rows[0]), *([_short(value) for value in row.values()] for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-        for line in shown:
-            text = "  ".join(word.ljust(width) for word, width in zip(line, widths, strict=True)).rstrip()
-            console.print(f"  {text}", markup=False, style="dim" if line is shown[0] else None)
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "folder": str(self.folder),
-            "findings": [
-                {
-                    "kind": finding.kind,
-                    "ranks": finding.ranks,
-                    "file": finding.place.file if finding.place is not None else None,
-                    "line": finding.place.line if finding.place is not None else None,
-                    "text": finding.text,
-                }
-                for finding in self.findings
-            ],
-            "ranks": [_row(one) for one in self.ranks],
-        }
-
-
-def _short(value: object, most: int = 60) -> str:
-    text = "" if value is None else str(value)
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def _row(one: Snapshot) -> dict[str, Any]:
-    """A rank, in the words of the table."""
-    call = one.current
-    place = one.here if call is None else call.place
-    if place is None and one.last is not None:
-        place = one.last.place
-    since = None if call is None else seconds((call.end or one.now) - call.since)
-    return {
-        "rank": one.rank,
-        "pid": one.pid or None,
-        "state": _state(one),
-        "in": one.doing or None if call is None else call.text,
-        "since": since,
-        "where": None if place is None else f"{place.file}:{place.line}",
-        "step": one.step,
-    }
-
-
-def _state(one: Snapshot) -> str:
-    if one.ending in ("finished", "closed", "raised", "broke off"):
-        return f"{one.ending} ({one.last_words})" if one.last_words else one.ending
-    if one.state == "ended" or one.ending == "exited":
-        return f"died ({one.last_words or one.exit})" if one.last_words or one.exit else "died"
-    if one.state == "running":
-        return "running" if one.current is None else "waits"
-    return one.state

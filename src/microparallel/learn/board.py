@@ -84,6 +84,14 @@ class Board:
         """Count one more call that needs everybody."""
         return self._count(rank, _CALLS)
 
+    def others_rest(self, rank: int) -> bool:
+        """Whether every other rank has finished, or waits and cannot go on."""
+        return all(self._rests(other) for other in range(self.ranks) if other != rank)
+
+    def _rests(self, rank: int) -> bool:
+        state = State(self._get(rank, _STATE))
+        return state == State.FINISHED or (state in _WAITS and not self._can_go_on(rank, state))
+
     # ── read by the referee ─────────────────────────────────────────────────────────────────────────────────────
 
     def stuck(self) -> list[Waiting]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import linecache
 import os
 import re
 import signal
@@ -111,8 +110,11 @@ class Exam:
             return failure  # the grader's own fault
         if kind == "NotImplementedError":
             return Wrong(f"line {line} is still to be written: {text}")
-        shown = linecache.getline(str(self.file), line).strip() if line else ""
+        lines = self.source.splitlines()
+        shown = lines[line - 1].strip() if line and line <= len(lines) else ""
         at = f" in line {line}" if line else ""
+        if kind == "Mismatch":
+            text += _unlike(text)
         code = f"\n  {shown}" if shown else ""
         return Wrong(f"rank {failure.rank} stopped{at} with {kind}: {text.strip()}{code}")
 
@@ -130,13 +132,18 @@ class Exam:
     def _deadlock(self, waiting: list[Waiting], finished: list[int]) -> str:
         lines = [f"  {_in_words(one, finished)}" for one in waiting]
         if all(one.state == State.SENDING for one in waiting):
-            who = "both ranks wait" if len(waiting) == 2 else "all ranks wait" if len(waiting) > 2 else "it waits"
-            head = f"deadlock: {who} in send, and nobody receives; {_DEADLOCK}"
+            head = f"deadlock: {_who(waiting)} in send, and nobody receives; {_DEADLOCK}"
         elif any(one.peer in finished for one in waiting):
             head = "a rank waits for one that has finished: the messages of the two do not match"
+        elif all(one.state == State.RECEIVING for one in waiting):
+            head = f"deadlock: {_who(waiting)} in receive, and nobody sends: every rank waits for another"
         else:
             head = f"deadlock: every rank waits for another; {_DEADLOCK}"
         return "\n".join([head, *lines])
+
+
+def _who(waiting: list[Waiting]) -> str:
+    return "both ranks wait" if len(waiting) == 2 else "all ranks wait" if len(waiting) > 2 else "it waits"
 
 
 def _in_words(one: Waiting, finished: list[int]) -> str:
@@ -147,6 +154,17 @@ def _in_words(one: Waiting, finished: list[int]) -> str:
     if one.state == State.SENDING:
         return f"rank {one.rank} waits in send{at} until rank {one.peer} receives{gone}"
     return f"rank {one.rank} waits in receive{at} for rank {one.peer} to send{gone}"
+
+
+def _unlike(mismatch: str) -> str:
+    """What the two ends of a message should agree about."""
+    tensor = r"\((\w+)(\[[^]]*\])"
+    received, sent = re.search(f"irecv{tensor}", mismatch), re.search(f"isend{tensor}", mismatch)
+    if received is None or sent is None:
+        return ""
+    if received[1] != sent[1]:
+        return "\n  a receive expects float32 unless it is told the dtype"
+    return "\n  a receive must be told the shape of what was sent" if received[2] != sent[2] else ""
 
 
 class _DeadlockWatch(threading.Thread):

@@ -47,8 +47,8 @@ def sit(
         exam_comms = ExamComms(comms, board, file, allowed, learner.happens)
         board.says(comms.rank, State.RUNNING)
         result = body(learner, exam_comms, *arguments)
-        if guards.refused:  # and the learner's code caught it
-            raise NotAllowed(guards.refused[0])
+        if refused := guards.refused + exam_comms.refused:  # and the learner's code caught it
+            raise NotAllowed(refused[0])
     board.says(comms.rank, State.FINISHED)
     return result
 

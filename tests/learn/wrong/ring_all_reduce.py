@@ -1,10 +1,20 @@
 from answers import Answer
 
+FIRST = (
+    "    for step in range(ranks - 1):\n"
+    "        slices[(rank - step - 1) % ranks].add_(pass_on(rank - step, rank - step - 1))\n"
+)
+SECOND = FIRST.replace(
+    "        slices[(rank - step - 1) % ranks].add_(pass_on(rank - step, rank - step - 1))",
+    "        slices[(rank - step) % ranks].copy_(pass_on(rank + 1 - step, rank - step))",
+)
+
 ANSWERS = [
     Answer(
         "blocking sends",
         {"request = comms.isend(": "comms.send_tensor(", "        request.wait()\n": ""},
         "both ranks wait in send",
+        True,
     ),
     Answer("request not kept", {"        request.wait()\n": ""}, "never waited for it: keep the request"),
     Answer(
@@ -17,4 +27,71 @@ ANSWERS = [
         },
         "pass slices on, not whole tensors",
     ),
+    Answer("second half missing", {SECOND: ""}, "that was the first half; in the second one the sums go round", True),
+    Answer(
+        "always the own slice",
+        {FIRST: FIRST.replace("pass_on(rank - step,", "pass_on(rank,")},
+        "wrong slice, 3 ranks: in step 1 of the first half rank 0 sends slice 0, but in the step before it received "
+        "slice 2 from rank 2: that is the one to pass on",
+        True,
+    ),
+    Answer(
+        "slices counted upwards",
+        {FIRST: FIRST.replace("pass_on(rank - step,", "pass_on(rank + step,")},
+        "wrong slice, 3 ranks: in step 1 of the first half rank 0 sends slice 1",
+    ),
+    Answer(
+        "everybody begins with slice 0", {"slices[send % ranks]": "slices[(send - rank) % ranks]"}, "both send slice 0"
+    ),
+    Answer(
+        "second half begins with the own slice",
+        {SECOND: SECOND.replace("rank + 1 - step, rank - step", "rank - step, rank - step - 1")},
+        "in step 0 of the second half rank 0 sends slice 0",
+    ),
+    Answer(
+        "added to the slice that was sent",
+        {"slices[(rank - step - 1) % ranks].add_": "slices[(rank - step) % ranks].add_"},
+        "in the first half what arrives is added to the wrong one: in step s rank r receives slice r−s−1",
+    ),
+    Answer(
+        "copied to the slice that was sent",
+        {"slices[(rank - step) % ranks].copy_": "slices[(rank + 1 - step) % ranks].copy_"},
+        "in the second half what arrives is copied to the wrong one",
+    ),
+    Answer(
+        "one step too few",
+        {FIRST: FIRST.replace("range(ranks - 1)", "range(ranks - 2)")},
+        "with 2 ranks each of them sends 2 slices, 1 in each half; these send 1",
+    ),
+    Answer("added in both halves", {".copy_(": ".add_("}, "the second half adds"),
+    Answer("copied in both halves", {".add_(": ".copy_("}, "the first half replaces your own slice by what arrives"),
+    Answer(
+        "one step too many",
+        {FIRST: FIRST.replace("range(ranks - 1)", "range(ranks)")},
+        "sent 896 bytes in 7 messages; 768 bytes in 6 messages are enough: 3 steps in each half",
+    ),
+    Answer(
+        "one step too many at the end",
+        {SECOND: SECOND.replace("range(ranks - 1)", "range(ranks)")},
+        "sent 896 bytes in 7 messages; 768 bytes in 6 messages are enough: 3 steps in each half",
+    ),
+    Answer(
+        "the list instead of the tensor",
+        {
+            "slices[(rank - step - 1) % ranks].add_(pass_on(rank - step, rank - step - 1))": (
+                "slices[(rank - step - 1) % ranks] = slices[(rank - step - 1) % ranks] + "
+                "pass_on(rank - step, rank - step - 1)"
+            ),
+        },
+        "`slices[i] = …` only puts another tensor into the list",
+    ),
+    Answer(
+        "slices of a copy", {"tensor.view(-1).tensor": "tensor.clone().view(-1).tensor"}, "still holds its own numbers"
+    ),
+    Answer(
+        "neighbours swapped",
+        {"(rank + 1) % ranks, (rank - 1) % ranks": "(rank - 1) % ranks, (rank + 1) % ranks"},
+        "in step 1 of the first half rank 0 sends slice 2, but in the step before it received slice 1 from rank 1",
+    ),
+    Answer("mean instead of sum", {SECOND: SECOND + "    tensor.copy_(tensor / ranks)\n"}, "this is the mean"),
 ]

@@ -1,0 +1,195 @@
+"""`microparallel learn`: the exercises of the course."""
+
+from __future__ import annotations
+
+import json as json_format
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.markdown import Markdown
+from rich.syntax import Syntax
+
+from microparallel.cli import learn_view as view
+from microparallel.cli import options
+from microparallel.errors import ConfigError
+from microparallel.learn.catalogue import EXERCISES, Exercise, find_exercise
+from microparallel.learn.checking import Checker
+from microparallel.learn.holes import solved
+from microparallel.learn.verdict import Step, Verdict
+from microparallel.learn.workspace import Workspace
+
+EXAMPLES = options.examples(
+    ("microparallel learn init", "copy the exercises to my_work/"),
+    ("microparallel learn", "watch my_work/: each time a file is saved it is checked"),
+    ("microparallel learn check ring-all-reduce", "check one exercise now"),
+    ("microparallel learn hint ring-all-reduce", "a hint; ask again for the next, which says more"),
+)
+app = typer.Typer(
+    rich_markup_mode="markdown",
+    help="The exercises of the course: fill in what is missing, and have it checked on real ranks.",
+    epilog=EXAMPLES,
+)
+
+Folder = Annotated[Path, typer.Option(help="Where your work is.")]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="An exercise; `learn list` shows them.")]
+_DEFAULT = Path("my_work")
+
+
+@app.callback(invoke_without_command=True, epilog=EXAMPLES)
+def watch(context: typer.Context, folder: Folder = _DEFAULT) -> int | None:
+    """The exercises of the course: fill in what is missing, and have it checked on real ranks.
+
+    Without a word behind it, `learn` watches your work and checks the current exercise each time you save it. The keys:
+    n next, h hint, l list, c check, r reset, q quit. Where you were is remembered in progress.txt.
+    """
+    if context.invoked_subcommand is not None:
+        return None
+    workspace = Workspace(folder)
+    if not workspace.exists:
+        raise ConfigError(f"there are no exercises in {folder}: `microparallel learn init` puts them there")
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return _check(workspace, _current(workspace), json=False)
+    from microparallel.cli.learn_watch import Watch
+
+    return Watch(workspace).run()
+
+
+@app.command(epilog=options.examples(("microparallel learn init --folder mine", "to mine/ instead of my_work/")))
+def init(folder: Folder = _DEFAULT) -> int:
+    """Copy the exercises to my_work/. Files that are there already are left as they are."""
+    workspace = Workspace(folder)
+    new = workspace.start()
+    console = view.console()
+    if not new:
+        console.print(f"all {len(EXERCISES)} exercises are in {folder}/ already; nothing was changed")
+    else:
+        console.print(f"{len(new)} exercises are now in [bold]{folder}/[/]")
+    exercise = workspace.current
+    if exercise is not None:
+        console.print(f"begin with [bold]{workspace.path(exercise)}[/], and run: microparallel learn")
+    return 0
+
+
+@app.command(name="list", epilog=options.examples(("microparallel learn list --json", "for scripts")))
+def list_exercises(folder: Folder = _DEFAULT, json: options.Json = False) -> int:
+    """List the exercises, and say which of them have passed."""
+    workspace = Workspace(folder)
+    if json:
+        print(json_format.dumps([_row(workspace, exercise) for exercise in EXERCISES], indent=2))
+    else:
+        view.console().print(view.exercises(workspace))
+    return 0
+
+
+@app.command(epilog=options.examples(("microparallel learn check 1f1b", "exit code 0 if it is right, 1 if not")))
+def check(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="An exercise.", show_default="the current one")
+    ] = None,
+    folder: Folder = _DEFAULT,
+    json: options.Json = False,
+) -> int:
+    """Run your code on real ranks and say what is wrong with it, in the words of the lesson."""
+    workspace = Workspace(folder)
+    return _check(workspace, _current(workspace) if name is None else find_exercise(name), json)
+
+
+@app.command(epilog=options.examples(("microparallel learn hint hooks --step 2", "the second of three")))
+def hint(
+    name: Name,
+    step: Annotated[int | None, typer.Option(min=1, max=3, help="Which hint.", show_default="the next")] = None,
+    folder: Folder = _DEFAULT,
+) -> int:
+    """Show a hint. There are three, and each says more than the one before."""
+    workspace, exercise = Workspace(folder), find_exercise(name)
+    number = step or min(workspace.hints.get(exercise.name, 0) + 1, 3)
+    console = view.console()
+    console.print(f"[bold]{exercise.name}[/], hint {number} of 3", highlight=False)
+    console.print(Markdown(exercise.hints[number - 1]))
+    if workspace.exists:
+        workspace.note_hint(exercise, number)
+    return 0
+
+
+@app.command(epilog=options.examples(("microparallel learn reset gpipe --yes", "do not ask")))
+def reset(
+    name: Name,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    folder: Folder = _DEFAULT,
+) -> int:
+    """Put an exercise back as it was at first. What you wrote is kept beside it."""
+    workspace, exercise = Workspace(folder), find_exercise(name)
+    path = workspace.require(exercise)
+    if not yes and not view.confirm(f"put {path} back as it was at first? (yours is kept beside it)"):
+        print("nothing was changed")
+        return 1
+    backup = workspace.reset(exercise)
+    print(f"{path} is as it was at first; yours is {backup}")
+    return 0
+
+
+@app.command(epilog=options.examples(("microparallel learn solution hooks --show", "also before yours has passed")))
+def solution(
+    name: Name,
+    show: Annotated[bool, typer.Option("--show", help="Also if yours has not passed yet.")] = False,
+    folder: Folder = _DEFAULT,
+) -> int:
+    """Show our solution, once yours has passed."""
+    workspace, exercise = Workspace(folder), find_exercise(name)
+    if exercise.name not in workspace.passed and not show:
+        raise ConfigError(
+            f"{exercise.name} has not passed yet: `microparallel learn hint {exercise.name}` helps, "
+            "and --show shows the solution all the same"
+        )
+    text = solved(exercise.solution.read_text("utf-8"))
+    console = view.console()
+    console.print(Syntax(text, "python", background_color="default") if console.is_terminal else text, markup=False)
+    return 0
+
+
+def _current(workspace: Workspace) -> Exercise:
+    exercise = workspace.current
+    return EXERCISES[-1] if exercise is None else exercise
+
+
+def _check(workspace: Workspace, exercise: Exercise, json: bool) -> int:
+    path = workspace.require(exercise)
+    with Checker() as checker:
+        verdict = checker.check(exercise, path) if json else _check_aloud(checker, exercise, path)
+    if verdict.passed:
+        workspace.note_passed(exercise)
+    if json:
+        print(json_format.dumps(verdict.to_dict() | {"file": str(path)}, indent=2))
+    else:
+        for_a_hint = f"microparallel learn hint {exercise.name}"
+        view.console().print(view.conclusion(verdict, exercise, workspace, for_a_hint))
+    return 0 if verdict.passed else 1
+
+
+def _check_aloud(checker: Checker, exercise: Exercise, path: Path) -> Verdict:
+    console = view.console()
+    console.print(Group(view.heading(exercise, path), ""))
+    with console.status("starting ranks …") as status:
+
+        def show(step: Step) -> None:
+            console.print(view.step(step))
+            status.update("checking …")
+
+        return checker.check(exercise, path, show)
+
+
+def _row(workspace: Workspace, exercise: Exercise) -> dict[str, object]:
+    return {
+        "name": exercise.name,
+        "track": exercise.track,
+        "title": exercise.title,
+        "lesson": f"docs/{exercise.lesson}.md",
+        "file": str(workspace.path(exercise)),
+        "exists": workspace.path(exercise).exists(),
+        "passed": exercise.name in workspace.passed,
+        "hints": workspace.hints.get(exercise.name, 0),
+        "current": exercise == workspace.current,
+    }

@@ -1,0 +1,88 @@
+"""What `microparallel learn` shows: a verdict, a list, a bar."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.prompt import Confirm
+from rich.table import Table
+from rich.text import Text
+
+from microparallel.learn.catalogue import EXERCISES, Exercise
+from microparallel.learn.verdict import Step, Verdict
+from microparallel.learn.workspace import Workspace
+
+_TRACKS = {"data_parallel": "Data parallelism", "pipeline": "Pipeline parallelism"}
+
+
+def console() -> Console:
+    """One that leaves words as they are."""
+    return Console(highlight=False)
+
+
+def confirm(question: str) -> bool:
+    """Ask; whoever cannot answer has not agreed."""
+    try:
+        return Confirm.ask(question, default=False)
+    except EOFError:
+        return False
+
+
+def heading(exercise: Exercise, path: Path) -> RenderableType:
+    """The exercise, its file and its lesson."""
+    return Group(
+        Text.assemble((exercise.name, "bold"), f" · {exercise.title}"),
+        Text(f"{path} · lesson: docs/{exercise.lesson}.md", "dim"),
+    )
+
+
+def step(one: Step) -> RenderableType:
+    """One thing that was looked at."""
+    mark = ("✓ ", "bold green") if one.passed else ("✗ ", "bold red")
+    return Text.assemble(mark, one.title, (f"  {one.note}" if one.note else "", "dim"))
+
+
+def conclusion(verdict: Verdict, exercise: Exercise, workspace: Workspace, for_a_hint: str) -> RenderableType:
+    """What came of a check, and what to do now."""
+    parts: list[RenderableType] = []
+    if verdict.printed.strip():
+        parts += ["", Text("your code printed:", "dim"), Padding(Text(verdict.printed.strip()), (0, 2))]
+    if verdict.passed:
+        following = workspace.next_after(exercise)
+        parts += ["", Text(f"{exercise.name} passed", "bold green") + Text(f" in {verdict.seconds:.1f} s", "dim")]
+        parts.append(progress(workspace))
+        if following is None:
+            parts.append("that was the last one: you have written it all yourself")
+        else:
+            parts.append(Text.assemble("next: ", (following.name, "bold"), f" · {workspace.path(following)}"))
+    else:
+        parts += ["", Padding(Text(verdict.message), (0, 2)), ""]
+        parts.append(Text(f"for a hint: {for_a_hint}", "dim"))
+    return Group(*parts)
+
+
+def progress(workspace: Workspace, width: int = 34) -> RenderableType:
+    """How many exercises have passed, as a bar."""
+    done = sum(exercise.name in workspace.passed for exercise in EXERCISES)
+    full = round(width * done / len(EXERCISES))
+    return Text.assemble(("━" * full, "green"), ("━" * (width - full), "dim"), f" {done} of {len(EXERCISES)}")
+
+
+def exercises(workspace: Workspace) -> RenderableType:
+    """All of them, track by track."""
+    parts: list[RenderableType] = []
+    for track, members in groupby(EXERCISES, key=lambda exercise: exercise.track):
+        table = Table.grid(padding=(0, 2))
+        for exercise in members:
+            table.add_row(_mark(workspace, exercise), Text(exercise.name, "bold"), Text(exercise.title))
+        parts += [Text(_TRACKS[track], "bold underline"), table, ""]
+    return Group(*parts, progress(workspace))
+
+
+def _mark(workspace: Workspace, exercise: Exercise) -> Text:
+    if exercise.name in workspace.passed:
+        return Text("✓", "bold green")
+    return Text("▶", "bold yellow") if exercise == workspace.current else Text("·", "dim")

@@ -1,0 +1,188 @@
+"""Bare `microparallel learn`: check the current exercise each time it is saved, until the learner quits.
+
+One thread checks; this one looks at the file and at the keys, and draws the whole screen anew when something has
+changed. Nothing but ordinary terminal codes, so that it works over ssh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+import termios
+import threading
+import tty
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.markdown import Markdown
+from rich.text import Text
+
+from microparallel.cli import learn_view as view
+from microparallel.learn.catalogue import EXERCISES, Exercise
+from microparallel.learn.checking import Checker
+from microparallel.learn.verdict import Step, Verdict
+from microparallel.learn.workspace import Workspace
+
+_LOOKS = 0.2  # seconds between two looks at the file
+_KEYS = (("n", "next"), ("p", "previous"), ("h", "hint"), ("l", "list"), ("c", "check"), ("r", "reset"), ("q", "quit"))
+
+
+class Watch:
+    """The current exercise, what is known of it, and what the screen shows."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._exercise = workspace.current or EXERCISES[-1]
+        self._console = view.console()
+        self._checker = Checker()
+        self._check: _Check | None = None
+        self._again = True  # a check is due
+        self._seen: tuple[float, int] | None = None
+        self._shown: object = None
+        self._panel: RenderableType | None = None  # a hint, the list, a question
+        self._asks_reset = False
+
+    def run(self) -> int:
+        """Watch until the learner quits."""
+        with self._checker, _keys_one_by_one():
+            while True:
+                self._look_at_file()
+                self._draw_if_changed()
+                key = _next_key(_LOOKS)
+                if key in ("q", "\x03", "\x04"):
+                    self._console.print(f"\nwhere you were is in {self._workspace.folder / 'progress.txt'}")
+                    return 0
+                if key:
+                    self._press(key)
+
+    # ── the file, and its check ─────────────────────────────────────────────────────────────────────────────────
+
+    def _look_at_file(self) -> None:
+        path = self._workspace.path(self._exercise)
+        state = _state(path)
+        if state != self._seen:
+            self._seen, self._again = state, True
+        if self._check is not None and self._check.verdict is not None and self._check.is_news:
+            self._check.is_news = False
+            if self._check.verdict.passed and self._check.exercise == self._exercise:
+                self._workspace.note_passed(self._exercise)
+        busy = self._check is not None and self._check.verdict is None
+        if self._again and not busy and state is not None:
+            self._again, self._panel = False, None
+            self._check = _Check(self._checker, self._exercise, path)
+
+    def _go_to(self, exercise: Exercise) -> None:
+        self._exercise, self._seen, self._again, self._panel = exercise, None, True, None
+        self._workspace.go_to(exercise)
+
+    # ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _press(self, key: str) -> None:
+        asked, self._asks_reset = self._asks_reset, False
+        match key.lower():
+            case "y" if asked:
+                backup = self._workspace.reset(self._exercise)
+                self._panel = Text(f"as it was at first; yours is {backup}")
+            case "n" | "p":
+                at = EXERCISES.index(self._exercise) + (1 if key == "n" else -1)
+                self._go_to(EXERCISES[at % len(EXERCISES)])
+            case "h":
+                self._panel = self._hint()
+            case "l":
+                self._panel = view.exercises(self._workspace)
+            case "c":
+                self._again = True
+            case "r":
+                self._asks_reset = True
+                self._panel = Text("put it back as it was at first? (yours is kept beside it)  y / n", "bold yellow")
+            case _:  # back to the check
+                self._panel = None
+        self._shown = None
+
+    def _hint(self) -> RenderableType:
+        number = min(self._workspace.hints.get(self._exercise.name, 0) + 1, 3)
+        self._workspace.note_hint(self._exercise, number)
+        return Group(Text(f"hint {number} of 3", "bold"), Markdown(self._exercise.hints[number - 1]))
+
+    # ── the screen ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _draw_if_changed(self) -> None:
+        check = self._check
+        known = None if check is None else (len(check.steps), check.verdict)
+        now = (self._exercise.name, self._console.size, known, id(self._panel))
+        if now == self._shown:
+            return
+        self._shown = now
+        self._console.clear()
+        self._console.print(self._screen())
+
+    def _screen(self) -> RenderableType:
+        path = self._workspace.path(self._exercise)
+        parts = [view.progress(self._workspace), "", view.heading(self._exercise, path), ""]
+        if self._panel is not None:
+            return Group(*parts, self._panel, "", _key_line())
+        if not path.exists():
+            parts.append(Text(f"{path} is not there: microparallel learn init puts it back", "bold red"))
+        elif self._check is not None and self._check.exercise == self._exercise:
+            parts += [view.step(step) for step in list(self._check.steps)]
+            verdict = self._check.verdict
+            if verdict is None:
+                parts.append(Text("checking …", "dim"))
+            else:
+                parts.append(view.conclusion(verdict, self._exercise, self._workspace, "press h"))
+        return Group(*parts, "", _key_line())
+
+
+class _Check(threading.Thread):
+    """One check, done in the background."""
+
+    def __init__(self, checker: Checker, exercise: Exercise, path: Path) -> None:
+        super().__init__(daemon=True)
+        self._checker, self.exercise, self._path = checker, exercise, path
+        self.steps: list[Step] = []
+        self.verdict: Verdict | None = None
+        self.is_news = True
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.verdict = self._checker.check(self.exercise, self._path, self.steps.append)
+        except Exception as error:  # the watch goes on, and says what happened
+            self.verdict = Verdict(self.exercise.name, False, self.steps, f"it could not be checked: {error}")
+
+
+def _key_line() -> Text:
+    line = Text()
+    for key, meaning in _KEYS:
+        line.append(f" {key}", "bold").append(f" {meaning} ", "dim")
+    return line
+
+
+def _state(path: Path) -> tuple[float, int] | None:
+    """What changes when a file is saved."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime, found.st_size
+
+
+def _next_key(patience: float) -> str:
+    ready, _, _ = select.select([sys.stdin], [], [], patience)
+    if not ready:
+        return ""
+    return os.read(sys.stdin.fileno(), 1).decode(errors="ignore") or "q"  # nothing to read: the terminal is gone
+
+
+@contextlib.contextmanager
+def _keys_one_by_one() -> Iterator[None]:
+    """Keys come as they are pressed, and are not printed; afterwards the terminal is as it was."""
+    before = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

@@ -1,0 +1,74 @@
+"""The order in which ranks computed, held against a schedule's program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from microparallel.learn.verdict import Wrong
+from microparallel.program import Program, halves
+
+_AROUND = 4
+
+
+def tokens(program: Program, rank: int) -> list[str]:
+    """What a rank computes, in text."""
+    return [str(op) for op in program.ranks[rank] if halves(op)]
+
+
+def part(found: Sequence[str], expected: Sequence[str]) -> int | None:
+    """The first place where two orders differ; None if nowhere."""
+    for place in range(max(len(found), len(expected))):
+        if list(found[place : place + 1]) != list(expected[place : place + 1]):
+            return place
+    return None
+
+
+def show(order: Sequence[str], place: int) -> str:
+    """A few operations around a place, with that one in brackets."""
+    first, last = max(0, place - _AROUND), place + _AROUND + 1
+    words = [f"[{word}]" if first + at == place else word for at, word in enumerate(order[first:last])]
+    if place >= len(order):
+        words.append("[nothing more]")
+    return f"{'… ' * (first > 0)}{' '.join(words)}{' …' * (last < len(order))}"
+
+
+def compare(found: Sequence[str], expected: Sequence[str], name: str) -> str:
+    """Two lines that show where they part; nothing if they do not."""
+    place = part(found, expected)
+    if place is None:
+        return ""
+    width = max(len("yours"), len(name))
+    return f"\n  {'yours':<{width}}  {show(found, place)}\n  {name:<{width}}  {show(expected, place)}"
+
+
+def backwards(order: Sequence[str]) -> list[str]:
+    """The micro-batches of the backwards of one rank, in order."""
+    return [word.partition(".")[2] for word in order if word[0] == "B"]
+
+
+def require_pairs(orders: Sequence[Sequence[str]]) -> None:
+    """Refuse backwards that began with another micro-batch's gradient: they come in the order of the next rank."""
+    for rank in reversed(range(len(orders) - 1)):
+        mine, theirs = backwards(orders[rank]), backwards(orders[rank + 1])
+        for microbatch, gradient_of in zip(mine, theirs, strict=False):
+            if microbatch != gradient_of:
+                raise Wrong(
+                    f"rank {rank} does the backward of micro-batch {microbatch} with the gradient of micro-batch "
+                    f"{gradient_of}: gradients come in the order in which rank {rank + 1} sends them, so take the "
+                    f"activations in that order too{compare(orders[rank], _like(orders, rank), f'rank {rank + 1}')}"
+                )
+
+
+def _like(orders: Sequence[Sequence[str]], rank: int) -> list[str]:
+    """A rank's order with the backwards in the order of the next rank."""
+    following = iter(backwards(orders[rank + 1]))
+    return [f"B{rank}.{next(following, '?')}" if word[0] == "B" else word for word in orders[rank]]
+
+
+def require_freed(rank: int, most_kept: int) -> None:
+    """Refuse outputs that are held after their backward; one or two may still have a name in some function."""
+    if most_kept > 2:
+        raise Wrong(
+            f"rank {rank} still holds what {most_kept} micro-batches left although their backward is done: take it out "
+            "where you keep it (pop); memory is what a pipeline is for"
+        )

@@ -1,0 +1,169 @@
+"""Make a program of the orders that a learner has written as text, verify it, and run it on real ranks."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from microparallel.errors import ProgramError
+from microparallel.learn.exam import Exam
+from microparallel.learn.graders._common_pp import (
+    flat,
+    in_one_process,
+    make_batch,
+    make_layers,
+    mean_loss,
+    require_gradients,
+)
+from microparallel.learn.guards import trusted
+from microparallel.learn.verdict import Wrong
+from microparallel.learn.words import Suspect, require_equal
+from microparallel.program import Program, TrainingStep, parse_op
+from microparallel.schedules import lower
+from microparallel.verifier import verify
+
+_SAMPLES = 8
+_WORD = re.compile(r"([FBIW])(\d+)\.(\d+)")
+_VALUE = re.compile(r"\b([AG])(\d+)\.(\d+)\b")
+Orders = list[list[str]]  # a rank's operations, for all ranks
+
+
+def ask_for_orders(exam: Exam, cases: Sequence[tuple[int, ...]], kinds: str) -> list[Orders]:
+    """The learner's `order(rank, *case)` for every rank of each case, whose first number is that of the ranks."""
+    [answers] = exam.run(_ask, 1, cases, kinds, allowed=())
+    return list(answers)
+
+
+def _ask(learner: Any, _: Any, cases: Sequence[tuple[int, ...]], kinds: str) -> list[Orders]:
+    answers = []
+    for case in cases:
+        orders = [learner.order(rank, *case) for rank in range(case[0])]
+        for rank, order in enumerate(orders):
+            _require_words(order, f"order({', '.join(map(str, (rank, *case)))})", kinds)
+        answers.append(orders)
+    return answers
+
+
+def _require_words(order: Any, call: str, kinds: str) -> None:
+    if not isinstance(order, list | tuple) or not order:
+        raise Wrong(f"{call} should be a list of words such as {kinds[0]}0.1, and is {order!r:.80}")
+    for word in order:
+        if isinstance(word, str) and ".-" in word:
+            raise Wrong(
+                f"{call} has {word} in it, and micro-batches are counted from 0: where does a range begin when there "
+                "are only a few of them? max(0, …)"
+            )
+        match = _WORD.fullmatch(word) if isinstance(word, str) else None
+        if match is None or match[1] not in kinds:
+            raise Wrong(
+                f"{call} has {word!r:.40} in it, which is no operation of this schedule: {kinds[0]}2.1 is one, of "
+                f"stage 2 on micro-batch 1; the letters are {', '.join(kinds)}"
+            )
+
+
+def split(word: str) -> tuple[str, int, int]:
+    """The letter, the stage and the micro-batch of a word."""
+    return word[0], *(int(number) for number in word[1:].split("."))  # type: ignore[return-value]
+
+
+def require_complete(orders: Orders, rank: int, expected: Sequence[str]) -> None:
+    """Refuse a rank that leaves something out or does it twice."""
+    counts = Counter(orders[rank])
+    twice = [word for word, count in counts.items() if count > 1]
+    missing = [word for word in expected if word not in counts]
+    strange = [word for word in counts if word not in set(expected)]
+    if twice and missing:
+        raise Wrong(
+            f"rank {rank} does {twice[0]} {counts[twice[0]]} times and {missing[0]} never: every micro-batch once, on "
+            "every stage of the rank"
+        )
+    if twice:
+        raise Wrong(f"rank {rank} does {twice[0]} {counts[twice[0]]} times: once is enough")
+    if strange:
+        raise Wrong(f"rank {rank} does {strange[0]}, and there is no such stage or micro-batch on it")
+    if missing:
+        raise Wrong(f"rank {rank} never does {missing[0]}: every micro-batch needs all its operations on every stage")
+
+
+def require_forward_first(order: Sequence[str], rank: int) -> None:
+    """Refuse a backward before its own forward, and a W before its own I."""
+    seen: set[tuple[str, int, int]] = set()
+    before = {"B": "F", "I": "F", "W": "I"}
+    for word in order:
+        kind, stage, microbatch = split(word)
+        needs = before.get(kind)
+        if needs and (needs, stage, microbatch) not in seen:
+            raise Wrong(
+                f"rank {rank} does {word} before {needs}{stage}.{microbatch}, which makes what it needs"
+                f"\n  yours  {' '.join(order[: list(order).index(word)][-6:])} [{word}] …"
+            )
+        seen.add((kind, stage, microbatch))
+
+
+def make_program(name: str, orders: Orders, stages: int, microbatches: int) -> Program:
+    """The program, with its messages; refused in words if ranks would wait for each other for ever."""
+    ranks = tuple(tuple(parse_op(word) for word in order) for order in orders)
+    try:
+        program = lower(Program(name, TrainingStep(stages, microbatches), ranks))
+        verify(program)
+    except ProgramError as error:
+        raise Wrong(_in_words(str(error))) from None
+    return program
+
+
+def _in_words(text: str) -> str:
+    """The verifier's findings, without its shorthand."""
+    first, *places = text.splitlines()
+    if first.startswith("deadlock"):
+        circle = first.partition(": ")[2].replace(", rank", ";\n  rank")
+        where = "\n".join(f"  {_without_messages(place)}" for place in places)
+        return (
+            "in this order the ranks wait for each other for ever (the verifier says so, nothing was run)\n  "
+            f"{_VALUE.sub(_name, circle)}\n{where}"
+        )
+    return f"the verifier refuses this program: {_VALUE.sub(_name, text)}"
+
+
+def _without_messages(place: str) -> str:
+    """`rank 0: F0.0 >A0.0@1 [<G0.1@1] B0.1` without what the learner has not written."""
+    head, _, rest = place.strip().partition(": ")
+    words = [word for word in rest.split() if word[0] not in "<>!"]
+    return f"{head}: " + " ".join("[waits]" if word.startswith("[") else word for word in words)
+
+
+def _name(value: re.Match[str]) -> str:
+    what = "what stage {} returns" if value[1] == "A" else "the gradient of what stage {} returns"
+    return f"{what.format(value[2])} for micro-batch {value[3]}"
+
+
+def run_program(exam: Exam, program: Program) -> None:
+    """Run it on real ranks, in two steps, and compare with one process."""
+    assert isinstance(program.goal, TrainingStep)
+    results = exam.run(_run, program.world_size, program)
+    expected = [in_one_process(make_layers(program.goal.stages), *make_batch(_SAMPLES, seed=step)) for step in (0, 1)]
+    for rank, (losses, by_stage) in enumerate(results):
+        for step, loss in enumerate(losses):
+            require_equal(loss, expected[step][0], f"the loss of step {step} on rank {rank}")
+        for stage, found in by_stage.items():
+            both = [one + two for one, two in zip(*(gradients for _, gradients in expected), strict=True)]
+            own = slice(2 * stage, 2 * stage + 2)
+            suspects = [Suspect(flat(expected[1][1][own]), "only the second step is in the gradients")]
+            require_gradients(found, both[own], f"stage {stage}, on rank {rank},", "no gradients", suspects)
+
+
+def _run(_: Any, comms: Any, program: Program) -> tuple[list[torch.Tensor], dict[int, list[torch.Tensor | None]]]:
+    from microparallel.pipeline import Pipeline
+
+    stages = program.goal.stages  # type: ignore[union-attr]
+    with trusted():
+        pipe = Pipeline(make_layers(stages), comms._real, program, loss_fn=mean_loss, balance=[1] * stages)
+        losses = [pipe.step(*make_batch(_SAMPLES, seed=step)) for step in (0, 1)]
+        found = {
+            index: [parameter.grad for module in stage.modules for parameter in module.parameters()]
+            for index, stage in pipe.stages.items()
+        }
+    return losses, found

@@ -1,0 +1,293 @@
+"""Buckets: filled from the back, gone as soon as they are full, few messages, and empty for each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from microparallel.learn.exam import Exam
+from microparallel.learn.graders import _during_backward as during
+from microparallel.learn.graders._common_dp import combined, same, small_model
+from microparallel.learn.graders._during_backward import Averages, Pass
+from microparallel.learn.verdict import Wrong
+from microparallel.learn.words import first_difference
+
+_ALLOWED = ("all_reduce",)
+_NUMBERS = 12  # in a bucket: three of them for the small model, of different sizes
+_MORE = 30
+
+
+def check(exam: Exam) -> None:
+    """What goes into which bucket; one step; when buckets leave; two steps; parameters that are not used."""
+    with exam.step("parameters share buckets, the last layer's first"):
+        for numbers in (_NUMBERS, _MORE, 1, 1000):
+            _require_groups(exam.run(_share, 1, numbers, allowed=_ALLOWED)[0], numbers)
+    with exam.step("a bucket leaves when it is full, while backward goes on") as notes:
+        passes = exam.run(_watch, 2, "plain", 2, _NUMBERS, allowed=_ALLOWED)
+        for rank, mine in enumerate(passes):
+            _require_overlap(mine[0], rank, _right_groups(_NUMBERS))
+        notes.append(_achieved(passes[0][0]))
+    with exam.step("every gradient is the average"):
+        _require_step(passes, "plain", 1)
+    with exam.step("the second step is as good as the first"):
+        for rank, mine in enumerate(passes):
+            _require_as_before(mine[1], rank, _right_groups(_NUMBERS))
+        _require_step(passes, "plain", 2)
+    with exam.step("three ranks, and a layer that is used in the first step and not in the second"):
+        more = exam.run(_watch, 3, "spare", 2, _MORE, allowed=_ALLOWED)
+        _require_step(more, "spare", 1)
+        _require_step(more, "spare", 2)
+
+
+# ── which parameters share a bucket ─────────────────────────────────────────────────────────────────────────────────
+
+
+def _share(learner: Any, _comms: Any, numbers: int) -> Any:
+    named = during.trainable(small_model())
+    name_of = {parameter: name for name, parameter in named.items()}
+    groups = learner.in_buckets(list(named.values()), numbers)
+    try:
+        return [[name_of[parameter] for parameter in group] for group in groups]
+    except (TypeError, KeyError):
+        raise Wrong(f"in_buckets shall return a list of lists of parameters, and returned {groups!r:.60}") from None
+
+
+def _right_groups(numbers: int) -> list[list[str]]:
+    groups: list[list[str]] = []
+    size = numbers
+    for name, parameter in reversed(during.trainable(small_model()).items()):
+        if size >= numbers:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += parameter.numel()
+    return groups
+
+
+def _require_groups(found: list[list[str]], numbers: int) -> None:
+    right = _right_groups(numbers)
+    if found == right:
+        return
+    sizes = {name: parameter.numel() for name, parameter in during.trainable(small_model()).items()}
+    flat_found, flat_right = ([name for group in groups for name in group] for groups in (found, right))
+    missing = [name for name in flat_right if name not in flat_found]
+    case = f"buckets of {numbers} numbers: "
+    if not all(found):
+        raise Wrong(f"{case}bucket {found.index([])} is empty: begin a new one only when a parameter goes into it")
+    if missing:
+        raise Wrong(f"{case}no bucket has {', '.join(missing)}: the last bucket leaves too, even if it is not full")
+    if flat_found == flat_right[::-1]:
+        raise Wrong(
+            f"{case}the first one has {found[0][0]}, whose gradient comes last: backward makes the last layer's "
+            "gradients first, so fill the buckets from the last parameter to the first"
+        )
+    if flat_found != flat_right:
+        raise Wrong(f"{case}the order is {', '.join(flat_found)}, and should be {', '.join(flat_right)}")
+    place = next(place for place, (one, other) in enumerate(zip(found, right, strict=False)) if one != other)
+    mine, wanted = (sum(sizes[name] for name in groups[place]) for groups in (found, right))
+    advice = (
+        "it takes parameters until it has that many, and the one that fills it still belongs to it"
+        if mine < wanted
+        else "when it has that many, it takes no more"
+    )
+    raise Wrong(
+        f"{case}bucket {place} has {', '.join(found[place])}, {mine} numbers, and should have {wanted}: {advice}"
+    )
+
+
+# ── when they leave ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _watch(learner: Any, comms: Any, kind: str, steps: int, numbers: int) -> list[Pass]:
+    def explain(one: Pass) -> None:
+        if kind == "plain":
+            _require_full(one.events, _right_groups(numbers))
+
+    def attach(model: nn.Module) -> _Careful:
+        return _Careful(learner.BucketHooks(model, comms, numbers))
+
+    return during.watch(learner, comms, kind, steps, attach, explain)
+
+
+class _Careful:
+    """The learner's hooks; says what it means to wait for a request that is not there."""
+
+    def __init__(self, hooks: Any) -> None:
+        self._hooks = hooks
+        self.remove = hooks.remove
+
+    def finish(self) -> None:
+        try:
+            self._hooks.finish()
+        except AttributeError as error:
+            if "NoneType" in str(error) and "wait" in str(error):
+                raise Wrong(
+                    "finish() waits for a bucket that never left: it was not full, since one of its parameters had no "
+                    "gradient in this step; let it leave in finish()"
+                ) from None
+            raise
+
+
+def _require_overlap(one: Pass, rank: int, groups: list[list[str]]) -> None:
+    """From the order of events: each bucket leaves right after its last gradient, and is waited for after backward."""
+    during.require_hooks_fit(one)
+    if not one.reduces:
+        raise Wrong(f"rank {rank}: no bucket has left, so nothing was averaged: all-reduce the buffer of each bucket")
+    if "all_reduce" not in one.during:
+        raise Wrong(
+            "the first bucket leaves after backward is over: then nothing travels while it computes; let a bucket "
+            "leave in the hook, when its last gradient has come"
+        )
+    during.require_asynchronous(one)
+    if len(one.reduces) != len(groups):
+        _require_few_messages(one, rank, groups)
+    during.require_waited(one, rank)
+    _require_full(one.events, groups)
+    _require_at_once(one.events, groups)
+
+
+def _require_full(events: list[str], groups: list[list[str]]) -> None:
+    """Refuse a bucket that leaves before all its gradients have come."""
+    ready: list[str] = []
+    left = 0
+    for event in events:
+        if event.startswith("ready "):
+            ready.append(event.removeprefix("ready "))
+        elif event == "all_reduce":
+            missing = [name for name in groups[left] if name not in ready] if left < len(groups) else []
+            if missing:
+                count = f"{len(ready)} gradient{'s' * (len(ready) != 1)}"
+                raise Wrong(f"bucket {left} leaves after {count}, before {missing[0]} has come: count what is in it")
+            left += 1
+
+
+def _require_at_once(events: list[str], groups: list[list[str]]) -> None:
+    """Refuse a bucket that is full and does not leave."""
+    leaves = [place for place, event in enumerate(events) if event == "all_reduce"]
+    for number, group in enumerate(groups):
+        full = max(events.index(f"ready {name}") for name in group)
+        complete, now = (sum(event.startswith("ready") for event in events[:end]) for end in (full + 1, leaves[number]))
+        if now > complete:
+            raise Wrong(
+                f"bucket {number} is full after {complete} gradients, and leaves only after {now}: let it leave at "
+                "once, so that it travels while the next ones are computed"
+            )
+
+
+def _require_few_messages(one: Pass, rank: int, groups: list[list[str]]) -> None:
+    readies = sum(event.startswith("ready") for event in one.events)
+    why = (
+        "a bucket leaves when its *last* gradient has come, not with each of them"
+        if len(one.reduces) == readies
+        else "one for each bucket"
+    )
+    raise Wrong(
+        f"rank {rank} sent {len(one.reduces)} messages for {len(groups)} buckets ({readies} gradients), and "
+        f"{len(groups)} are enough: {why}"
+    )
+
+
+def _achieved(one: Pass) -> str:
+    last = max(place for place, event in enumerate(one.events) if event.startswith("ready"))
+    early, readies = one.events[:last].count("all_reduce"), sum(event.startswith("ready") for event in one.events)
+    return (
+        f"{early} of {len(one.reduces)} all-reduces begin before the last gradient is ready; {len(one.reduces)} "
+        f"messages for {readies} gradients"
+    )
+
+
+def _require_as_before(one: Pass, rank: int, groups: list[list[str]]) -> None:
+    """The second step, when the first was right: what differs was not reset."""
+    begun = one.during.count("all_reduce")
+    if begun < len(groups):
+        raise Wrong(
+            f"in step 2 rank {rank} lets {begun} of {len(groups)} buckets leave during backward, and in step 1 all of "
+            "them: something of step 1 is still in the bucket (ready? request?); finish() must set it back"
+        )
+    during.require_old_requests_gone(one, 2)
+    _require_overlap(one, rank, groups)
+
+
+# ── what comes back ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _require_step(passes: list[list[Pass]], kind: str, step: int) -> None:
+    every = during.averages(kind, len(passes), step)
+    right, before = every[-1], every[-2].mean if step > 1 else None
+    for rank, mine in enumerate(passes):
+        one = mine[step - 1]
+        during.require_waited(one, rank)
+        during.require_old_requests_gone(one, step)
+        found = list(one.gradients.values())
+        wrong = [
+            place
+            for place, gradient in enumerate(found)
+            if not (_is_zero(right.mean[place]) if gradient is None else same([gradient], [right.mean[place]]))
+        ]
+        if wrong:
+            names = [list(one.gradients)[place] for place in wrong]
+            _explain(_Case(found, right, before, wrong, rank, step), names, one.views)
+
+
+def _is_zero(tensor: torch.Tensor) -> bool:
+    return not tensor.any()
+
+
+class _Case:
+    """Gradients that are wrong, and what they could be."""
+
+    def __init__(
+        self,
+        found: list[torch.Tensor | None],
+        right: Averages,
+        before: list[torch.Tensor] | None,
+        wrong: list[int],
+        rank: int,
+        step: int,
+    ) -> None:
+        self.found, self.right, self.before, self.wrong, self.rank, self.step = found, right, before, wrong, rank, step
+
+    def all_are(self, others: list[torch.Tensor] | None) -> bool:
+        """Whether every wrong gradient is one of these, and not just zero."""
+        if others is None:
+            return False
+        return same([self.found[place] for place in self.wrong], [others[place] for place in self.wrong])
+
+
+_ZEROS = "zeros: the gradient was never put into its bucket"
+_ZEROS_IN_VIEWS = (
+    "zeros: the gradient is a view of the bucket's buffer, and the buffer was emptied after it had been handed out; "
+    "hand out a clone"
+)
+
+
+def _explain(case: _Case, names: list[str], views: bool) -> None:
+    ranks, rank = len(case.right.own), case.rank
+    where = f"step {case.step}, rank {rank}: {', '.join(names)}"
+    whole = len(names) == len(case.found)
+    place = case.wrong[0]
+    if case.found[place] is None:
+        raise Wrong(f"{where}: no gradient any more; finish() is to give every parameter its average")
+    if case.all_are(case.right.own[rank]):
+        advice = (
+            "nothing came back from the buckets: copy the averages out of them, after the wait"
+            if whole
+            else "its bucket did not leave; one whose parameters were not all used must leave in finish()"
+        )
+        raise Wrong(f"{where}: still rank {rank}'s own gradient; {advice}")
+    table = [
+        (combined(case.right.own, [1.0] * ranks), 'this is the sum: divide by the world size, or use op="mean"'),
+        (combined([case.right.mean], [1 / ranks]), 'divided twice by the world size: op="mean" has done it already'),
+        ([torch.zeros_like(one) for one in case.right.mean], _ZEROS_IN_VIEWS if views else _ZEROS),
+        (case.right.weights, "these are the weights: it is parameter.grad that goes into the bucket"),
+        (case.before, "this is the average of the step before: the bucket was not emptied, or did not leave again"),
+    ]
+    for value, words in table:
+        if case.all_are(value):
+            raise Wrong(f"{where}: {words}")
+    found = case.found[place]
+    assert found is not None
+    differs = first_difference(found, case.right.mean[place])
+    raise Wrong(f"{where}: not the average\n  {names[0]}{differs}")

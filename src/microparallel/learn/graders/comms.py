@@ -1,0 +1,190 @@
+"""Broadcast, gather and barrier: does everybody get the right tensor, and does nobody leave too early?"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from microparallel.learn.exam import Exam
+from microparallel.learn.verdict import Wrong
+from microparallel.learn.words import Suspect, require_equal
+
+_ALLOWED = ("send_tensor", "recv_tensor")
+_RANKS = 3
+
+
+def check(exam: Exam) -> None:
+    """Each of the three; then all-gather, which is made of them."""
+    with exam.step("broadcast: everybody has rank 0's tensor") as notes:
+        _require_broadcast(exam, 0, torch.float32, notes)
+    with exam.step("broadcast: from another rank, and of another dtype"):
+        _require_broadcast(exam, 2, torch.int64, [])
+    with exam.step("gather: rank 0 has everybody's tensor, in the order of ranks") as notes:
+        _require_gather(exam, 0, torch.float32, notes)
+    with exam.step("gather: to another rank, and of another dtype"):
+        _require_gather(exam, 1, torch.float64, [])
+    with exam.step("barrier: nobody leaves before everybody has arrived") as notes:
+        _require_barrier(exam, notes)
+    with exam.step("with them, all-gather works by itself; and a world of one is left alone"):
+        _require_all_gather(exam, _RANKS)
+        _require_all_gather(exam, 1)
+
+
+def _tensor(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.arange(6).reshape(2, 3) + 100 * (rank + 1)).to(dtype)
+
+
+# ── broadcast ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _broadcast(learner: Any, comms: Any, src: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+    tensor = _tensor(comms.rank, dtype)
+    learner.broadcast(tensor, src, comms)
+    return tensor, len(comms.sent())
+
+
+def _require_broadcast(exam: Exam, src: int, dtype: torch.dtype, notes: list[str]) -> None:
+    results = exam.run(_broadcast, _RANKS, src, dtype, allowed=_ALLOWED)
+    expected = _tensor(src, dtype)
+    for rank in [src, *(other for other in range(_RANKS) if other != src)]:
+        found, _ = results[rank]
+        suspects = [
+            Suspect(
+                _tensor(rank, dtype),
+                f"rank {rank} still holds its own tensor: write what arrives into the tensor you were given "
+                "(tensor.copy_); `tensor = …` only gives a new tensor that name",
+            ),
+            *_from_wrong_rank(rank, src, dtype),
+            Suspect(_tensor(src, dtype) + _tensor(rank, dtype), "the tensor was added: a broadcast replaces"),
+        ]
+        require_equal(found, expected, f"broadcast from rank {src}: rank {rank}'s tensor", suspects)
+    _require_few_messages("broadcast", [sent for _, sent in results], notes)
+
+
+def _from_wrong_rank(rank: int, src: int, dtype: torch.dtype) -> list[Suspect]:
+    words = f"rank {rank} has rank {{}}'s tensor, but the broadcast was to come from rank {src}: look at src"
+    wrong = [other for other in range(_RANKS) if other not in (rank, src)]
+    return [Suspect(_tensor(other, dtype), words.format(other)) for other in wrong]
+
+
+# ── gather ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _gather(learner: Any, comms: Any, dst: int, dtype: torch.dtype) -> tuple[Any, torch.Tensor, int]:
+    tensor = _tensor(comms.rank, dtype)
+    found = learner.gather(tensor, dst, comms)
+    return found, tensor, len(comms.sent())
+
+
+def _require_gather(exam: Exam, dst: int, dtype: torch.dtype, notes: list[str]) -> None:
+    results = exam.run(_gather, _RANKS, dst, dtype, allowed=_ALLOWED)
+    for rank, (found, own, _) in enumerate(results):
+        if not torch.equal(own, _tensor(rank, dtype)):
+            raise Wrong(f"gather changed the tensor that rank {rank} passed: it is to be read, not written to")
+        if rank != dst and found is not None:
+            raise Wrong(f"gather to rank {dst}: rank {rank} shall return None, and returned {found!r:.60}")
+    _require_list(results[dst][0], f"gather: rank {dst}", dst, dtype)
+    _require_few_messages("gather", [sent for _, _, sent in results], notes)
+
+
+def _require_list(found: Any, who: str, owner: int, dtype: torch.dtype, ranks: int = _RANKS) -> None:
+    """The list that a rank returned must have a tensor of every rank, in their order."""
+    if not isinstance(found, list | tuple):
+        raise Wrong(f"{who} shall return a list of tensors, and returned {found!r:.60}")
+    whose = [_whose(one, dtype, ranks) for one in found]
+    if len(found) != ranks:
+        missing = "; its own is missing" if owner not in whose else ""
+        raise Wrong(f"{who} returned {len(found)} tensors, and there are {ranks} ranks{missing}")
+    if whose != list(range(ranks)) and sorted(map(str, whose)) == list(map(str, range(ranks))):
+        order = ", ".join(map(str, whose))
+        raise Wrong(f"{who} has everybody's tensor, but in the order of ranks {order}: place r is for rank r")
+    for rank, (one, owned_by) in enumerate(zip(found, whose, strict=True)):
+        words = f"{who} has rank {owned_by}'s tensor in place {rank}, which is for rank {rank}'s"
+        suspects = [] if owned_by is None else [Suspect(_tensor(owned_by, dtype), words)]
+        require_equal(one, _tensor(rank, dtype), f"{who}: tensor {rank} of its list", suspects)
+
+
+def _whose(tensor: Any, dtype: torch.dtype, ranks: int) -> int | None:
+    """Whose tensor that is; None if it is nobody's."""
+    for rank in range(ranks):
+        if isinstance(tensor, torch.Tensor) and torch.equal(tensor.double(), _tensor(rank, dtype).double()):
+            return rank
+    return None
+
+
+def _require_few_messages(name: str, sent: list[int], notes: list[str]) -> None:
+    least = _RANKS - 1
+    if sum(sent) > least:
+        most = max(range(_RANKS), key=sent.__getitem__)
+        raise Wrong(
+            f"{name}: {sum(sent)} messages were sent ({sent[most]} of them by rank {most}), and {least} are enough: "
+            "one for each rank but the one in the middle"
+        )
+    notes.append(f"{least} messages for {_RANKS} ranks, the least there is")
+
+
+# ── barrier ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class _Visit:
+    """When a rank arrived at the barrier and left it, and its messages in between."""
+
+    arrived: float
+    left: float
+    sent: int
+    received: int
+
+
+def _barrier(learner: Any, comms: Any, late: int) -> _Visit:
+    """Rank `late` arrives when all others wait for it, or have left."""
+    if comms.rank == late:
+        comms.until_others_rest()
+    arrived = time.monotonic()  # the same clock in all processes
+    learner.barrier(comms)
+    sent = len(comms.sent())
+    return _Visit(arrived, time.monotonic(), sent, len(comms.log) - sent)
+
+
+def _require_barrier(exam: Exam, notes: list[str]) -> None:
+    for late in (_RANKS - 1, 0, 1):
+        visits = exam.run(_barrier, _RANKS, late, allowed=_ALLOWED)
+        for rank, visit in enumerate(visits):
+            if visit.left < visits[late].arrived:
+                why = _why(rank, visit, visits[0])
+                raise Wrong(f"rank {rank} left the barrier before rank {late} had arrived: {why}")
+    notes.append(f"{sum(visit.sent for visit in visits)} messages for {_RANKS} ranks")
+
+
+def _why(rank: int, visit: _Visit, middle: _Visit) -> str:
+    if rank == 0:
+        return "rank 0 may only go on when it has heard from everybody"
+    if not visit.received:
+        return "to tell the others that you are there is not enough, you must also wait for leave to go on"
+    if middle.received < _RANKS - 1:
+        return "leave was given, but rank 0 never heard from everybody; it must know that all have arrived"
+    return "rank 0 may give leave only after it has heard from everybody"
+
+
+# ── all three together ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _all_gather(learner: Any, comms: Any) -> Any:
+    tensor = _tensor(comms.rank, torch.float64)
+    learner.barrier(comms)
+    found = learner.all_gather(tensor, comms)
+    tensor.zero_()  # what was gathered is a copy
+    return found
+
+
+def _require_all_gather(exam: Exam, ranks: int) -> None:
+    for rank, found in enumerate(exam.run(_all_gather, ranks, allowed=_ALLOWED)):
+        if isinstance(found, list) and len(found) == ranks and not found[rank].any():
+            raise Wrong(
+                f"what rank {rank} gathered of itself is the very tensor it passed, so it changes when that does: "
+                "put a clone into the list"
+            )
+        _require_list(found, f"all_gather: rank {rank}", rank, torch.float64, ranks)

@@ -1,0 +1,172 @@
+"""Several chunks a rank: is it right, is the bubble as small as it can be, and does it run?"""
+
+from __future__ import annotations
+
+from microparallel.learn.exam import Exam
+from microparallel.learn.graders._orders import compare, tokens
+from microparallel.learn.graders._programs import (
+    Orders,
+    ask_for_orders,
+    make_program,
+    require_complete,
+    require_forward_first,
+    run_program,
+    split,
+)
+from microparallel.learn.verdict import Wrong
+from microparallel.program import Program, peak_activations
+from microparallel.schedules import interleaved, lower
+from microparallel.simulator import Costs, simulate
+
+Case = tuple[int, int, int]  # ranks, micro-batches, chunks
+_CASES: list[Case] = [(2, 4, 2), (3, 6, 2), (4, 8, 2), (2, 4, 3), (2, 6, 1), (1, 3, 2), (4, 4, 2)]
+_WITH_MESSAGES = Costs(latency=0.2)
+
+
+def check(exam: Exam) -> None:
+    """Complete; verified; the bubble; the activations; run."""
+    with exam.step("every rank does all that its stages need, once"):
+        answers = ask_for_orders(exam, _CASES, "FB")
+        for case, orders in zip(_CASES, answers, strict=True):
+            _require_complete(case, orders)
+    with exam.step("a backward comes after its forward, and no rank waits for ever") as notes:
+        programs = []
+        for case, orders in zip(_CASES, answers, strict=True):
+            _require_rounds(case, orders)
+            _require_backwards_from_the_end(case, orders)
+            programs.append(_verified(case, orders))
+        notes.append(f"{len(programs)} programs verified")
+    with exam.step("the bubble is that of 1F1B, divided by the chunks") as notes:
+        for case, orders in zip(_CASES, answers, strict=True):
+            _require_bubble(case, orders, notes)
+    with exam.step("no rank holds more activations than its warm-up and one") as notes:
+        for case, orders in zip(_CASES, answers, strict=True):
+            _require_few(case, orders)
+        notes.append("two ranks, two chunks: 5 and 3, of chunks half as large")
+    with exam.step("also when messages take time, no rank waits longer than it must"):
+        for case, orders in zip(_CASES, answers, strict=True):
+            _require_patience(case, orders)
+    with exam.step("on real ranks it finds the loss and gradients of one process"):
+        run_program(exam, programs[0])
+        run_program(exam, programs[1])
+
+
+def _named(case: Case) -> str:
+    ranks, microbatches, chunks = case
+    return f"{ranks} ranks, {microbatches} micro-batches, {chunks} chunk{'s' * (chunks > 1)}"
+
+
+def _verified(case: Case, orders: Orders) -> Program:
+    try:
+        for rank, order in enumerate(orders):
+            require_forward_first(order, rank)
+        return make_program("interleaved", orders, case[0] * case[2], case[1])
+    except Wrong as wrong:
+        raise Wrong(f"{_named(case)}: {wrong}\n{_reason(case, orders)}") from None
+
+
+def _require_complete(case: Case, orders: Orders) -> None:
+    ranks, microbatches, chunks = case
+    for rank, order in enumerate(orders):
+        own = [chunk * ranks + rank for chunk in range(chunks)]
+        stages = sorted({split(word)[1] for word in order})
+        if stages != own and chunks > 1 and stages == [rank * chunks + chunk for chunk in range(chunks)]:
+            raise Wrong(
+                f"{_named(case)}: rank {rank} has stages {_list(stages)}, which are neighbours: then a micro-batch "
+                f"does not go round, and nothing is gained. Chunk c of rank r is stage c · p + r: {_list(own)}"
+            )
+        if stages != own:
+            raise Wrong(f"{_named(case)}: rank {rank} works on stages {_list(stages)}, and has {_list(own)}")
+        needed = [f"{kind}{stage}.{m}" for kind in "FB" for m in range(microbatches) for stage in own]
+        require_complete(orders, rank, needed)
+
+
+def _require_rounds(case: Case, orders: Orders) -> None:
+    ranks, microbatches, chunks = case
+    program = interleaved(ranks, microbatches, chunks)
+    for rank, order in enumerate(orders):
+        found, expected = ([word for word in words if word[0] == "F"] for words in (order, tokens(program, rank)))
+        all_first = [f"F{chunk * ranks + rank}.{m}" for chunk in range(chunks) for m in range(microbatches)]
+        if found == all_first != expected:
+            raise Wrong(
+                f"{_named(case)}: rank {rank} lets all micro-batches through its first chunk before the second sees "
+                f"any: they come in rounds of {ranks}, one for each rank{compare(found, expected, 'rounds')}"
+            )
+
+
+def _require_backwards_from_the_end(case: Case, orders: Orders) -> None:
+    ranks, _, chunks = case
+    for rank, order in enumerate(orders):
+        first = next(word for word in order if word[0] == "B")
+        last_stage = (chunks - 1) * ranks + rank
+        if split(first)[1] != last_stage:
+            raise Wrong(
+                f"{_named(case)}: rank {rank}'s backwards begin with {first}, but a gradient begins at the last stage "
+                f"and comes to this rank's last chunk first, stage {last_stage}: count the chunks down"
+            )
+
+
+def _require_bubble(case: Case, orders: Orders, notes: list[str]) -> None:
+    """A forward takes 1, a backward 2; the bubble is what one rank waits."""
+    ranks, microbatches, chunks = case
+    program = make_program("interleaved", orders, ranks * chunks, microbatches)
+    work, best = 3 * microbatches * chunks, 3 * (ranks - 1)
+    bubble = simulate(program).makespan - work
+    if bubble > best:
+        raise Wrong(
+            f"{_named(case)}: a rank waits {bubble:g} units of time, and {best} are enough: (p − 1)(F + B) for one "
+            f"chunk, with F = 1 and B = 2. {_reason(case, orders)}"
+        )
+    if case == (4, 8, 2):
+        notes.append(f"{_named(case)}: waits {bubble:g} of {work + bubble:g}, 1F1B would wait {best * chunks}")
+
+
+def _require_patience(case: Case, orders: Orders) -> None:
+    """Messages that take a fifth of a forward: a warm-up that is just long enough for free ones leaves gaps."""
+    ranks, microbatches, chunks = case
+    best = simulate(lower(interleaved(ranks, microbatches, chunks)), _WITH_MESSAGES).makespan
+    found = simulate(make_program("interleaved", orders, ranks * chunks, microbatches), _WITH_MESSAGES).makespan
+    if found > best + 1e-6:
+        work = 3 * microbatches * chunks
+        raise Wrong(
+            f"{_named(case)}: with messages that take 0.2 a rank waits {found - work:.1f} units of time, and "
+            f"{best - work:.1f} are enough. {_reason(case, orders)}"
+        )
+
+
+def _reason(case: Case, orders: Orders) -> str:
+    """Why a bubble is too large, or too much is held: the first thing that differs from the schedule."""
+    ranks, microbatches, chunks = case
+    program = interleaved(ranks, microbatches, chunks)
+    for rank, order in enumerate(orders):
+        found, expected_count = (_before_first_backward(words) for words in (order, tokens(program, rank)))
+        if found != expected_count:
+            warm_up = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
+            return (
+                f"Rank {rank} does {found} forwards before its first backward, and should do {expected_count}: a "
+                f"warm-up of (v − 1) p + 2 (p − 1 − r) = {warm_up} and one"
+                f"{compare(order, tokens(program, rank), 'interleaved')}"
+            )
+    differing = next((r for r, order in enumerate(orders) if order != tokens(program, r)), 0)
+    return f"Rank {differing}{compare(orders[differing], tokens(program, differing), 'interleaved')}"
+
+
+def _before_first_backward(order: list[str]) -> int:
+    return next(place for place, word in enumerate(order) if word[0] == "B")
+
+
+def _require_few(case: Case, orders: Orders) -> None:
+    ranks, microbatches, chunks = case
+    program = make_program("interleaved", orders, ranks * chunks, microbatches)
+    for rank, ops in enumerate(program.ranks):
+        most = min(microbatches * chunks, (chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1)
+        found = peak_activations(ops)
+        if found > most:
+            raise Wrong(
+                f"{_named(case)}: rank {rank} holds {found} activations at once, and {most} are enough. "
+                f"{_reason(case, orders)}"
+            )
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

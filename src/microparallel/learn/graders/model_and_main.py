@@ -1,0 +1,215 @@
+"""Several ranks train one model: the same start, samples of one's own, and the steps of one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from microparallel.learn.exam import Exam
+from microparallel.learn.graders._common_dp import (
+    LEARNING_RATE,
+    Step,
+    batch,
+    combined,
+    flat,
+    gradients,
+    names,
+    require_gradients,
+    require_same_weights,
+    same,
+    small_model,
+    steps_of_one_process,
+    weights,
+)
+from microparallel.learn.verdict import Wrong
+from microparallel.learn.words import Suspect, require_equal
+
+_ALLOWED = ("broadcast", "all_reduce", "all_reduce_mean")
+
+
+def check(exam: Exam) -> None:
+    """The start; the samples; one step; several steps of an uneven batch."""
+    with exam.step("all ranks begin with the weights of rank 0"):
+        _require_start(exam.run(_start, 3, allowed=_ALLOWED))
+    with exam.step("every sample belongs to one rank, also when they do not divide evenly"):
+        _require_samples(exam, 2, [8, 2])
+        _require_samples(exam, 3, [9, 7, 11])
+    with exam.step("a step of two ranks is that of one process"):
+        _require_steps(exam, 2, 8, 1)
+    with exam.step("so are three steps of three ranks, with 7 samples") as notes:
+        _require_steps(exam, 3, 7, 3)
+        notes.append("all ranks have the same weights, to the last bit")
+    with exam.step("and in a world of one"):
+        _require_steps(exam, 1, 4, 2)
+
+
+# ── the start ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _start(learner: Any, comms: Any) -> list[torch.Tensor]:
+    model = small_model(comms.rank)
+    learner.same_start(model, comms)
+    return weights(model)
+
+
+def _require_start(found: list[list[torch.Tensor]]) -> None:
+    own = [weights(small_model(rank)) for rank in range(len(found))]
+    labels = names(small_model())
+    for rank in [*range(1, len(found)), 0]:
+        left = [label for label, one, mine in zip(labels, found[rank], own[rank], strict=True) if same([one], [mine])]
+        if rank and left and len(left) < len(labels):
+            raise Wrong(f"rank {rank} still has its own {', '.join(left)}: broadcast every parameter")
+        table = {
+            f"rank {rank} still has weights of its own: they are to be rank 0's, in place": own[rank],
+            "these are the weights of the last rank, not of rank 0": own[-1],
+            "these are the weights of rank 1, not of rank 0": own[1],
+            "this is the mean of everybody's weights: all begin with rank 0's": combined(
+                own, [1 / len(own)] * len(own)
+            ),
+            "this is the sum of everybody's weights: all begin with rank 0's": combined(own, [1.0] * len(own)),
+        }
+        suspects = [Suspect(flat(value), words) for words, value in table.items()]
+        require_equal(flat(found[rank]), flat(own[0]), f"rank {rank}'s weights", suspects)
+
+
+# ── the samples ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _samples(learner: Any, comms: Any, sizes: list[int]) -> list[list[int]]:
+    return [torch.arange(size)[learner.my_samples(size, comms)].reshape(-1).tolist() for size in sizes]
+
+
+def _require_samples(exam: Exam, ranks: int, sizes: list[int]) -> None:
+    found = exam.run(_samples, ranks, sizes, allowed=_ALLOWED)
+    for number, size in enumerate(sizes):
+        _require_shared([mine[number] for mine in found], size)
+
+
+def _require_shared(mine: list[list[int]], size: int) -> None:
+    """Refuse samples that several ranks have, or nobody."""
+    case = f"with {size} samples and {len(mine)} ranks, "
+    for sample in range(size):
+        owners = [rank for rank, samples in enumerate(mine) if sample in samples]
+        if len(owners) > 1:
+            alike = all(samples == mine[0] for samples in mine)
+            what = "all ranks have the same samples" if alike else f"ranks {owners[0]} and {owners[1]} share some"
+            raise Wrong(f"{case}{what} (sample {sample}, for one): every sample belongs to exactly one rank")
+        if not owners:
+            rest = (
+                "; what is left over when they do not divide evenly must go somewhere too" if size % len(mine) else ""
+            )
+            raise Wrong(f"{case}nobody has sample {sample}: every sample belongs to exactly one rank{rest}")
+
+
+# ── the steps ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class _Found:
+    """What a rank has after a step."""
+
+    gradients: list[torch.Tensor | None]
+    weights: list[torch.Tensor]
+    loss: Any
+    seen: int  # samples that went through its model
+    parameters_reduced: int  # the line where a parameter was all-reduced instead of its gradient; 0 if that is not so
+
+
+def _train(learner: Any, comms: Any, samples: int, steps: int) -> list[_Found]:
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    places = {parameter.data_ptr() for parameter in model.parameters()}
+    found = []
+    for step in range(steps):
+        loss = learner.train_step(model, optimizer, *batch(samples, step), comms)
+        lines = [entry.line for entry in comms.log if entry.call.startswith("all_reduce") and entry.address in places]
+        found.append(_Found(gradients(model), weights(model), loss, sum(seen), lines[0] if lines else 0))
+        seen.clear()
+    return found
+
+
+def _require_steps(exam: Exam, ranks: int, samples: int, steps: int) -> None:
+    found = exam.run(_train, ranks, samples, steps, allowed=_ALLOWED)
+    expected = steps_of_one_process(small_model(), [batch(samples, step) for step in range(steps)])
+    mine = [one[0] for one in exam.run(_samples, ranks, [samples], allowed=_ALLOWED)]
+    for number, step in enumerate(expected):
+        for rank in range(ranks):
+            _require_step(found[rank][number], step, mine, rank, f"step {number + 1}, rank {rank}")
+    for number in range(steps):
+        require_same_weights([one[number].weights for one in found], f"after step {number + 1}")
+
+
+def _require_step(found: _Found, step: Step, mine: list[list[int]], rank: int, where: str) -> None:
+    own = [step.gradients_of(samples) for samples in mine]
+    shares = [len(samples) / step.samples for samples in mine]
+    labels = names(small_model())
+    if found.parameters_reduced and len(mine) > 1:
+        raise Wrong(
+            f"line {found.parameters_reduced} all-reduces the parameter itself: it is the gradients that are averaged, "
+            "parameter.grad"
+        )
+    if found.seen != len(mine[rank]):
+        raise Wrong(
+            f"{where}: {found.seen} samples went through the model, and this rank has {len(mine[rank])} of the "
+            f"{step.samples}: every rank computes its own samples only, or nothing is shared"
+        )
+    require_gradients(found.gradients, labels, where)
+    suspects = _gradient_suspects(own, shares, rank, step)
+    require_equal(flat(found.gradients), flat(step.gradients), f"{where}: the gradient", suspects)
+    require_equal(
+        flat(found.weights), flat(step.weights), f"{where}: the weights", _weight_suspects(own, shares, rank, step)
+    )
+    _require_loss(found.loss, [step.loss_of(samples) for samples in mine], shares, rank, where)
+
+
+def _gradient_suspects(own: list[list[torch.Tensor]], shares: list[float], rank: int, step: Step) -> list[Suspect]:
+    ranks = len(own)
+    own_share = [gradient * shares[rank] for gradient in own[rank]]
+    table = {
+        f"rank {rank} still holds its own gradient: nothing was averaged": own[rank],
+        f"rank {rank} still holds its own share of the gradient: nothing was added up": own_share,
+        f"this is the sum of the ranks' means, {ranks} times too large if they have equally many samples: divide, the "
+        "loss is a mean": combined(own, [1.0] * ranks),
+        "this is the plain mean of the ranks' means, but the ranks have different numbers of samples: weight each by "
+        "its share": combined(own, [1 / ranks] * ranks),
+        "this was divided twice, by the number of ranks and by each rank's share": (
+            combined(own, [share / ranks for share in shares])
+        ),
+    }
+    kept = [combined([step.gradients, step.gradients_before], [1.0, times]) for times in (1.0, float(ranks))]
+    words = "the gradients of the step before are still in there: optimizer.zero_grad() before backward"
+    return [Suspect(flat(value), words) for words, value in [*table.items(), *((words, one) for one in kept)]]
+
+
+def _weight_suspects(own: list[list[torch.Tensor]], shares: list[float], rank: int, step: Step) -> list[Suspect]:
+    early = "the gradient is right, but the optimizer stepped before it had been averaged: average first"
+    start = step.weights_before
+    return [
+        *(
+            Suspect(flat(combined([start, own[rank]], [1.0, -LEARNING_RATE * share])), early)
+            for share in (1.0, shares[rank])
+        ),
+        Suspect(flat(start), "the gradient is right, but the optimizer did not step"),
+    ]
+
+
+def _require_loss(found: Any, losses: list[float], shares: list[float], rank: int, where: str) -> None:
+    expected = sum(loss * share for loss, share in zip(losses, shares, strict=True))
+    if isinstance(found, torch.Tensor):
+        found = found.item()
+    if not isinstance(found, int | float):
+        raise Wrong(f"{where}: train_step shall return the mean loss as a number, and returned {found!r:.60}")
+    table = {
+        f"{where}: the loss is this rank's own: average it over the ranks too": losses[rank],
+        f"{where}: the loss is this rank's share only: add up the shares of all ranks": losses[rank] * shares[rank],
+        f"{where}: the loss is the sum of the ranks' losses: it is to be their mean": sum(losses),
+        f"{where}: the loss is the plain mean of the ranks' means, but they have different numbers of samples: weight "
+        "each by its share": sum(losses) / len(losses),
+    }
+    suspects = [Suspect(torch.tensor(value, dtype=torch.float64), words) for words, value in table.items()]
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    require_equal(torch.tensor(found, dtype=torch.float64), wanted, f"{where}: the loss", suspects)

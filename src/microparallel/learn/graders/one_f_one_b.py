@@ -1,0 +1,130 @@
+"""One forward, one backward: the order, few activations, and sends that do not wait for each other."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from microparallel.learn.exam import Exam
+from microparallel.learn.graders._microbatches import suspects
+from microparallel.learn.graders._orders import compare, require_freed, require_pairs, tokens
+from microparallel.learn.graders._pipeline_steps import Outcome, Truth, do_steps
+from microparallel.learn.verdict import Wrong
+from microparallel.program import Program
+from microparallel.schedules import one_f_one_b
+
+_WAITS = re.compile(r"rank (?P<rank>\d+) waits in receive .*for rank (?P<peer>\d+) to send")
+
+
+def check(exam: Exam) -> None:
+    """Gradients; order; activations; fewer micro-batches than ranks; other shapes."""
+    with exam.step("three ranks and five micro-batches: the gradients of the whole batch"):
+        outcomes = _require_steps(exam, 3, 10, 5, steps=1)
+    with exam.step("in 1F1B's order"):
+        _require_order(outcomes, 5)
+    with exam.step("no rank holds more activations than ranks come from it on") as notes:
+        notes.append(_require_few(outcomes, 5))
+    with exam.step("fewer micro-batches than ranks"):
+        for ranks, samples, microbatches in ((4, 4, 2), (3, 2, 1)):
+            _require_all(exam, ranks, samples, microbatches, steps=1)
+    with exam.step("four ranks, two, one; and several steps"):
+        for ranks, samples, microbatches in ((4, 6, 6), (2, 5, 3), (1, 4, 2)):
+            _require_all(exam, ranks, samples, microbatches, steps=2)
+
+
+def _do_steps(learner: Any, comms: Any, steps: int, samples: int, microbatches: int, diaries: Path) -> Outcome:
+    try:
+        return do_steps(learner, comms, steps, "one_f_one_b_step", samples, microbatches, diaries=diaries)
+    except IndexError as error:
+        if "tuple" not in str(error):  # which is what tensor_split returns
+            raise
+        raise Wrong(
+            f"rank {comms.rank} of {comms.world_size} asks for a micro-batch that there is not: there are "
+            f"{microbatches}. A warm-up is never longer than that: min(…, microbatches)"
+        ) from None
+    except KeyError as error:
+        if error.args[0] not in range(microbatches):
+            raise
+        raise Wrong(
+            f"rank {comms.rank} begins the backward of micro-batch {error} and has nothing kept for it: its forward "
+            "comes first, and every backward comes once"
+        ) from None
+
+
+def _require_steps(exam: Exam, ranks: int, samples: int, microbatches: int, steps: int) -> list[Outcome]:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            outcomes: list[Outcome] = exam.run(_do_steps, ranks, steps, samples, microbatches, Path(folder))
+        except Wrong as wrong:
+            raise _with_place(wrong, Path(folder), one_f_one_b(ranks, microbatches)) from None
+    truth = Truth(ranks, samples, microbatches)
+    require_pairs([outcome.orders[0] for outcome in outcomes])
+    truth.require(outcomes, lambda rank: suspects(truth, rank))
+    return outcomes
+
+
+def _with_place(wrong: Wrong, diaries: Path, program: Program) -> Wrong:
+    """Add to a deadlock who waits for what 1F1B does not need yet."""
+    for waiting in _WAITS.finditer(str(wrong)):
+        rank, peer = int(waiting["rank"]), int(waiting["peer"])
+        diary = diaries / str(rank)
+        done, expected = diary.read_text().split() if diary.exists() else [], tokens(program, rank)
+        kind, name = ("F", "an activation") if peer < rank else ("B", "a gradient")
+        if done == expected[: len(done)] and len(done) < len(expected) and expected[len(done)][0] != kind:
+            after = f"after {done[-1]}" if done else "at first"
+            words = f"rank {rank} waits for {name} {after}, where 1F1B goes on with {expected[len(done)]}"
+            return Wrong(f"{words}: is its warm-up right?\n{wrong}")
+    return wrong
+
+
+def _require_all(exam: Exam, ranks: int, samples: int, microbatches: int, steps: int) -> None:
+    outcomes = _require_steps(exam, ranks, samples, microbatches, steps)
+    _require_order(outcomes, microbatches)
+    _require_few(outcomes, microbatches)
+
+
+def _require_order(outcomes: list[Outcome], microbatches: int) -> None:
+    ranks = len(outcomes)
+    program = one_f_one_b(ranks, microbatches)
+    for rank, outcome in enumerate(outcomes):
+        expected = tokens(program, rank)
+        for order in outcome.orders:
+            if order != expected:
+                words = _warm_up_mistake(order, rank, ranks, microbatches) or (
+                    f"rank {rank} leaves 1F1B's order: after the warm-up, one forward and one backward in turn"
+                )
+                raise Wrong(f"the gradients are right, but {words}{compare(order, expected, '1F1B')}")
+
+
+def _warm_up_mistake(order: list[str], rank: int, ranks: int, microbatches: int) -> str:
+    """What the number of forwards before the first backward says; nothing if it is right."""
+    found = next((place for place, word in enumerate(order) if word[0] == "B"), len(order))
+    behind = ranks - 1 - rank
+    expected = min(behind + 1, microbatches)
+    one = f"rank {rank}, with {behind} rank{'s' * (behind != 1)} behind it,"
+    if found == microbatches > expected:
+        return f"{one} does all {found} forwards before its first backward: that is GPipe, and keeps all activations"
+    if found > expected:
+        return (
+            f"{one} does {found} forwards before its first backward, and {expected} are enough: a warm-up of {behind}, "
+            f"then one forward and one backward in turn. It holds {found} activations"
+        )
+    if found < expected:
+        return (
+            f"{one} does {found} forwards before its first backward, and should do {expected}: a warm-up of {behind}, "
+            "then one forward and one backward in turn. Too short a warm-up leaves it waiting"
+        )
+    return ""
+
+
+def _require_few(outcomes: list[Outcome], microbatches: int) -> str:
+    ranks = len(outcomes)
+    for rank, outcome in enumerate(outcomes):
+        most = min(microbatches, ranks - rank)
+        if outcome.most_held > most:
+            raise Wrong(f"rank {rank} holds {outcome.most_held} activations at once, and {most} are enough")
+        require_freed(rank, outcome.most_kept)
+    held = " ".join(str(outcome.most_held) for outcome in outcomes)
+    return f"{held} on ranks 0 to {ranks - 1}; GPipe holds {microbatches} on each"

@@ -1,0 +1,149 @@
+"""At arm's length: whatever a learner's code does, the runner lives, says so, and leaves nothing behind."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from microparallel.learn import checking
+from microparallel.learn.catalogue import find_exercise
+from microparallel.learn.checking import Checker
+from microparallel.learn.exam import Exam
+from microparallel.learn.holes import solved
+from microparallel.learn.verdict import Wrong
+
+RING = find_exercise("ring-all-reduce")
+WAIT = "        request.wait()\n"
+
+
+def ring_with(instead_of_waiting):
+    text = solved(RING.solution.read_text("utf-8"))
+    assert text.count(WAIT) == 1
+    return text.replace(WAIT, f"        {instead_of_waiting}\n")
+
+
+@pytest.fixture(scope="module")
+def checker():
+    with Checker() as checker:
+        yield checker
+
+
+@pytest.fixture
+def check(checker, tmp_path):
+    def of(text):
+        file = tmp_path / RING.file
+        file.write_text(text, "utf-8")
+        return checker.check(RING, file)
+
+    return of
+
+
+def processes_of(checker):
+    mark = f"{checking._TAG}={checker._referee._tag}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:
+            pass
+    return found
+
+
+def test_the_solution_passes_and_steps_are_told(checker, tmp_path):
+    file = tmp_path / RING.file
+    file.write_text(solved(RING.solution.read_text("utf-8")), "utf-8")
+    heard = []
+    verdict = checker.check(RING, file, heard.append)
+    assert verdict.passed, verdict.message
+    assert heard == verdict.steps != []
+
+
+@pytest.mark.parametrize(
+    ("does", "words"),
+    [
+        ("raise SystemExit(3)", "exited with code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("import os; os._exit(0)", "it may not start or end processes"),
+        ("import os; os.fork()", "it may not start or end processes"),
+        ("import subprocess; subprocess.run(['true'])", "it may not start or end processes"),
+        ("import torch.distributed as dist; dist.barrier()", "your code calls torch.distributed.barrier"),
+        ("comms.all_reduce(tensor)", "comms.all_reduce is not for this exercise"),
+        ("mp.all_reduce_in_process('ring', [tensor])", "the point is to write it yourself"),
+        ("x = [torch.ones(2**28) for _ in range(100)]", "can't allocate memory"),
+        ("1 / 0", "ZeroDivisionError"),
+        ("return )", "SyntaxError"),
+    ],
+)
+def test_it_is_said_what_happened(check, does, words):
+    verdict = check(ring_with(does))
+    assert not verdict.passed
+    assert words in verdict.message
+
+
+def test_catching_a_refusal_does_not_help(check):
+    verdict = check(ring_with("request.wait()\n        try: comms.all_reduce(tensor)\n        except Exception: pass"))
+    assert not verdict.passed
+    assert "comms.all_reduce" in verdict.message
+
+
+def test_what_is_printed_is_kept_within_bounds(check):
+    verdict = check(ring_with("request.wait(); print('x' * 100_000)"))
+    assert verdict.passed
+    assert "bytes were printed" in verdict.printed
+    assert len(verdict.printed) < 10_000
+
+
+def test_a_loop_without_end_is_ended_with_its_line(warm_ranks, tmp_path):
+    from microparallel.learn.graders.ring_all_reduce import _reduce
+
+    file = tmp_path / RING.file
+    text = ring_with("while True: print('still here')")
+    file.write_text(text, "utf-8")
+    line = text[: text.index("while True")].count("\n") + 1
+    import torch
+
+    with pytest.raises(Wrong, match=rf"still busy after 2 s, in line {line}"):
+        Exam(file, warm_ranks).run(_reduce, 2, 4, torch.float64, timeout=2)
+
+
+def test_a_check_that_never_ends_is_stopped(tmp_path):
+    file = tmp_path / RING.file
+    file.write_text("while True: pass\n")
+    with Checker(patience=0.5) as checker:
+        verdict = checker.check(RING, file)
+    assert not verdict.passed
+    assert "did not come to an end" in verdict.message
+
+
+def test_nothing_is_left_behind(tmp_path):
+    """Not even a process that left its group and its session, and whose parent has ended."""
+    file = tmp_path / RING.file
+    hidden = (
+        "import ctypes, time, os\n"
+        "libc = ctypes.CDLL(None)\n"
+        "if libc.fork() == 0:\n"
+        "    libc.setsid()\n"
+        "    if libc.fork() == 0:\n"
+        "        time.sleep(600)\n"
+        "    libc._exit(0)\n"
+    )
+    file.write_text(hidden + solved(RING.solution.read_text("utf-8")), "utf-8")
+    checker = Checker()
+    checker.check(RING, file)
+    left = processes_of(checker)
+    assert left
+    checker.close()
+    deadline = time.monotonic() + 10
+    while any(_alive(pid) for pid in left) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(_alive(pid) for pid in left)
+
+
+def _alive(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"

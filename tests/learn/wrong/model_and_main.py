@@ -1,0 +1,79 @@
+from answers import Answer
+
+SHARE = "loss * (len(inputs[mine]) / len(inputs))"
+REDUCE = "        comms.all_reduce(parameter.grad)\n"
+LOSS = "    comms.all_reduce(mean_loss)\n"
+STEP = "    optimizer.step()\n"
+
+ANSWERS = [
+    Answer("no broadcast", {"comms.broadcast(parameter.data, 0)": "pass"}, "rank 1 still has weights of its own", True),
+    Answer("own weights kept", {"broadcast(parameter.data, 0)": "broadcast(parameter.data.clone(), 0)"}, "of its own"),
+    Answer("from the last rank", {"(parameter.data, 0)": "(parameter.data, comms.world_size - 1)"}, "of the last rank"),
+    Answer(
+        "averaged at the start",
+        {"comms.broadcast(parameter.data, 0)": "comms.all_reduce(parameter.data, op='mean')"},
+        "mean of everybody's weights: all begin with rank 0's",
+    ),
+    Answer(
+        "only weights, not biases",
+        {"(parameter.data, 0)": "(parameter.data, 0) if parameter.dim() > 1 else None"},
+        "own 0.bias",
+    ),
+    Answer(
+        "ranks given the same data",
+        {"return slice(begin, end)": "return slice(0, end - begin)"},
+        "all ranks have the same samples",
+        True,
+    ),
+    Answer("the whole batch on every rank", {"return slice(begin, end)": "return slice(0, samples)"}, "same samples"),
+    Answer(
+        "left over samples dropped",
+        {
+            "begin = samples * comms.rank // comms.world_size": "begin = samples // comms.world_size * comms.rank",
+            "end = samples * (comms.rank + 1) // comms.world_size": "end = begin + samples // comms.world_size",
+        },
+        "nobody has sample 6",
+    ),
+    Answer(
+        "own samples ignored",
+        {"mse_loss(model(inputs[mine]), targets[mine])": "mse_loss(model(inputs), targets)"},
+        "samples went through the model",
+    ),
+    Answer("missing division by world size", {SHARE: "loss"}, "this is the sum of the ranks' means", True),
+    Answer("plain mean of uneven parts", {SHARE: "loss / comms.world_size"}, "weight each by its share"),
+    Answer("divided twice", {REDUCE: REDUCE.replace(")", ", op='mean')")}, "this was divided twice"),
+    Answer(
+        "parameters instead of gradients",
+        {"all_reduce(parameter.grad)": "all_reduce(parameter.data, op='mean')"},
+        "all-reduces the parameter itself",
+    ),
+    Answer(
+        "nothing averaged",
+        {REDUCE: "        pass\n", "share.backward()": "loss.backward()"},
+        "rank 0 still holds its own gradient: nothing was averaged",
+    ),
+    Answer(
+        "averaged before backward",
+        {"    share.backward()\n": "", LOSS: LOSS + "    share.backward()\n"},
+        "a gradient is None until backward has made it",
+    ),
+    Answer(
+        "stepped before averaging",
+        {STEP: "", "    share.backward()\n": "    share.backward()\n" + STEP},
+        "stepped before it had been averaged",
+    ),
+    Answer(
+        "gradients not reset between steps",
+        {"    optimizer.zero_grad()\n": ""},
+        "the gradients of the step before are still in there",
+    ),
+    Answer("own loss", {"share.detach().clone()": "loss.detach().clone()", LOSS: ""}, "the loss is this rank's own"),
+    Answer(
+        "loss is a sum", {"share.detach().clone()": "loss.detach().clone()"}, "the loss is the sum of the ranks' losses"
+    ),
+    Answer(
+        "plain mean of losses",
+        {"share.detach().clone()": "loss.detach().clone() / comms.world_size"},
+        "the loss is the plain mean",
+    ),
+]

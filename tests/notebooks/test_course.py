@@ -1,0 +1,30 @@
+"""The notebook runs from its first cell to its last, in a kernel of its own."""
+
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "course.ipynb"
+
+
+def printed(notebook):
+    """The lines that are the same on every machine: neither the version of torch, nor what rounding has left."""
+    texts = [output["text"] for output in outputs(notebook) if output.get("name") == "stdout"]
+    return [line for line in "".join(texts).splitlines() if not line.startswith("torch") and "e-" not in line]
+
+
+def outputs(notebook):
+    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("ignore")  # those of the notebook's own machinery
+def test_it_runs_and_shows_what_it_showed():
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    before = printed(notebook)
+    folder = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3", resources=folder).execute()
+    assert printed(notebook) == before != []
+    assert sum("image/svg+xml" in output.get("data", {}) for output in outputs(notebook)) == 6
