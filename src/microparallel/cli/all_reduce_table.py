@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from microparallel import __version__
+from microparallel.drawing.numbers import count
 from microparallel.performance.all_reduce_report import Report, Row
 from microparallel.performance.methods import BOUNDS, TORCH
 from microparallel.performance.units import show_number, show_seconds, show_size, time_unit
@@ -82,7 +83,7 @@ def _machine(cores: int) -> dict[str, Any]:
 
 def _headline(report: Report) -> str:
     measured = report.measurements
-    ranks, cores = _count(measured.ranks, "rank"), _count(measured.cores, "core")
+    ranks, cores = count(measured.ranks, "rank"), count(measured.cores, "core")
     where = f"{measured.transport}, {measured.dtype} on {measured.device}, torch {torch.__version__}"
     return f"[bold]all-reduce[/], {ranks} on {cores}: {where}"
 
@@ -98,7 +99,7 @@ def table_of(report: Report, width: int) -> Table:
     for size, group in groupby(zip(rows, cells, strict=True), key=lambda pair: pair[0].size):
         pairs = list(group)
         repeats = max(row.repeats for row, _ in pairs)
-        table.add_row(f"[bold]{show_size(size)}[/] [dim]{_count(repeats, 'call')}[/]")
+        table.add_row(f"[bold]{show_size(size)}[/] [dim]{count(repeats, 'call')}[/]")
         fastest = min(row.seconds for row, _ in pairs if row.seconds and not _is_bound(row))
         for row, texts in pairs:
             style = "dim" if _is_bound(row) else "green" if row.seconds == fastest else None
@@ -177,7 +178,3 @@ def _fit_lines(report: Report) -> list[str]:
         f"[bold]fitted[/]    a message takes {message}, adding {costs.add_seconds_per_byte * 1e9:.2g} ns a byte;",
         f"          predictions from these are typically off by a factor of {report.typical_factor:.2f}",
     ]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from microparallel.cli.analyze_measure import Findings
-from microparallel.cli.bench_output import console_for_results, count, machine, say
+from microparallel.cli.bench_output import console_for_results, machine, say
+from microparallel.drawing.numbers import count
 from microparallel.performance.bottleneck import Verdict
 from microparallel.performance.caveats import cores_are_shared
 from microparallel.performance.scaling import Scaling, scaling_bars

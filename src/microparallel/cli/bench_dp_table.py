@@ -9,7 +9,8 @@ import torch
 from rich import box
 from rich.table import Table
 
-from microparallel.cli.bench_output import console_for_results, count, machine, show_step
+from microparallel.cli.bench_output import console_for_results, machine, show_step
+from microparallel.drawing.numbers import count
 from microparallel.performance.data_parallel_bench import Result
 from microparallel.performance.data_parallel_bench_methods import DDP, NONE
 from microparallel.performance.data_parallel_bench_report import Report, Row, rows_of

@@ -50,11 +50,6 @@ def machine(cores: int) -> dict[str, Any]:
     }
 
 
-def count(number: int, noun: str) -> str:
-    """A number of things: `2 ranks`."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def show_step(median: float, lower_quartile: float, upper_quartile: float, counted: int) -> list[str]:
     """Two cells: the median with its unit, and the quartiles in the same one."""
     length, _ = time_unit(median)

@@ -10,7 +10,8 @@ import torch
 from rich import box
 from rich.table import Table
 
-from microparallel.cli.bench_output import console_for_results, count, machine, say, show_step
+from microparallel.cli.bench_output import console_for_results, machine, say, show_step
+from microparallel.drawing.numbers import count
 from microparallel.performance.pipeline_bench_report import Report, Row
 from microparallel.performance.units import show_seconds, show_size
 from microparallel.performance.utilisation import apportion

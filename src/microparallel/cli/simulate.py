@@ -15,6 +15,7 @@ from rich.table import Table
 
 from microparallel.cli import options, programs
 from microparallel.cli.output import require_writable
+from microparallel.drawing.numbers import count
 from microparallel.errors import ConfigError, MicroparallelError
 from microparallel.program import Program, TrainingStep
 from microparallel.simulator import Costs
@@ -142,7 +143,7 @@ def _show_one(trace: Trace, share: float) -> None:
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
-        title=f"{program.name} · {program.world_size} ranks · {program.goal}",
+        title=f"{program.name} · {count(program.world_size, 'rank')} · {program.goal}",
         title_justify="left",
     )
     columns = ["rank", *(["computes"] if training else []), "exposed", "waits"]

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from microparallel.cli import options, programs
+from microparallel.drawing.numbers import count
 from microparallel.errors import ConfigError, ProgramError
 from microparallel.program import Program, TrainingStep, peak_activations
 from microparallel.verifier import Sends
@@ -85,9 +86,8 @@ def _summary(program: Program, sends: str, error: str | None) -> dict[str, objec
 
 def _show(program: Program, sends: str, error: str | None) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    console.print(
-        f"{program.name} · {program.world_size} ranks · {len(program)} operations · {program.goal}", markup=False
-    )
+    ranks, operations = count(program.world_size, "rank"), count(len(program), "operation")
+    console.print(f"{program.name} · {ranks} · {operations} · {program.goal}", markup=False)
     if error is not None:
         console.print("[bold red]wrong[/]: ", end="")
         console.print(error, markup=False)

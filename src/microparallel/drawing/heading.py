@@ -7,9 +7,10 @@ from itertools import groupby
 
 from microparallel.drawing.kinds import Kind, kind_of
 from microparallel.drawing.lines import Line, Segment
-from microparallel.drawing.numbers import percent, short
+from microparallel.drawing.numbers import count, percent, short
 from microparallel.drawing.rows import Rows
-from microparallel.program import Collective, Program, TrainingStep
+from microparallel.program import Collective, Forward, Program, TrainingStep
+from microparallel.program.rules import halves
 from microparallel.trace import Trace
 
 _FEW = 12  # ranks that are listed one by one
@@ -17,13 +18,19 @@ _FEW = 12  # ranks that are listed one by one
 
 def title_of(program: Program) -> str:
     """What a program is: `1f1b · 4 ranks · 8 micro-batches`."""
-    goal, ranks = program.goal, _count(program.world_size, "rank")
+    goal, ranks = program.goal, count(program.world_size, "rank")
     if isinstance(goal, Collective):
         return f"{program.name} · {goal} · {ranks}"
-    if goal.buckets:
-        return f"{program.name} · {ranks} · {_count(goal.stages, 'layer')} · {_count(len(goal.buckets), 'bucket')}"
+    if goal.buckets and _whole_model_on_every_rank(program):
+        return f"{program.name} · {ranks} · {count(goal.stages, 'layer')} · {count(len(goal.buckets), 'bucket')}"
     stages = f" · {goal.stages} stages" if goal.stages != program.world_size else ""
-    return f"{program.name} · {ranks}{stages} · {_count(goal.microbatches, 'micro-batch', 'es')}"
+    return f"{program.name} · {ranks}{stages} · {count(goal.microbatches, 'micro-batch', 'es')}"
+
+
+def _whole_model_on_every_rank(program: Program) -> bool:
+    """Whether this is data parallelism alone: with pipelines, a rank has some of the stages."""
+    stages = {half.stage for op in program.ranks[0] for half in halves(op) if isinstance(half, Forward)}
+    return len(stages) == program.goal.stages if isinstance(program.goal, TrainingStep) else False
 
 
 def metrics_of(trace: Trace) -> dict[str, str]:
@@ -95,7 +102,3 @@ def notes_of(rows: Rows) -> list[str]:
 def notes_on_colour(rows: Rows) -> list[str]:
     """What the legend does not say about the colours of a figure."""
     return ["paler: the later stages of a rank"] if any(cell.shade for cell in rows.cells) else []
-
-
-def _count(number: int, word: str, plural: str = "s") -> str:
-    return f"{number} {word}{plural if number != 1 else ''}"

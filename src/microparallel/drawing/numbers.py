@@ -15,6 +15,11 @@ def short(number: float) -> str:
     return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.4g}"
 
 
+def count(number: int, noun: str, plural: str = "s") -> str:
+    """A number of things: `2 ranks`."""
+    return f"{number} {noun}{plural if number != 1 else ''}"
+
+
 def percent(fraction: float) -> str:
     """A share with one digit after the point."""
     return f"{100 * fraction:.1f} %"

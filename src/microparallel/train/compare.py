@@ -14,6 +14,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
 from microparallel.data_parallel import Replicas
+from microparallel.drawing.numbers import count
 from microparallel.errors import UsageError
 from microparallel.schedules import PIPELINES
 from microparallel.trace.recording import Recording
@@ -74,7 +75,7 @@ def compare(
     """
 
     def run(strategy: str, ranks: int) -> Outcome:
-        progress(f"{strategy} on {_counted(ranks, 'rank')}")
+        progress(f"{strategy} on {count(ranks, 'rank')}")
         job = _job(config, strategy, ranks)
         result: Outcome = pool.run(outcome, ranks, job, transport=config.transport, device=config.device)[0]
         if result.recording is not None:
@@ -118,7 +119,7 @@ def compare_in_process(config: TrainConfig, progress: Progress = lambda _: None)
     job = replace(config, strategy="single", ranks=1)
 
     def run(strategy: str, replicas: int) -> Outcome:
-        progress(f"{strategy} with {_counted(replicas, 'replica')}")
+        progress(f"{strategy} with {count(replicas, 'replica')}")
         training = build(job, comms)
         result: Callable[[], dict[str, torch.Tensor]] = training.model_state
         if strategy == "torch-dp":
@@ -134,13 +135,13 @@ def compare_in_process(config: TrainConfig, progress: Progress = lambda _: None)
         return _side_by_side(run, ours | torchs, config.dtype)
 
 
-def replica_devices(device: str, count: int) -> list[torch.device]:
+def replica_devices(device: str, replicas: int) -> list[torch.device]:
     """Where so many replicas go: over the GPUs in turn, or all of them to the CPU."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
-        return [torch.device("cpu")] * count
+        return [torch.device("cpu")] * replicas
     if not torch.cuda.is_available():
         raise UsageError(f"--device {device}: torch sees no GPU here; try --device cpu")
-    return [torch.device("cuda", replica % torch.cuda.device_count()) for replica in range(count)]
+    return [torch.device("cuda", replica % torch.cuda.device_count()) for replica in range(replicas)]
 
 
 def _replicated(training: Training, config: TrainConfig, devices: list[torch.device], averaging: str) -> Replicas:
@@ -221,7 +222,3 @@ def _beside(strategy: str, ranks: int, ours: Outcome, reference: Outcome, dtype:
 def _largest(differences: Iterable[float]) -> float:
     """The largest difference; infinite when one of them is not a number, which `max` would pass over."""
     return max(difference if math.isfinite(difference) else math.inf for difference in differences)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

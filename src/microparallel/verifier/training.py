@@ -88,7 +88,8 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
         for value in rules[rank].needs(op):
             if value not in held[rank]:
                 state = "has freed" if value in ever[rank] else "does not have"
-                raise wrong(f"which needs {value}, and {state} it{hint}")
+                travels = isinstance(value, Act | Grad)
+                raise wrong(f"which needs {value}, and {state} it{hint if travels else ''}")
         for value in rules[rank].makes(op):
             if value in ever[rank]:
                 raise wrong(f"and has had {value} before")
