@@ -3,8 +3,8 @@
 One process plays both halves of a pipeline. What crosses the cut are bare numbers, because a message between two
 processes carries numbers and not autograd's graph. So there are two graphs, and two things to hand over:
 
-    forward    inputs ──▶ part 1 ──▶ sent ═══numbers═══▶ received ──▶ part 2 ──▶ loss
-    backward             part 1 ◀── sent ◀══its gradient══ received ◀── part 2 ◀── loss
+    forward    inputs ──▶ part 1 ──▶ sent ═════ numbers ═════▶ received ──▶ part 2 ──▶ loss
+    backward              part 1 ◀── sent ◀══ their gradient ══ received ◀── part 2 ◀── loss
 
 Part 2's backward ends where its graph begins: at `received`. From there on part 1 continues, with a gradient that only
 part 2 could know.

@@ -56,16 +56,16 @@ def train_step(
     mine = my_samples(len(inputs), comms)
     optimizer.zero_grad()
     loss = nn.functional.mse_loss(model(inputs[mine]), targets[mine])  # the mean over my own samples
+    mean_loss = loss.detach().clone()  # of my own samples as yet
     # ┌ hole
-    #: # Backward; then the gradients of all ranks, and their losses, become those of the whole batch.
+    #: # Backward; then the gradients of all ranks, and mean_loss too, become those of the whole batch, in place.
     #: # Think: ranks may have different numbers of samples. How much does this rank's mean count?
-    #: # At the end `mean_loss` is a tensor with the mean over all samples.
     #: raise NotImplementedError("backward, and average gradients and loss over the ranks")
-    share = loss * (len(inputs[mine]) / len(inputs))  # with that, sums over the ranks are means over all samples
-    share.backward()
+    share = len(inputs[mine]) / len(inputs)  # multiplied by it, sums over the ranks are means over all samples
+    (loss * share).backward()
     for parameter in model.parameters():
         comms.all_reduce(parameter.grad)
-    mean_loss = share.detach().clone()
+    mean_loss *= share
     comms.all_reduce(mean_loss)
     # └
     optimizer.step()

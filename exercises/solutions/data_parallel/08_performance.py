@@ -1,16 +1,17 @@
 """Say where the time of a step went.
 
-You have recorded a step: for every rank, the spans of time in which it computed, and the spans from the moment it joined
-an all-reduce to the moment that was over. Which part of it could be better?
+You have recorded a step: for every rank, the spans of time in which it computed, and the spans from the moment it
+joined an all-reduce to the moment that was over. Which part of it could be better?
 
     rank 0   compute ▒▒▒▒▒▒▒▒▒▒▒▒▒▒
                     all-reduce ····▓▓▓▓▓▓▓▓
-                               wait│travel     the part of it beside ▒ is hidden and costs nothing; the rest is exposed
+                               wait│travel     what goes on beside ▒ is hidden and costs nothing; the rest is exposed
     rank 1   compute ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒
                         all-reduce ▓▓▓▓▓▓▓▓
                                    └ only now has everybody come
 
-Waiting is not communication: a faster network does not help against a late rank. Six small functions, a line or two each.
+Waiting is not communication: a faster network does not help against a late rank. Six small functions, a line or two
+each.
 
 Lesson: docs/data_parallel/11_performance.md           Check it: microparallel learn check performance
 """
@@ -37,8 +38,8 @@ def seconds(spans: list[Span]) -> float:
 def exposed(spans: list[Span], compute: list[Span]) -> float:
     """How long at least one of `spans` goes on while the rank does not compute."""
     # ┌ hole
-    #: # You have seconds(…). How long does the rank do anything at all (compute + spans is one list), and how much of that
-    #: # is computing?
+    #: # You have seconds(…). How long does the rank do anything at all (compute + spans is one list), and how much of
+    #: # that is computing?
     #: raise NotImplementedError("exposed: time that nothing hides")
     return seconds(compute + spans) - seconds(compute)
     # └
@@ -98,8 +99,8 @@ def bound(step: float, communication: float, waiting: float) -> str:
     step: its seconds; communication: how long the tensor travels, exposed; waiting: for late ranks, exposed
     """
     # ┌ hole
-    #: # The larger of the two bounds the step if it is at least a fifth of it; waiting means that there is a straggler. If
-    #: # both are less than a fifth, the step computes.
+    #: # The larger of the two bounds the step if it is at least a fifth of it; waiting means that there is a straggler.
+    #: # If both are less than a fifth, the step computes.
     #: raise NotImplementedError("bound: name the larger part, if it is worth naming")
     if max(communication, waiting) < step / 5:
         return "compute"
@@ -110,8 +111,8 @@ def bound(step: float, communication: float, waiting: float) -> str:
 if __name__ == "__main__":
     # Three ranks, one step, in milliseconds. Rank 2 is slow.
     compute = [[(0.0, 60.0)], [(0.0, 62.0)], [(0.0, 90.0)]]
-    all_reduces = [[(30.0, 58.0), (45.0, 68.0), (60.0, 95.0)] for _ in compute]  # as many as buckets, on every rank
-    all_reduces[2] = [(46.0, 58.0), (64.0, 68.0), (90.0, 95.0)]
+    all_reduces = [[(30.0, 44.0), (45.0, 59.0), (62.0, 95.0)] for _ in compute]  # one for each of three buckets
+    all_reduces[2] = [(40.0, 44.0), (55.0, 59.0), (90.0, 95.0)]
 
     print("rank   hidden   communication   waiting   bound by")
     pairs = [split([mine[number] for mine in all_reduces]) for number in range(3)]

@@ -3,9 +3,9 @@
 Two ranks play. Rank 0 has the ball, a tensor. In every round rank 0 sends it to rank 1; rank 1 adds one to what it has
 received and sends that back; rank 0 receives it, and adds one too.
 
-    rank 0   ball ───▶          ◀─── +1         ───▶          ◀─── +1
-    rank 1         ───▶ +1 ───▶                 ───▶ +1 ───▶
-             └──────── round 0 ────────┘        └──────── round 1 ──
+    rank 0   ball ─▶           ─▶ +1 ─▶           ─▶ +1
+    rank 1           ─▶ +1 ─▶          ─▶ +1 ─▶
+             └────── round 0 ──────┘└───── round 1 ──────┘
 
 Both ranks run the same function, and only their number tells them apart. A send waits until the other rank receives: if
 both send first, both wait for ever, and if both receive first, so they do too.

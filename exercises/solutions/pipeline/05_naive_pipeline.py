@@ -3,9 +3,9 @@
 Every rank has one stage, a contiguous run of the model's layers. The batch enters at rank 0; what a stage returns goes
 to the next rank; the last rank computes the loss. Then gradients go the other way.
 
-    rank 0   forward ─▶                                        ─▶ backward
-    rank 1            ─▶ forward ─▶                ─▶ backward ─▶
-    rank 2                         ─▶ forward, loss, backward ─▶
+    rank 0   F ─▶                      ─▶ B
+    rank 1       ─▶ F ─▶        ─▶ B ─▶            F a forward, B a backward, ─▶ a message to the neighbour
+    rank 2              ─▶ F B ─▶
 
 It is what you did at one cut (manual-split), with a message where the cut was. All but one rank wait, all the time:
 that is what the next exercises are about.

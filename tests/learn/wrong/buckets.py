@@ -47,7 +47,7 @@ ANSWERS = [
     Answer(
         "one gradient too early", {FULL: FULL.replace("parameters)", "parameters) - 1")}, "before 4.weight has come"
     ),
-    Answer("not waited for", {WAIT: ""}, "3 of 3 all-reduces were under way", True),
+    Answer("not waited for", {WAIT: ""}, "3 of 3 all-reduces were under way"),
     Answer(
         "missing division by world size", {'buffer, op="mean"': "buffer"}, "this is the sum: divide by the world size"
     ),

@@ -57,7 +57,7 @@ ANSWERS = [
                 "    for m in range(microbatches):\n        backward(m)\n", "    backward(microbatches - 1)\n"
             )
         },
-        "does 1 backwards, and there are 4 micro-batches",
+        "does 1 backward, and there are 4 micro-batches: one for each. Micro-batch 0, 1, 2 has none",
     ),
     Answer(
         "gradients cleared for every micro-batch",

@@ -1,12 +1,14 @@
 from answers import Answer
 
-SHARE = "loss * (len(inputs[mine]) / len(inputs))"
+SHARE = "share = len(inputs[mine]) / len(inputs)"
+BACKWARD = "    (loss * share).backward()\n"
+OWN = "    mean_loss *= share\n"
 REDUCE = "        comms.all_reduce(parameter.grad)\n"
 LOSS = "    comms.all_reduce(mean_loss)\n"
 STEP = "    optimizer.step()\n"
 
 ANSWERS = [
-    Answer("no broadcast", {"comms.broadcast(parameter.data, 0)": "pass"}, "rank 1 still has weights of its own", True),
+    Answer("no broadcast", {"comms.broadcast(parameter.data, 0)": "pass"}, "rank 1 still has weights of its own"),
     Answer("own weights kept", {"broadcast(parameter.data, 0)": "broadcast(parameter.data.clone(), 0)"}, "of its own"),
     Answer("from the last rank", {"(parameter.data, 0)": "(parameter.data, comms.world_size - 1)"}, "of the last rank"),
     Answer(
@@ -39,8 +41,13 @@ ANSWERS = [
         {"mse_loss(model(inputs[mine]), targets[mine])": "mse_loss(model(inputs), targets)"},
         "samples went through the model",
     ),
-    Answer("missing division by world size", {SHARE: "loss"}, "this is the sum of the ranks' means", True),
-    Answer("plain mean of uneven parts", {SHARE: "loss / comms.world_size"}, "weight each by its share"),
+    Answer(
+        "missing division by world size",
+        {BACKWARD: "    loss.backward()\n"},
+        "this is the sum of the ranks' means",
+        True,
+    ),
+    Answer("plain mean of uneven parts", {SHARE: "share = 1 / comms.world_size"}, "weight each by its share"),
     Answer("divided twice", {REDUCE: REDUCE.replace(")", ", op='mean')")}, "this was divided twice"),
     Answer(
         "parameters instead of gradients",
@@ -49,17 +56,17 @@ ANSWERS = [
     ),
     Answer(
         "nothing averaged",
-        {REDUCE: "        pass\n", "share.backward()": "loss.backward()"},
+        {REDUCE: "        pass\n", BACKWARD: "    loss.backward()\n"},
         "rank 0 still holds its own gradient: nothing was averaged",
     ),
     Answer(
         "averaged before backward",
-        {"    share.backward()\n": "", LOSS: LOSS + "    share.backward()\n"},
+        {BACKWARD: "", LOSS: LOSS + BACKWARD},
         "a gradient is None until backward has made it",
     ),
     Answer(
         "stepped before averaging",
-        {STEP: "", "    share.backward()\n": "    share.backward()\n" + STEP},
+        {STEP: "", BACKWARD: BACKWARD + STEP},
         "stepped before it had been averaged",
     ),
     Answer(
@@ -67,13 +74,11 @@ ANSWERS = [
         {"    optimizer.zero_grad()\n": ""},
         "the gradients of the step before are still in there",
     ),
-    Answer("own loss", {"share.detach().clone()": "loss.detach().clone()", LOSS: ""}, "the loss is this rank's own"),
-    Answer(
-        "loss is a sum", {"share.detach().clone()": "loss.detach().clone()"}, "the loss is the sum of the ranks' losses"
-    ),
+    Answer("own loss", {OWN + LOSS: ""}, "the loss is this rank's own"),
+    Answer("loss is a sum", {OWN: ""}, "the loss is the sum of the ranks' losses"),
     Answer(
         "plain mean of losses",
-        {"share.detach().clone()": "loss.detach().clone() / comms.world_size"},
+        {OWN: "    mean_loss /= comms.world_size\n"},
         "the loss is the plain mean",
     ),
 ]

@@ -14,7 +14,6 @@ ANSWERS = [
         "blocking sends",
         {"request = comms.isend(": "comms.send_tensor(", "        request.wait()\n": ""},
         "both ranks wait in send",
-        True,
     ),
     Answer("request not kept", {"        request.wait()\n": ""}, "never waited for it: keep the request"),
     Answer(

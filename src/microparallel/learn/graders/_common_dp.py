@@ -155,7 +155,7 @@ def counted(found: torch.Tensor, own: Sequence[torch.Tensor]) -> list[int] | Non
     if not found.numel():
         return None
     first = found.flatten()[0].item() / own[0].flatten()[0].item()
-    if first != int(first) or not 0 <= first < 10 ** len(own):
+    if not 0 <= first < 10 ** len(own) or first != int(first):  # which NaN is not either
         return None
     counts = [int(first) // 10**rank % 10 for rank in range(len(own))]
     whole = combined([[one.double()] for one in own], [float(count) for count in counts])[0]

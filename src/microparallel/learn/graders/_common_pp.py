@@ -114,3 +114,8 @@ def require_all_waited(comms: Any) -> None:
             f"rank {comms.rank} began {unfinished[0].call} in line {unfinished[0].line} and never waited for it: keep "
             "the request, and wait for it before the step ends; until then the tensor may still be on its way"
         )
+
+
+def many(number: int, what: str) -> str:
+    """A number with its noun: 1 forward, 2 forwards."""
+    return f"{number} {what}{'s' * (number != 1)}"

@@ -94,6 +94,9 @@ def watch(
     model = make_model(kind)
     watcher = _Watcher(learner, comms, model, explain)
     attached = attach(model)
+    for name in ("finish", "remove"):
+        if not hasattr(attached, name):
+            raise Wrong(f"the hooks have no {name}(): was it renamed or removed?")
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     passes = []
     for step in range(steps):
@@ -280,8 +283,8 @@ def require_old_requests_gone(one: Pass, number: int) -> None:
     old = one.events.count("wait for an old request")
     if old:
         raise Wrong(
-            f"step {number}: finish() waited for {old} requests of the step before, which are long over: they are still "
-            "kept; forget them in finish()"
+            f"step {number}: finish() waited for requests of the step before, which are long over ({old} of them): "
+            "forget each request when it has been waited for"
         )
 
 

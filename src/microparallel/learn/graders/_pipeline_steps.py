@@ -16,6 +16,7 @@ from microparallel.learn.graders._common_pp import (
     gradients,
     make_batch,
     make_layers,
+    many,
     mean_loss,
     require_all_waited,
     require_gradients,
@@ -89,12 +90,21 @@ def _require_each_once(stage: CountedStage, microbatches: int) -> None:
     """Say so at once: other ranks may wait for what this one leaves out."""
     forwards, backwards = (sum(word[0] == kind for word in stage.order) for kind in "FB")
     if forwards != microbatches:
-        raise Wrong(f"rank {stage.rank} does {forwards} forwards, and there {_are(microbatches)}: one for each")
+        raise Wrong(f"rank {stage.rank} does {many(forwards, 'forward')}, and there {_are(microbatches)}: one for each")
     if backwards < microbatches:
         raise Wrong(
-            f"rank {stage.rank} does {backwards} backwards, and there {_are(microbatches)}: one for each. Those of the "
-            "last ones are still to be done when no forward is left"
+            f"rank {stage.rank} does {many(backwards, 'backward')}, and there {_are(microbatches)}: one for each"
+            f"{_which_are_missing(stage, microbatches)}"
         )
+
+
+def _which_are_missing(stage: CountedStage, microbatches: int) -> str:
+    missing = [number for number in range(microbatches) if f"B{stage.rank}.{number}" not in stage.order]
+    if microbatches == 1 or not missing:
+        return ""
+    if 0 < missing[0] == microbatches - len(missing):
+        return ". Those of the last ones are still to be done when no forward is left"
+    return f". Micro-batch {', '.join(map(str, missing))} has none"
 
 
 def _are(microbatches: int) -> str:

@@ -116,7 +116,9 @@ class _Careful:
 
     def __init__(self, hooks: Any) -> None:
         self._hooks = hooks
-        self.remove = hooks.remove
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._hooks, name)
 
     def finish(self) -> None:
         try:

@@ -182,7 +182,8 @@ def _all_gather(learner: Any, comms: Any) -> Any:
 
 def _require_all_gather(exam: Exam, ranks: int) -> None:
     for rank, found in enumerate(exam.run(_all_gather, ranks, allowed=_ALLOWED)):
-        if isinstance(found, list) and len(found) == ranks and not found[rank].any():
+        mine = found[rank] if isinstance(found, list) and len(found) == ranks else None
+        if isinstance(mine, torch.Tensor) and not mine.any():
             raise Wrong(
                 f"what rank {rank} gathered of itself is the very tensor it passed, so it changes when that does: "
                 "put a clone into the list"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from microparallel.learn.exam import Exam
+from microparallel.learn.graders._common_pp import many
 from microparallel.learn.graders._orders import compare, tokens
 from microparallel.learn.graders._programs import (
     Orders,
@@ -39,7 +40,7 @@ def check(exam: Exam) -> None:
     with exam.step("the bubble is that of 1F1B, divided by the chunks") as notes:
         for case, orders in zip(_CASES, answers, strict=True):
             _require_bubble(case, orders, notes)
-    with exam.step("no rank holds more activations than its warm-up and one") as notes:
+    with exam.step("no rank holds more activations than its warm-up has forwards, and one") as notes:
         for case, orders in zip(_CASES, answers, strict=True):
             _require_few(case, orders)
         notes.append("two ranks, two chunks: 5 and 3, of chunks half as large")
@@ -143,8 +144,8 @@ def _reason(case: Case, orders: Orders) -> str:
         if found != expected_count:
             warm_up = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
             return (
-                f"Rank {rank} does {found} forwards before its first backward, and should do {expected_count}: a "
-                f"warm-up of (v − 1) p + 2 (p − 1 − r) = {warm_up} and one"
+                f"Rank {rank} does {many(found, 'forward')} before its first backward, and should do {expected_count}: "
+                f"a warm-up of (v − 1) p + 2 (p − 1 − r) = {warm_up} and one"
                 f"{compare(order, tokens(program, rank), 'interleaved')}"
             )
     differing = next((r for r, order in enumerate(orders) if order != tokens(program, r)), 0)

@@ -78,7 +78,14 @@ def _require_start(found: list[list[torch.Tensor]]) -> None:
 
 
 def _samples(learner: Any, comms: Any, sizes: list[int]) -> list[list[int]]:
-    return [torch.arange(size)[learner.my_samples(size, comms)].reshape(-1).tolist() for size in sizes]
+    return [_numbers(learner.my_samples(size, comms), size) for size in sizes]
+
+
+def _numbers(mine: Any, size: int) -> list[int]:
+    """The numbers of the samples that a slice chooses."""
+    if not isinstance(mine, slice):
+        raise Wrong(f"my_samples shall return a slice, slice(begin, end), and returned {mine!r:.60}")
+    return list(range(size))[mine]
 
 
 def _require_samples(exam: Exam, ranks: int, sizes: list[int]) -> None:

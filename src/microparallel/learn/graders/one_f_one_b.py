@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from microparallel.learn.exam import Exam
+from microparallel.learn.graders._common_pp import many
 from microparallel.learn.graders._microbatches import suspects
 from microparallel.learn.graders._orders import compare, require_freed, require_pairs, tokens
 from microparallel.learn.graders._pipeline_steps import Outcome, Truth, do_steps
@@ -24,7 +25,7 @@ def check(exam: Exam) -> None:
         outcomes = _require_steps(exam, 3, 10, 5, steps=1)
     with exam.step("in 1F1B's order"):
         _require_order(outcomes, 5)
-    with exam.step("no rank holds more activations than ranks come from it on") as notes:
+    with exam.step("rank r of p holds at most p − r activations") as notes:
         notes.append(_require_few(outcomes, 5))
     with exam.step("fewer micro-batches than ranks"):
         for ranks, samples, microbatches in ((4, 4, 2), (3, 2, 1)):
@@ -103,18 +104,18 @@ def _warm_up_mistake(order: list[str], rank: int, ranks: int, microbatches: int)
     found = next((place for place, word in enumerate(order) if word[0] == "B"), len(order))
     behind = ranks - 1 - rank
     expected = min(behind + 1, microbatches)
-    one = f"rank {rank}, with {behind} rank{'s' * (behind != 1)} behind it,"
+    one = f"rank {rank}, with {many(behind, 'rank')} behind it,"
     if found == microbatches > expected:
         return f"{one} does all {found} forwards before its first backward: that is GPipe, and keeps all activations"
     if found > expected:
         return (
-            f"{one} does {found} forwards before its first backward, and {expected} are enough: a warm-up of {behind}, "
-            f"then one forward and one backward in turn. It holds {found} activations"
+            f"{one} does {many(found, 'forward')} before its first backward, and {expected} are enough: a warm-up of "
+            f"{behind}, then one forward and one backward in turn. It holds {found} activations"
         )
     if found < expected:
         return (
-            f"{one} does {found} forwards before its first backward, and should do {expected}: a warm-up of {behind}, "
-            "then one forward and one backward in turn. Too short a warm-up leaves it waiting"
+            f"{one} does {many(found, 'forward')} before its first backward, and should do {expected}: a warm-up of "
+            f"{behind}, then one forward and one backward in turn. Too short a warm-up leaves it waiting"
         )
     return ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from microparallel.learn.exam import Exam
+from microparallel.learn.graders._common_pp import many
 from microparallel.learn.graders._orders import compare, tokens
 from microparallel.learn.graders._programs import (
     Orders,
@@ -107,7 +108,8 @@ def _reason(case: Case, orders: Orders) -> str:
         where = compare(order, expected, "ZB-H1")
         forwards, wanted = _before("I", "F", order), _before("I", "F", expected)
         if forwards != wanted:
-            return f"Rank {rank} does {forwards} forwards before its first I, and should do {wanted}, as in 1F1B{where}"
+            count = many(forwards, "forward")
+            return f"Rank {rank} does {count} before its first I, and should do {wanted}, as in 1F1B{where}"
         inputs, wanted = _before("W", "I", order), _before("W", "I", expected)
         if inputs < wanted:
             return (

@@ -1,0 +1,256 @@
+/* Two calculators for the lessons. A page asks for one with
+ *
+ *   <div class="calculator" data-calculator="memory"></div>      or  data-calculator="data"
+ *
+ * and may set where it starts: data-parameters="7" data-stages="4". Each shows its inputs, its formulas, and what comes out.
+ */
+"use strict";
+
+(() => {
+  const GB = 1e9;
+
+  const field = (name, label, start, more = {}) => ({ name, label, start, min: 0, step: "any", ...more });
+  const choice = (name, label, start, options) => ({ name, label, start, options });
+
+  const memory = {
+    title: "What does training need, and what is there?",
+    groups: [
+      ["The model", [
+        field("parameters", "Parameters (billions)", 10),
+        choice("bytes", "Bytes a value", 4, [[4, "4 (float32)"], [2, "2 (bfloat16, float16)"], [8, "8 (float64)"]]),
+        choice("optimizer", "Optimizer", 2, [[0, "SGD: no state"], [1, "SGD with momentum: 1 value a parameter"],
+          [2, "Adam: 2 values a parameter"]]),
+      ]],
+      ["Activations of one micro-batch", [
+        field("batch", "Samples", 1, { step: 1 }),
+        field("sequence", "Positions a sample (1: no sequence)", 2048, { step: 1 }),
+        field("width", "Width", 4096, { step: 1 }),
+        field("layers", "Layers", 32, { step: 1 }),
+        field("kept", "Values kept a layer, position and width", 2),
+      ]],
+      ["The machine", [
+        field("device", "Memory of a device (GB)", 24),
+        field("stages", "Stages (1: the whole model)", 1, { min: 1, step: 1 }),
+        field("flight", "Micro-batches in flight", 1, { min: 1, step: 1 }),
+      ]],
+    ],
+    formulas: [
+      "weights = parameters × bytes",
+      "gradients = parameters × bytes",
+      "optimizer state = parameters × values a parameter × bytes",
+      "activations = samples × positions × width × layers × values kept × bytes",
+      "a stage needs (weights + gradients + state) / stages + activations / stages × in flight",
+    ],
+    compute: needOfMemory,
+  };
+
+  function needOfMemory(given) {
+    const weights = given.parameters * 1e9 * given.bytes / GB;
+    const activations =
+      given.batch * given.sequence * given.width * given.layers * given.kept * given.bytes / GB;
+    const of = (stages, flight) => [
+      ["weights", weights / stages], ["gradients", weights / stages],
+      ["optimizer state", weights * given.optimizer / stages], ["activations", activations / stages * flight],
+    ];
+    const whole = sum(of(1, 1)), stage = sum(of(given.stages, given.flight));
+    const bars = [bar("the whole model, one micro-batch", of(1, 1), gigabytes)];
+    if (given.stages > 1 || given.flight > 1) {
+      bars.push(bar(`one of ${given.stages} stages, ${given.flight} in flight`, of(given.stages, given.flight), gigabytes));
+    }
+    return {
+      bars, limit: given.device, limitWords: `there is: ${gigabytes(given.device)}`,
+      numbers: { weights, activations, whole, stage },
+      verdict: verdictOnMemory(given, weights, whole, stage),
+    };
+  }
+
+  function verdictOnMemory(given, weights, whole, stage) {
+    const there = `against ${gigabytes(given.device)}`;
+    const first = `The weights alone take ${gigabytes(weights)} ${there}; training takes ${gigabytes(whole)}.`;
+    const fits = stage <= given.device;
+    const who = given.stages > 1 ? `Each of ${given.stages} stages needs ${gigabytes(stage)}` : `That is ${gigabytes(stage)} on one device`;
+    const least = Math.ceil(stage * given.stages / given.device);
+    const more = fits ? "" : ` With ${given.flight} in flight it takes at least ${least.toLocaleString("en")} stages.`;
+    return { good: fits, text: `${first} ${who}: it ${fits ? "fits" : "does not fit"}.${more}` };
+  }
+
+  const data = {
+    title: "How long does it take, and how long with more ranks?",
+    groups: [
+      ["The work", [
+        field("samples", "Samples", 1000000, { step: 1 }),
+        field("epochs", "Epochs", 10, { step: 1 }),
+        field("rate", "Samples a second, measured on one rank", 100),
+      ]],
+      ["The ranks", [
+        field("ranks", "Ranks", 8, { min: 1, step: 1 }),
+        field("batch", "Samples a step, all ranks together", 256, { min: 1, step: 1 }),
+        field("communication", "Communication a step that nothing hides (ms)", 50),
+      ]],
+    ],
+    formulas: [
+      "steps = samples / samples a step (rounded up) × epochs",
+      "on one rank: samples × epochs / rate",
+      "on n ranks: samples × epochs / (rate × n) + steps × communication",
+      "speed-up = time on one rank / time on n ranks;  efficiency = speed-up / n",
+    ],
+    compute: timeOfTraining,
+  };
+
+  function timeOfTraining(given) {
+    const one = given.samples * given.epochs / given.rate;
+    const steps = Math.ceil(given.samples / given.batch) * given.epochs;
+    const computing = one / given.ranks;
+    const talking = given.ranks > 1 ? steps * given.communication / 1000 : 0;
+    const many = computing + talking;
+    const speedup = one / many, efficiency = speedup / given.ranks;
+    const bars = [bar("1 rank", [["computation", one]], duration)];
+    bars.push(bar(`${given.ranks} ranks`, [["computation", computing], ["communication", talking]], duration));
+    const text = `${steps.toLocaleString("en")} steps. One rank: ${duration(one)}. ${given.ranks} ranks: ${duration(many)}, ` +
+      `${speedup.toFixed(2)} times as fast, an efficiency of ${(100 * efficiency).toFixed(0)} %.`;
+    return { bars, numbers: { one, many, steps, speedup, efficiency }, verdict: { good: speedup >= 1, text } };
+  }
+
+  const CALCULATORS = { memory, data };
+  const COLOURS = {
+    weights: "forward", gradients: "backward", "optimizer state": "weight", activations: "pair",
+    computation: "forward", communication: "communication",
+  };
+
+  const sum = (parts) => parts.reduce((total, [, value]) => total + value, 0);
+  const bar = (label, parts, words) => ({ label, parts, words, total: sum(parts) });
+
+  function significant(value) {
+    return value >= 100 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(3)));
+  }
+
+  function gigabytes(value) {
+    return value >= 1 || value === 0 ? `${significant(value)} GB` : `${significant(value * 1000)} MB`;
+  }
+
+  function duration(seconds) {
+    const units = [[86400, "days"], [3600, "hours"], [60, "minutes"], [1, "seconds"]];
+    const [size, name] = units.find(([length]) => seconds >= 2 * length) ?? units[3];
+    return `${significant(seconds / size)} ${name}`;
+  }
+
+  function element(tag, attributes = {}, ...children) {
+    const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+    made.append(...children);
+    return made;
+  }
+
+  function inputFor(one, start, identity) {
+    if (!one.options) {
+      return element("input", { id: identity, name: one.name, type: "number", value: start, min: one.min, step: one.step,
+        inputmode: "decimal", required: "" });
+    }
+    const select = element("select", { id: identity, name: one.name });
+    for (const [value, words] of one.options) {
+      const option = element("option", { value }, words);
+      option.selected = String(value) === String(start);
+      select.append(option);
+    }
+    return select;
+  }
+
+  function formFor(calculator, place, number) {
+    const form = element("form", { class: "calculator-form", novalidate: "" });
+    form.addEventListener("submit", (event) => event.preventDefault());
+    for (const [legend, fields] of calculator.groups) {
+      const group = element("fieldset", {}, element("legend", {}, legend));
+      for (const one of fields) {
+        const identity = `calculator-${number}-${one.name}`;
+        const input = inputFor(one, place.dataset[one.name] ?? one.start, identity);
+        group.append(element("label", { for: identity }, element("span", {}, one.label), input));
+      }
+      form.append(group);
+    }
+    return form;
+  }
+
+  function rowFor(one, scale, limit) {
+    const track = element("div", { class: "calculator-track" });
+    for (const [name, value] of one.parts) {
+      if (!(value > 0)) continue;
+      const words = `${name} ${one.words(value)}`;
+      const part = element("i", { class: `calculator-part is-${COLOURS[name]}`, title: words });
+      part.style.width = `${100 * value / scale}%`;
+      track.append(part);
+    }
+    if (limit !== undefined) {
+      const mark = element("b", { class: "calculator-limit" });
+      mark.style.left = `${100 * limit / scale}%`;
+      track.append(mark);
+    }
+    const head = element("div", { class: "calculator-label" }, element("span", {}, one.label),
+      element("strong", {}, one.words(one.total)));
+    return element("div", { class: "calculator-row" }, head, track);
+  }
+
+  function legendFor(result) {
+    const list = element("ul", { class: "calculator-legend" });
+    const last = result.bars[result.bars.length - 1];
+    for (const [name, value] of last.parts) {
+      const key = element("i", { class: `calculator-part is-${COLOURS[name]}` });
+      list.append(element("li", {}, key, `${name} ${last.words(value)}`));
+    }
+    if (result.limitWords) list.append(element("li", {}, element("b", { class: "calculator-limit" }), result.limitWords));
+    return list;
+  }
+
+  function valuesOf(form) {
+    const values = {};
+    for (const input of form.elements) {
+      if (!input.name) continue;
+      const value = Number(input.value);
+      const low = Number(input.min || 0);
+      if (input.value.trim() === "" || !Number.isFinite(value) || value < low) return [null, input];
+      values[input.name] = value;
+    }
+    return [values, null];
+  }
+
+  function update(calculator, form, answer, place) {
+    const [values, wrong] = valuesOf(form);
+    for (const input of form.elements) input.toggleAttribute("aria-invalid", input === wrong);
+    if (wrong) {
+      const label = form.querySelector(`label[for="${wrong.id}"] span`).textContent;
+      answer.replaceChildren(element("p", { class: "calculator-verdict is-bad" },
+        `${label}: give a number that is at least ${wrong.min || 0}.`));
+      return;
+    }
+    const result = calculator.compute(values);
+    if (Object.values(result.numbers).some((number) => !Number.isFinite(number))) {
+      const words = "These numbers give no answer: one of them is 0 where something is divided by it.";
+      answer.replaceChildren(element("p", { class: "calculator-verdict is-bad" }, words));
+      return;
+    }
+    for (const [name, number] of Object.entries(result.numbers)) place.dataset[`result${name}`] = number;
+    const scale = Math.max(...result.bars.map((one) => one.total), (result.limit ?? 0) * 1.02) || 1;
+    answer.replaceChildren(
+      ...result.bars.map((one) => rowFor(one, scale, result.limit)), legendFor(result),
+      element("p", { class: `calculator-verdict ${result.verdict.good ? "is-good" : "is-bad"}`, "aria-live": "polite" },
+        result.verdict.text));
+  }
+
+  function build(place, number) {
+    const calculator = CALCULATORS[place.dataset.calculator];
+    if (!calculator) {
+      place.textContent = `There is no calculator ${place.dataset.calculator}: only ${Object.keys(CALCULATORS).join(", ")}.`;
+      return;
+    }
+    const form = formFor(calculator, place, number);
+    const answer = element("div", { class: "calculator-answer" });
+    const formulas = element("div", { class: "calculator-formulas" }, element("p", {}, "How it is computed"),
+      element("ul", {}, ...calculator.formulas.map((line) => element("li", {}, line))));
+    place.replaceChildren(element("p", { class: "calculator-title" }, calculator.title), form, answer, formulas);
+    form.addEventListener("input", () => update(calculator, form, answer, place));
+    update(calculator, form, answer, place);
+  }
+
+  const start = () => document.querySelectorAll("[data-calculator]").forEach(build);
+  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
+  else start();
+})();

@@ -1,0 +1,182 @@
+"""Runs the commands of a page, in a folder that holds what a reader's has.
+
+Quick commands are forked from a process that has imported torch already, and so are the ranks they start;
+`fresh=True` runs everything as a reader would, in new interpreters.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+sys.path.append(str(HERE))
+
+from pages import words_of
+
+_PATIENCE = 120.0
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came of a command: its exit code, and what it printed, with the folders of this machine left out."""
+
+    code: int
+    output: str
+    seconds: float
+
+
+class Folder:
+    """An empty folder with copies of the labs, where the commands of one page run one after another."""
+
+    def __init__(self, folder: Path, *, nursery: Any = None) -> None:
+        self.folder = folder / "course"
+        self.folder.mkdir()
+        shutil.copytree(ROOT / "examples", self.folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+        self._nursery = nursery
+        self._runtime = folder / "run"  # where ranks leave their last words
+        self._runtime.mkdir()
+
+    def run(self, command: str, patience: float = _PATIENCE) -> Done:
+        """Run one command."""
+        before = time.monotonic()
+        code, output = self._warm(command, patience) if self._can_fork(command) else self._shell(command, patience)
+        return Done(code, self._without_places(output), time.monotonic() - before)
+
+    def _can_fork(self, command: str) -> bool:
+        words = words_of(command)
+        if self._nursery is None or not words:
+            return False
+        return words[0] == "microparallel" or (words[0] == "python" and len(words) > 1 and words[1].endswith(".py"))
+
+    def _environment(self) -> dict[str, str]:
+        foreign = ("PYTEST", "TORCHELASTIC", "OMP_NUM_THREADS")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+        return inherited | {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "COLUMNS": "80",
+            "NO_COLOR": "1",
+            "TERM": "dumb",
+            "PYTHONUNBUFFERED": "1",
+            "XDG_RUNTIME_DIR": str(self._runtime),
+            "RES_OPTIONS": "timeout:1 attempts:1",  # torch asks the name server who it is whenever ranks meet
+        }
+
+    def _shell(self, command: str, patience: float) -> tuple[int, str]:
+        """In a shell of its own; whatever it leaves running ends with it."""
+        printed = self._runtime / "printed"
+        with printed.open("wb") as file:
+            process = subprocess.Popen(
+                ["bash", "-c", command],
+                cwd=self.folder,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            code = _ended(process, patience)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        return code, printed.read_text(encoding="utf-8", errors="replace")
+
+    def _warm(self, command: str, patience: float) -> tuple[int, str]:
+        printed = self._runtime / "printed"
+        call = f"import commands; commands.become({words_of(command)!r}, {str(printed)!r})"
+        program = f"import sys; sys.path.append({str(HERE)!r}); {call}"
+        with contextlib.chdir(self.folder):
+            process = self._nursery.fork([program], pass_fds=[], env=self._environment())
+        code = _ended(process, patience)
+        return code, printed.read_text(encoding="utf-8", errors="replace")
+
+    def _without_places(self, output: str) -> str:
+        for real, shown in ((self.folder, "/home/you/course"), (ROOT, "/home/you/microparallel")):
+            output = output.replace(str(real), shown)
+        return output
+
+
+def _ended(process: Any, patience: float) -> int:
+    """How a process ended; it is ended, and all that it started, when it takes too long."""
+    try:
+        return int(process.wait(patience))
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise TimeoutError(f"it had not ended after {patience:.0f} seconds") from None
+
+
+def become(words: list[str], printed: str) -> None:
+    """Go on as the process that would have run this command: called in a process that was forked for it."""
+    file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.path.remove(str(HERE))
+    _fork_ranks()
+    if words[0] == "microparallel":
+        from microparallel.cli import main
+
+        sys.argv = words
+        main()
+    sys.argv = words[1:]
+    sys.path.insert(0, str(Path(words[1]).resolve().parent))
+    try:
+        runpy.run_path(words[1], run_name="__main__")
+    except Exception as error:
+        _show_as_usual(error)
+        sys.exit(1)
+
+
+def _show_as_usual(error: Exception) -> None:
+    """Print a traceback without the frames that are there because this process was forked."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>", runpy.__file__):
+        frame = frame.tb_next
+    traceback.print_exception(error.with_traceback(frame))
+
+
+def _fork_ranks() -> None:
+    """Let this process's ranks be forked from a child of it that is as warm as it is itself."""
+    from microparallel.world import nursery, nursery_process, rank_process
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    child = os.fork()
+    if child == 0:
+        ours.close()
+        _serve(lambda: nursery_process.main(theirs, ()))
+    theirs.close()
+    family = object.__new__(nursery.Nursery)
+    family._socket = ours
+    family._process = nursery.Fork(child)  # type: ignore[assignment]
+    rank_process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": family.fork})  # type: ignore[assignment]
+
+
+def _serve(function: Any) -> None:
+    """Run a function as a whole process would, and end: what stands below in the stack is the parent's business."""
+    code = 0
+    try:
+        function()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

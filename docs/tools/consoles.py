@@ -1,0 +1,44 @@
+"""The `run`, `measured`, `fails` and `output` fences: commands and what they print, told apart."""
+
+from __future__ import annotations
+
+import html
+from pathlib import Path
+
+from pages import Block, calls_of
+
+_TITLES = {"measured": "measured: your numbers will differ", "fails": "this fails, and should"}
+
+
+def console(block: Block) -> str:
+    """HTML of a console; copying it gives the commands alone."""
+    calls = calls_of(block)
+    parts = []
+    for call in calls:
+        command, *more = call.command.split("\n")
+        lines = [f'<span class="prompt">$ </span><span class="command">{html.escape(command)}</span>']
+        lines += [f'<span class="command">{html.escape(line)}</span>' for line in more]
+        output = "\n".join(call.output).rstrip()
+        if output:
+            lines.append(f'<span class="printed">{html.escape(output)}</span>')
+        parts.append("\n".join(lines))
+    commands = html.escape("\n".join(call.command for call in calls), quote=True).replace("\n", "&#10;")
+    title = ", ".join(_TITLES[word] for word in (block.kind, *block.options) if word in _TITLES)
+    head = f'<span class="note">{title}</span>' if title else ""
+    body = "\n\n".join(parts) if any(call.output for call in calls) else "\n".join(parts)
+    return f'<div class="highlight console" data-copy="{commands}">{head}<pre><code>{body}</code></pre></div>'
+
+
+def output(block: Block) -> str:
+    """HTML of what a Python block printed."""
+    note = "prints (measured: your numbers will differ)" if block.measured else "prints"
+    text = html.escape(block.text.rstrip())
+    return (
+        f'<div class="highlight console answer"><span class="note">{note}</span>'
+        f'<pre><code><span class="printed">{text}</span></code></pre></div>'
+    )
+
+
+def block_from(kind: str, options: tuple[str, ...], text: str) -> Block:
+    """A block that has lost its place in the page."""
+    return Block(Path("page"), 0, kind, options, tuple(text.splitlines()))

@@ -1,0 +1,63 @@
+"""What MkDocs calls while it builds the site: our fences, the command line's reference, the API pages.
+
+A fence that cannot be made (an unknown schedule, a function that is gone) ends the build, with its page and line.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import command_line
+import consoles
+import figures
+import public_names
+import sources
+from pages import CONSOLES, Block, blocks_of
+
+OURS = ("draw", "step", "include", "output", *CONSOLES)
+
+
+def on_config(config: Any) -> Any:
+    """Teach superfences our fences."""
+    fences = [{"name": name, "class": name, "format": _format, "validator": _any_options} for name in OURS]
+    config.mdx_configs.setdefault("pymdownx.superfences", {})["custom_fences"] = fences
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Make every fence once, to find what is wrong with it while its place is known; then fill in references."""
+    file = Path(page.file.abs_src_path)
+    for block in blocks_of(file):
+        if block.kind in OURS:
+            try:
+                made(block)
+            except ValueError as error:
+                raise PluginError(f"{file.relative_to(sources.ROOT)}:{block.line}: {error}") from error
+    markdown = markdown.replace("<!-- command line -->", command_line.reference())
+    markdown = markdown.replace("<!-- errors -->", public_names.tree_of_errors())
+    return public_names.with_docstrings(markdown)
+
+
+def made(block: Block) -> str:
+    """The HTML of one of our fences."""
+    if block.kind in ("draw", "step"):
+        return figures.figures(block.text, stepped=block.kind == "step")
+    if block.kind == "include":
+        return sources.included(block.text)
+    return consoles.output(block) if block.kind == "output" else consoles.console(block)
+
+
+def _format(source: str, language: str, _class: str, options: dict[str, Any], _markdown: Any, **_: Any) -> str:
+    return made(consoles.block_from(language, tuple(options), source))
+
+
+def _any_options(_language: str, inputs: dict[str, str], options: dict[str, Any], *_: Any) -> bool:
+    """Keep every word after the fence's name: they are checked where they are read."""
+    options.update(inputs)
+    return True

@@ -1,0 +1,67 @@
+"""Broadcast, gather and barrier from sends and receives.
+
+Ranks share no memory. All they have is "send this tensor to that rank" and "receive a tensor of this shape from that
+rank". Three things that every distributed program needs are a loop or two around them:
+
+    broadcast   one rank has a tensor, then all have it           src ──▶ everybody else
+    gather      everybody has a tensor, then one rank has all     everybody else ──▶ dst
+    barrier     nobody goes on before everybody has arrived       everybody else ──▶ 0, then 0 ──▶ everybody else
+
+A send comes back when its receiver has asked for the tensor, and a receive when it is there. So for every send there
+must be a receive on the other side, and in an order in which neither waits for ever.
+
+Lesson: docs/data_parallel/05_sync_primitives.md       Check it: microparallel learn check comms
+"""
+
+import torch
+
+import microparallel as mp
+
+
+def others(rank: int, comms: mp.Comms) -> list[int]:
+    """Every rank but one."""
+    return [peer for peer in range(comms.world_size) if peer != rank]
+
+
+def broadcast(tensor: torch.Tensor, src: int, comms: mp.Comms) -> None:
+    """Write the tensor of rank `src` into the tensor of every rank.
+
+    You have comms.rank, comms.send_tensor(tensor, dest) and comms.recv_tensor(shape, src, dtype), which returns a new
+    tensor. Every rank passes a tensor of the same shape and dtype.
+    """
+    # Rank src sends its tensor to all others; each of them receives it, and writes it into its own (tensor.copy_).
+    # Say which dtype you expect: without it, recv_tensor expects float32.
+    raise NotImplementedError("broadcast: from src to everybody")
+
+
+def gather(tensor: torch.Tensor, dst: int, comms: mp.Comms) -> list[torch.Tensor] | None:
+    """Return everybody's tensor, in the order of ranks, on rank `dst`; None on the others."""
+    # The way back. Rank dst returns a list with a tensor for every rank, its own (a clone of it) among them.
+    raise NotImplementedError("gather: from everybody to dst")
+
+
+def barrier(comms: mp.Comms) -> None:
+    """Return when every rank has called this, and not before."""
+    token = torch.zeros(1)  # what is in it does not matter: that it comes is the message
+    # Rank 0 must know that all have arrived; then all must know that rank 0 knows. You may use what you wrote above.
+    raise NotImplementedError("barrier: wait for everybody")
+
+
+def all_gather(tensor: torch.Tensor, comms: mp.Comms) -> list[torch.Tensor]:
+    """Return everybody's tensor on every rank: with the functions above, there is nothing left to do."""
+    gathered = gather(tensor, 0, comms) or [torch.empty_like(tensor) for _ in range(comms.world_size)]
+    for one in gathered:
+        broadcast(one, 0, comms)
+    return gathered
+
+
+if __name__ == "__main__":
+
+    def try_it(comms: mp.Comms) -> list[list[float]]:
+        tensor = torch.full((2,), float(comms.rank))
+        broadcast(tensor, 1, comms)  # now it is rank 1's
+        barrier(comms)
+        return [one.tolist() for one in all_gather(tensor + comms.rank, comms)]
+
+    for found in mp.launch(try_it, ranks=3):
+        print(found)  # three times [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]

@@ -1,0 +1,42 @@
+"""All-reduce through rank 0.
+
+Every rank has a tensor of the same shape, its gradients say. Afterwards every rank shall have the sum of all of them.
+The plain way: all send theirs to rank 0, which adds them up and sends everybody the sum.
+
+    rank 1 ──▶ ┐              ┌ ──▶ rank 1
+    rank 2 ──▶ ┤ rank 0 adds  ├ ──▶ rank 2
+    rank 3 ──▶ ┘              └ ──▶ rank 3
+
+It is right, and rank 0 has to do all the work: p−1 whole tensors come in and p−1 go out, one after another. The next
+exercise does better; this one is what it is measured against.
+
+Lesson: docs/data_parallel/06_all_reduce.md            Check it: microparallel learn check naive-all-reduce
+"""
+
+import torch
+
+import microparallel as mp
+
+
+def naive_all_reduce(tensor: torch.Tensor, comms: mp.Comms) -> None:
+    """Sum everybody's tensor, in place.
+
+    You have comms.rank, comms.world_size, comms.send_tensor(tensor, dest), which waits until the receiver asks for it,
+    and comms.recv_tensor(shape, src, dtype), which returns a new tensor.
+    """
+    if comms.rank == 0:
+        # Receive everybody's tensor and add it to your own, in place. Send the sum to everybody when it is complete.
+        raise NotImplementedError("rank 0: add up, then send the sum")
+    else:
+        # Send your tensor to rank 0, and replace it by what comes back.
+        raise NotImplementedError("the others: send, then receive the sum")
+
+
+if __name__ == "__main__":
+
+    def try_it(comms: mp.Comms) -> list[float]:
+        tensor = torch.tensor([1.0, 10.0]) * (comms.rank + 1)
+        naive_all_reduce(tensor, comms)
+        return tensor.tolist()
+
+    print(mp.launch(try_it, ranks=3))  # three times [6.0, 60.0]

@@ -1,0 +1,95 @@
+from answers import Answer
+
+EXPOSED = "seconds(compute + spans) - seconds(compute)"
+HIDDEN = "seconds(spans) - exposed(spans, compute)"
+SPLIT = "[((start, everybody), (everybody, end)) for start, end in joined]"
+RING = "2 * (ranks - 1) * (latency + size / ranks * seconds_per_byte)"
+FIFTH = "if max(communication, waiting) < step / 5:"
+LARGER = '"communication" if communication > waiting else "straggler"'
+
+ANSWERS = [
+    Answer("all communication", {EXPOSED: "seconds(spans)"}, "also what goes on behind computation", True),
+    Answer(
+        "totals subtracted",
+        {EXPOSED: "max(0.0, seconds(spans) - seconds(compute))"},
+        "only what happens at the same time",
+    ),
+    Answer(
+        "overlapping spans counted twice",
+        {
+            EXPOSED: "sum(b - a for a, b in spans) - "
+            "sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans for c, d in compute)"
+        },
+        "counted twice: use seconds",
+    ),
+    Answer(
+        "hidden and exposed swapped",
+        {EXPOSED: "seconds(spans) + seconds(compute) - seconds(compute + spans)"},
+        "this is what is hidden: exposed is the rest",
+    ),
+    Answer("hidden is everything", {HIDDEN: "seconds(spans)"}, "also what is exposed"),
+    Answer("hidden off the computation", {HIDDEN: "seconds(compute) - exposed(spans, compute)"}, "only computes"),
+    Answer(
+        "hidden is the shorter one", {HIDDEN: "min(seconds(spans), seconds(compute))"}, "the shorter of the two totals"
+    ),
+    Answer(
+        "hidden pair by pair",
+        {HIDDEN: "sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans for c, d in compute)"},
+        "counted twice: use seconds",
+    ),
+    Answer(
+        "waiting is communication",
+        {SPLIT: "[((start, start), (start, end)) for start, end in joined]"},
+        "waiting is counted as communication: nothing travels",
+        True,
+    ),
+    Answer(
+        "earliest instead of latest",
+        {"max(start for start, _ in joined)": "min(start for start, _ in joined)"},
+        "the latest counts",
+    ),
+    Answer(
+        "waiting until the end",
+        {"max(start for start, _ in joined)": "max(end for _, end in joined)"},
+        "everybody waits until the end here",
+    ),
+    Answer(
+        "lengths instead of spans",
+        {SPLIT: "[(everybody - start, end - everybody) for start, end in joined]"},
+        "these are lengths: return spans",
+    ),
+    Answer("speed-up", {"return speedup / ranks": "return speedup"}, "divided by the ranks"),
+    Answer(
+        "seconds only",
+        {"speedup = (together[0] / together[1]) / (alone[0] / alone[1])": "speedup = alone[1] / together[1]"},
+        "compare samples a second",
+    ),
+    Answer(
+        "weak only",
+        {"return speedup / ranks": "return alone[1] / together[1]"},
+        "right if every rank has the batch of one",
+    ),
+    Answer("upside down", {"return speedup / ranks": "return ranks / speedup"}, "upside down"),
+    Answer("one half of the ring", {RING: RING.replace("2 * ", "")}, "only one half of the ring is counted"),
+    Answer("whole tensors", {RING: RING.replace("size / ranks", "size")}, "a ring passes slices of size / ranks"),
+    Answer(
+        "latency paid once",
+        {RING: "latency + 2 * (ranks - 1) * size / ranks * seconds_per_byte"},
+        "the latency is paid once here",
+    ),
+    Answer(
+        "one step too many", {RING: RING.replace("(ranks - 1)", "ranks")}, "each half has ranks - 1 steps, not ranks"
+    ),
+    Answer(
+        "straggler called communication",
+        {LARGER: '"communication"', FIFTH: "if communication + waiting < step / 5:"},
+        "a late rank is a straggler",
+    ),
+    Answer("however small", {FIFTH: "if False:"}, "below a fifth of the step, it computes"),
+    Answer("more than a fifth", {FIFTH: FIFTH.replace("<", "<=")}, "exactly a fifth is at least a fifth"),
+    Answer(
+        "communication first",
+        {LARGER: '"communication" if communication >= step / 5 else "straggler"'},
+        "although the waiting is longer",
+    ),
+]
