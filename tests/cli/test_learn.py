@@ -137,7 +137,7 @@ def test_watching(microparallel, started):
         terminal.press("r")
         terminal.wait_for("y / n")
         terminal.press("n")
-        terminal.wait_for("ping-pong")
+        terminal.wait_for("still to be written")
         solve(started, PING_PONG)
         terminal.wait_for("ping-pong passed")
         terminal.press("n")

@@ -25,12 +25,7 @@ def case(exercise, answer):
     return pytest.param(exercise, answer, id=f"{exercise.name}: {answer.mistake}", marks=marks)
 
 
-WRONG = [
-    case(exercise, answer)
-    for exercise in EXERCISES
-    if (Path(__file__).parent / "wrong" / exercise.file[3:]).exists()
-    for answer in wrong_answers(exercise)
-]
+WRONG = [case(exercise, answer) for exercise in EXERCISES for answer in wrong_answers(exercise)]
 
 
 @pytest.mark.parametrize("name", NAMES)

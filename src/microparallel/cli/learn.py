@@ -146,7 +146,10 @@ def solution(
         )
     text = solved(exercise.solution.read_text("utf-8"))
     console = view.console()
-    console.print(Syntax(text, "python", background_color="default") if console.is_terminal else text, markup=False)
+    if console.is_terminal:
+        console.print(Syntax(text, "python", background_color="default"))
+    else:
+        print(text, end="")  # into a file or a pipe: as it is, with no line broken
     return 0
 
 

@@ -82,7 +82,7 @@ class Watch:
 
     def _press(self, key: str) -> None:
         asked, self._asks_reset = self._asks_reset, False
-        match key.lower():
+        match "" if asked and key.lower() != "y" else key.lower():
             case "y" if asked:
                 backup = self._workspace.reset(self._exercise)
                 self._panel = Text(f"as it was at first; yours is {backup}")
