@@ -200,3 +200,11 @@ def test_a_trace_has_its_own_costs():
     trace = mp.simulate(mp.schedules.build("1f1b", 2, 2))
     with pytest.raises(mp.UsageError, match="costs are for a program"):
         mp.draw(trace, costs=mp.Costs())
+
+
+def test_a_page_knows_how_many_activations_are_held():
+    """1F1B's first rank of three holds one more with every forward of its warm-up, and never more than three."""
+    page = mp.draw(mp.schedules.build("1f1b", ranks=3, microbatches=5), as_="html")
+    held = re.findall(r'data-rank="0" [^>]*data-op="([FB]0\.\d)"[^>]*data-held="(\d)"', page)
+    assert held[:4] == [("F0.0", "1"), ("F0.1", "2"), ("F0.2", "3"), ("B0.0", "3")]
+    assert max(number for _, number in held) == "3"

@@ -92,6 +92,7 @@ def _reachable(cell: Cell, place: Place, wait: str | None, shapes: list[Markup])
         data_end=short(cell.end),
         data_takes=short(cell.duration),
         data_wait=wait,
+        data_held=cell.held,
         data_related=" ".join(map(str, cell.related)) or None,
     )
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from microparallel.drawing.kinds import KINDS, Kind, kind_of
 from microparallel.drawing.naming import Naming, naming_of
 from microparallel.program import Collective, Free, Join, Lane, Op, Program, Send
+from microparallel.program.rules import held_activations
 from microparallel.trace import Event, Trace
 
 
@@ -29,6 +30,7 @@ class Cell:
     shade: int
     related: tuple[int, ...]  # the numbers of what it is about
     place: int  # in `trace.events`
+    held: int | None  # activations of its rank while it runs; None if it computes nothing of a training step
 
     @property
     def duration(self) -> float:
@@ -85,9 +87,10 @@ def rows_of(trace: Trace) -> Rows:
     """Sort the events of a trace (which begins at 0) into rows."""
     naming = naming_of(trace.program)
     ranks: list[list[Cell]] = [[] for _ in trace.program.ranks]
+    held = _held(trace)
     for place, event in enumerate(trace.events):
         if event.duration > 0:
-            ranks[event.rank].append(_cell(place, event, naming))
+            ranks[event.rank].append(_cell(place, event, naming, held.get(id(event))))
     lanes = [_lanes(cells, trace) for cells in ranks]
     together = all(_apart(sends + receives) for _, sends, receives in lanes)
     anybody_talks = any(sends or receives for _, sends, receives in lanes)
@@ -104,7 +107,15 @@ def rows_of(trace: Trace) -> Rows:
     return Rows(trace, naming, rows, instant, _missing(trace.program, trace.events))
 
 
-def _cell(place: int, event: Event, naming: Naming) -> Cell:
+def _held(trace: Trace) -> dict[int, int]:
+    """By the identity of what is computed: how many activations its rank holds meanwhile."""
+    if isinstance(trace.program.goal, Collective):
+        return {}
+    counted = (zip(events, held_activations(event.op for event in events), strict=True) for events in trace.compute)
+    return {id(event): held for pairs in counted for event, held in pairs}
+
+
+def _cell(place: int, event: Event, naming: Naming, held: int | None) -> Cell:
     full, short = naming.forms(event.op)
     return Cell(
         event.start,
@@ -116,6 +127,7 @@ def _cell(place: int, event: Event, naming: Naming) -> Cell:
         naming.shade(event.rank, event.op),
         naming.related(event.op),
         place,
+        held,
     )
 
 

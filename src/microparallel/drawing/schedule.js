@@ -25,9 +25,10 @@ function choose(cell) {
   chosen = cell;
   cell.classList.add("chosen");
   cell.setAttribute("tabindex", "0"); // the tab key comes back to where one was
-  const { op, kind, rank, lane, start, end, takes, wait, related } = cell.dataset;
+  const { op, kind, rank, lane, start, end, takes, wait, related, held } = cell.dataset;
   const facts = line("p", "");
   facts.append(line("strong", op), ` ${kind} on rank ${rank}, from ${start} to ${end} (takes ${takes})`);
+  if (held) facts.append(`; the rank holds ${held} ${held === "1" ? "activation" : "activations"}`);
   const prompt = lane === "compute" ? "it began as soon as its rank was free" : "";
   details.replaceChildren(facts, wait ? line("p", wait, "wait") : line("p", prompt, "quiet"));
   const mine = new Set((related ?? "").split(" ").filter(Boolean));

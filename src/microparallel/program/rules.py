@@ -22,7 +22,7 @@ simulator, the passes and the interpreters all read it here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from microparallel.errors import ProgramError
 from microparallel.program import ops as o
@@ -149,12 +149,16 @@ def live_activations(op: o.Op) -> tuple[int, int]:
     return begins, ends
 
 
-def peak_activations(ops: Iterable[o.Op]) -> int:
-    """The most activations that are held at once by a rank that does these operations in this order."""
-    live = peak = 0
+def held_activations(ops: Iterable[o.Op]) -> Iterator[int]:
+    """How many activations a rank that does these operations in this order holds during each of them."""
+    live = 0
     for op in ops:
         begins, ends = live_activations(op)
         live += begins
-        peak = max(peak, live)
+        yield live
         live -= ends
-    return peak
+
+
+def peak_activations(ops: Iterable[o.Op]) -> int:
+    """The most activations that are held at once by a rank that does these operations in this order."""
+    return max(held_activations(ops), default=0)
