@@ -1,12 +1,20 @@
-"""What does it cost to record a run? The same step with and without a recorder, in turns.
+"""What does it cost to record a run, and what to have been able to?
 
 python benchmarks/recording.py
+
+on     the same step with and without a recorder, in turns: pairs of steps, of which either comes first as often
+off    two pairs of ranks take turns, a few steps each. Neither has recorded anything at first; then one of them records
+       some steps, and stops. If that had left anything behind, it would be slower beside the other than before.
+apart  each thing that is recorded, alone, on one rank; and what it costs to look whether anybody listens
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+import timeit
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import typer
@@ -14,44 +22,152 @@ import typer
 import microparallel as mp
 from microparallel.comms.record import Recorder
 
+_WARM_UP = 10  # steps
 
-def measure(comms: mp.Comms, width: int, depth: int, batch: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step, without and with."""
+
+def step_of(comms: mp.Comms, width: int, depth: int, batch: int) -> Callable[[], None]:
+    """A training step of an MLP."""
     torch.manual_seed(0)
     model = mp.DataParallel(mp.models.FullMLP(width, depth), comms)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     inputs, targets = torch.randn(batch, width), torch.randint(2, (batch,))
-    recorder = Recorder(comms)
-    times: tuple[list[float], list[float]] = ([], [])
-    for number in range(2 * steps + 6):
-        recording = number % 2 == 1
-        comms.barrier()
-        if recording:
-            recorder.start()
-        start = time.perf_counter()
+
+    def step() -> None:
         optimizer.zero_grad()
         model(inputs, targets).backward()
         optimizer.step()
-        seconds = time.perf_counter() - start
-        if recording:
+
+    return step
+
+
+Times = tuple[float, float]  # by the clock, and of the processor alone
+
+
+def seconds(comms: mp.Comms, step: Callable[[], None]) -> Times:
+    """How long a step takes, all ranks beginning together."""
+    comms.barrier()
+    start, busy = time.perf_counter(), time.process_time()
+    step()
+    return time.perf_counter() - start, time.process_time() - busy
+
+
+def warm_up(step: Callable[[], None]) -> None:
+    """Buckets are arranged anew after the first step, and memory is taken."""
+    for _ in range(_WARM_UP):
+        step()
+
+
+def on(comms: mp.Comms, width: int, depth: int, batch: int, pairs: int) -> list[tuple[Times, Times]]:
+    """Seconds of a step without a recorder, and with it."""
+    step = step_of(comms, width, depth, batch)
+    warm_up(step)
+    recorder = Recorder(comms)
+    found = []
+    for number in range(pairs):
+        pair = {}
+        for recording in (number % 2 == 0, number % 2 == 1):
+            if recording:
+                recorder.start()
+            pair[recording] = seconds(comms, step)
+            if recording:
+                recorder.stop()
+        found.append((pair[False], pair[True]))
+    return found
+
+
+def off(comms: mp.Comms, width: int, depth: int, batch: int, turns: int, steps: int) -> list[list[Times]]:
+    """Seconds of this rank's turns, before one of the pairs has recorded something, and after that."""
+    groups = [comms.group([0, 1]), comms.group([2, 3])]
+    which = comms.rank // 2
+    mine = groups[which]
+    step = step_of(mine, width, depth, batch)
+    warm_up(step)
+    found: list[list[Times]] = []
+    for recorded in (False, True):
+        if recorded and which == 1:
+            with mp.record(mine):
+                warm_up(step)
+        times: list[Any] = []
+        for number in range(2 * turns):
+            comms.barrier()  # the other pair sleeps in it
+            if (number + number // 2) % 2 == which:  # 0 1 1 0: either is first as often
+                step()  # its weights have left the caches meanwhile
+                taken = zip(*(seconds(mine, step) for _ in range(steps)), strict=True)
+                times.append(tuple(map(statistics.median, taken)))
+        found.append(times)
+    return found
+
+
+def apart(comms: mp.Comms, rounds: int = 60, calls: int = 200) -> dict[str, tuple[float, float]]:
+    """For each thing that is recorded, its seconds without, and with: the least of many rounds."""
+    layer, inputs, one = torch.nn.Linear(4, 4), torch.ones(1, 4), torch.ones(1)
+    loss = layer(inputs).sum()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    things: dict[str, Callable[[], Any]] = {
+        "forward": lambda: layer(inputs),
+        "backward": lambda: loss.backward(retain_graph=True),
+        "optimizer": optimizer.step,
+        "all_reduce": lambda: comms.all_reduce(one),
+    }
+    loss.backward(retain_graph=True)
+    found = {}
+    for name, thing in things.items():
+        recorder = Recorder(comms)
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(rounds):
+            times[0].append(timeit.timeit(thing, number=calls) / calls)
+            recorder.start()
+            times[1].append(timeit.timeit(thing, number=calls) / calls)
             recorder.stop()
-        if number >= 6:  # the first ones warm up
-            times[recording].append(seconds)
-    return times
+        found[name] = (min(times[0]), min(times[1]))
+    return found
 
 
-def main(ranks: int = 2, depth: int = 16, batch: int = 32, steps: int = 150) -> None:
-    """Measure small and large layers."""
-    print(f"a DataParallel step of {depth} layers, {batch} samples a rank, {ranks} ranks; torch {torch.__version__}\n")
-    print(f"{'width':>6}{'without':>12}{'recorded':>12}{'ratio':>8}{'of the quartiles':>20}")
+def looking(comms: mp.Comms, calls: int = 100_000) -> tuple[float, float]:
+    """What a call spends on asking whether anybody listens; and the whole call, of one element, on one rank."""
+    names = {"transport": comms._transport, "heard": None}
+    asked = "listeners = transport.flight.listeners; (1 if listeners else None); heard is not None; heard is not None"
+    empty = min(timeit.repeat("pass", number=calls, repeat=9))
+    asking = min(timeit.repeat(asked, number=calls, repeat=9, globals=names))
+    one = torch.ones(1)
+    whole = min(timeit.repeat(lambda: comms.all_reduce(one), number=calls // 50, repeat=9)) * 50
+    return (asking - empty) / calls, whole / calls
+
+
+def line(name: str, one: list[Times], other: list[Times]) -> str:
+    """Two medians, and the median of their ratios, pair by pair, with its error and quartiles: by each clock."""
+    medians = [1e3 * statistics.median(clock for clock, _ in times) for times in (one, other)]
+    text = f"{name:<22}{medians[0]:>8.3f} ms{medians[1]:>9.3f} ms"
+    for clock in range(2):
+        ratios = [later[clock] / former[clock] for former, later in zip(one, other, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        error = 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5  # of a median, as if the ratios were normal
+        text += f"   {middle:.3f} ±{error:.3f} ({low:.3f}–{high:.3f})"
+    return text
+
+
+def heading(name: str, one: str, other: str) -> str:
+    """What stands above such lines."""
+    return f"\n{name:<22}{one:>11}{other:>12}   {'ratio, ± error (quartiles)':<29}{'of processor time'}"
+
+
+def main(depth: int = 16, batch: int = 32, pairs: int = 400, turns: int = 150, steps: int = 5) -> None:
+    """Measure with small and large layers."""
+    print(f"a DataParallel step of {depth} layers, {batch} samples a rank, 2 ranks; torch {torch.__version__}")
+    print(heading("on", "without", "recorded"))
+    for width, count in ((128, 2 * pairs), (512, pairs)):
+        found = mp.launch(on, 2, width, depth, batch, count, device="cpu")[0]
+        print(line(f"width {width}", *map(list, zip(*found, strict=True))))
+    print(heading("off", "never", "other pair"))
     for width in (128, 512):
-        without, recorded = mp.launch(measure, ranks, width, depth, batch, steps)[0]
-        medians = statistics.median(without), statistics.median(recorded)
-        low, high = (statistics.quantiles(times, n=4) for times in (without, recorded))
-        print(
-            f"{width:>6}{medians[0] * 1e3:>9.2f} ms{medians[1] * 1e3:>9.2f} ms{medians[1] / medians[0]:>8.3f}"
-            f"{high[0] / low[0]:>13.3f} {high[2] / low[2]:.3f}"
-        )
+        never, _, other, _ = mp.launch(off, 4, width, depth, batch, turns, steps, device="cpu")
+        print(line(f"width {width}, before", never[0], other[0]))
+        print(line(f"width {width}, afterwards", never[1], other[1]))
+    print(f"\n{'apart':<22}{'without':>11}{'recorded':>12}{'costs':>12}")
+    for name, (without, recorded) in mp.launch(apart, 1, device="cpu")[0].items():
+        print(f"{name:<22}{1e6 * without:>8.1f} µs{1e6 * recorded:>9.1f} µs{1e6 * (recorded - without):>9.1f} µs")
+    asking, whole = mp.launch(looking, 1, device="cpu")[0]
+    print(f"asking whether anybody listens: {1e9 * asking:.0f} ns of an all_reduce of {1e6 * whole:.1f} µs")
 
 
 if __name__ == "__main__":

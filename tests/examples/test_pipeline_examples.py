@@ -87,3 +87,10 @@ def test_torchrun_trains_and_saves(tmp_path):
 def test_torchrun_decides_how_many_ranks_there_are(call, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert call("train_pipeline.py", "--ranks", "2") == (2, "")
+
+
+def test_two_pipelines_are_what_replicate_makes():
+    written = mp.program.from_text((EXAMPLES / "two_pipelines.txt").read_text(encoding="utf-8"))
+    built = mp.schedules.replicate(mp.schedules.build("1f1b", 2, 4), 2)
+    assert mp.schedules.lower(written).ranks == built.ranks
+    assert written.goal == built.goal

@@ -224,3 +224,40 @@ def test_a_recording_without_spans_is_refused():
 def test_nothing_can_be_changed_about_a_step_that_takes_no_time():
     assert changes(FittedStep((RankWork(0, (), (), (), 0),), (), ())) == []
     assert math.isfinite(verdict(step([1, 1], [0.5])).error)
+
+
+def test_the_bubble_s_cost_is_what_a_step_without_it_gains():
+    """Slow messages and one long stage: the three causes do not hide each other."""
+    stages = [1.0, 1.6, 1.0, 1.0]
+    costs = Costs(forward=stages, backward_input=stages, backward_weight=stages, latency=1.0)
+    found = find_bottleneck(recording_of_trace(simulate(build("gpipe", 4, 6), costs)))
+    [words] = [reason for reason in found.reasons if reason.startswith("the bubble costs")]
+    [change] = [change for change in found.changes if change.name == "no bubble"]
+    lost = found.simulated - change.seconds
+    assert lost > 0
+    assert f"({lost / found.simulated:.0%})" in words
+    # Alike and without messages, gpipe's bubble is (p - 1)/(m + p - 1) of a step of m + p - 1 times the mean stage.
+    assert lost == pytest.approx(3 * 3 * 1.15, rel=0.3)
+
+
+def test_what_is_mostly_data_and_python_is_not_called_computing():
+    spans = [
+        span
+        for rank in range(2)
+        for span in (
+            Span(rank, "forward", "forward", 0.0, 1.0),
+            Span(rank, "backward", "backward", 1.0, 3.0),
+            Span(rank, "collective", "all_reduce", 3.0, 3.5, waited=3.0, bytes=8, group=(0, 1)),
+            Span(rank, "optimizer", "SGD", 4.0, 4.5),
+        )
+    ]
+    recording = Recording(2, spans)
+    assert find_bottleneck(recording).kind == "compute"
+    found = find_bottleneck(recording, took=10.0)  # 5.5 s between two steps are in no span
+    assert found.kind == "other"
+    assert "data, Python and the like take 60%" in found.reasons[0]
+    assert found.advice is not None and found.advice.speed == pytest.approx(10 / 4)
+    assert found.measured == pytest.approx(10) and found.error < 0.01
+    names = {change.name: change for change in found.changes}
+    assert names["no communication"].seconds == pytest.approx(9.5)
+    assert find_bottleneck(recording, took=5.0).kind == "compute"

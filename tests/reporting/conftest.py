@@ -103,6 +103,21 @@ def run_folder(tmp_path, run):
     return write_run(tmp_path / "first", run)
 
 
+# From the first moment of a page, count what is painted: how much work a page is can be told without a clock.
+COUNT = """
+    window.painted = 0;
+    const pen = CanvasRenderingContext2D.prototype;
+    for (const name of Object.getOwnPropertyNames(pen)) {
+        const { value } = Object.getOwnPropertyDescriptor(pen, name);
+        if (typeof value !== "function" || name === "constructor") continue;
+        pen[name] = function (...given) {
+            window.painted += 1;
+            return value.apply(this, given);
+        };
+    }
+"""
+
+
 class Browser:
     """Chromium without a window; it reads commands from file 3 and answers into file 4, a zero byte behind each."""
 
@@ -133,6 +148,7 @@ class Browser:
         self.complaints = []
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.addScriptToEvaluateOnNewDocument", source=COUNT)
 
     def call(self, method, **parameters):
         """Do something, and return what came of it; complaints that come meanwhile are kept."""

@@ -41,9 +41,9 @@ def text(browser, expression=DETAILS):
     return browser.value(expression).replace("\u00a0", " ")
 
 
-def test_everything_is_drawn_in_two_seconds(shown, run):
+def test_everything_is_drawn(shown, run):
     browser = shown(run)
-    assert 0 < int(browser.value("document.documentElement.dataset.shownMs")) < 2000
+    assert int(browser.value("document.documentElement.dataset.shownMs")) > 0
     assert browser.value("document.querySelectorAll('#plot-loss path').length") == 2
     assert browser.value("document.querySelectorAll('.share').length") == 4
     assert browser.value("document.querySelectorAll('.arrival').length") == 3
@@ -51,14 +51,22 @@ def test_everything_is_drawn_in_two_seconds(shown, run):
     assert text(browser, "document.getElementById('step-choice').selectedOptions[0].text").endswith("typical")
 
 
-def test_ten_thousand_bars_of_one_step_are_drawn_in_two_seconds(shown, run):
-    spans = [
-        Span(rank, "forward", f"F{number}", number * 1e-4, number * 1e-4 + 9e-5)
-        for rank in range(4)
-        for number in range(2500)
-    ]
-    browser = shown(replace(run, recording=Recording(4, spans)))
-    assert int(browser.value("document.documentElement.dataset.shownMs")) < 2000
+def bars_of_one_step(count):
+    """So many, on four ranks, each too narrow to have its name in it."""
+    each = range(count // 4)
+    spans = [Span(rank, "forward", f"F{n}", n * 1e-4, n * 1e-4 + 9e-5) for rank in range(4) for n in each]
+    return Recording(4, spans)
+
+
+def test_ten_thousand_bars_of_one_step_are_painted_once_each(shown, run):
+    """What keeps the page quick, without a clock; `python -m benchmarks.report_page` has the clock."""
+    elements = []
+    for bars in (5_000, 10_000):
+        browser = shown(replace(run, recording=bars_of_one_step(bars)))
+        assert browser.value("timeline.step.spans.length") == bars
+        assert bars <= browser.value("painted") < bars + 200  # a rectangle for each, and the axis and the ranks' names
+        elements.append(browser.value("document.querySelectorAll('*').length"))
+    assert elements[0] == elements[1]  # bars are no elements of the page
 
 
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])

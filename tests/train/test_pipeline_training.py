@@ -9,7 +9,7 @@ from torch import nn
 
 import microparallel as mp
 from microparallel.train import checkpoint
-from microparallel.train.config import TrainConfig
+from microparallel.train.config import TrainConfig, read_config
 from microparallel.train.loop import train
 
 STEPS = 6
@@ -65,6 +65,64 @@ def test_a_pipeline_learns_what_one_process_learns(pool, alone, tmp_path, layout
     for name, tensor in whole.model.items():
         torch.testing.assert_close(saved.model[name], tensor, rtol=1e-10, atol=1e-12)
     assert saved.optimizer_state["state"].keys() == whole.optimizer_state["state"].keys()
+
+
+OWN = """
+program mine
+goal: training step of 2 stages, 3 micro-batches
+rank 0: F0.0 F0.1 F0.2 B0.0 B0.1 B0.2
+rank 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2
+"""
+
+
+@pytest.fixture
+def own_schedule(tmp_path):
+    file = tmp_path / "mine.txt"
+    file.write_text(OWN)
+    return file
+
+
+def test_a_schedule_of_ones_own_learns_the_same(pool, alone, tmp_path, own_schedule):
+    out, _ = alone
+    config = configuration(tmp_path / "run", pp=2, schedule=str(own_schedule))
+    assert config.microbatches == 3
+    run(pool, config)
+    assert metrics(tmp_path / "run", "loss") == pytest.approx(metrics(out, "loss"), rel=1e-11)
+    again = TrainConfig(**read_config(tmp_path / "run" / "config.toml"))
+    assert again.schedule == str(own_schedule)
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "ZB-H1", "DualPipeV"])
+def test_the_letter_case_of_a_schedule_does_not_matter(name):
+    assert TrainConfig(pp=2, schedule=name).resolved().schedule == name.lower()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"pp": 3}, "its program is for 2 ranks, and the pipeline has 3; try --pp 2"),
+        ({"pp": 2, "microbatches": 4}, "has 3 micro-batches, and --microbatches is 4; leave that out"),
+        ({"pp": 2, "batch": 2}, "has 3 micro-batches, and a pipeline has only 2 samples; try a larger --batch"),
+        ({}, "is for pipelines; add --pp 2"),
+    ],
+)
+def test_a_schedule_that_does_not_fit_is_refused_in_one_line(own_schedule, settings, message):
+    with pytest.raises(mp.ConfigError) as refused:
+        TrainConfig(schedule=str(own_schedule), **settings)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("program mine\ngoal: all-reduce of 2 slices\nrank 0:\nrank 1:\n", "a pipeline runs a training step"),
+        ("nonsense", "microparallel verify"),
+    ],
+)
+def test_a_file_that_is_no_schedule_is_refused(tmp_path, text, message):
+    (tmp_path / "mine.txt").write_text(text)
+    with pytest.raises(mp.ConfigError, match=message):
+        TrainConfig(pp=2, schedule=str(tmp_path / "mine.txt"))
 
 
 def test_a_run_goes_on_in_any_layout(pool, alone, tmp_path):

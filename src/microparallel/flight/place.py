@@ -30,7 +30,17 @@ class Place(NamedTuple):
     function: str = ""
 
     def __str__(self) -> str:
+        return f"{self.short} of microparallel" if self.is_ours else self.short
+
+    @property
+    def short(self) -> str:
+        """As in `data.py:41`."""
         return f"{Path(self.file).name}:{self.line}"
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is in microparallel itself: no code of the user's led there."""
+        return worth(self.file) == _OURS
 
     @property
     def in_words(self) -> str:

@@ -43,6 +43,8 @@ def whereabouts(one: Snapshot) -> str:
         return f"in {one.here.in_words}{doing}"
     if one.doing:
         return f"doing {one.doing}"
+    if one.stack:
+        return f"inside of a library, in {one.stack[0].in_words}, where no line of your code led"
     return "somewhere that it does not tell"
 
 

@@ -1,14 +1,16 @@
-"""What bounds a step: computing, communication, memory, a straggler, or a pipeline's bubble; and what would help.
+"""What bounds a step: computing, communication, memory, a straggler, a pipeline's bubble, or what is beside it all.
 
 The verdict does not come from a table of thresholds on shares, which cannot tell what would happen without something.
 The recorded step is simulated without it, and what the step gains is what it costs:
 
     communication   the step, less the step with messages that take no time
     straggler       the step, less the step in which the slowest rank is as fast as the others
-    bubble          of a pipeline: the step, less the busiest rank's computations, where neither of the others helps
+    bubble          of a pipeline: what its schedule leaves idle even if stages are alike and messages take no time
+    other           data, Python and logging: what ranks do in none of the spans that were recorded
 
-If none of them is worth a fifth of the step, it computes most of the time. Then memory may be what computing waits for:
-if it does fewer operations on each byte that it touches than the machine needs to be kept busy (`Machine`).
+If none of them is worth a fifth of the step, and what is other takes less than computing, then it is computing that
+bounds it. Or memory may be what computing waits for: if it does fewer operations on each byte that it touches than the
+machine needs to be kept busy (`Machine`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from microparallel.performance.what_if import (
     HALF_BUCKETS,
     NO_BUBBLE,
     NO_COMMUNICATION,
+    NO_OTHER,
     OVERLAP,
     SHARES,
     TWICE_THE_BANDWIDTH,
@@ -42,7 +45,7 @@ from microparallel.performance.what_if import (
 from microparallel.trace.parts import parts
 from microparallel.trace.recording import Recording
 
-Kind = Literal["compute", "communication", "memory", "straggler", "bubble"]
+Kind = Literal["compute", "communication", "memory", "straggler", "bubble", "other"]
 
 WORTH = 0.2  # the share of a step from which on something is said to bound it
 _HELPS = {
@@ -50,6 +53,7 @@ _HELPS = {
     "straggler": (SHARES, ALL_ALIKE),
     "bubble": (TWICE_THE_MICROBATCHES, ALL_ALIKE),
     "memory": (TWICE_THE_BATCH,),
+    "other": (NO_OTHER,),
     "compute": (TWICE_THE_BATCH, OVERLAP, HALF_BUCKETS, DOUBLE_BUCKETS, TWICE_THE_MICROBATCHES),
 }
 _LEAST_GAIN = 1.02  # less than that is no advice
@@ -60,7 +64,7 @@ class Verdict:
     """What bounds a step, why, and what would help most.
 
     Attributes:
-        kind: compute, communication, memory, straggler or bubble.
+        kind: compute, communication, memory, straggler, bubble or other.
         reasons: the numbers behind it, a line each.
         advice: the change that helps most, of those that one can make; None if none helps.
         changes: all that were simulated.
@@ -81,19 +85,27 @@ class Verdict:
         return abs(self.simulated - self.measured) / self.measured if self.measured else 0.0
 
 
-def find_bottleneck(recording: Recording, demand: Demand | None = None, machine: Machine | None = None) -> Verdict:
+def find_bottleneck(
+    recording: Recording, demand: Demand | None = None, machine: Machine | None = None, took: float = 0.0
+) -> Verdict:
     """Say what bounds one recorded step.
 
     Args:
         recording: of one step alone.
         demand: how much the step computes and how many bytes it touches, if that is known.
         machine: how much of both this machine can do.
+        took: how long the step took by a clock of its own. What is in no span, such as fetching the data, counts as
+            other.
     """
     fitted = fit_step(recording)
-    simulated = fitted.makespan
-    found = {change.name: change for change in changes(fitted)}
+    outside = max(0.0, took - recording.makespan)
+    simulated, measured = fitted.makespan + outside, recording.makespan + outside
+    found = {change.name: change for change in changes(fitted, outside)}
+    own = _own_work(recording, outside)
+    if own.other > 0:
+        found[NO_OTHER] = _without_other(own.least_other, simulated)
     costs = _costs(fitted, found, simulated)
-    kind, reasons = _kind(fitted, costs, simulated, recording)
+    kind, reasons = _kind(fitted, costs, simulated, recording, own)
     if kind == "compute" and demand is not None and machine is not None:
         intensity, balance = demand.intensity, machine.balance
         reasons.append(
@@ -102,7 +114,14 @@ def find_bottleneck(recording: Recording, demand: Demand | None = None, machine:
         )
         kind = "memory" if intensity < balance else kind
     advice = _best(_HELPS[kind], found) or (_best((TWICE_THE_BANDWIDTH,), found) if kind == "communication" else None)
-    return Verdict(kind, tuple(reasons), advice, tuple(found.values()), recording.makespan, simulated)
+    return Verdict(kind, tuple(reasons), advice, tuple(found.values()), measured, simulated)
+
+
+def _without_other(seconds: float, simulated: float) -> Change:
+    """Nothing is simulated here: what even the rank with the least of it spends on it is gone."""
+    took = max(0.0, simulated - seconds)
+    advice = "fetch data ahead of time, do less in Python in each step, log less often"
+    return Change(NO_OTHER, advice, took, simulated / took if took else 1.0)
 
 
 def _best(names: Sequence[str], found: dict[str, Change]) -> Change | None:
@@ -119,29 +138,39 @@ def _costs(fitted: Fitted, found: dict[str, Change], simulated: float) -> dict[K
 
     costs: dict[Kind, float] = {"communication": gained(NO_COMMUNICATION), "straggler": gained(ALL_ALIKE)}
     if isinstance(fitted, FittedPipeline):
-        costs["bubble"] = max(0.0, gained(NO_BUBBLE) - costs["communication"] - costs["straggler"])
+        costs["bubble"] = gained(NO_BUBBLE)
     return costs
 
 
-def _kind(fitted: Fitted, costs: dict[Kind, float], simulated: float, recording: Recording) -> tuple[Kind, list[str]]:
+@dataclass(frozen=True)
+class _OwnWork:
+    """What ranks do by themselves, as shares of the step: the mean over them, and the least other in seconds."""
+
+    computing: float
+    other: float
+    least_other: float
+
+
+def _own_work(recording: Recording, outside: float) -> _OwnWork:
+    found = parts(recording)
+    whole = max(one.step for one in found) + outside
+    computing, other = (statistics.fmean(getattr(one, part) for one in found) for part in ("computing", "other"))
+    least = max(0.0, min(one.other for one in found)) + outside
+    return _OwnWork(computing / whole, (other + outside) / whole, least) if whole else _OwnWork(0.0, 0.0, 0.0)
+
+
+def _kind(
+    fitted: Fitted, costs: dict[Kind, float], simulated: float, recording: Recording, own: _OwnWork
+) -> tuple[Kind, list[str]]:
     worst = max(costs, key=lambda kind: costs[kind])
     shares = {kind: seconds / simulated if simulated else 0.0 for kind, seconds in costs.items()}
     reasons = [_reason(kind, costs[kind], shares[kind], fitted, recording) for kind in costs if recording.ranks > 1]
+    own_words = f"ranks compute for {own.computing:.0%} of the step; data, Python and the like take {own.other:.0%}"
+    if own.other > max(own.computing, shares[worst]):
+        return "other", [own_words, *reasons]
     if shares[worst] >= WORTH:
         return worst, reasons
-    if reasons:
-        reasons.append(f"without these, {max(0.0, 1 - sum(shares.values())):.0%} of the step would be left")
-    return "compute", [*reasons, _own_work(recording)]
-
-
-def _own_work(recording: Recording) -> str:
-    """What ranks do by themselves, as the mean over them."""
-    found = parts(recording)
-    computing, other = (
-        statistics.fmean(getattr(one, part) / one.step if one.step else 0.0 for one in found)
-        for part in ("computing", "other")
-    )
-    return f"ranks compute for {computing:.0%} of the step; data, Python and the like take {other:.0%}"
+    return "compute", [*reasons, own_words]
 
 
 def _reason(kind: Kind, seconds: float, share: float, fitted: Fitted, recording: Recording) -> str:

@@ -36,18 +36,24 @@ class Change:
 NO_COMMUNICATION, TWICE_THE_BANDWIDTH, OVERLAP = "no communication", "twice the bandwidth", "overlap"
 HALF_BUCKETS, DOUBLE_BUCKETS, TWICE_THE_BATCH = "half the buckets", "double buckets", "twice the batch"
 ALL_ALIKE, SHARES, TWICE_THE_SPEED = "no straggler", "fair shares", "cores twice as fast"
-TWICE_THE_MICROBATCHES, NO_BUBBLE = "twice the micro-batches", "no bubble"
+TWICE_THE_MICROBATCHES, NO_BUBBLE, NO_OTHER = "twice the micro-batches", "no bubble", "no data or Python"
 
 
-def changes(fitted: Fitted) -> list[Change]:
-    """All changes that mean something to this step."""
-    base = fitted.makespan
+def changes(fitted: Fitted, outside: float = 0.0) -> list[Change]:
+    """All changes that mean something to this step.
+
+    Args:
+        fitted: the step.
+        outside: seconds before and after it that nothing changes, but for more samples.
+    """
+    base = fitted.makespan + outside
     if not base:
         return []
     found = _of_pipeline(fitted) if isinstance(fitted, FittedPipeline) else _of_collectives(fitted)
+    with_all = ((name, advice, took + outside * samples, samples) for name, advice, took, samples in found)
     return [
         Change(name, advice, took, samples * base / took if took else 1.0, samples)
-        for name, advice, took, samples in found
+        for name, advice, took, samples in with_all
     ]
 
 
@@ -201,7 +207,7 @@ def _of_pipeline(pipe: FittedPipeline) -> Iterator[_Row]:
     yield TWICE_THE_BANDWIDTH, advice, pipe.with_messages(0.5).makespan, 1.0
     slow = busiest(pipe)
     yield ALL_ALIKE, f"move layers away from rank {slow} (--balance time)", _balanced(pipe).makespan, 1.0
-    yield NO_BUBBLE, "", max(work_of(pipe)) + pipe.tail, 1.0
+    yield NO_BUBBLE, "", pipe.makespan - bubble_of(pipe), 1.0
     if (more := _more_microbatches(pipe)) is not None:
         yield TWICE_THE_MICROBATCHES, "cut the batch into twice as many (--microbatches)", more, 1.0
 
@@ -209,6 +215,12 @@ def _of_pipeline(pipe: FittedPipeline) -> Iterator[_Row]:
 def work_of(pipe: FittedPipeline) -> list[float]:
     """What each rank computes, in seconds."""
     return [sum(pipe.times.get(op, 0.0) for op in ops) for ops in pipe.program.ranks]
+
+
+def bubble_of(pipe: FittedPipeline) -> float:
+    """How long ranks are idle by the schedule alone: with stages all alike, and messages that take no time."""
+    ideal = _balanced(pipe).with_messages(0.0)
+    return max(0.0, ideal.simulate().makespan - max(work_of(ideal)))
 
 
 def busiest(pipe: FittedPipeline) -> int:

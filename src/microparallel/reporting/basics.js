@@ -71,5 +71,4 @@ function redrawn(target, draw) {
     }
   }).observe(target);
   dark.addEventListener("change", draw);
-  draw();
 }

@@ -14,6 +14,7 @@ class Curves {
       return;
     }
     this.range();
+    this.draw();
     redrawn(target, () => this.draw());
     this.read();
   }

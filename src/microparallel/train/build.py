@@ -25,6 +25,7 @@ from microparallel.train import user_code
 from microparallel.train.config import DEFAULTS, TrainConfig, parse_balance
 from microparallel.train.data import Split, digits, from_user
 from microparallel.train.learning_rate import LearningRate
+from microparallel.train.own_schedule import schedule_of
 from microparallel.train.pipeline_training import PipelineTraining
 from microparallel.train.sampler import ShardedSampler
 from microparallel.train.slow_rank import slow_down_model
@@ -92,7 +93,7 @@ def _build_pipeline(
     pipe = Pipeline(
         model,
         comms,
-        _resolved(config.schedule),
+        schedule_of(_resolved(config.schedule)),
         _resolved(config.microbatches),
         loss_fn,
         parse_balance(_resolved(config.balance)),
@@ -154,7 +155,8 @@ def check(config: TrainConfig) -> None:
 
 def _require_cut(config: TrainConfig) -> None:
     """Refuse a pipeline that a model of ours has not enough layers for; the model is not made for this."""
-    schedule = Schedule(_resolved(config.schedule), _resolved(config.pp), _resolved(config.microbatches), config.chunks)
+    chosen = schedule_of(_resolved(config.schedule))
+    schedule = Schedule(chosen, _resolved(config.pp), _resolved(config.microbatches), config.chunks)
     layers = _resolved(config.depth) + (2 if config.model == "gpt" else 0)  # its embedding and its head
     balance = _resolved(config.balance)
     stand_ins = [nn.Identity() for _ in range(layers)]

@@ -18,9 +18,8 @@ from typing import Any
 import tomli_w
 
 from microparallel.errors import ConfigError
-from microparallel.schedules import PIPELINES
 from microparallel.topology import MOST_RANKS_PER_CORE, available_cores, parse_slow_links, parse_slow_ranks
-from microparallel.train import user_code
+from microparallel.train import own_schedule, user_code
 
 MODELS = ("mlp", "gpt")
 LOSSES = ("cross-entropy", "mse")
@@ -50,7 +49,6 @@ MICROBATCHES = 8  # of a pipeline, unless the batch is smaller
 
 _CHOICES = {
     "strategy": STRATEGIES,
-    "schedule": tuple(PIPELINES),
     "optimizer": OPTIMIZERS,
     "lr_schedule": LR_SCHEDULES,
     "dtype": ("float32", "float64"),
@@ -124,12 +122,14 @@ class TrainConfig:
 
     def _resolved_pipeline(self, batch: int) -> dict[str, Any]:
         dp, pp = self.layout
+        schedule = own_schedule.canonical(self.schedule or "1f1b")
+        microbatches = self.microbatches or own_schedule.microbatches_of(schedule)
         return {
             "strategy": "pipeline",
             "dp": dp,
             "pp": pp,
-            "schedule": self.schedule or "1f1b",
-            "microbatches": self.microbatches or max(1, min(MICROBATCHES, batch // dp)),
+            "schedule": schedule,
+            "microbatches": microbatches or max(1, min(MICROBATCHES, batch // dp)),
             "balance": self.balance or "parameters",
         }
 
@@ -220,6 +220,8 @@ def _check_text(name: str, value: str, given: str) -> None:
         raise ConfigError(f"{given!r}: empty, or with characters that cannot be written down; try a plain name")
     if name in _CHOICES and value not in _CHOICES[name]:
         raise ConfigError(f"{given}: {_nearest(value, _CHOICES[name])}")
+    if name == "schedule":
+        own_schedule.require_schedule(value, given)
     own = _CHOICES_OR_YOUR_OWN.get(name)
     if own and value not in own and not user_code.is_spec(value):
         raise ConfigError(f"{given}: {_nearest(value, own)}, or your own as my_module:my_function")
@@ -301,7 +303,7 @@ def _check_layout(config: TrainConfig) -> None:
 
 
 def _check_pipeline(config: TrainConfig, batch: int) -> None:
-    dp, _ = config.layout
+    dp, pp = config.layout
     share = batch // dp
     if share < 1:
         raise ConfigError(f"--batch {batch} is smaller than --dp {dp}: every pipeline needs at least one sample")
@@ -311,7 +313,8 @@ def _check_pipeline(config: TrainConfig, batch: int) -> None:
             f"--microbatches {config.microbatches}: of --batch {batch} {each} only {share} samples to cut; "
             f"try --microbatches {share}, or --batch {(config.microbatches or 1) * dp}"
         )
-    if config.chunks is not None and config.schedule != "interleaved":
+    own_schedule.require_fit(config.schedule or "1f1b", pp, config.microbatches, share)
+    if config.chunks is not None and (config.schedule or "").lower() != "interleaved":
         raise ConfigError(
             f"--chunks {config.chunks} is for --schedule interleaved, and it is {config.schedule or '1f1b'}"
         )

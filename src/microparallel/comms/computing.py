@@ -1,0 +1,126 @@
+"""What torch computes in this process: forwards, backwards and updates, as they begin and end.
+
+To hear of a forward costs some microseconds, and a model has many modules in each other. So only the outermost is
+listened to: the hook that all modules share is taken away when a forward begins, and put back when it has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_modules
+from torch.optim import optimizer as torch_optimizers
+from torch.utils.hooks import RemovableHandle
+
+from microparallel.trace.recording import Kind
+
+Engine = Callable[..., Any]
+_autograd: Any = torch.autograd
+
+
+class Computing:
+    """Tells what torch computes.
+
+    Args:
+        begin: is told that something begins, by its kind and name; what it returns is handed to `end`.
+        end: is told that it has ended.
+    """
+
+    def __init__(self, begin: Callable[[Kind, str], Any], end: Callable[[Any], None]) -> None:
+        self._begin = begin
+        self._end = end
+        self._listens = False
+        self._muted = 0
+        self._handles: list[RemovableHandle] = []
+        self._hooks: dict[int, Any] = {}  # torch's own, those that all modules share
+        self._key = 0  # and our place in it
+        self._forward: Any = None
+        self._optimizer: Any = None
+        self._engine: Engine = _autograd._engine_run_backward
+        self._run_backward: Engine | None = None
+        self.in_backward = False
+
+    def start(self) -> None:
+        """Listen to every module, every backward and every optimizer of this process."""
+        any_module = torch_modules.register_module_forward_pre_hook(self._forward_begins)
+        self._key, self._hooks = any_module.id, torch_modules._global_forward_pre_hooks
+        self._handles = [
+            any_module,
+            torch_optimizers.register_optimizer_step_pre_hook(self._optimizer_begins),
+            torch_optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        # All of torch.autograd comes through here. Hooks on what modules return, and a callback at the end, cost
+        # several times as much, and miss what has no module.
+        self._engine = _autograd._engine_run_backward
+        self._run_backward = _autograd._engine_run_backward = self._stand_between(self._engine)
+        self._listens = True
+
+    def stop(self) -> None:
+        """Listen no longer."""
+        self._listens = False
+        for handle in self._handles:
+            handle.remove()
+        if _autograd._engine_run_backward is self._run_backward:  # else somebody has come in between after us
+            _autograd._engine_run_backward = self._engine
+        self._run_backward = None
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Leave torch alone: somebody else tells what is computed."""
+        self._muted += 1
+        self._hooks.pop(self._key, None)
+        try:
+            yield
+        finally:
+            self._muted -= 1
+            self._wait_for_a_forward()
+
+    def _wait_for_a_forward(self) -> None:
+        if self._listens and not self._muted:
+            self._hooks[self._key] = self._forward_begins
+
+    def _forward_begins(self, module: nn.Module, _: Any) -> None:
+        """A module is called that no other one calls: until it ends, nobody listens to those that it calls."""
+        if self.in_backward:
+            return  # it computes again what backward needs, and that is part of backward
+        key = self._key
+        self._hooks.pop(key, None)
+        # As `module.register_forward_hook(…, always_call=True)`, whose handle takes as long as all the rest.
+        module._forward_hooks[key] = self._forward_ends
+        module._forward_hooks_always_called[key] = True
+        self._forward = self._begin("forward", f"forward of {type(module).__name__}")
+
+    def _forward_ends(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        self._end(self._forward)
+        key = self._key
+        module._forward_hooks.pop(key, None)  # not there if the module calls itself
+        module._forward_hooks_always_called.pop(key, None)
+        self._wait_for_a_forward()
+
+    def _stand_between(self, engine: Engine) -> Engine:
+        """What torch's autograd calls instead of its engine."""
+
+        def run_backward(*arguments: Any, **named: Any) -> Any:
+            if self.in_backward or self._muted or self._run_backward is not run_backward:
+                return engine(*arguments, **named)
+            self.in_backward = True
+            backward = self._begin("backward", "backward")
+            try:
+                return engine(*arguments, **named)
+            finally:
+                self._end(backward)
+                self.in_backward = False
+
+        return run_backward
+
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
+        self._optimizer = self._begin("optimizer", type(optimizer).__name__)
+
+    def _optimizer_ends(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
+        if self._optimizer is not None:
+            self._end(self._optimizer)
+            self._optimizer = None

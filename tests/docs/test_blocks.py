@@ -1,0 +1,237 @@
+"""Every command and every block of Python in the course and in the README does what the page says."""
+
+import re
+from pathlib import Path
+
+import blocks
+import comparing
+import pages
+import pytest
+from blocks import Instead
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if blocks.steps_of(path))
+MORE_TIME = 240  # seconds for a page: a fresh interpreter for each command and rank takes its time
+
+# What of the README cannot run here, why, and the nearest thing that can.
+TORCHRUN = (
+    "torchrun --nnodes=2 --node-rank={} --nproc-per-node=4 --master-addr=HOST1 -m microparallel train --out runs/big"
+)
+ONE_HOST = "torchrun --nnodes=1 --nproc-per-node=2 -m microparallel train --out runs/big --steps 2"
+CANNOT = {
+    "make train": Instead("make would install again", "microparallel train --ranks 4 --steps 5"),
+    "make test": Instead("it is what runs now"),
+    "make docs": Instead("make would install again; test_site.py builds the site"),
+    "microparallel verify 1f1b --sends blocking": Instead(
+        "it must fail: there is a deadlock", "microparallel verify 1f1b --sends blocking", 1
+    ),
+    "python examples/pipeline_deadlock.py": Instead(
+        "it must fail: it hangs, and says why", "python examples/pipeline_deadlock.py --limit 1", 1
+    ),
+    "microparallel why": Instead("it looks at every world of this machine, and exits with 1 if all is well"),
+    "microparallel train --model gpt --data notes/ --steps 500": Instead(
+        "a folder of the reader's own", "microparallel train --model gpt --data examples --steps 2"
+    ),
+    "microparallel train --resume runs/20260131-093000-mlp": Instead(
+        "a run of the reader's own", "microparallel train --resume runs/mine --steps 10"
+    ),
+    TORCHRUN.format(0): Instead("two hosts", ONE_HOST),
+    TORCHRUN.format(1): Instead("two hosts"),
+}
+LONG = "too long for every run of the tests; `make test-full` runs it as it stands"
+TOO_LONG = {
+    "microparallel bench allreduce --ranks 2": Instead(
+        LONG, "microparallel bench allreduce --sizes 4KB,1MB --repeats 3"
+    ),
+    "microparallel bench dp": Instead(LONG, "microparallel bench dp --models mlp-64 --steps 3"),
+    "microparallel bench pp": Instead(LONG, "microparallel bench pp --width 32 --steps 2 --schedules 1f1b,gpipe"),
+    "microparallel compare --in-process --ranks 3": Instead(
+        LONG, "microparallel compare --in-process --ranks 3 --steps 3"
+    ),
+    "microparallel compare --shortcuts --every 8": Instead(
+        LONG, "microparallel compare --shortcuts --every 2 --steps 8"
+    ),
+    "microparallel compare --pipelines --ranks 4": Instead(
+        LONG, "microparallel compare --pipelines --ranks 2 --steps 2"
+    ),
+    "microparallel compare --ranks 4": Instead(LONG, "microparallel compare --ranks 2 --steps 3"),
+    "microparallel doctor --selftest": Instead(LONG, "microparallel doctor"),
+    "microparallel analyze --ranks 2": Instead(LONG, "microparallel analyze --ranks 2 --steps 3 --scaling none"),
+    "python examples/hooks_demo.py": Instead(LONG, "python examples/hooks_demo.py --steps 2 --width 64"),
+    "python examples/pipeline_utilisation.py": Instead(
+        LONG, "python examples/pipeline_utilisation.py --ranks 2 --steps 2"
+    ),
+    "microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8": Instead(
+        LONG, "microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8 --steps 3"
+    ),
+    "microparallel train --ranks 4 --trace --out runs/mine": Instead(
+        LONG, "microparallel train --ranks 4 --trace --out runs/mine --steps 8"
+    ),
+    "microparallel train --ranks 2 --slow-rank 1=3x --trace": Instead(
+        LONG, "microparallel train --ranks 2 --slow-rank 1=3x --trace --steps 5"
+    ),
+}
+
+
+def troubles(page, forks, **options):
+    return "\n\n".join(
+        f"{result.step.block.place}: {result.trouble}"
+        for result in blocks.run_page(page, nursery=forks, **options)
+        if result.trouble
+    )
+
+
+@pytest.mark.timeout(MORE_TIME)
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs").with_suffix("")))
+def test_the_page_says_what_happens(page, forks):
+    found = troubles(page, forks)
+    assert not found, f"{found}\n\nto write what it prints now: python docs/tools/blocks.py --write {page}"
+
+
+@pytest.mark.timeout(2 * MORE_TIME)
+def test_the_readme_works(forks):
+    assert not troubles(ROOT / "README.md", forks, instead=CANNOT | TOO_LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_readme_works_as_it_stands(forks):
+    assert not troubles(ROOT / "README.md", forks, instead=CANNOT, patience=600)
+
+
+def test_what_is_replaced_is_in_the_readme():
+    commands = {re.sub(r"\s+#.*$", "", step.command) for step in blocks.steps_of(ROOT / "README.md")}
+    assert set(CANNOT | TOO_LONG) <= commands
+
+
+def test_files_that_are_only_shown_are_run_by_a_command():
+    for page in PAGES:
+        steps = blocks.steps_of(page)
+        for step in steps:
+            if not step.runs:
+                assert any(other.runs and step.file in other.command for other in steps), f"{page}: {step.file}"
+
+
+PAGE = """\
+# A page
+
+```run
+$ echo one
+one
+$ echo two \\
+  three
+two three
+```
+
+!!! note
+    ```python
+    print(6 * 7)
+    ```
+
+    ```output
+    43
+    ```
+
+```fails measured
+$ echo took 5 ms; exit 3
+took 800 µs
+```
+
+```bash
+cd examples  # these lines need each other
+ls ping_pong.py
+```
+
+```text
+not run
+```
+"""
+
+
+@pytest.fixture
+def page(tmp_path):
+    file = tmp_path / "page.md"
+    file.write_text(PAGE)
+    return file
+
+
+def test_a_page_is_run_in_order(page):
+    steps = blocks.steps_of(page)
+    assert [step.command for step in steps[:3]] == ["echo one", "echo two \\\n  three", "python block_12.py"]
+    results = list(blocks.run_page(page))
+    assert [bool(result.trouble) for result in results] == [False, False, True, False, False]
+    assert "-43\n+42" in results[2].trouble
+
+
+def test_real_outputs_are_written_where_they_differ(page):
+    assert blocks.write(page, list(blocks.run_page(page))) == 1
+    assert page.read_text() == PAGE.replace("43", "42")
+
+
+def test_what_ends_otherwise_than_it_should_is_left_to_people(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```run\n$ ls nowhere\n```\n")
+    (result,) = blocks.run_page(page)
+    assert "must exit with 0, and exits with 2" in result.trouble
+    assert blocks.write(page, [result]) == 0
+
+
+def test_a_command_that_takes_too_long_is_ended(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```bash\nsleep 50\n```\n")
+    (result,) = blocks.run_page(page, patience=0.2)
+    assert "had not ended after 0 seconds" in result.trouble
+
+
+@pytest.mark.parametrize(
+    ("told", "real"),
+    [
+        ("1.5 ms  0.3 GB/s", "800 µs    12 MB/s"),
+        ("rank 0  ▓▓██··", "rank 0  ▓█░░░··▒"),
+        ("┼──┼──┼\n0 1 2", "┼───┼\n0  10"),
+        ("first\n…\nlast 3", "first\nsecond\nthird\nlast 4"),
+        ("…\nmiddle\n…", "a\nmiddle\nb\nc"),
+        ("loss 2.31e-05", "loss 0.1"),
+    ],
+)
+def test_measured_outputs_match(told, real):
+    assert comparing.difference(told.splitlines(), real.splitlines(), measured=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("told", "real"),
+    [
+        ("float32[4]", "float64[4]"),
+        ("rank 0 waits", "rank 0 computes"),
+        ("first\n…\nlast", "first\nsecond"),
+        ("one", "one\ntwo"),
+    ],
+)
+def test_measured_outputs_that_differ(told, real):
+    assert comparing.difference(told.splitlines(), real.splitlines(), measured=True)
+
+
+def test_exact_outputs_differ_by_one_digit():
+    assert comparing.difference(["loss 0.31"], ["loss 0.32"], measured=False)
+    assert not comparing.difference(["loss 0.31  ", ""], ["loss 0.31"], measured=False)
+
+
+def test_written_outputs_are_cut_where_the_page_cut_them():
+    real = [str(number) * 3 for number in range(9)] + ["end"]
+    assert comparing.rewritten(["x", "…", "end"], real) == ["000", "…", "end"]
+    assert comparing.rewritten([], real) == real
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("microparallel draw ring --ranks 4  # a ring", ["microparallel", "draw", "ring", "--ranks", "4"]),
+        ("python a.py 'b c'", ["python", "a.py", "b c"]),
+        ("python a.py | head", None),
+        ("python a.py > out.txt", None),
+        ("echo $HOME", None),
+        ("a && b", None),
+    ],
+)
+def test_commands_that_need_a_shell(command, words):
+    assert pages.words_of(command) == words

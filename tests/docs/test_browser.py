@@ -1,0 +1,133 @@
+"""The site in a real browser: search from a disk, phones, calculators, pages to step through."""
+
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted(str(path.relative_to(DOCS).with_suffix(".html")) for path in DOCS.rglob("*.md"))
+
+
+def search(browser, words):
+    browser.value("document.querySelector('.md-search__input').focus()")
+    browser.call("Input.insertText", text=words)
+    browser.call("Input.dispatchKeyEvent", type="keyUp", key=words[-1])  # what the search box listens to
+    browser.until("document.querySelectorAll('.md-search-result__link').length > 0")
+    return browser.value("[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)")
+
+
+@pytest.mark.parametrize("start", ["index.html", "reference/api/errors.html"])
+def test_search_works_from_a_disk_without_a_network(browser, site, start):
+    browser.open(site / start)
+    found = search(browser, "bubble")
+    assert browser.complaints == []
+    assert all(link.startswith("file:") for link in found)
+    assert any("/pipeline/" in link for link in found)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_nothing_is_wider_than_a_phone(browser, site, page):
+    browser.open(site / page, width=390, height=844, touch=True)
+    wide = """[...document.querySelectorAll('.md-content *')].filter((one) => {
+        const box = one.getBoundingClientRect();
+        if (box.width === 0 || box.right <= innerWidth + 1) return false;
+        for (let up = one; up; up = up.parentElement) {
+            if (['auto', 'scroll', 'hidden'].includes(getComputedStyle(up).overflowX) && up !== document.documentElement
+                && up !== document.body && up.getBoundingClientRect().right <= innerWidth + 1) return false;
+        }
+        return true;
+    }).map((one) => one.outerHTML.slice(0, 120))"""
+    assert browser.value("document.documentElement.scrollWidth") <= 390
+    assert browser.value(wide) == []
+    assert browser.complaints == []
+
+
+def calculator(browser, name):
+    return f"document.querySelector('[data-calculator={name}]')"
+
+
+def result(browser, name, number):
+    return float(browser.value(f"{calculator(browser, name)}.dataset.result{number}"))
+
+
+def give(browser, name, **values):
+    for field, value in values.items():
+        browser.value(
+            f"""(() => {{ const input = {calculator(browser, name)}.querySelector('[name={field}]');
+            input.value = {str(value)!r}; input.dispatchEvent(new Event('input', {{bubbles: true}})); }})()"""
+        )
+
+
+def words(browser, name):
+    return browser.value(f"{calculator(browser, name)}.querySelector('.calculator-verdict').textContent")
+
+
+def test_the_memory_calculator(browser, site):
+    browser.open(site / "pipeline" / "01_memory_wall.html")
+    give(browser, "memory", parameters=10, bytes=4, optimizer=2, batch=0, device=24, stages=1, flight=1)
+    assert result(browser, "memory", "weights") == 40  # 10 B parameters × 4 bytes, in GB
+    assert result(browser, "memory", "whole") == 160  # weights, gradients, Adam's two values
+    assert "The weights alone take 40 GB against 24 GB" in words(browser, "memory")
+    assert "does not fit" in words(browser, "memory")
+    give(browser, "memory", stages=8)
+    assert result(browser, "memory", "stage") == 20
+    assert "Each of 8 stages needs 20 GB: it fits." in words(browser, "memory")
+    give(browser, "memory", optimizer=0, stages=1, batch=4, sequence=1024, width=1000, layers=10, kept=2)
+    assert result(browser, "memory", "activations") == pytest.approx(4 * 1024 * 1000 * 10 * 2 * 4 / 1e9)
+    give(browser, "memory", stages=2, flight=3)
+    assert result(browser, "memory", "stage") == pytest.approx(40 + 1.5 * result(browser, "memory", "activations"))
+    assert browser.complaints == []
+
+
+def test_a_calculator_says_what_it_cannot_compute_with(browser, site):
+    browser.open(site / "pipeline" / "01_memory_wall.html")
+    give(browser, "memory", parameters="")
+    assert words(browser, "memory") == "Parameters (billions): give a number that is at least 0."
+    give(browser, "memory", parameters=1, stages=0)
+    assert "Stages" in words(browser, "memory")
+
+
+def test_the_data_calculator(browser, site):
+    browser.open(site / "data_parallel" / "02_data_wall.html")
+    give(browser, "data", samples=1_000_000, epochs=10, rate=100, ranks=1, batch=250, communication=50)
+    assert result(browser, "data", "one") == result(browser, "data", "many") == 100_000
+    assert result(browser, "data", "steps") == 40_000
+    give(browser, "data", ranks=8)
+    assert result(browser, "data", "many") == 100_000 / 8 + 40_000 * 0.050
+    assert result(browser, "data", "speedup") == pytest.approx(100_000 / 14_500)
+    assert "One rank: 27.8 hours. 8 ranks: 4.03 hours" in words(browser, "data")
+    give(browser, "data", rate=0)
+    assert "divided by" in words(browser, "data")
+
+
+def test_formulas_stand_beside_the_calculators(browser, site):
+    for page, name in (("pipeline/01_memory_wall.html", "memory"), ("data_parallel/02_data_wall.html", "data")):
+        browser.open(site / page)
+        assert browser.value(f"{calculator(browser, name)}.querySelectorAll('.calculator-formulas li').length") >= 4
+
+
+def test_copying_a_console_gives_its_commands_alone(browser, site):
+    browser.open(site / "index.html")
+    copied = browser.value("document.querySelector('.console').dataset.copy")
+    assert copied == "microparallel train --ranks 2 --steps 40 --out runs/first"
+    assert browser.value("document.querySelectorAll('.console .md-clipboard, .console .md-code__button').length") >= 1
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_both_palettes(browser, site, dark):
+    browser.open(site / "index.html")
+    browser.value("localStorage.clear()")
+    browser.open(site / "outline.html", dark=dark)
+    scheme = browser.value("document.body.dataset.mdColorScheme")
+    assert scheme == ("slate" if dark else "default")
+
+
+def test_pages_to_step_through_are_as_high_as_what_they_show(browser, site):
+    pages = [page for page in PAGES if 'class="stepped"' in (site / page).read_text()]
+    assert pages, "no lesson has a page to step through"
+    browser.open(site / pages[0])
+    browser.value("document.querySelector('iframe.stepped').scrollIntoView()")
+    fits = """((frame) => frame.contentDocument?.body?.childElementCount > 2
+        && frame.clientHeight >= frame.contentDocument.documentElement.scrollHeight)(
+        document.querySelector('iframe.stepped'))"""
+    browser.until(fits)
