@@ -11,6 +11,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Linux without a GPU: `make train TORCH_INDEX=…` takes torch's small CPU build; the README says which address.
 PIP := $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEV_TOOLS := pytest pytest-timeout hypothesis ruff mypy import-linter
+DOCS_TOOLS := mkdocs mkdocs-material mkdocstrings[python]
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
 .PHONY: help exercises train test test-full lint format clean
 help: ## Show this list
@@ -19,10 +21,10 @@ help: ## Show this list
 train: $(VENV)/.installed ## Train the 16-layer MLP on handwritten digits with 4 ranks (ARGS="--ranks 2 …" to change it)
 	@$(BIN)/microparallel train $(if $(ARGS),$(ARGS),--ranks 4)
 
-test: $(VENV)/.installed-dev ## Run the tests
+test: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Run the tests
 	@$(BIN)/python -m pytest $(ARGS)
 
-test-full: $(VENV)/.installed-dev ## Run the tests and the slow ones, with everything in processes of its own
+test-full: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Run the tests and the slow ones, with everything in processes of its own
 	@$(BIN)/python -m pytest -m 'slow or not slow' --fresh $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Check style, types and the direction of imports
@@ -35,8 +37,15 @@ format: $(VENV)/.installed-dev ## Rewrite the code in the project's style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+docs: $(VENV)/.installed-docs ## Build the course into site/; open site/index.html, no server needed
+	@$(MKDOCS) build --strict --quiet
+	@echo "built: open site/index.html"
+
+docs-serve: $(VENV)/.installed-docs ## Show the course while you write it, at localhost:8000
+	@$(MKDOCS) serve --watch src --watch examples $(ARGS)
+
 clean: ## Remove what the other commands created (not runs/)
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or newer found; install one, or run make PYTHON=/path/to/python3" >&2; exit 2; }
@@ -55,3 +64,8 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 exercises: $(VENV)/.installed ## Make exercises/ anew from exercises/solutions/
 	@$(BIN)/python -m microparallel.learn.holes
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "installing the tools of the course's site"
+	@$(PIP) $(DOCS_TOOLS)
+	@touch $@

@@ -38,10 +38,14 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             try:
                 made(block)
             except ValueError as error:
-                raise PluginError(f"{file.relative_to(sources.ROOT)}:{block.line}: {error}") from error
+                raise PluginError(f"{_shown(file)}:{block.line}: {error}") from error
     markdown = markdown.replace("<!-- command line -->", command_line.reference())
     markdown = markdown.replace("<!-- errors -->", public_names.tree_of_errors())
     return public_names.with_docstrings(markdown)
+
+
+def _shown(file: Path) -> Path:
+    return file.relative_to(sources.ROOT) if file.is_relative_to(sources.ROOT) else file
 
 
 def made(block: Block) -> str:
