@@ -10,7 +10,7 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Linux without a GPU: `make train TORCH_INDEX=…` takes torch's small CPU build; the README says which address.
 PIP := $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-DEV_TOOLS := pytest pytest-timeout hypothesis ruff mypy import-linter
+DEV_TOOLS := pytest pytest-timeout hypothesis ruff mypy import-linter nbclient ipykernel
 DOCS_TOOLS := mkdocs mkdocs-material mkdocstrings[python]
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 

@@ -1,13 +1,8 @@
 """The project's own files: what installs it, and what it promises in writing."""
 
 import re
-import runpy
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -48,55 +43,6 @@ def test_everything_that_is_installed_is_pinned():
             continue  # needed elsewhere: another system, another Python
         assert name in known, f"{name} is not in constraints.txt"
         open_names += requires(name) or []
-
-
-def python_blocks(file):
-    return re.findall(r"^```python\n(.*?)^```", file.read_text(), re.MULTILINE | re.DOTALL)
-
-
-@pytest.mark.parametrize("block", python_blocks(ROOT / "README.md"), ids=lambda block: block.splitlines()[0])
-def test_the_readme_s_python_runs(block, tmp_path, monkeypatch, quick_ranks, fresh):
-    (tmp_path / "example.py").write_text(block)
-    monkeypatch.chdir(tmp_path)
-    if fresh:
-        subprocess.run([sys.executable, "example.py"], timeout=50, check=True)
-    else:
-        runpy.run_path("example.py", run_name="__main__")
-
-
-def test_the_readme_s_commands_exist():
-    """Every `microparallel VERB --flag` of the README is one that the command line knows."""
-    from typer.main import get_command
-
-    from microparallel.cli.app import app
-
-    verbs = get_command(app).commands
-    text = (ROOT / "README.md").read_text()
-    commands = "\n".join(re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    calls = re.findall(r"microparallel (\w+)((?: +[^\s`|#]+)*)", commands)
-    assert calls
-    for verb, arguments in calls:
-        assert verb in verbs
-        command = verbs[verb]
-        if hasattr(command, "commands"):  # as in `bench allreduce`
-            command = command.commands[arguments.split()[0]]
-        flags = {name for parameter in command.params for name in parameter.opts}
-        assert set(re.findall(r"--[\w-]+", arguments)) <= flags
-
-
-QUICK = re.findall(r"^microparallel ((?:draw|simulate|verify) [^#\n]*[^#\s])", (ROOT / "README.md").read_text(), re.M)
-
-
-@pytest.mark.parametrize("command", QUICK)
-def test_the_readme_s_quick_commands_run(command, tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-m", "microparallel", *command.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == (1 if "blocking" in command else 0), result.stderr
 
 
 def test_the_readme_s_links_and_pictures_are_there():

@@ -109,7 +109,7 @@ def test_ranks_that_do_not_come_are_missed(monkeypatch):
     variables = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(mp.CommsTimeout, match=r"waited 0.5 s at 127.0.0.1:\d+ for the other 1 ranks"):
+    with pytest.raises(mp.CommsTimeout, match=r"waited 0.5 s at 127.0.0.1:\d+ for the other 1 rank"):
         mp.connect(timeout=0.5)
 
 

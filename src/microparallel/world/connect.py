@@ -24,6 +24,7 @@ from microparallel.comms.backend import MicroparallelGroup
 from microparallel.comms.backend_flight import using
 from microparallel.comms.group import Group
 from microparallel.comms.torch_group import TorchGroup
+from microparallel.drawing.numbers import count
 from microparallel.errors import CommsTimeout, UsageError
 from microparallel.flight import Flight, agreed_folder
 from microparallel.topology import threads_per_rank
@@ -206,7 +207,7 @@ def _meeting_errors(placement: Placement, timeout: float) -> Iterator[None]:
         if "timed out" in reason or "timeout" in reason:
             raise CommsTimeout(
                 f"rank {placement.rank} waited {timeout:g} s at {place} "
-                f"for the other {placement.world_size - 1} ranks; "
+                f"for the other {count(placement.world_size - 1, 'rank')}; "
                 "were all of them started, and can they reach that address?"
             ) from error
         raise
