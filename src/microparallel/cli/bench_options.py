@@ -22,8 +22,6 @@ def parse_names(text: str, flag: str) -> tuple[str, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ConfigError(f"{flag} {text!r}: there is a name missing; write them as in a,b,c")
-    if any(" " in part for part in parts):
-        raise ConfigError(f"{flag} {text!r}: write commas between the names: {flag} {','.join(text.split())}")
     return tuple(dict.fromkeys(parts))
 
 
@@ -31,6 +29,8 @@ def require_known(name: str, choices: Sequence[str], problem: str) -> None:
     """Refuse a name that is none of these, with the nearest or all of them."""
     if name not in choices:
         near = difflib.get_close_matches(name, choices, n=1)
+        if all(word in choices for word in name.split()):
+            raise ConfigError(f"{problem}; write commas between the names: {','.join(name.split())}")
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
         raise ConfigError(f"{problem}; {hint}")
 
