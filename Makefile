@@ -14,7 +14,7 @@ DEV_TOOLS := pytest pytest-timeout hypothesis ruff mypy import-linter nbclient i
 DOCS_TOOLS := mkdocs mkdocs-material mkdocstrings[python]
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
-.PHONY: help exercises train test test-full lint format clean
+.PHONY: help exercises train test test-full lint format docs docs-serve clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' Makefile | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 

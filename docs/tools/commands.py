@@ -160,9 +160,7 @@ def _fork_ranks() -> None:
         ours.close()
         _serve(lambda: nursery_process.main(theirs, ()))
     theirs.close()
-    family = object.__new__(nursery.Nursery)
-    family._socket = ours
-    family._process = nursery.Fork(child)  # type: ignore[assignment]
+    family = nursery.Nursery.of_process(ours, nursery.Fork(child))
     rank_process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": family.fork})  # type: ignore[assignment]
 
 

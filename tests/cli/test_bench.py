@@ -482,7 +482,7 @@ def test_the_help_of_pipelines_has_examples(microparallel):
         (["--schedules", "1f1b,"], ["--schedules", "missing"]),
         (["--schedules", "gpipe", "1f1b"], ["write commas between them: --schedules gpipe,1f1b"]),
         (["--schedules", "gpipe,", "1f1b", "--steps", "3"], ["write commas between them: --schedules gpipe,1f1b"]),
-        (["--schedules", "gpipe 1f1b"], ["write commas between the names: --schedules gpipe,1f1b"]),
+        (["--schedules", "gpipe 1f1b"], ["write commas between the names: gpipe,1f1b"]),
         (["--model", "mpl"], ["--model mpl", "mlp"]),
         (["--model", "gpt", "--width", "33"], ["--width 33", "try 64"]),
         (["--depth", "3"], ["--depth 3", "4 stages", "3 layers", "try --depth 4"]),

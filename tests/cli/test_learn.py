@@ -85,7 +85,7 @@ def test_reset_keeps_yours(microparallel, started, monkeypatch):
         (["check", "nothing-like-it"], "there is no exercise"),
         (["check", "ring-all-reduce"], "microparallel learn init"),
         ([], "microparallel learn init"),
-        (["hint"], "see --help"),
+        (["reset"], "see --help"),
     ],
 )
 def test_wrong_calls_get_one_line(microparallel, words, answer):
@@ -132,6 +132,8 @@ def test_watching(microparallel, started):
         terminal.wait_for("still to be written")
         terminal.press("h")
         terminal.wait_for("hint 1 of 3")
+        terminal.press("é")  # means nothing
+        terminal.wait_for("still to be written")
         terminal.press("l")
         terminal.wait_for("Pipeline parallelism")
         terminal.press("r")
@@ -140,8 +142,13 @@ def test_watching(microparallel, started):
         terminal.wait_for("still to be written")
         solve(started, PING_PONG)
         terminal.wait_for("ping-pong passed")
-        terminal.press("n")
+        terminal.press("N")
         terminal.wait_for("sharded-model")
+        terminal.seen = ""
+        solve(started, find_exercise("manual-split"))  # whoever saves another one works on that
+        terminal.wait_for("manual-split passed")
+        terminal.press("s")
+        terminal.wait_for("def ")
         terminal.press("q")
         assert terminal.process.wait(20) == 0
     finally:

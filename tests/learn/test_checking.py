@@ -64,13 +64,20 @@ def test_the_solution_passes_and_steps_are_told(checker, tmp_path):
     ("does", "words"),
     [
         ("raise SystemExit(3)", "exited with code 3"),
-        ("import os; os.kill(os.getpid(), 9)", "was killed by SIGKILL"),
+        ("import os; os.kill(os.getpid(), 9)", "it may not start or end processes"),
+        ("import ctypes; ctypes.CDLL(None).abort()", "was killed by SIGABRT"),
         ("import os; os._exit(0)", "it may not start or end processes"),
         ("import os; os.fork()", "it may not start or end processes"),
+        ("import os; os.system('true')", "it may not start or end processes"),
+        ("import os; os.execv('/bin/true', ['true'])", "it may not start or end processes"),
         ("import subprocess; subprocess.run(['true'])", "it may not start or end processes"),
         ("import torch.distributed as dist; dist.barrier()", "your code calls torch.distributed.barrier"),
         ("comms.all_reduce(tensor)", "comms.all_reduce is not for this exercise"),
         ("mp.all_reduce_in_process('ring', [tensor])", "the point is to write it yourself"),
+        ("from microparallel.collectives.ring import ring_all_reduce as r; r(2)", "the point is to write it yourself"),
+        ("import importlib; importlib.reload(mp.collectives)", "the point is to write it yourself"),
+        (f"open({str(RING.solution)!r})", "your code opens a solution"),
+        ("raise ValueError('x' * 10_000_000)", "ValueError: xxx"),
         ("x = [torch.ones(2**28) for _ in range(100)]", "can't allocate memory"),
         ("1 / 0", "ZeroDivisionError"),
         ("return )", "SyntaxError"),
@@ -93,6 +100,54 @@ def test_what_is_printed_is_kept_within_bounds(check):
     assert verdict.passed
     assert "bytes were printed" in verdict.printed
     assert len(verdict.printed) < 10_000
+
+
+def test_one_check_leaves_nothing_to_the_next(check):
+    """Neither settings nor threads nor patches of a file that passed meet the next one."""
+    changes = "import torch.nn.functional as F; F.mse_loss = None; torch.set_grad_enabled(False)"
+    assert check(ring_with(f"request.wait(); {changes}")).passed
+    looks = "import torch.nn.functional as F; print('is it on?', torch.is_grad_enabled(), F.mse_loss is not None)"
+    verdict = check(ring_with(f"request.wait(); {looks}"))
+    assert verdict.passed, verdict.message
+    assert "is it on? True True" in verdict.printed
+
+
+def test_forged_answers_are_not_believed(check):
+    forge = (
+        "import glob, json, os\n"
+        "        for place in glob.glob(f'/proc/{os.getppid()}/fd/*'):\n"
+        '            try: os.write(os.open(place, os.O_WRONLY), b\'{"number": "1", "verdict": {}}\\n\')\n'
+        "            except OSError: pass"
+    )
+    verdict = check(ring_with(forge))
+    assert not verdict.passed
+    assert check(solved(RING.solution.read_text("utf-8"))).passed
+
+
+def test_a_referee_that_cannot_start_ranks_is_replaced(checker, check):
+    from microparallel.learn.strays import descendants
+
+    assert check(solved(RING.solution.read_text("utf-8"))).passed
+    for pid in descendants(checker._referee._process.pid):
+        os.kill(pid, 9)
+    assert check(solved(RING.solution.read_text("utf-8"))).passed
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "latin-1"])
+def test_other_encodings_are_read_as_python_reads_them(checker, tmp_path, encoding):
+    text = solved(RING.solution.read_text("utf-8")).replace("−", "-").replace("─", "-").replace("▶", ">")
+    file = tmp_path / RING.file
+    cookie = "# -*- coding: latin-1 -*-\n" if encoding == "latin-1" else ""
+    file.write_text(f"{cookie}{text}# é\n", encoding=encoding)
+    verdict = checker.check(RING, file)
+    assert verdict.passed, verdict.message
+
+
+def test_a_file_that_cannot_be_read_is_said_to_be(checker, tmp_path):
+    file = tmp_path / RING.file
+    file.write_bytes(b"# \xff\n")
+    assert "cannot be read" in checker.check(RING, file).message
+    assert "cannot be read" in checker.check(RING, tmp_path / "none.py").message
 
 
 def test_a_loop_without_end_is_ended_with_its_line(warm_ranks, tmp_path):
@@ -131,9 +186,9 @@ def test_nothing_is_left_behind(tmp_path):
     )
     file.write_text(hidden + solved(RING.solution.read_text("utf-8")), "utf-8")
     checker = Checker()
-    checker.check(RING, file)
+    assert checker.check(RING, file).passed
     left = processes_of(checker)
-    assert left
+    assert len(left) == 2  # the referee, and the process that ranks are forked from
     checker.close()
     deadline = time.monotonic() + 10
     while any(_alive(pid) for pid in left) and time.monotonic() < deadline:

@@ -9,6 +9,8 @@ START = 'self.requests.append(self.comms.all_reduce(parameter.grad, op="mean", a
 SEND = "        request = comms.isend(slices[send % ranks], after)\n"
 FIRST = "        if rank % 2 == 0 and rank != ranks - 1:\n            comms.send_tensor(slices[send % ranks], after)\n"
 LATER = FIRST.replace("if rank % 2 == 0 and rank != ranks - 1", "if rank % 2 == 1 or rank == ranks - 1")
+ADD = "slices[(rank - step - 1) % ranks].add_(pass_on(rank - step, rank - step - 1))"
+COPY = "slices[(rank - step) % ranks].copy_(pass_on(rank + 1 - step, rank - step))"
 BROADCAST = (
     "    if comms.rank == src:\n        for peer in others(src, comms):\n            comms.send_tensor(tensor, peer)\n"
     "    else:\n        tensor.copy_(comms.recv_tensor(tensor.shape, src, tensor.dtype))\n"
@@ -18,6 +20,15 @@ ALONG_A_LINE = (
     "    if place:\n        tensor.copy_(comms.recv_tensor(tensor.shape, (comms.rank - 1) % size, tensor.dtype))\n"
     "    if place < size - 1:\n        comms.send_tensor(tensor, (comms.rank + 1) % size)\n"
 )
+BARRIER = "    gather(token, 0, comms)\n    broadcast(token, 0, comms)\n"
+ROUND_TWICE = """    for _ in range(2 if comms.world_size > 1 else 0):
+        if comms.rank == 0:
+            comms.send_tensor(token, 1)
+            comms.recv_tensor(1, comms.world_size - 1)
+        else:
+            comms.recv_tensor(1, comms.rank - 1)
+            comms.send_tensor(token, (comms.rank + 1) % comms.world_size)
+"""
 NOT_USED = (
     "            for parameter in bucket.parameters:\n                if parameter.grad is None:\n"
     "                    bucket.views[parameter].zero_()\n"
@@ -29,7 +40,10 @@ RIGHT = {
     "manual-averaging": {
         "in place": {"parameter.grad = total / sum(samples)": "parameter.grad.copy_(total / sum(samples))"},
     },
-    "comms": {"from neighbour to neighbour": {BROADCAST: ALONG_A_LINE}},
+    "comms": {
+        "from neighbour to neighbour": {BROADCAST: ALONG_A_LINE},
+        "barrier round the ring twice": {BARRIER: ROUND_TWICE},
+    },
     "naive-all-reduce": {
         "the last rank first": {
             "in range(1, comms.world_size):\n            tensor": (
@@ -39,13 +53,23 @@ RIGHT = {
     },
     "ring-all-reduce": {
         "blocking sends in turns": {SEND: FIRST, "        request.wait()\n": LATER},
+        "waited for after adding to another slice": {
+            "        request.wait()\n": "        pending.append(request)\n",
+            "    def pass_on(": "    pending = []\n\n    def pass_on(",
+            ADD: ADD + "\n        pending.pop().wait()",
+            COPY: COPY + "\n        pending.pop().wait()",
+        },
+        "a receive that begins first": {
+            SEND: "",
+            "received = comms.recv_tensor(expected.shape, before, expected.dtype)\n        request.wait()": (
+                "request = comms.irecv(expected.shape, before, expected.dtype)\n"
+                "        comms.send_tensor(slices[send % ranks], after)\n"
+                "        received = request.wait(timeout=5.0)"
+            ),
+        },
         "another slice to begin with": {
-            "slices[(rank - step) % ranks].copy_(pass_on(rank + 1 - step, rank - step))": (
-                "slices[(rank + 1 - step) % ranks].copy_(pass_on(rank + 2 - step, rank + 1 - step))"
-            ),
-            "slices[(rank - step - 1) % ranks].add_(pass_on(rank - step, rank - step - 1))": (
-                "slices[(rank - step) % ranks].add_(pass_on(rank + 1 - step, rank - step))"
-            ),
+            COPY: ("slices[(rank + 1 - step) % ranks].copy_(pass_on(rank + 2 - step, rank + 1 - step))"),
+            ADD: "slices[(rank - step) % ranks].add_(pass_on(rank + 1 - step, rank - step))",
         },
     },
     "model-and-main": {
@@ -54,6 +78,12 @@ RIGHT = {
             "(loss * share).backward()": "loss.backward()",
             "        comms.all_reduce(parameter.grad)": "        comms.all_reduce(parameter.grad.mul_(share))",
         },
+        "a ring by name": {"all_reduce(parameter.grad)": "all_reduce(parameter.grad, 'sum', 'ring')"},
+        "a tree by name": {"all_reduce(mean_loss)": "all_reduce(mean_loss, algorithm='tree')"},
+        "asked what comms can do": {
+            "    mean_loss *= share\n": "    hasattr(comms, 'barrier')\n    mean_loss *= share\n"
+        },
+        "a tensor for a loss": {"return mean_loss.item()": "return mean_loss"},
         "parameters without data": {
             "        comms.broadcast(parameter.data, 0)": "        comms.broadcast(parameter.detach(), 0)"
         },
@@ -65,6 +95,8 @@ RIGHT = {
         "divided before": {
             START: "parameter.grad /= self.comms.world_size\n        " + START.replace(', op="mean"', ""),
         },
+        "waits with a limit": {"request.wait()": "request.wait(timeout=10)"},
+        "a ring by name": {'op="mean", async_op': 'op="mean", algorithm="ring", async_op'},
         "another list": {"self.requests.clear()": "self.requests = []"},
     },
     "buckets": {

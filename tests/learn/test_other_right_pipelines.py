@@ -45,7 +45,7 @@ RIGHT = {
             {
                 "    start = rank * size + min(rank, left_over)\n": (
                     "    mine = torch.arange(depth).tensor_split(world_size)[rank].tolist()\n"
-                    "    return range(mine[0], mine[-1] + 1)\n"
+                    "    return range(mine[0], mine[-1] + 1) if mine else range(0)\n"
                     "    start = rank * size + min(rank, left_over)\n"
                 )
             },
@@ -54,6 +54,19 @@ RIGHT = {
     ],
     "naive-pipeline": [
         Answer(
+            "with headers, as in pipeline-comms",
+            {
+                "        comms.send_tensor(outputs, rank + 1)": (
+                    "        comms.send_tensor(torch.tensor(outputs.shape), rank + 1)\n"
+                    "        comms.send_tensor(outputs, rank + 1)"
+                ),
+                "comms.recv_tensor(shape, rank - 1, dtype)": (
+                    "comms.recv_tensor(comms.recv_tensor(2, rank - 1, torch.int64).tolist(), rank - 1, dtype)"
+                ),
+            },
+            "",
+        ),
+        Answer(
             "started early",
             {"comms.recv_tensor(shape, rank + 1, dtype)": "comms.irecv(shape, rank + 1, dtype).wait()"},
             "",
@@ -61,6 +74,7 @@ RIGHT = {
         Answer("neighbours by name", {"rank + 1)": "comms.next_rank)", "rank - 1)": "comms.prev_rank)"}, ""),
     ],
     "gpipe": [
+        Answer("the loss as a number", {"return total if is_last": "return total.item() if is_last"}, ""),
         Answer(
             "backwards from the last",
             {GPIPE_ORDER: GPIPE_ORDER.replace("range(", "reversed(range(").replace("):", ")):")},

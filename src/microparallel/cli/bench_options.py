@@ -29,8 +29,9 @@ def require_known(name: str, choices: Sequence[str], problem: str) -> None:
     """Refuse a name that is none of these, with the nearest or all of them."""
     if name not in choices:
         near = difflib.get_close_matches(name, choices, n=1)
-        if all(word in choices for word in name.split()):
-            raise ConfigError(f"{problem}; write commas between the names: {','.join(name.split())}")
+        words = name.split()
+        if len(words) > 1 and all(word in choices for word in words):
+            raise ConfigError(f"{problem}; write commas between the names: {','.join(words)}")
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
         raise ConfigError(f"{problem}; {hint}")
 

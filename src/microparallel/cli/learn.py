@@ -35,6 +35,7 @@ app = typer.Typer(
 
 Folder = Annotated[Path, typer.Option(help="Where your work is.")]
 Name = Annotated[str, typer.Argument(metavar="NAME", help="An exercise; `learn list` shows them.")]
+MaybeName = Annotated[str | None, typer.Argument(metavar="[NAME]", help="An exercise.", show_default="the current one")]
 _DEFAULT = Path("my_work")
 
 
@@ -81,14 +82,14 @@ def list_exercises(folder: Folder = _DEFAULT, json: options.Json = False) -> int
         print(json_format.dumps([_row(workspace, exercise) for exercise in EXERCISES], indent=2))
     else:
         view.console().print(view.exercises(workspace))
+        if not workspace.exists:
+            view.console().print(f"none of them is in {folder}/ yet: microparallel learn init puts them there")
     return 0
 
 
 @app.command(epilog=options.examples(("microparallel learn check 1f1b", "exit code 0 if it is right, 1 if not")))
 def check(
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="An exercise.", show_default="the current one")
-    ] = None,
+    name: MaybeName = None,
     folder: Folder = _DEFAULT,
     json: options.Json = False,
 ) -> int:
@@ -99,12 +100,13 @@ def check(
 
 @app.command(epilog=options.examples(("microparallel learn hint hooks --step 2", "the second of three")))
 def hint(
-    name: Name,
+    name: MaybeName = None,
     step: Annotated[int | None, typer.Option(min=1, max=3, help="Which hint.", show_default="the next")] = None,
     folder: Folder = _DEFAULT,
 ) -> int:
     """Show a hint. There are three, and each says more than the one before."""
-    workspace, exercise = Workspace(folder), find_exercise(name)
+    workspace = Workspace(folder)
+    exercise = _current(workspace) if name is None else find_exercise(name)
     number = step or min(workspace.hints.get(exercise.name, 0) + 1, 3)
     console = view.console()
     console.print(f"[bold]{exercise.name}[/], hint {number} of 3", highlight=False)
@@ -167,8 +169,7 @@ def _check(workspace: Workspace, exercise: Exercise, json: bool) -> int:
     if json:
         print(json_format.dumps(verdict.to_dict() | {"file": str(path)}, indent=2))
     else:
-        for_a_hint = f"microparallel learn hint {exercise.name}"
-        view.console().print(view.conclusion(verdict, exercise, workspace, for_a_hint))
+        view.console().print(view.conclusion(verdict, exercise, workspace))
     return 0 if verdict.passed else 1
 
 

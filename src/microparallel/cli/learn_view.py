@@ -45,22 +45,30 @@ def step(one: Step) -> RenderableType:
     return Text.assemble(mark, one.title, (f"  {one.note}" if one.note else "", "dim"))
 
 
-def conclusion(verdict: Verdict, exercise: Exercise, workspace: Workspace, for_a_hint: str) -> RenderableType:
+def conclusion(verdict: Verdict, exercise: Exercise, workspace: Workspace) -> RenderableType:
     """What came of a check, and what to do now."""
+    following = workspace.next_after(exercise)
+    todo: list[RenderableType]
+    if not verdict.passed:
+        todo = [Text(f"for a hint: microparallel learn hint {exercise.name}", "dim")]
+    elif following is None:
+        todo = [progress(workspace), Text("that was the last one: you have written it all yourself")]
+    else:
+        ours = Text(f"ours, to compare: microparallel learn solution {exercise.name}", "dim")
+        ahead = Text.assemble("next: ", (following.name, "bold"), f" · {workspace.path(following)}")
+        todo = [progress(workspace), ours, ahead]
+    return Group(outcome(verdict), *todo)
+
+
+def outcome(verdict: Verdict) -> RenderableType:
+    """What came of a check."""
     parts: list[RenderableType] = []
     if verdict.printed.strip():
         parts += ["", Text("your code printed:", "dim"), Padding(Text(verdict.printed.strip()), (0, 2))]
     if verdict.passed:
-        following = workspace.next_after(exercise)
-        parts += ["", Text(f"{exercise.name} passed", "bold green") + Text(f" in {verdict.seconds:.1f} s", "dim")]
-        parts.append(progress(workspace))
-        if following is None:
-            parts.append("that was the last one: you have written it all yourself")
-        else:
-            parts.append(Text.assemble("next: ", (following.name, "bold"), f" · {workspace.path(following)}"))
+        parts += ["", Text(f"{verdict.exercise} passed", "bold green") + Text(f" in {verdict.seconds:.1f} s", "dim")]
     else:
         parts += ["", Padding(Text(verdict.message), (0, 2)), ""]
-        parts.append(Text(f"for a hint: {for_a_hint}", "dim"))
     return Group(*parts)
 
 

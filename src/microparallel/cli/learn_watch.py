@@ -18,16 +18,28 @@ from pathlib import Path
 
 from rich.console import Group, RenderableType
 from rich.markdown import Markdown
+from rich.syntax import Syntax
 from rich.text import Text
 
 from microparallel.cli import learn_view as view
 from microparallel.learn.catalogue import EXERCISES, Exercise
 from microparallel.learn.checking import Checker
+from microparallel.learn.holes import solved
 from microparallel.learn.verdict import Step, Verdict
 from microparallel.learn.workspace import Workspace
 
 _LOOKS = 0.2  # seconds between two looks at the file
-_KEYS = (("n", "next"), ("p", "previous"), ("h", "hint"), ("l", "list"), ("c", "check"), ("r", "reset"), ("q", "quit"))
+_END = "\x04"  # Ctrl-D
+_KEYS = (
+    ("n", "next"),
+    ("p", "previous"),
+    ("h", "hint"),
+    ("l", "list"),
+    ("c", "check"),
+    ("r", "reset"),
+    ("s", "solution"),
+    ("q", "quit"),
+)
 
 
 class Watch:
@@ -40,7 +52,7 @@ class Watch:
         self._checker = Checker()
         self._check: _Check | None = None
         self._again = True  # a check is due
-        self._seen: tuple[float, int] | None = None
+        self._seen = self._look_at_files()
         self._shown: object = None
         self._panel: RenderableType | None = None  # a hint, the list, a question
         self._asks_reset = False
@@ -49,33 +61,46 @@ class Watch:
         """Watch until the learner quits."""
         with self._checker, _keys_one_by_one():
             while True:
-                self._look_at_file()
+                self._follow_the_learner()
+                self._hear_of_the_check()
+                self._check_if_due()
                 self._draw_if_changed()
                 key = _next_key(_LOOKS)
-                if key in ("q", "\x03", "\x04"):
+                if key in ("q", "Q", _END):
                     self._console.print(f"\nwhere you were is in {self._workspace.folder / 'progress.txt'}")
                     return 0
                 if key:
                     self._press(key)
 
-    # ── the file, and its check ─────────────────────────────────────────────────────────────────────────────────
+    # ── the files, and the check ────────────────────────────────────────────────────────────────────────────────
 
-    def _look_at_file(self) -> None:
-        path = self._workspace.path(self._exercise)
-        state = _state(path)
-        if state != self._seen:
-            self._seen, self._again = state, True
+    def _look_at_files(self) -> dict[Exercise, tuple[float, int] | None]:
+        return {exercise: _state(self._workspace.path(exercise)) for exercise in EXERCISES}
+
+    def _follow_the_learner(self) -> None:
+        """Check what was saved; whoever saves another exercise works on that one now."""
+        before, self._seen = self._seen, self._look_at_files()
+        saved = [exercise for exercise, state in self._seen.items() if state != before[exercise]]
+        if saved and self._exercise not in saved and self._seen[saved[0]] is not None:
+            self._go_to(saved[0])
+        elif self._exercise in saved:
+            self._again, self._panel = True, None
+
+    def _hear_of_the_check(self) -> None:
         if self._check is not None and self._check.verdict is not None and self._check.is_news:
             self._check.is_news = False
-            if self._check.verdict.passed and self._check.exercise == self._exercise:
-                self._workspace.note_passed(self._exercise)
+            if self._check.verdict.passed:
+                self._workspace.note_passed(self._check.exercise)
+            self._shown = None
+
+    def _check_if_due(self) -> None:
         busy = self._check is not None and self._check.verdict is None
-        if self._again and not busy and state is not None:
-            self._again, self._panel = False, None
-            self._check = _Check(self._checker, self._exercise, path)
+        if self._again and not busy and self._seen[self._exercise] is not None:
+            self._again = False
+            self._check = _Check(self._checker, self._exercise, self._workspace.path(self._exercise))
 
     def _go_to(self, exercise: Exercise) -> None:
-        self._exercise, self._seen, self._again, self._panel = exercise, None, True, None
+        self._exercise, self._again, self._panel = exercise, True, None
         self._workspace.go_to(exercise)
 
     # ── keys ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -86,15 +111,17 @@ class Watch:
             case "y" if asked:
                 backup = self._workspace.reset(self._exercise)
                 self._panel = Text(f"as it was at first; yours is {backup}")
-            case "n" | "p":
-                at = EXERCISES.index(self._exercise) + (1 if key == "n" else -1)
+            case "n" | "p" as direction:
+                at = EXERCISES.index(self._exercise) + (1 if direction == "n" else -1)
                 self._go_to(EXERCISES[at % len(EXERCISES)])
             case "h":
                 self._panel = self._hint()
             case "l":
                 self._panel = view.exercises(self._workspace)
             case "c":
-                self._again = True
+                self._again, self._panel = True, None
+            case "s":
+                self._panel = self._solution()
             case "r":
                 self._asks_reset = True
                 self._panel = Text("put it back as it was at first? (yours is kept beside it)  y / n", "bold yellow")
@@ -107,12 +134,17 @@ class Watch:
         self._workspace.note_hint(self._exercise, number)
         return Group(Text(f"hint {number} of 3", "bold"), Markdown(self._exercise.hints[number - 1]))
 
+    def _solution(self) -> RenderableType:
+        if self._exercise.name not in self._workspace.passed:
+            return Text(f"once yours has passed; or now: microparallel learn solution {self._exercise.name} --show")
+        return Syntax(solved(self._exercise.solution.read_text("utf-8")), "python", background_color="default")
+
     # ── the screen ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _draw_if_changed(self) -> None:
         check = self._check
         known = None if check is None else (len(check.steps), check.verdict)
-        now = (self._exercise.name, self._console.size, known, id(self._panel))
+        now = (self._exercise, self._console.size, known, self._seen[self._exercise], id(self._panel))
         if now == self._shown:
             return
         self._shown = now
@@ -123,7 +155,7 @@ class Watch:
         path = self._workspace.path(self._exercise)
         parts = [view.progress(self._workspace), "", view.heading(self._exercise, path), ""]
         if self._panel is not None:
-            return Group(*parts, self._panel, "", _key_line())
+            return Group(*parts, self._panel, "", _key_line(("any other", "back")))
         if not path.exists():
             parts.append(Text(f"{path} is not there: microparallel learn init puts it back", "bold red"))
         elif self._check is not None and self._check.exercise == self._exercise:
@@ -132,7 +164,10 @@ class Watch:
             if verdict is None:
                 parts.append(Text("checking …", "dim"))
             else:
-                parts.append(view.conclusion(verdict, self._exercise, self._workspace, "press h"))
+                parts.append(view.outcome(verdict))
+                following = self._workspace.next_after(self._exercise)
+                if verdict.passed and following is not None:
+                    parts.append(Text.assemble("next (n): ", (following.name, "bold"), f" · {following.title}"))
         return Group(*parts, "", _key_line())
 
 
@@ -154,9 +189,9 @@ class _Check(threading.Thread):
             self.verdict = Verdict(self.exercise.name, False, self.steps, f"it could not be checked: {error}")
 
 
-def _key_line() -> Text:
+def _key_line(*more: tuple[str, str]) -> Text:
     line = Text()
-    for key, meaning in _KEYS:
+    for key, meaning in (*_KEYS, *more):
         line.append(f" {key}", "bold").append(f" {meaning} ", "dim")
     return line
 
@@ -174,7 +209,10 @@ def _next_key(patience: float) -> str:
     ready, _, _ = select.select([sys.stdin], [], [], patience)
     if not ready:
         return ""
-    return os.read(sys.stdin.fileno(), 1).decode(errors="ignore") or "q"  # nothing to read: the terminal is gone
+    pressed = os.read(sys.stdin.fileno(), 64)
+    if not pressed:
+        return "q"  # the terminal is gone
+    return pressed.decode(errors="replace")[:1]  # an arrow key is several characters, of which the first means nothing
 
 
 @contextlib.contextmanager

@@ -8,6 +8,12 @@ from pathlib import Path
 
 from microparallel.errors import UsageError
 
+_ON_DEADLOCKS = (
+    "data_parallel/05_sync_primitives",
+    "data_parallel/06_all_reduce",
+    "pipeline/03_ping_pong",
+    "pipeline/06_1f1b",
+)
 _HERE = Path(__file__).parent
 _INSTALLED = _HERE / "exercises"
 _IN_REPOSITORY = _HERE.parents[2] / "exercises"
@@ -38,6 +44,12 @@ class Exercise:
         """Three of them, each saying more than the one before."""
         text = (exercises_folder() / "hints" / self.track / self.file).with_suffix(".md").read_text("utf-8")
         return [hint.strip() for hint in text.split("\n---\n")]
+
+    @property
+    def on_deadlocks(self) -> str:
+        """The page that says how ranks come to wait for each other: the exercise's own lesson, if it does."""
+        another = _ON_DEADLOCKS[0] if self.track == "data_parallel" else _ON_DEADLOCKS[-1]
+        return f"docs/{self.lesson if self.lesson in _ON_DEADLOCKS else another}.md"
 
     @property
     def grader(self) -> str:
@@ -85,6 +97,7 @@ def find_exercise(name: str) -> Exercise:
     for exercise in EXERCISES:
         if wanted in (exercise.name, exercise.file[3:-3].replace("_", "-")) or Path(name).name == exercise.file:
             return exercise
-    close = difflib.get_close_matches(wanted, [exercise.name for exercise in EXERCISES], 1, 0.4)
+    names = [exercise.name for exercise in EXERCISES]
+    close = [one for one in names if wanted in one] or difflib.get_close_matches(wanted, names, 1, 0.4)
     advice = f"did you mean {close[0]}?" if close else "microparallel learn list shows them all"
     raise UsageError(f"there is no exercise {name!r}: {advice}")

@@ -21,7 +21,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from microparallel.errors import CommsError
 from microparallel.learn.catalogue import Exercise
+from microparallel.learn.strays import descendants
 from microparallel.learn.verdict import Step, Verdict
 
 _PATIENCE = 60.0
@@ -35,33 +37,46 @@ class Checker:
     def __init__(self, patience: float = _PATIENCE) -> None:
         self._patience = patience
         self._referee: _Referee | None = None
+        self._over = False
 
     def check(self, exercise: Exercise, file: Path, tell: Callable[[Step], None] = lambda _: None) -> Verdict:
         """Check a file; `tell` hears of each step as it is done."""
         start = time.monotonic()
-        if self._referee is None or not self._referee.alive:
-            self.close()
-            self._referee = _Referee()
-        steps: list[Step] = []
-
-        def note(values: dict[str, Any]) -> None:
-            steps.append(Step(**values))
-            tell(steps[-1])
-
-        verdict = self._referee.ask(exercise.name, file, note, start + self._patience)
+        verdict = self._ask(exercise, file, tell, start + self._patience)
+        if verdict is None:  # a referee that was there has been ended meanwhile, by whomever
+            verdict = self._ask(exercise, file, tell, start + self._patience)
         if verdict is None:
-            self.close()
-            verdict = Verdict(exercise.name, False, steps, "the check did not come to an end and was stopped")
-        else:
-            verdict.printed = self._referee.printed()
+            words = "the process that judges was disturbed or ended while your code ran: did your code do that?"
+            verdict = Verdict(exercise.name, passed=False, message=words)
         verdict.seconds = time.monotonic() - start
         return verdict
 
+    def _ask(self, exercise: Exercise, file: Path, tell: Callable[[Step], None], deadline: float) -> Verdict | None:
+        """One referee's verdict; None if it ended without one."""
+        if self._over:
+            raise CommsError("this checker is closed")
+        if self._referee is None or not self._referee.alive:
+            self._end_referee()
+            self._referee = _Referee()
+        referee = self._referee
+        verdict = referee.ask(exercise.name, file, tell, deadline)
+        if verdict is not None:
+            verdict.printed = referee.printed()
+            return verdict
+        self._end_referee()
+        if time.monotonic() < deadline:
+            return None
+        return Verdict(exercise.name, passed=False, message="the check did not come to an end and was stopped")
+
     def close(self) -> None:
-        """End everything that was started."""
-        if self._referee is not None:
-            self._referee.close()
-            self._referee = None
+        """End everything that was started, for good."""
+        self._over = True
+        self._end_referee()
+
+    def _end_referee(self) -> None:
+        referee, self._referee = self._referee, None
+        if referee is not None:
+            referee.close()
 
     def __enter__(self) -> Checker:
         return self
@@ -99,22 +114,27 @@ class _Referee:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, name: str, file: Path, note: Callable[[dict[str, Any]], None], deadline: float) -> Verdict | None:
-        """The verdict; None if none has come by then."""
+    def ask(self, name: str, file: Path, note: Callable[[Step], None], deadline: float) -> Verdict | None:
+        """The verdict; None if none has come by then, or if what came was not the referee's."""
         self._output.forget()
-        request = json.dumps({"exercise": name, "file": str(file.resolve())}) + "\n"
+        number = secrets.token_hex(8)
+        request = json.dumps({"number": number, "exercise": name, "file": str(file.resolve())}) + "\n"
         with contextlib.suppress(BrokenPipeError):
             os.write(self._requests, request.encode())
-        while (message := self._next(deadline)) is not None:
-            if "verdict" in message:
-                return Verdict.from_dict(message["verdict"])
-            note(message["step"])
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            while (line := self._next_line(deadline)) is not None:
+                message = json.loads(line)
+                if message["number"] != number:
+                    return None
+                if "verdict" in message:
+                    return Verdict.from_dict(message["verdict"])
+                note(Step(**message["step"]))
         return None
 
     def printed(self) -> str:
         return self._output.text()
 
-    def _next(self, deadline: float) -> dict[str, Any] | None:
+    def _next_line(self, deadline: float) -> bytes | None:
         while b"\n" not in self._unread:
             ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
             piece = os.read(self._answers, 65536) if ready else b""
@@ -122,17 +142,18 @@ class _Referee:
                 return None
             self._unread += piece
         line, _, self._unread = self._unread.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
-        return message
+        return line
 
     def close(self) -> None:
+        hidden = descendants(self._process.pid) if self.alive else []
         for fd in (self._requests, self._answers, self._lifeline):
             os.close(fd)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.2)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for pid in hidden:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         _end_everything_tagged(self._tag)
         self._output.close()
 
@@ -152,8 +173,7 @@ class _Output:
         while piece := os.read(self._pipe.fileno(), 1 << 16):
             with self._lock:
                 self._size += len(piece)
-                if len(self._head) < _KEEP:
-                    self._head += piece[:_KEEP]
+                self._head += piece[: _KEEP - len(self._head)]
                 self._tail = (self._tail + piece)[-_KEEP:]
 
     def forget(self) -> None:
@@ -162,10 +182,10 @@ class _Output:
 
     def text(self) -> str:
         with self._lock:
-            if self._size <= len(self._head):
-                return self._head.decode(errors="replace")
-            cut = f"\n… {self._size:,} bytes were printed …\n"
-            return self._head.decode(errors="replace") + cut + self._tail.decode(errors="replace")
+            rest = self._size - len(self._head)
+            tail = self._tail[-rest:] if rest else b""
+            cut = f"\n… {self._size:,} bytes were printed …\n" if rest > len(tail) else ""
+            return self._head.decode(errors="replace") + cut + tail.decode(errors="replace")
 
     def close(self) -> None:
         self._thread.join(1.0)  # every process that could write is gone

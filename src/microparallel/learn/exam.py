@@ -8,6 +8,7 @@ import re
 import signal
 import tempfile
 import threading
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,19 @@ from microparallel.world import Pool
 
 _LOOKS = 0.05  # seconds between two looks at the board
 _PATIENCE = 12.0
+_NOT_PYTHON = ("SyntaxError", "IndentationError", "TabError")
 _IN_FUNCTION = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
-_DEADLOCK = "see the deadlock in the lesson on 1F1B: docs/pipeline/06_1f1b.md"
 
 
 class Exam:
     """One learner's file, and the ranks to try it on."""
 
-    def __init__(self, file: Path, pool: Pool, tell: Callable[[Step], None] = lambda _: None) -> None:
+    def __init__(
+        self, file: Path, pool: Pool, tell: Callable[[Step], None] = lambda _: None, on_deadlocks: str = ""
+    ) -> None:
         self.file = file
-        self.source = file.read_text("utf-8")
+        self._on_deadlocks = f"; see the deadlock in {on_deadlocks}" if on_deadlocks else ""
+        self.source = _read(file)
         self.steps: list[Step] = []
         self._pool = pool
         self._tell = tell
@@ -106,8 +110,10 @@ class Exam:
         kind, _, text = what.partition(": ")
         if kind in ("Wrong", "NotAllowed"):
             return Wrong(text)
-        if line is None and not kind.endswith("SyntaxError"):
+        if line is None and kind not in _NOT_PYTHON:
             return failure  # the grader's own fault
+        if kind in _NOT_PYTHON:
+            return Wrong(f"this is not Python yet: {text.strip()}")
         if kind == "NotImplementedError":
             return Wrong(f"line {line} is still to be written: {text}")
         lines = self.source.splitlines()
@@ -132,14 +138,27 @@ class Exam:
     def _deadlock(self, waiting: list[Waiting], finished: list[int]) -> str:
         lines = [f"  {_in_words(one, finished)}" for one in waiting]
         if all(one.state == State.SENDING for one in waiting):
-            head = f"deadlock: {_who(waiting)} in send, and nobody receives; {_DEADLOCK}"
+            head = f"deadlock: {_who(waiting)} in send, and nobody receives{self._on_deadlocks}"
+        elif finished and any(one.state == State.TOGETHER for one in waiting):
+            without = "rank" if len(finished) == 1 else "ranks"
+            named = ", ".join(map(str, finished))
+            head = f"not every rank makes this call: {without} {named} finished without it, and it needs all of them"
         elif any(one.peer in finished for one in waiting):
             head = "a rank waits for one that has finished: the messages of the two do not match"
         elif all(one.state == State.RECEIVING for one in waiting):
             head = f"deadlock: {_who(waiting)} in receive, and nobody sends: every rank waits for another"
         else:
-            head = f"deadlock: every rank waits for another; {_DEADLOCK}"
+            head = f"deadlock: every rank waits for another{self._on_deadlocks}"
         return "\n".join([head, *lines])
+
+
+def _read(file: Path) -> str:
+    """The learner's text, in whatever encoding it says it has."""
+    try:
+        with tokenize.open(file) as opened:
+            return opened.read()
+    except (OSError, UnicodeDecodeError, SyntaxError) as error:
+        raise Wrong(f"{file.name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _who(waiting: list[Waiting]) -> str:

@@ -1,7 +1,9 @@
 """What a learner's code may not call: the functions that do what it is to do itself, and what would harm the machine.
 
-While an exam is on, each of them is replaced by one that refuses, in every module that knows it. A refusal is
-remembered, so that catching it does not help.
+While an exam is on, each function is replaced by one that refuses, in every module that knows it; and Python's own
+audit events tell of processes that are started and of solutions that are opened. A refusal is remembered, so that
+catching it does not help. Whoever wants to cheat at any price still can: this keeps people from passing, and from
+harming their machine, by accident.
 """
 
 from __future__ import annotations
@@ -9,15 +11,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import os
+import pkgutil
 import resource
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from microparallel.learn.catalogue import exercises_folder
 from microparallel.learn.verdict import NotAllowed
 
 _MOST_MEMORY = 2 << 30  # bytes that a rank may ask for beyond what it has
@@ -50,6 +54,7 @@ _OURS = [
     "microparallel.data_parallel.hooks.OneGradient.__init__",
     "microparallel.data_parallel.hooks.GradientHooks.__init__",
     "microparallel.data_parallel.flat_bucket.FlatBucket.__init__",
+    "microparallel.data_parallel.flat_bucket.split",
     "microparallel.data_parallel.reducer.Reducer.__init__",
     "microparallel.data_parallel.buckets.in_buckets",
     "microparallel.data_parallel.buckets.GradientBucket.__init__",
@@ -57,28 +62,30 @@ _OURS = [
     "microparallel.data_parallel.wrapper.DataParallel.__init__",
     "microparallel.pipeline.pipeline.Pipeline.__init__",
     "microparallel.pipeline.pipeline.Pipeline.of_stage",
-    "microparallel.schedules.build",
-    "microparallel.collectives.build",
-    "microparallel.schedules.interleaved.interleaved",
-    "microparallel.schedules.interleaved._order",  # also known by name, in schedules.PIPELINES
-    "microparallel.schedules.one_f_one_b._order",
-    "microparallel.schedules.gpipe._order",
-    "microparallel.schedules.zero_bubble._order",
-    "microparallel.schedules.one_f_one_b.one_f_one_b",
-    "microparallel.schedules.gpipe.gpipe",
-    "microparallel.schedules.zero_bubble.zb_h1",
-    "microparallel.schedules.zero_bubble.zb_h2",
-    "microparallel.schedules.zero_bubble.zbv",
+    "microparallel.pipeline.microbatches.sizes",
+    "microparallel.trace.intervals.union",
+    "microparallel.trace.intervals.outside",
+    "microparallel.trace.intervals.length",
     "microparallel.models.mlp.ShardedMLP.__init__",
     "microparallel.models.mlp.shard_bounds",
     "torch.nn.parallel.DistributedDataParallel.__init__",
     "torch.nn.parallel.DataParallel.__init__",
+    "importlib.reload",  # another copy of a function would not refuse
+    "importlib.util.spec_from_file_location",
 ]
-FORBIDDEN = [
-    *_OURS,
-    *(f"torch.distributed.{name}" for name in _TORCH),
-    *(f"microparallel.comms.comms.Comms.{name}" for name in _COMMS),
-]
+_BUILDERS = ("microparallel.collectives", "microparallel.schedules")  # everything in these packages
+
+_PROCESSES = "it may not start or end processes; the ranks are started for you"
+_EVENTS = {  # Python's names for what a program does (sys.addaudithook)
+    "os.fork": _PROCESSES,
+    "os.forkpty": _PROCESSES,
+    "os.posix_spawn": _PROCESSES,
+    "os.system": _PROCESSES,
+    "os.exec": _PROCESSES,
+    "os.kill": _PROCESSES,
+    "os.killpg": _PROCESSES,
+    "subprocess.Popen": _PROCESSES,
+}
 
 _inside = threading.local()
 
@@ -94,38 +101,67 @@ def trusted() -> Iterator[None]:
         _inside.depth = before
 
 
+def _is_trusted() -> bool:
+    return bool(getattr(_inside, "depth", 0))
+
+
+def forbidden() -> list[str]:
+    """Every function that refuses, by its full name."""
+    return [
+        *_OURS,
+        *(f"torch.distributed.{name}" for name in _TORCH),
+        *(f"microparallel.comms.comms.Comms.{name}" for name in _COMMS),
+        *(name for package in _BUILDERS for name in _functions_of(package)),
+    ]
+
+
+def _functions_of(package: str) -> list[str]:
+    """The functions that are written in the modules of a package."""
+    home = importlib.import_module(package)
+    names = [found.name for found in pkgutil.iter_modules(home.__path__, f"{package}.")]
+    modules = [home, *map(importlib.import_module, names)]
+    return [
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+
+
 class Guards:
     """Everything that refuses while it is entered; `refused` has what was called all the same."""
 
-    def __init__(self, also: tuple[str, ...] = ()) -> None:
-        self._names = [*FORBIDDEN, *also]
+    def __init__(self) -> None:
         self.refused: list[str] = []
+        self._active = False
         self._undo = contextlib.ExitStack()
+        self._solutions = str(exercises_folder() / "solutions")
 
     def __enter__(self) -> Guards:
         functions: dict[int, Any] = {}  # by the identity of what they stand for
-        for dotted in self._names:
+        for dotted in forbidden():
             owner, name = _find(dotted)
             short = dotted.removesuffix(".__init__").replace("microparallel.comms.comms.", "")
-            refusing = self._wrap(getattr(owner, name), short, "the point is to write it yourself")
+            refusing = self._wrap(getattr(owner, name), short)
             if isinstance(owner, type):
                 self._replace(owner, name, refusing)
             else:
                 functions[id(getattr(owner, name))] = refusing
         self._replace_everywhere(functions)
-        for name in ("fork", "forkpty", "posix_spawn", "posix_spawnp", "_exit"):
-            self._replace(os, name, self._wrap(getattr(os, name), f"os.{name}", _NO_PROCESSES))
-        self._replace(subprocess.Popen, "__init__", self._wrap(subprocess.Popen.__init__, "subprocess", _NO_PROCESSES))
+        self._replace(os, "_exit", self._wrap(os._exit, "os._exit", _PROCESSES))
         self._undo.enter_context(_limited_memory())
+        self._active = True
+        sys.addaudithook(self._hear)  # for the rest of this process's life, which ends with the check
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._active = False
         self._undo.close()
 
     def _replace_everywhere(self, functions: dict[int, Any]) -> None:
         """In every module that has imported one of them, under whatever name."""
         for module_name, module in list(sys.modules.items()):
-            if module_name.startswith(("torch", "microparallel")):
+            if module_name.startswith(("torch", "microparallel", "importlib")):
                 for name, value in list(getattr(module, "__dict__", {}).items()):
                     if id(value) in functions:
                         self._replace(module, name, functions[id(value)])
@@ -134,18 +170,27 @@ class Guards:
         self._undo.callback(setattr, owner, name, owner.__dict__[name])
         setattr(owner, name, value)
 
-    def _wrap(self, original: Callable[..., Any], name: str, why: str) -> Callable[..., Any]:
+    def _wrap(self, original: Callable[..., Any], name: str, why: str = "the point is to write it yourself") -> Any:
         @functools.wraps(original)
         def refuse(*arguments: Any, **named: Any) -> Any:
-            if getattr(_inside, "depth", 0):
+            if _is_trusted() or not self._active:
                 return original(*arguments, **named)
-            self.refused.append(f"your code calls {name}: {why}")
-            raise NotAllowed(self.refused[-1])
+            raise self._refusal(f"your code calls {name}: {why}")
 
         return refuse
 
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Called by Python for everything of note; an error that is raised here stops it."""
+        if not self._active or (event not in _EVENTS and event != "open") or _is_trusted():
+            return
+        if event != "open":
+            raise self._refusal(f"your code calls {event}: {_EVENTS[event]}")
+        if isinstance(arguments[0], str) and os.path.abspath(arguments[0]).startswith(self._solutions):  # noqa: PTH100
+            raise self._refusal("your code opens a solution: write your own; `learn solution` shows it afterwards")
 
-_NO_PROCESSES = "it may not start or end processes; the ranks are started for you"
+    def _refusal(self, words: str) -> NotAllowed:
+        self.refused.append(words)
+        return NotAllowed(words)
 
 
 def _find(dotted: str) -> tuple[Any, str]:

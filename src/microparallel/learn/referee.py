@@ -1,6 +1,7 @@
 """The referee: a process of its own that asks an exercise's grader, so that the runner never meets a learner's code.
 
 It reads requests from its parent, one JSON object a line, and answers with the steps as they are done and the verdict.
+After each it ends the ranks, and whatever else the learner's code has started: the next check begins anew.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from microparallel.errors import LaunchError, RankFailed, RanksTimedOut
 from microparallel.learn.catalogue import find_exercise
+from microparallel.learn.strays import end_children
 from microparallel.learn.verdict import Step, Verdict, Wrong
+
+_LONGEST = 4000  # characters of a message
 
 
 def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
     """Judge until the parent hangs up."""
     threading.Thread(target=_end_with_parent, args=(lifeline_fd,), daemon=True).start()
-    from microparallel.world.nursery import NEEDED, Nursery, can_fork
+    from microparallel.world.nursery import NEEDED, Nursery, can_fork, take_orphans
 
     # It imports torch while this process does.
     nursery = Nursery([*NEEDED, "microparallel.learn.sitting"]) if sys.platform == "linux" else None
@@ -33,11 +38,17 @@ def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
     if nursery is not None and not can_fork():
         nursery.close()
         nursery = None
+    keep = () if nursery is None else (nursery.pid,)
+    if sys.platform == "linux":
+        take_orphans(True)
     with Pool(nursery) as pool, open(requests_fd) as requests, open(answers_fd, "w") as answers:
         for line in requests:
             request = json.loads(line)
-            verdict = judge(request["exercise"], Path(request["file"]), pool, lambda step: _tell(answers, step=step))
-            _tell(answers, verdict=verdict.to_dict())
+            teller = _Teller(answers, request["number"])
+            verdict = judge(request["exercise"], Path(request["file"]), pool, teller.step)
+            if sys.platform == "linux":
+                end_children(keep)
+            teller.say(verdict=verdict.to_dict())
     if nursery is not None:
         nursery.close()
 
@@ -54,20 +65,44 @@ def judge(name: str, file: Path, pool: Any, tell: Callable[[dict[str, Any]], Non
         tell({"title": step.title, "passed": step.passed, "note": step.note})
 
     try:
-        check = importlib.import_module(find_exercise(name).grader).check
-        check(Exam(file, pool, note))
+        exercise = find_exercise(name)
+        check = importlib.import_module(exercise.grader).check
+        check(Exam(file, pool, note, exercise.on_deadlocks))
         verdict.passed = True
     except Wrong as wrong:
-        verdict.message = str(wrong)
+        verdict.message = _cut(str(wrong))
+    except LaunchError as error:
+        if not isinstance(error, RankFailed | RanksTimedOut):
+            raise  # ranks cannot be started any more: whoever asked must start another referee
+        verdict.message = _our_fault()
     except Exception:
-        verdict.message = "the grader itself failed, which is our fault and not yours:\n" + traceback.format_exc()
+        verdict.message = _our_fault()
+    finally:
+        pool.replace_ranks()
     verdict.seconds = time.monotonic() - start
     return verdict
 
 
-def _tell(answers: IO[str], **message: Any) -> None:
-    answers.write(json.dumps(message) + "\n")
-    answers.flush()
+def _our_fault() -> str:
+    return _cut("the grader itself failed, which is our fault and not yours:\n" + traceback.format_exc())
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}\n… \n{text[-_LONGEST // 2 :]}"
+
+
+class _Teller:
+    """Says what belongs to one request."""
+
+    def __init__(self, answers: IO[str], number: str) -> None:
+        self._answers, self._number = answers, number
+
+    def say(self, **message: Any) -> None:
+        self._answers.write(json.dumps({"number": self._number, **message}) + "\n")
+        self._answers.flush()
+
+    def step(self, step: dict[str, Any]) -> None:
+        self.say(step=step)
 
 
 def _end_with_parent(lifeline_fd: int) -> None:

@@ -59,8 +59,7 @@ def _load(file: str) -> types.ModuleType:
     module = types.ModuleType("exercise")
     module.__file__ = file
     sys.modules["exercise"] = module
-    source = Path(file).read_text("utf-8")
-    exec(compile(source, file, "exec"), module.__dict__)
+    exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)  # bytes: they say in which encoding they are
     return module
 
 

@@ -23,7 +23,7 @@ from microparallel.errors import LaunchError
 
 # What every rank needs, and what a process's first optimizer imports, which takes as long again.
 NEEDED = ("microparallel.world.connect", "microparallel.models", "torch._dynamo")
-_TAKE_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
+_TAKE_ORPHANS, _DOES_IT_TAKE_ORPHANS = 36, 37  # PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER
 
 
 def can_fork() -> bool:
@@ -37,6 +37,7 @@ class Nursery:
     """Starts ranks by forking a process that has imported `modules`."""
 
     def __init__(self, modules: Sequence[str] = NEEDED) -> None:
+        self._process: subprocess.Popen[bytes] | Fork
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         path = [str(Path(folder).absolute()) for folder in sys.path]
         self._process = subprocess.Popen(
@@ -48,6 +49,13 @@ class Nursery:
             process_group=0,
         )
         theirs.close()
+
+    @classmethod
+    def of_process(cls, talks: socket.socket, process: Fork) -> Nursery:
+        """One that is there already: a process that runs `nursery_process.main` at the other end of a socket."""
+        nursery = cls.__new__(cls)
+        nursery._socket, nursery._process = talks, process
+        return nursery
 
     def fork(self, command: Sequence[str], *, pass_fds: Sequence[int], env: dict[str, str], **_: object) -> Fork:
         """What `subprocess.Popen` does for a rank, without a new interpreter."""
@@ -63,6 +71,11 @@ class Nursery:
                 raise LaunchError("the process that ranks are forked from has ended; its error stands above")
             self._socket.recv(100)  # it is ours
         return Fork(int(pid))
+
+    @property
+    def pid(self) -> int:
+        """The process that forks."""
+        return self._process.pid
 
     def close(self) -> None:
         """Let the process that forks end."""
@@ -109,10 +122,21 @@ class Fork:
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Become the parent of what a descendant leaves behind when it ends."""
-    prctl = ctypes.CDLL(None).prctl
-    prctl(_TAKE_ORPHANS, 1, 0, 0, 0)
+    """Be the parent of what a descendant leaves behind when it ends; afterwards as before."""
+    before = _takes_orphans()
+    take_orphans(True)
     try:
         yield
     finally:
-        prctl(_TAKE_ORPHANS, 0, 0, 0, 0)
+        take_orphans(before)
+
+
+def take_orphans(wanted: bool) -> None:
+    """Say whether this process becomes the parent of what its descendants leave behind."""
+    ctypes.CDLL(None).prctl(_TAKE_ORPHANS, int(wanted), 0, 0, 0)
+
+
+def _takes_orphans() -> bool:
+    answer = ctypes.c_int()
+    ctypes.CDLL(None).prctl(_DOES_IT_TAKE_ORPHANS, ctypes.byref(answer), 0, 0, 0)
+    return bool(answer.value)

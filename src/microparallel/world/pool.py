@@ -92,6 +92,10 @@ class Pool:
         flights.remove_unless_a_rank_died()
         return results
 
+    def replace_ranks(self) -> None:
+        """End the processes: whatever a function has changed in them is gone, and the next run starts new ones."""
+        self._end_processes()
+
     @property
     def process_ids(self) -> list[int]:
         """The processes of the ranks, in rank order."""

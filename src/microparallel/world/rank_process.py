@@ -30,14 +30,20 @@ class RankProcess:
         path = [str(Path(folder).absolute()) for folder in sys.path]
         program = f"import sys; sys.path[:] = {path!r}; from microparallel.world.child import main; main{fds}"
         start: Any = subprocess.Popen if nursery is None else nursery.fork
-        self._process = start(
-            [sys.executable, "-u", "-c", program],
-            pass_fds=fds,
-            stdin=subprocess.DEVNULL,
-            env=_environment(ranks),
-            process_group=0,
-        )
-        theirs.close()
+        try:
+            self._process = start(
+                [sys.executable, "-u", "-c", program],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                env=_environment(ranks),
+                process_group=0,
+            )
+        except BaseException:
+            self.connection.close()
+            self._answers.close()
+            raise
+        finally:
+            theirs.close()
 
     def send(self, message: bytes) -> None:
         """Send a message; a process that has died is noticed by who waits for its answer."""

@@ -91,4 +91,28 @@ ANSWERS = [
         {"copy_(parameter.grad)": "copy_(parameter.data)"},
         "these are the weights: it is parameter.grad",
     ),
+    Answer(
+        "another order on every rank",
+        {
+            "        for bucket in self.buckets:\n": (
+                "        for bucket in self.buckets if self.comms.rank == 0 else self.buckets[::-1]:\n"
+            )
+        },
+        "let their buckets leave in the same order on every rank",
+    ),
+    Answer(
+        "no groups",
+        {"    return groups\n": "    return None\n"},
+        "in_buckets shall return a list of lists of parameters, and returned None",
+    ),
+    Answer(
+        "numbers instead of parameters",
+        {"    return groups\n": "    return [1, 2]\n"},
+        "in_buckets shall return a list of lists of parameters, and returned [1, 2]",
+    ),
+    Answer(
+        "not in lists",
+        {"    return groups\n": "    return parameters[::-1]\n"},
+        "in_buckets shall return a list of lists of parameters",
+    ),
 ]

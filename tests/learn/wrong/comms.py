@@ -4,6 +4,20 @@ BROADCAST = "        tensor.copy_(comms.recv_tensor(tensor.shape, src, tensor.dt
 BARRIER = "    gather(token, 0, comms)\n    broadcast(token, 0, comms)\n"
 OWN = "tensor.clone() if rank == dst else comms.recv_tensor(tensor.shape, rank, tensor.dtype)"
 
+ROUND = """    if comms.world_size > 1 and comms.rank == 0:
+        comms.send_tensor(token, 1)
+        comms.recv_tensor(1, comms.world_size - 1)
+    elif comms.world_size > 1:
+        comms.recv_tensor(1, comms.rank - 1)
+        comms.send_tensor(token, (comms.rank + 1) % comms.world_size)
+"""
+FILES = """    import os, pathlib, time
+    folder = pathlib.Path("/tmp") / f"barrier{os.getppid()}"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{comms.rank}-{time.monotonic()}").touch()
+    time.sleep(0.3)
+"""
+
 ANSWERS = [
     Answer(
         "not in place",
@@ -68,7 +82,41 @@ ANSWERS = [
             "            comms.recv_tensor(1, peer)\n",
             BROADCAST: BROADCAST + "        comms.send_tensor(torch.zeros(1), src)\n",
         },
-        "4 messages were sent (2 of them by rank 0), and 2 are enough",
+        "6 messages were sent (3 of them by rank 0), and 3 are enough",
     ),
     Answer("the library's own", {BARRIER: "    comms.barrier()\n"}, "comms.barrier is not for this exercise"),
+    Answer("barrier round the ring once", {BARRIER: ROUND}, "the token must go round a second time"),
+    Answer(
+        "barrier that trusts a send to wait",
+        {BARRIER: "    broadcast(token, 0, comms)\n    broadcast(token, 0, comms)\n"},
+        "rank 0 may only go on when it has heard from everybody",
+    ),
+    Answer(
+        "files instead of messages",
+        {BARRIER: FILES},
+        "rank 0 left the barrier without having sent anything: use messages",
+    ),
+    Answer(
+        "broadcast of numbers that all know",
+        {
+            "    if comms.rank == src:\n": "    tensor.copy_(torch.arange(6).reshape(2, 3) + 100 * (src + 1))\n"
+            "    if tensor.dim() == 2:\n        return\n    if comms.rank == src:\n"
+        },
+        "rank 1 received 0 messages, and should receive 1",
+    ),
+    Answer(
+        "gather returns a number",
+        {"    return [\n        tensor.clone()": "    return 5\n    return [\n        tensor.clone()"},
+        "shall return a list of tensors, and returned 5",
+    ),
+    Answer(
+        "gather returns a list of numbers",
+        {"    return [\n        tensor.clone()": "    return [1, 2, 3, 4]\n    return [\n        tensor.clone()"},
+        "tensor 0 of its list should be a tensor, and is 1",
+    ),
+    Answer(
+        "gather returns what cannot travel",
+        {"        return None\n": "        return lambda: None\n"},
+        "shall return None, and returned <function",
+    ),
 ]

@@ -8,6 +8,21 @@ ORDER = """    for m in range(microbatches):
         backward(m)
 """
 
+TOGETHER = """    def forward(m: int) -> None:
+        if m == 0 and not is_first:
+            came = comms.recv_tensor((len(inputs), stage.width), rank - 1, inputs.dtype)
+            kept["parts"] = [part.clone().requires_grad_() for part in came.tensor_split(microbatches)]
+        received = parts[m] if is_first else kept["parts"][m]
+        outputs = stage(received)
+        if is_last:
+            outputs = share_of_loss(outputs, m)
+            total.add_(outputs.detach())
+        kept[m] = received, outputs
+        if m == microbatches - 1 and not is_last:
+            comms.send_tensor(torch.cat([kept[one][1].detach() for one in range(microbatches)]), rank + 1)
+
+    def backward("""
+
 ANSWERS = [
     Answer(
         "loss not divided",
@@ -78,5 +93,25 @@ ANSWERS = [
         "loss of the last micro-batch returned",
         {"total.add_(outputs.detach())": "total.copy_(loss_function(stage.layers(received), answers[m]).detach())"},
         "that is the loss of the last micro-batch alone",
+    ),
+    Answer(
+        "the loss as a text",
+        {"return total if is_last else None": "return str(total) if is_last else None"},
+        "should be a number, and is 'tensor(",
+    ),
+    Answer(
+        "the loss as a list",
+        {"return total if is_last else None": "return [total] if is_last else None"},
+        "should be a number, and is [",
+    ),
+    Answer(
+        "a loss on every rank",
+        {"return total if is_last else None": "return total"},
+        "rank 0 returns tensor(0., dtype=torch.float64) as the loss: only the last rank knows it",
+    ),
+    Answer(
+        "all activations in one message",
+        {"    def backward(": TOGETHER},
+        "rank 0 sends 1 message to rank 1 in a step, and there are 4 micro-batches",
     ),
 ]

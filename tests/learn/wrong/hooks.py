@@ -82,4 +82,12 @@ ANSWERS = [
         "was changed before the request was waited for",
     ),
     Answer("no hooks", {"if parameter.requires_grad:": "if False:"}, "no hook began an all-reduce"),
+    Answer(
+        "gradients gone",
+        {
+            WAIT: WAIT + "        for parameter in self.parameters:\n            parameter.grad = None\n",
+            "        self.comms = comms\n": "        self.comms = comms\n        self.parameters = list(model.parameters())\n",
+        },
+        "0.weight has no gradient any more: put the average there",
+    ),
 ]

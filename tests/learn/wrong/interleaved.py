@@ -83,4 +83,9 @@ ANSWERS = [
         },
         "the point is to write it yourself",
     ),
+    Answer(
+        "nothing returned",
+        {"    return in_turn(": "    in_turn("},
+        "should be a list of words such as F0.1, and is None",
+    ),
 ]

@@ -45,4 +45,7 @@ ANSWERS = [
         "overwritten before copy 1's average was computed",
     ),
     Answer("nothing done", {LOOP + GIVE: ""}, "copy 0 still holds its own gradient"),
+    Answer(
+        "no gradient left", {GIVE: "            parameter.grad = None\n"}, "copy 0's 0.weight has no gradient any more"
+    ),
 ]

@@ -44,4 +44,9 @@ ANSWERS = [
         {"sent.backward(received.grad)": "sent.backward(received.grad / len(inputs))"},
         "divided by the number of samples",
     ),
+    Answer(
+        "the loss as a number", {"return loss.detach()": "return loss.item()"}, "the loss should be a tensor, and is"
+    ),
+    Answer("no loss", {"    return loss.detach()\n": ""}, "the loss should be a tensor, and is None"),
+    Answer("numbers cross the cut", {CUT: "return sent.tolist()"}, "what crosses the cut should be a tensor, and is ["),
 ]

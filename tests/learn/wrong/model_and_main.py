@@ -81,4 +81,30 @@ ANSWERS = [
         {OWN: "    mean_loss /= comms.world_size\n"},
         "the loss is the plain mean",
     ),
+    Answer(
+        "two losses",
+        {"return mean_loss.item()": "return torch.stack([mean_loss, mean_loss])"},
+        "should be one number, and is a tensor of shape [2]",
+    ),
+    Answer(
+        "the loss as a text",
+        {"return mean_loss.item()": "return str(mean_loss)"},
+        "should be a number, and is 'tensor(",
+    ),
+    Answer("no loss", {"return mean_loss.item()": "return None"}, "should be a number, and is None"),
+    Answer(
+        "a slice of letters",
+        {"return slice(begin, end)": "return slice('a', 'b')"},
+        "my_samples shall return a slice of whole numbers",
+    ),
+    Answer(
+        "a slice of fractions",
+        {"samples * comms.rank // comms.world_size": "samples * comms.rank / comms.world_size"},
+        "my_samples shall return a slice of whole numbers",
+    ),
+    Answer(
+        "a pair",
+        {"return slice(begin, end)": "return begin, end"},
+        "my_samples shall return a slice, slice(begin, end), and returned (0, 4)",
+    ),
 ]

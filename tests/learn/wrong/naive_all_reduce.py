@@ -6,6 +6,17 @@ SEND = "            comms.send_tensor(tensor, peer)\n"
 GO = "        comms.send_tensor(tensor, 0)\n"
 BACK = "        tensor.copy_(comms.recv_tensor(tensor.shape, 0, tensor.dtype))\n"
 
+WHOLE = "    if comms.rank == 0:\n" + LOOP + ADD + LOOP + SEND + "    else:\n" + GO + BACK
+CHAIN = """    rank, ranks = comms.rank, comms.world_size
+    if rank + 1 < ranks:
+        tensor.add_(comms.recv_tensor(tensor.shape, rank + 1, tensor.dtype))
+    if rank:
+        comms.send_tensor(tensor, rank - 1)
+        tensor.copy_(comms.recv_tensor(tensor.shape, rank - 1, tensor.dtype))
+    if rank + 1 < ranks:
+        comms.send_tensor(tensor, rank + 1)
+"""
+
 ANSWERS = [
     Answer("nothing comes back", {LOOP + SEND: "", BACK: ""}, "it must come back to everybody", True),
     Answer(
@@ -46,5 +57,20 @@ ANSWERS = [
         "the library's own",
         {GO + BACK: "        comms.all_reduce(tensor)\n"},
         "comms.all_reduce is not for this exercise",
+    ),
+    Answer("a chain", {WHOLE: CHAIN}, "rank 2 sends to rank 1: here everything goes through rank 0"),
+    Answer(
+        "no messages at all",
+        {
+            WHOLE: "    from microparallel.learn.graders._common_dp import contribution\n"
+            "    own = [contribution(rank, tuple(tensor.shape), tensor.dtype) for rank in range(comms.world_size)]\n"
+            "    tensor.copy_(torch.stack(own).sum(0))\n"
+        },
+        "0 messages were sent, and 6 are needed",
+    ),
+    Answer(
+        "another dtype",
+        {LOOP + SEND: LOOP + SEND + "        tensor.data = tensor.to(torch.float16)\n"},
+        "has dtype float16, and should have float32",
     ),
 ]

@@ -92,4 +92,10 @@ ANSWERS = [
         },
         "all ranks wait in receive, and nobody sends",
     ),
+    Answer("the loss as a text", {"loss.detach()": "str(loss)"}, "should be a number, and is 'tensor("),
+    Answer(
+        "a pair returned",
+        {"return None if loss is None else loss.detach()": "return rank, loss"},
+        "rank 0 returns (0, None) as the loss: only the last rank knows it",
+    ),
 ]

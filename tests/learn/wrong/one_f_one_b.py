@@ -52,4 +52,9 @@ ANSWERS = [
         {"loss_function(outputs, answers[m]) * len(answers[m]) / len(targets)": "loss_function(outputs, answers[m])"},
         "were added up and not divided",
     ),
+    Answer(
+        "the loss as a text",
+        {"return total if is_last else None": "return str(total) if is_last else None"},
+        "should be a number, and is 'tensor(",
+    ),
 ]

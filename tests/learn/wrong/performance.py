@@ -92,4 +92,12 @@ ANSWERS = [
         {LARGER: '"communication" if communication >= step / 5 else "straggler"'},
         "although the waiting is longer",
     ),
+    Answer(
+        "two numbers",
+        {EXPOSED: "__import__('torch').ones(2)"},
+        "exposed should be a number, and is a tensor of shape [2]",
+    ),
+    Answer("nothing returned", {"return " + EXPOSED: EXPOSED}, "is None, and should be"),
+    Answer("a function returned", {EXPOSED: "lambda: 0"}, "is <function"),
+    Answer("number without end", {EXPOSED: "10**400"}, "which is too large"),
 ]

@@ -89,4 +89,29 @@ ANSWERS = [
         },
         "rank 1 begins by receiving",
     ),
+    Answer("a list returned", {"    return ball\n": "    return ball.tolist()\n"}, "should be a tensor, and is ["),
+    Answer("a number returned", {"    return ball\n": "    return float(ball.sum())\n"}, "should be a tensor, and is "),
+    Answer("nothing returned", {"    return ball\n": ""}, "rank 1 returned nothing: return the ball"),
+    Answer(
+        "another shape returned", {"    return ball\n": "    return ball.sum()\n"}, "has shape [], and should have [3]"
+    ),
+    Answer(
+        "a function returned",
+        {"    return ball\n": "    return lambda: ball\n"},
+        "should be a tensor, and is <function",
+    ),
+    Answer(
+        "words instead of the ball",
+        {
+            "            comms.send_tensor(ball, 1)\n            ball = comms.recv_tensor(ball.shape, 1, ball.dtype) + 1\n": (
+                "            comms.send_tensor(torch.zeros(0), 1)\n            ball = ball + 2 + 0 * len(comms.recv_tensor(0, 1))\n"
+            ),
+            "            ball = comms.recv_tensor(ball.shape, 0, ball.dtype) + 1\n            comms.send_tensor(ball, 0)\n": (
+                "            comms.recv_tensor(0, 0)\n"
+                "            ball = (torch.arange(ball.numel()).reshape(ball.shape) * 10.0 + 2 * _ + 1).to(ball.dtype)\n"
+                "            comms.send_tensor(torch.zeros(0), 0)\n"
+            ),
+        },
+        "a message of 0 bytes, and the ball has 12",
+    ),
 ]

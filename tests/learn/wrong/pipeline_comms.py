@@ -66,4 +66,57 @@ ANSWERS = [
         {"    comms.send_tensor(tensor, dest)\n": "    comms.isend(tensor, dest)\n"},
         "never waited for it: keep the request",
     ),
+    Answer("one neighbour", {"return before, after": "return 5"}, "neighbours(0, 3) should be a pair, and is 5"),
+    Answer(
+        "three neighbours", {"return before, after": "return before, rank, after"}, "neighbours(0, 3) should be a pair"
+    ),
+    Answer(
+        "neighbours as texts", {"return before, after": "return str(before), str(after)"}, "each of them a rank or None"
+    ),
+    Answer("no neighbours", {"return before, after": "return None"}, "neighbours(0, 3) should be a pair, and is None"),
+    Answer(
+        "a header of text",
+        {"    return header\n": "    return str(tensor.shape)\n"},
+        "a header should be a tensor, and is",
+    ),
+    Answer(
+        "shape as a number",
+        {"return numbers[2 : 2 + dimensions], dtype": "return numbers[2], dtype"},
+        "the shape that read_header returns should be a list of whole numbers, and is 4",
+    ),
+    Answer(
+        "shape as fractions",
+        {"return numbers[2 : 2 + dimensions], dtype": "return [n / 1 for n in numbers[2 : 2 + dimensions]], dtype"},
+        "the shape that read_header returns should be a list of whole numbers, and is [4.0]",
+    ),
+    Answer(
+        "dtype as a number",
+        {"return numbers[2 : 2 + dimensions], dtype": "return numbers[2 : 2 + dimensions], numbers[0]"},
+        "the dtype that read_header returns should be a dtype such as torch.float32, and is 0",
+    ),
+    Answer(
+        "nothing received",
+        {"return comms.recv_tensor(shape, src, dtype)": "comms.recv_tensor(shape, src, dtype)"},
+        "should be a tensor, and is None",
+    ),
+    Answer(
+        "every header twice",
+        {
+            "    comms.send_tensor(write_header(tensor), dest)\n": "    comms.send_tensor(write_header(tensor), dest)\n"
+            * 2,
+            "    header = comms": "    comms.recv_tensor([HEADER], src, torch.int64)\n    header = comms",
+        },
+        "3 messages were sent for tensor 0, and two are enough",
+    ),
+    Answer(
+        "the header says it all",
+        {
+            "    comms.send_tensor(tensor, dest)\n": "",
+            "return comms.recv_tensor(shape, src, dtype)": (
+                "from microparallel.learn.graders.pipeline_comms import _TENSORS\n"
+                "    return next(one for one in _TENSORS if (list(one.shape), one.dtype) == (shape, dtype))"
+            ),
+        },
+        "1 message was sent for tensor 0, and it takes two",
+    ),
 ]

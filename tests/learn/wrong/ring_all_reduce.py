@@ -9,6 +9,18 @@ SECOND = FIRST.replace(
     "        slices[(rank - step) % ranks].copy_(pass_on(rank + 1 - step, rank - step))",
 )
 
+ALL = FIRST + SECOND
+DIRECT = """    peers = [other for other in range(ranks) if other != rank]
+    requests = [comms.isend(slices[other].clone(), other) for other in peers]
+    for other in peers:
+        slices[rank].add_(comms.recv_tensor(slices[rank].shape, other, tensor.dtype))
+    requests += [comms.isend(slices[rank].clone(), other) for other in peers]
+    for other in peers:
+        slices[other].copy_(comms.recv_tensor(slices[other].shape, other, tensor.dtype))
+    for request in requests:
+        request.wait()
+"""
+
 ANSWERS = [
     Answer(
         "blocking sends",
@@ -93,4 +105,30 @@ ANSWERS = [
         "in step 1 of the first half rank 0 sends slice 2, but in the step before it received slice 1 from rank 1",
     ),
     Answer("mean instead of sum", {SECOND: SECOND + "    tensor.copy_(tensor / ranks)\n"}, "this is the mean"),
+    Answer("not a ring: everybody to everybody", {ALL: DIRECT}, "to rank 2, which is not the rank after it"),
+    Answer(
+        "round the other way",
+        {ALL: "    rank, after, before = -rank, before, after\n" + ALL},
+        "rank 0 sends to rank 3, which is not the rank after it",
+    ),
+    Answer(
+        "no messages at all",
+        {
+            ALL: "    from microparallel.learn.graders._common_dp import contribution\n"
+            "    own = [contribution(peer, len(tensor), tensor.dtype) for peer in range(ranks)]\n"
+            "    scale = tensor[0] / own[rank][0]\n"
+            "    tensor.copy_(torch.stack(own).sum(0) * scale)\n"
+        },
+        "rank 0 sent 0 messages, and in a ring of 4 it sends 6",
+    ),
+    Answer(
+        "a tensor of another dtype",
+        {SECOND: SECOND + "    tensor.data = tensor / ranks if tensor.dtype == torch.int64 else tensor\n"},
+        "has dtype float32, and should have int64",
+    ),
+    Answer(
+        "a slice changed while it is sent",
+        {"        received = comms.recv": "        slices[send % ranks].mul_(2)\n        received = comms.recv"},
+        "was changed before the send was waited for",
+    ),
 ]

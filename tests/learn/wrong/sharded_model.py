@@ -79,4 +79,15 @@ ANSWERS = [
         "does not fit while the model is made either",
     ),
     Answer("the layers back to front", {BUILD: BUILD.replace("range(depth)", "reversed(range(depth))")}, "wrong order"),
+    Answer(
+        "at least one layer for everybody",
+        {"return range(start, stop)": "return range(start, max(stop, start + 1))"},
+        "rank 2 has layers 2, and they end with 1",
+    ),
+    Answer(
+        "a pair instead of a range",
+        {"return range(start, stop)": "return start, stop"},
+        "should be a range, and is (0, 2)",
+    ),
+    Answer("no layers", {"    return range(start, stop)\n": ""}, "should be a range, and is None"),
 ]

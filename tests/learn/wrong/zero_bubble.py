@@ -76,4 +76,11 @@ ANSWERS = [
         },
         "the point is to write it yourself",
     ),
+    Answer("nothing returned", {"    return words\n": ""}, "should be a list of words such as F0.1, and is None"),
+    Answer(
+        "a text",
+        {"    return words\n": "    return ' '.join(words)\n"},
+        "should be a list of words such as F0.1, and is 'F0",
+    ),
+    Answer("numbers", {"    return words\n": "    return [1, 2]\n"}, "has 1 in it, which is no operation"),
 ]
