@@ -71,7 +71,6 @@ _OURS = [
     "torch.nn.parallel.DistributedDataParallel.__init__",
     "torch.nn.parallel.DataParallel.__init__",
     "importlib.reload",  # another copy of a function would not refuse
-    "importlib.util.spec_from_file_location",
 ]
 _BUILDERS = ("microparallel.collectives", "microparallel.schedules")  # everything in these packages
 
