@@ -79,36 +79,56 @@
     groups: [
       ["The work", [
         field("samples", "Samples", 1000000, { step: 1 }),
-        field("epochs", "Epochs", 10, { step: 1 }),
-        field("rate", "Samples a second, measured on one rank", 100),
+        field("epochs", "Epochs", 1, { step: 1 }),
+        field("rate", "Samples a second, measured on one rank", 5),
       ]],
       ["The ranks", [
         field("ranks", "Ranks", 8, { min: 1, step: 1 }),
         field("batch", "Samples a step, all ranks together", 256, { min: 1, step: 1 }),
-        field("communication", "Communication a step that nothing hides (ms)", 50),
+      ]],
+      ["What they tell each other, nothing of it hidden", [
+        field("parameters", "Parameters (millions), a gradient of 4 bytes for each", 1000),
+        field("bandwidth", "Bandwidth of a link (GB/s)", 25),
+        field("latency", "Latency of a message (µs)", 10),
       ]],
     ],
     formulas: [
       "steps = samples / samples a step (rounded up) × epochs",
       "on one rank: samples × epochs / rate",
+      "communication a step, a ring over n ranks: 2(n−1) × latency + 2(n−1)/n × parameters × 4 bytes / bandwidth",
       "on n ranks: samples × epochs / (rate × n) + steps × communication",
       "speed-up = time on one rank / time on n ranks;  efficiency = speed-up / n",
     ],
     compute: timeOfTraining,
   };
 
+  function secondsOfRing(given, ranks) {
+    const bytes = given.parameters * 1e6 * 4;
+    return 2 * (ranks - 1) * given.latency / 1e6 + 2 * (ranks - 1) / ranks * bytes / (given.bandwidth * GB);
+  }
+
   function timeOfTraining(given) {
-    const one = given.samples * given.epochs / given.rate;
     const steps = Math.ceil(given.samples / given.batch) * given.epochs;
-    const computing = one / given.ranks;
-    const talking = given.ranks > 1 ? steps * given.communication / 1000 : 0;
-    const many = computing + talking;
-    const speedup = one / many, efficiency = speedup / given.ranks;
-    const bars = [bar("1 rank", [["computation", one]], duration)];
-    bars.push(bar(`${given.ranks} ranks`, [["computation", computing], ["communication", talking]], duration));
-    const text = `${steps.toLocaleString("en")} steps. One rank: ${duration(one)}. ${given.ranks} ranks: ${duration(many)}, ` +
+    const of = (ranks) => [
+      ["computation", given.samples * given.epochs / given.rate / ranks],
+      ["communication", steps * secondsOfRing(given, ranks)],
+    ];
+    const { ranks } = given;
+    const one = sum(of(1)), many = sum(of(ranks)), communication = secondsOfRing(given, ranks);
+    const speedup = one / many, efficiency = speedup / ranks;
+    const numbers = { one, many, steps, communication, speedup, efficiency };
+    const bars = [bar("1 rank", of(1), duration)];
+    let text = `${steps.toLocaleString("en")} steps, ${milliseconds(communication)} of communication in each. ` +
+      `One rank: ${duration(one)}. ${ranks} ranks: ${duration(many)}, ` +
       `${speedup.toFixed(2)} times as fast, an efficiency of ${(100 * efficiency).toFixed(0)} %.`;
-    return { bars, numbers: { one, many, steps, speedup, efficiency }, verdict: { good: speedup >= 1, text } };
+    if (ranks >= 4 && ranks % 2 === 0) {
+      numbers.half = sum(of(ranks / 2));
+      bars.push(bar(`${ranks / 2} ranks`, of(ranks / 2), duration));
+      const gain = many < numbers.half ? "" : ", so the other half gains nothing";
+      text += ` Half as many ranks: ${duration(numbers.half)}${gain}.`;
+    }
+    if (ranks > 1) bars.push(bar(`${ranks} ranks`, of(ranks), duration));
+    return { bars, numbers, verdict: { good: speedup >= 1 && !(many >= numbers.half), text } };
   }
 
   const CALCULATORS = { memory, data };
@@ -126,6 +146,10 @@
 
   function gigabytes(value) {
     return value >= 1 || value === 0 ? `${significant(value)} GB` : `${significant(value * 1000)} MB`;
+  }
+
+  function milliseconds(seconds) {
+    return `${significant(seconds * 1000)} ms`;
   }
 
   function duration(seconds) {

@@ -89,15 +89,28 @@ def test_a_calculator_says_what_it_cannot_compute_with(browser, site):
 
 def test_the_data_calculator(browser, site):
     browser.open(site / "data_parallel" / "02_data_wall.html")
-    give(browser, "data", samples=1_000_000, epochs=10, rate=100, ranks=1, batch=250, communication=50)
+    give(browser, "data", samples=1_000_000, epochs=10, rate=100, ranks=1, batch=250)
+    give(browser, "data", parameters=250, bandwidth=50, latency=1000)
     assert result(browser, "data", "one") == result(browser, "data", "many") == 100_000
     assert result(browser, "data", "steps") == 40_000
     give(browser, "data", ranks=8)
-    assert result(browser, "data", "many") == 100_000 / 8 + 40_000 * 0.050
-    assert result(browser, "data", "speedup") == pytest.approx(100_000 / 14_500)
-    assert "One rank: 27.8 hours. 8 ranks: 4.03 hours" in words(browser, "data")
+    ring = 14 * 0.001 + 2 * 7 / 8 * 1e9 / 50e9  # 2(n−1) latencies, 2(n−1)/n of 250 million × 4 bytes
+    assert result(browser, "data", "communication") == pytest.approx(ring)
+    assert result(browser, "data", "many") == pytest.approx(100_000 / 8 + 40_000 * ring)
+    assert result(browser, "data", "speedup") == pytest.approx(100_000 / 14_460)
+    assert "49 ms of communication in each. One rank: 27.8 hours. 8 ranks: 4.02 hours" in words(browser, "data")
     give(browser, "data", rate=0)
     assert "divided by" in words(browser, "data")
+
+
+def test_the_data_calculator_agrees_with_its_page(browser, site):
+    browser.open(site / "data_parallel" / "02_data_wall.html")
+    hours = {"one": 55.6, "half": 14.1, "many": 7.2}  # the lines of 1, 4 and 8 ranks in the page's table
+    assert {name: round(result(browser, "data", name) / 3600, 1) for name in hours} == hours
+    give(browser, "data", batch=32, bandwidth=1.25)  # an answer to the exercise
+    assert result(browser, "data", "many") >= result(browser, "data", "half")
+    assert "Half as many ranks" in words(browser, "data")
+    assert "so the other half gains nothing" in words(browser, "data")
 
 
 def test_formulas_stand_beside_the_calculators(browser, site):
