@@ -1,7 +1,7 @@
 """Give every rank its own layers.
 
 A model that is too large for one rank is cut into contiguous runs of layers, one for each rank. Where that does not
-come out even, the first ranks take one layer more.
+come out even, the first ranks take one layer more; with fewer layers than ranks, the last ranks have none.
 
     seven layers, three ranks      0  1  2 │ 3  4 │ 5  6
                                    rank 0    rank 1  rank 2

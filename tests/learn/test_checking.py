@@ -213,3 +213,21 @@ def _alive(pid):
     except ProcessLookupError:
         return False
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+@pytest.mark.parametrize(
+    ("definition", "words"),
+    [
+        ("def ring_all_reduce(tensor: torch.Tensor) -> None:", "cannot be called as the exercise says"),
+        (
+            "ring_all_reduce = 5\n\n\ndef another(tensor: torch.Tensor, comms: mp.Comms) -> None:",
+            "should be a function",
+        ),
+        ("def ring(tensor: torch.Tensor, comms: mp.Comms) -> None:", "has no ring_all_reduce"),
+    ],
+)
+def test_changed_names_and_parameters_are_the_learner_s(check, definition, words):
+    text = solved(RING.solution.read_text("utf-8"))
+    before = "def ring_all_reduce(tensor: torch.Tensor, comms: mp.Comms) -> None:"
+    assert before in text
+    assert words in check(text.replace(before, definition)).message

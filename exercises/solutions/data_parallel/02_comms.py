@@ -7,8 +7,8 @@ rank". Three things that every distributed program needs are a loop or two aroun
     gather      everybody has a tensor, then one rank has all     everybody else ──▶ dst
     barrier     nobody goes on before everybody has arrived       everybody else ──▶ 0, then 0 ──▶ everybody else
 
-A send comes back when its receiver has asked for the tensor, and a receive when it is there. So for every send there
-must be a receive on the other side, and in an order in which neither waits for ever.
+A receive comes back when the tensor is there, a send when its receiver has asked for it (or sooner, if the tensor is
+small: do not rely on it). So every send needs its receive, in an order in which neither waits for ever.
 
 Lesson: docs/data_parallel/05_sync_primitives.md       Check it: microparallel learn check comms
 """

@@ -1,16 +1,18 @@
 """The Comms that a learner's code is given: some calls of the real one, every one of them watched.
 
 Two things differ from the real one. A send waits until its receiver asks for it, as every large message does: what
-would hang one day with a larger model hangs here, and is explained. And a request that nobody waits for is remembered.
+would hang one day with a larger model hangs here, and is explained (unless a grader makes sends eager, as those of
+small messages are). And a request that nobody waits for is remembered.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,6 +20,7 @@ from microparallel.comms import Comms
 from microparallel.learn.board import Board, State
 from microparallel.learn.guards import trusted
 from microparallel.learn.verdict import NotAllowed, Wrong
+from microparallel.learn.words import shown
 
 POINT_TO_POINT = ("send_tensor", "recv_tensor", "isend", "irecv")
 _PLAIN = ("barrier", "broadcast", "scatter", "gather", "all_gather", "reduce", "reduce_scatter", "all_reduce_mean")
@@ -48,20 +51,37 @@ class ExamComms:
         self.log: list[Entry] = []
         self.refused: list[str] = []  # calls that were made all the same
         self.line_of_ranks = False  # whether only neighbours may talk to each other, as in a pipeline
+        self.eager = False  # whether a send comes back at once
+        self._posted: list[ExamSend] = []  # eager sends
         self._real, self._board, self._file, self._allowed, self._happens = comms, board, file, allowed, happens
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or not hasattr(Comms, name):
             raise AttributeError(f"comms has no {name!r}; it offers {', '.join(self._allowed)}")
-        if name not in self._allowed or name not in _PLAIN:
-            raise self._refusal(name)
-        return lambda *arguments, **named: self._together(name, *arguments, **named)
+        if name in self._allowed and name in _PLAIN:
+            return lambda *arguments, **named: self._together(name, *arguments, **named)
+        if not callable(getattr(Comms, name)):
+            raise AttributeError(f"comms.{name} is not for this exercise; it offers {', '.join(self._allowed)}")
+        return functools.partial(self._refuse, name)  # to look at it is no crime
 
     # ── from one rank to another ────────────────────────────────────────────────────────────────────────────────
 
     def send_tensor(self, tensor: torch.Tensor, dest: int) -> None:
         """Send a tensor, and come back when it has been asked for."""
-        self._send("send_tensor", tensor, dest).wait()
+        if not self.eager:
+            return self._send("send_tensor", tensor, dest).wait()
+        if isinstance(tensor, torch.Tensor):
+            tensor = tensor.detach().clone()  # the caller may write to its own at once
+        self._posted.append(self._send("send_tensor", tensor, dest))
+        self._posted[-1].entry.waited = True
+        return None
+
+    def deliver(self) -> None:
+        """Wait until all eager sends have been asked for."""
+        for request in self._posted:
+            request.entry.waited = False
+            request.wait()
+        self._posted.clear()
 
     def isend(self, tensor: torch.Tensor, dest: int) -> ExamSend:
         """Start sending a tensor; do not change it before the request has been waited for."""
@@ -80,7 +100,7 @@ class ExamComms:
         self._require_neighbour("sends to", dest)
         line = self._line()
         if not isinstance(tensor, torch.Tensor):
-            raise Wrong(f"line {line}: {call} sends a tensor, and was given {type(tensor).__name__} {tensor!r}")
+            raise Wrong(f"line {line}: {call} sends a tensor, and was given {shown(tensor)}")
         self._require_another(call, "dest", dest)
         with trusted():
             request = self._real.isend(tensor.detach(), dest)
@@ -103,17 +123,15 @@ class ExamComms:
 
     # ── all together ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False) -> Any:
         """Combine everybody's tensor, in place, on every rank."""
-        if tensor is None:
-            raise Wrong(
-                f"line {self._line()}: all_reduce was given None: a gradient is None until backward has made it"
-            )
-        if not async_op:
-            return self._together("all_reduce", tensor, op=op)
         self._require("all_reduce")
+        if not isinstance(tensor, torch.Tensor):
+            raise Wrong(f"line {self._line()}: all_reduce was given {_no_tensor(tensor)}")
+        if not async_op:
+            return self._together("all_reduce", tensor, op, algorithm)
         with trusted():
-            request = self._real.all_reduce(tensor.detach().clone(), op, async_op=True)
+            request = self._real.all_reduce(tensor.detach().clone(), op, algorithm, async_op=True)
             number = self._board.joins(self.rank)
         entry = self._entry("all_reduce", tensor, asynchronous=True)
         self.log.append(entry)
@@ -122,7 +140,7 @@ class ExamComms:
 
     def _together(self, name: str, *arguments: Any, **named: Any) -> Any:
         self._require(name)
-        entry = self._entry(name, arguments[0] if arguments else None, waited=True)
+        entry = self._entry(name, arguments[0] if arguments else named.get("tensor"), waited=True)
         self.log.append(entry)
         self._happens(name)
         number = self._board.joins(self.rank)
@@ -157,10 +175,13 @@ class ExamComms:
             time.sleep(0.002)
             looks = looks + 1 if self._board.others_rest(self.rank) else 0
 
-    def sent(self, call: str | None = None) -> list[Entry]:
+    def sent(self) -> list[Entry]:
         """Everything this rank has sent."""
-        calls = ("send_tensor", "isend") if call is None else (call,)
-        return [entry for entry in self.log if entry.call in calls]
+        return [entry for entry in self.log if entry.call in ("send_tensor", "isend")]
+
+    def received(self) -> list[Entry]:
+        """Every receive that this rank has begun."""
+        return [entry for entry in self.log if entry.call in ("recv_tensor", "irecv")]
 
     def _require(self, name: str) -> None:
         if name not in self._allowed:
@@ -182,6 +203,9 @@ class ExamComms:
             f"a line with two ends, and rank {self.rank} is {end}"
         )
 
+    def _refuse(self, name: str, *_: Any, **__: Any) -> NoReturn:
+        raise self._refusal(name)
+
     def _refusal(self, name: str) -> NotAllowed:
         offers = ", ".join(f"comms.{one}" for one in self._allowed) or "nothing of comms"
         words = f"line {self._line()}: comms.{name} is not for this exercise; write it with {offers}"
@@ -202,20 +226,23 @@ class ExamSend:
     """A send that has begun."""
 
     def __init__(self, comms: ExamComms, request: Any, entry: Entry, number: int, tensor: torch.Tensor) -> None:
-        self._comms, self._request, self._entry, self._number = comms, request, entry, number
-        self._tensor, self._version = tensor, tensor._version
+        self.entry, self._comms, self._request, self._number = entry, comms, request, number
+        # Its numbers, and not its version: that is the same for all views of a tensor, and other slices may be written.
+        self._tensor, self._before = tensor, tensor.clone()
 
-    def wait(self) -> None:
-        """Come back when the receiver has asked for it."""
-        entry, comms = self._entry, self._comms
-        if self._tensor._version != self._version:
+    def wait(self, timeout: float | None = None) -> None:
+        """Come back when the receiver has asked for it, however long that takes: deadlocks are found by the referee."""
+        entry, comms = self.entry, self._comms
+        if entry.waited:
+            return
+        if not _same_numbers(self._tensor, self._before):
             raise Wrong(
                 f"the tensor that rank {comms.rank} began to send in line {entry.line} was changed before the send was "
                 "waited for: the receiver may get the new numbers; wait first, or send a clone"
             )
         with trusted():
             comms.waits(State.SENDING, entry, self._number, lambda: comms.until_asked_for(entry.peer, self._number))
-            self._request.wait()
+            self._request.wait(timeout)
 
 
 class ExamReceive:
@@ -224,10 +251,12 @@ class ExamReceive:
     def __init__(self, comms: ExamComms, request: Any, entry: Entry, number: int) -> None:
         self._comms, self._request, self._entry, self._number = comms, request, entry, number
 
-    def wait(self) -> torch.Tensor:
+    def wait(self, timeout: float | None = None) -> torch.Tensor:
         """Come back with the tensor."""
         with trusted():
-            found: torch.Tensor = self._comms.waits(State.RECEIVING, self._entry, self._number, self._request.wait)
+            found: torch.Tensor = self._comms.waits(
+                State.RECEIVING, self._entry, self._number, lambda: self._request.wait(timeout)
+            )
         return found
 
 
@@ -242,7 +271,7 @@ class ExamCollective:
         self._comms, self._request, self._entry, self._number = comms, request, entry, number
         self._tensor, self._before = tensor, tensor.detach().clone()
 
-    def wait(self) -> torch.Tensor:
+    def wait(self, timeout: float | None = None) -> torch.Tensor:
         """Come back with the tensor, combined."""
         entry, comms = self._entry, self._comms
         if entry.waited:
@@ -250,10 +279,20 @@ class ExamCollective:
             comms._happens("wait for an old request" if forgotten else "wait again")
             return self._tensor
         comms._happens("wait")
-        if not torch.equal(self._tensor, self._before):
+        if not _same_numbers(self._tensor, self._before):
             raise Wrong(
                 f"the tensor that rank {comms.rank} began to all-reduce in line {entry.line} was changed before the "
                 "request was waited for: who writes into it meanwhile spoils the sum; wait first"
             )
         with trusted(), torch.no_grad():
-            return self._tensor.copy_(comms.waits(State.TOGETHER, entry, self._number, self._request.wait))
+            found = comms.waits(State.TOGETHER, entry, self._number, lambda: self._request.wait(timeout))
+            return self._tensor.copy_(found)
+
+
+def _no_tensor(value: object) -> str:
+    return "None: a gradient is None until backward has made it" if value is None else f"{shown(value)}, and no tensor"
+
+
+def _same_numbers(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether nothing has changed; what is not a number (nan) is the same as itself here."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

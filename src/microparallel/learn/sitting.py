@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import linecache
 import sys
 import types
@@ -27,13 +29,25 @@ class Learner:
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return getattr(self._module, name)
+            found = getattr(self._module, name)
         except AttributeError:
             raise Wrong(f"{Path(self.file).name} has no {name}: was it renamed or removed?") from None
+        if not callable(found):
+            raise Wrong(f"{name} should be a function, and is {found!r:.80}")
+        return found if isinstance(found, type) else functools.partial(_call, name, found)
 
     def happens(self, what: str) -> None:
         """Write down that something happened."""
         self.happened.append(what)
+
+
+def _call(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a learner's function as the exercise says; other parameters are the learner's mistake, not the grader's."""
+    try:
+        inspect.signature(function).bind(*arguments, **named)
+    except TypeError as error:
+        raise Wrong(f"{name} cannot be called as the exercise says: {error}; were its parameters changed?") from None
+    return function(*arguments, **named)
 
 
 def sit(

@@ -21,7 +21,7 @@ class Suspect:
     words: str
 
 
-# ── is it what was asked for at all? To be looked at on the rank: what is sent to the grader must be understood there ──
+# ── is it what was asked for at all? To be looked at on the rank, since not everything can be sent to the grader ─────
 
 
 def require_type(value: object, kind: type[Kind] | tuple[type[Kind], ...], what: str, wanted: str) -> Kind:

@@ -98,7 +98,7 @@ ANSWERS = [
                 "        for bucket in self.buckets if self.comms.rank == 0 else self.buckets[::-1]:\n"
             )
         },
-        "let their buckets leave in the same order on every rank",
+        "Let gradients (or buckets) leave in the same order on every rank",
     ),
     Answer(
         "no groups",

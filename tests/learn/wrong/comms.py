@@ -11,13 +11,6 @@ ROUND = """    if comms.world_size > 1 and comms.rank == 0:
         comms.recv_tensor(1, comms.rank - 1)
         comms.send_tensor(token, (comms.rank + 1) % comms.world_size)
 """
-FILES = """    import os, pathlib, time
-    folder = pathlib.Path("/tmp") / f"barrier{os.getppid()}"
-    folder.mkdir(exist_ok=True)
-    (folder / f"{comms.rank}-{time.monotonic()}").touch()
-    time.sleep(0.3)
-"""
-
 ANSWERS = [
     Answer(
         "not in place",
@@ -92,9 +85,9 @@ ANSWERS = [
         "rank 0 may only go on when it has heard from everybody",
     ),
     Answer(
-        "files instead of messages",
-        {BARRIER: FILES},
-        "rank 0 left the barrier without having sent anything: use messages",
+        "patience instead of messages",
+        {BARRIER: "    import time\n\n    time.sleep(0.1)\n"},
+        "no rank has sent anything, so none can know about another",
     ),
     Answer(
         "broadcast of numbers that all know",

@@ -112,6 +112,6 @@ ANSWERS = [
     Answer(
         "all activations in one message",
         {"    def backward(": TOGETHER},
-        "rank 0 sends 1 message to rank 1 in a step, and there are 4 micro-batches",
+        "in a step, and there are 4 micro-batches: one activation for each",
     ),
 ]

@@ -86,7 +86,9 @@ ANSWERS = [
         "gradients gone",
         {
             WAIT: WAIT + "        for parameter in self.parameters:\n            parameter.grad = None\n",
-            "        self.comms = comms\n": "        self.comms = comms\n        self.parameters = list(model.parameters())\n",
+            "        self.comms = comms\n": (
+                "        self.comms = comms\n        self.parameters = list(model.parameters())\n"
+            ),
         },
         "0.weight has no gradient any more: put the average there",
     ),

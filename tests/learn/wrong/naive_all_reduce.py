@@ -58,7 +58,7 @@ ANSWERS = [
         {GO + BACK: "        comms.all_reduce(tensor)\n"},
         "comms.all_reduce is not for this exercise",
     ),
-    Answer("a chain", {WHOLE: CHAIN}, "rank 2 sends to rank 1: here everything goes through rank 0"),
+    Answer("a chain", {WHOLE: CHAIN}, "rank 3 sends to rank 2: here everything goes through rank 0"),
     Answer(
         "no messages at all",
         {

@@ -95,7 +95,31 @@ ANSWERS = [
     Answer("the loss as a text", {"loss.detach()": "str(loss)"}, "should be a number, and is 'tensor("),
     Answer(
         "a pair returned",
-        {"return None if loss is None else loss.detach()": "return rank, loss"},
-        "rank 0 returns (0, None) as the loss: only the last rank knows it",
+        {"return None if loss is None else loss.detach()": "return (0, loss) if loss is None else loss.detach()"},
+        "returns (0, None) as the loss: only the last rank knows it",
+    ),
+    Answer(
+        "a mailbox instead of messages",
+        {
+            "    rank = comms.rank\n": (
+                "    import os, pathlib, tempfile, time\n\n"
+                "    rank = comms.rank\n"
+                "    box = pathlib.Path(tempfile.gettempdir()) / f'mailbox{os.getppid()}'\n"
+                "    box.mkdir(exist_ok=True)\n\n"
+                "    def put(tensor, to):\n"
+                "        torch.save(tensor.detach(), box / f'part{rank}-{to}')\n"
+                "        (box / f'part{rank}-{to}').rename(box / f'{rank}-{to}')\n\n"
+                "    def take(source):\n"
+                "        while not (box / f'{source}-{rank}').exists():\n"
+                "            time.sleep(0.001)\n"
+                "        found = torch.load(box / f'{source}-{rank}')\n"
+                "        (box / f'{source}-{rank}').unlink()\n"
+                "        return found\n\n"
+            ),
+            "comms.recv_tensor(shape, rank - 1, dtype)": "take(rank - 1)",
+            "comms.recv_tensor(shape, rank + 1, dtype)": "take(rank + 1)",
+            "comms.send_tensor(": "put(",
+        },
+        "0 messages from rank",
     ),
 ]

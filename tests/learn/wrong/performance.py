@@ -95,7 +95,7 @@ ANSWERS = [
     Answer(
         "two numbers",
         {EXPOSED: "__import__('torch').ones(2)"},
-        "exposed should be a number, and is a tensor of shape [2]",
+        "exposed should be one number, and is a tensor of shape [2]",
     ),
     Answer("nothing returned", {"return " + EXPOSED: EXPOSED}, "is None, and should be"),
     Answer("a function returned", {EXPOSED: "lambda: 0"}, "is <function"),

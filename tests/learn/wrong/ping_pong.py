@@ -91,7 +91,7 @@ ANSWERS = [
     ),
     Answer("a list returned", {"    return ball\n": "    return ball.tolist()\n"}, "should be a tensor, and is ["),
     Answer("a number returned", {"    return ball\n": "    return float(ball.sum())\n"}, "should be a tensor, and is "),
-    Answer("nothing returned", {"    return ball\n": ""}, "rank 1 returned nothing: return the ball"),
+    Answer("nothing returned", {"    return ball\n": ""}, "returned nothing: return the ball"),
     Answer(
         "another shape returned", {"    return ball\n": "    return ball.sum()\n"}, "has shape [], and should have [3]"
     ),
@@ -103,13 +103,15 @@ ANSWERS = [
     Answer(
         "words instead of the ball",
         {
-            "            comms.send_tensor(ball, 1)\n            ball = comms.recv_tensor(ball.shape, 1, ball.dtype) + 1\n": (
-                "            comms.send_tensor(torch.zeros(0), 1)\n            ball = ball + 2 + 0 * len(comms.recv_tensor(0, 1))\n"
+            SENDS: (
+                "            comms.send_tensor(torch.zeros(0), 1)\n"
+                "            comms.recv_tensor(0, 1)\n"
+                "            ball = ball + 2\n"
             ),
-            "            ball = comms.recv_tensor(ball.shape, 0, ball.dtype) + 1\n            comms.send_tensor(ball, 0)\n": (
+            ANSWERS_BACK: (
                 "            comms.recv_tensor(0, 0)\n"
-                "            ball = (torch.arange(ball.numel()).reshape(ball.shape) * 10.0 + 2 * _ + 1).to(ball.dtype)\n"
                 "            comms.send_tensor(torch.zeros(0), 0)\n"
+                "            ball = (torch.arange(ball.numel()).reshape(ball.shape) * 10.0 + 2 * _ + 1).type_as(ball)\n"
             ),
         },
         "a message of 0 bytes, and the ball has 12",

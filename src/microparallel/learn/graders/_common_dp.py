@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from microparallel.learn.verdict import Wrong
+from microparallel.learn.words import flat
 
 LEARNING_RATE = 0.1
 
@@ -111,15 +112,13 @@ def combined(tensors: Sequence[Sequence[torch.Tensor]], factors: Sequence[float]
     ]
 
 
-def flat(tensors: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """All numbers of a list of tensors, one after another."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors if tensor is not None])
-
-
 def same(one: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> bool:
     """Whether two lists hold the same numbers, but for rounding."""
     return all(
-        a is not None and b is not None and a.shape == b.shape and torch.allclose(a, b, rtol=1e-9, atol=1e-9)
+        a is not None
+        and b is not None
+        and (a.shape, a.dtype) == (b.shape, b.dtype)
+        and torch.allclose(a, b, rtol=1e-9, atol=1e-9)
         for a, b in zip(one, other, strict=True)
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal
+from microparallel.learn.words import Suspect, flat, require_equal
 
 WIDTH = 6
 
@@ -60,11 +60,6 @@ def in_one_process(
     return loss.detach(), [gradient for gradient in gradients(whole) if gradient is not None]
 
 
-def flat(tensors: Iterable[torch.Tensor | None]) -> torch.Tensor:
-    """All of them as one row of numbers."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors if tensor is not None])
-
-
 def require_gradients(
     found: Sequence[torch.Tensor | None],
     expected: Sequence[torch.Tensor],
@@ -97,13 +92,6 @@ def require_gradients(
 def scaled(expected: Sequence[torch.Tensor], factor: float, words: str) -> Suspect:
     """The suspicion that every gradient is so many times what it should be."""
     return Suspect(flat(expected) * factor, words)
-
-
-def require_tensor(value: Any, what: str) -> torch.Tensor:
-    """Refuse what is not a tensor."""
-    if not isinstance(value, torch.Tensor):
-        raise Wrong(f"{what} should be a tensor, and is {value!r:.80}")
-    return value
 
 
 def require_all_waited(comms: Any) -> None:

@@ -7,9 +7,9 @@ import functools
 import torch
 from torch import nn
 
-from microparallel.learn.graders._common_pp import flat, mean_loss
+from microparallel.learn.graders._common_pp import mean_loss
 from microparallel.learn.graders._pipeline_steps import Truth, begun_with
-from microparallel.learn.words import Suspect
+from microparallel.learn.words import Suspect, flat
 
 
 def suspects(truth: Truth, rank: int) -> list[Suspect]:

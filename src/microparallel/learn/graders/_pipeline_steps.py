@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from torch import nn
 
 from microparallel.errors import Mismatch
 from microparallel.learn.graders._common_pp import (
-    flat,
     gradients,
     make_batch,
     make_layers,
@@ -23,7 +22,7 @@ from microparallel.learn.graders._common_pp import (
 )
 from microparallel.learn.graders._counted_stage import CountedStage
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal
+from microparallel.learn.words import Suspect, flat, require_equal, require_number, shown
 
 _STEPS = 2
 _RATE = 0.5
@@ -60,6 +59,7 @@ def do_steps(
         inputs = inputs if rank == 0 else torch.full_like(inputs, torch.nan)
         targets = targets if rank == ranks - 1 else torch.full_like(targets, torch.nan)
         stage.begin()
+        before = len(comms.log)
         loss_function = _loss_of_the_last(rank, ranks)
         try:
             loss = getattr(learner, function)(stage, comms, inputs, targets, loss_function, *options)
@@ -72,7 +72,9 @@ def do_steps(
             raise _in_words(error, rank, ranks) from None
         _require_each_once(stage, options[0] if options else 1)
         require_all_waited(comms)
+        _require_messages(comms, comms.log[before:], options[0] if options else 1, inputs.nbytes)
         _require_no_graph(loss, rank)
+        _require_proper_loss(loss, rank, ranks)
         _note(outcome, stage, loss)
         _update(stage)
     return outcome
@@ -117,6 +119,39 @@ def _require_no_graph(loss: Any, rank: int) -> None:
             f"the loss that rank {rank} returns still hangs on its graph, and with it everything that was computed: "
             "add up losses without their graphs (detach)"
         )
+
+
+def _require_proper_loss(loss: Any, rank: int, ranks: int) -> None:
+    if rank < ranks - 1 and loss is not None:
+        raise Wrong(f"rank {rank} returns {shown(loss)} as the loss: only the last rank knows it")
+    if rank == ranks - 1 and loss is not None and not isinstance(loss, torch.Tensor):
+        require_number(loss, f"the loss that rank {rank} returns")
+
+
+def _require_messages(comms: Any, log: Sequence[Any], microbatches: int, size: int) -> None:
+    """Refuse a step in which not every micro-batch has sent its activation one way and its gradient the other.
+
+    There may be more messages: somebody may send a header before each. And what was never sent is found on the other
+    side, by a rank that waits for it or has not received it.
+    """
+    rank, needed = comms.rank, f"in a step, and there {_are(microbatches)}"
+    for peer in (rank - 1, rank + 1):
+        if not 0 <= peer < comms.world_size:
+            continue
+        comes, goes = ("activation", "gradient") if peer < rank else ("gradient", "activation")
+        received = sum(entry.peer == peer and entry.call in ("recv_tensor", "irecv") for entry in log)
+        if received < microbatches:
+            raise Wrong(
+                f"rank {rank} receives {many(received, 'message')} from rank {peer} {needed}: one {comes} for each"
+            )
+        sent = [entry.bytes for entry in log if entry.peer == peer and entry.call in ("send_tensor", "isend")]
+        if sent and not microbatches <= len(sent) <= 2 * microbatches:
+            raise Wrong(
+                f"rank {rank} sends {many(len(sent), 'message')} to rank {peer} {needed}: one {goes} for each, as soon "
+                "as it is there"
+            )
+        if sent and sum(sent) < size:
+            raise Wrong(f"rank {rank} sends {sum(sent)} bytes to rank {peer}, and the {goes}s of the batch have {size}")
 
 
 def _in_words(error: RuntimeError, rank: int, ranks: int) -> Exception:
@@ -216,11 +251,6 @@ class Truth:
         )
 
     def _require_loss(self, outcomes: list[Outcome], step: int) -> None:
-        for rank, outcome in enumerate(outcomes[:-1]):
-            if outcome.losses[step] is not None:
-                raise Wrong(
-                    f"rank {rank} returns {outcome.losses[step]!r:.60} as the loss: only the last rank knows it"
-                )
         found = outcomes[-1].losses[step]
         if found is None:
             raise Wrong(f"rank {self.ranks - 1} is the last and returns no loss")

@@ -12,7 +12,6 @@ import torch
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._common_pp import (
-    flat,
     in_one_process,
     make_batch,
     make_layers,
@@ -21,7 +20,7 @@ from microparallel.learn.graders._common_pp import (
 )
 from microparallel.learn.guards import trusted
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal
+from microparallel.learn.words import Suspect, flat, require_equal, shown
 from microparallel.program import Program, TrainingStep, parse_op
 from microparallel.schedules import lower
 from microparallel.verifier import verify
@@ -44,13 +43,13 @@ def _ask(learner: Any, _: Any, cases: Sequence[tuple[int, ...]], kinds: str) -> 
         orders = [learner.order(rank, *case) for rank in range(case[0])]
         for rank, order in enumerate(orders):
             _require_words(order, f"order({', '.join(map(str, (rank, *case)))})", kinds)
-        answers.append(orders)
+        answers.append([list(map(str, order)) for order in orders])
     return answers
 
 
 def _require_words(order: Any, call: str, kinds: str) -> None:
     if not isinstance(order, list | tuple) or not order:
-        raise Wrong(f"{call} should be a list of words such as {kinds[0]}0.1, and is {order!r:.80}")
+        raise Wrong(f"{call} should be a list of words such as {kinds[0]}0.1, and is {shown(order)}")
     for word in order:
         if isinstance(word, str) and ".-" in word:
             raise Wrong(
@@ -60,7 +59,7 @@ def _require_words(order: Any, call: str, kinds: str) -> None:
         match = _WORD.fullmatch(word) if isinstance(word, str) else None
         if match is None or match[1] not in kinds:
             raise Wrong(
-                f"{call} has {word!r:.40} in it, which is no operation of this schedule: {kinds[0]}2.1 is one, of "
+                f"{call} has {shown(word)} in it, which is no operation of this schedule: {kinds[0]}2.1 is one, of "
                 f"stage 2 on micro-batch 1; the letters are {', '.join(kinds)}"
             )
 

@@ -9,10 +9,12 @@ from torch import nn
 
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders import _during_backward as during
+from microparallel.learn.graders import _passes as passes
 from microparallel.learn.graders._common_dp import combined, same, small_model
-from microparallel.learn.graders._during_backward import Averages, Pass
+from microparallel.learn.graders._during_backward import Averages
+from microparallel.learn.graders._passes import Pass
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import first_difference
+from microparallel.learn.words import first_difference, shown
 
 _ALLOWED = ("all_reduce",)
 _NUMBERS = 12  # in a bucket: three of them for the small model, of different sizes
@@ -25,20 +27,23 @@ def check(exam: Exam) -> None:
         for numbers in (_NUMBERS, _MORE, 1, 1000):
             _require_groups(exam.run(_share, 1, numbers, allowed=_ALLOWED)[0], numbers)
     with exam.step("a bucket leaves when it is full, while backward goes on") as notes:
-        passes = exam.run(_watch, 2, "plain", 2, _NUMBERS, allowed=_ALLOWED)
-        for rank, mine in enumerate(passes):
+        watched = exam.run(_watch, 2, "plain", 2, _NUMBERS, allowed=_ALLOWED)
+        for rank, mine in enumerate(watched):
             _require_overlap(mine[0], rank, _right_groups(_NUMBERS))
-        notes.append(_achieved(passes[0][0]))
+        first = watched[0][0]
+        readies = sum(event.startswith("ready") for event in first.events)
+        notes.append(f"{passes.achieved(first)}; {len(first.reduces)} messages for {readies} gradients")
     with exam.step("every gradient is the average"):
-        _require_step(passes, "plain", 1)
+        _require_step(watched, "plain", 1)
     with exam.step("the second step is as good as the first"):
-        for rank, mine in enumerate(passes):
+        for rank, mine in enumerate(watched):
             _require_as_before(mine[1], rank, _right_groups(_NUMBERS))
-        _require_step(passes, "plain", 2)
+        _require_step(watched, "plain", 2)
     with exam.step("three ranks, and a layer that is used in the first step and not in the second"):
-        more = exam.run(_watch, 3, "spare", 2, _MORE, allowed=_ALLOWED)
-        _require_step(more, "spare", 1)
-        _require_step(more, "spare", 2)
+        for numbers in (_MORE, 1):  # the layer shares a bucket with others, or has two of them to itself
+            more = exam.run(_watch, 3, "spare", 2, numbers, allowed=_ALLOWED)
+            _require_step(more, "spare", 1)
+            _require_step(more, "spare", 2)
 
 
 # ── which parameters share a bucket ─────────────────────────────────────────────────────────────────────────────────
@@ -50,8 +55,8 @@ def _share(learner: Any, _comms: Any, numbers: int) -> Any:
     groups = learner.in_buckets(list(named.values()), numbers)
     try:
         return [[name_of[parameter] for parameter in group] for group in groups]
-    except (TypeError, KeyError):
-        raise Wrong(f"in_buckets shall return a list of lists of parameters, and returned {groups!r:.60}") from None
+    except (TypeError, KeyError, RuntimeError):  # the last one where a parameter itself is taken for a group
+        raise Wrong(f"in_buckets shall return a list of lists of parameters, and returned {shown(groups)}") from None
 
 
 def _right_groups(numbers: int) -> list[list[str]]:
@@ -134,7 +139,7 @@ class _Careful:
 
 def _require_overlap(one: Pass, rank: int, groups: list[list[str]]) -> None:
     """From the order of events: each bucket leaves right after its last gradient, and is waited for after backward."""
-    during.require_hooks_fit(one)
+    passes.require_hooks_fit(one)
     if not one.reduces:
         raise Wrong(f"rank {rank}: no bucket has left, so nothing was averaged: all-reduce the buffer of each bucket")
     if "all_reduce" not in one.during:
@@ -142,10 +147,10 @@ def _require_overlap(one: Pass, rank: int, groups: list[list[str]]) -> None:
             "the first bucket leaves after backward is over: then nothing travels while it computes; let a bucket "
             "leave in the hook, when its last gradient has come"
         )
-    during.require_asynchronous(one)
+    passes.require_asynchronous(one)
     if len(one.reduces) != len(groups):
         _require_few_messages(one, rank, groups)
-    during.require_waited(one, rank)
+    passes.require_waited(one, rank)
     _require_full(one.events, groups)
     _require_at_once(one.events, groups)
 
@@ -191,15 +196,6 @@ def _require_few_messages(one: Pass, rank: int, groups: list[list[str]]) -> None
     )
 
 
-def _achieved(one: Pass) -> str:
-    last = max(place for place, event in enumerate(one.events) if event.startswith("ready"))
-    early, readies = one.events[:last].count("all_reduce"), sum(event.startswith("ready") for event in one.events)
-    return (
-        f"{early} of {len(one.reduces)} all-reduces begin before the last gradient is ready; {len(one.reduces)} "
-        f"messages for {readies} gradients"
-    )
-
-
 def _require_as_before(one: Pass, rank: int, groups: list[list[str]]) -> None:
     """The second step, when the first was right: what differs was not reset."""
     begun = one.during.count("all_reduce")
@@ -208,20 +204,20 @@ def _require_as_before(one: Pass, rank: int, groups: list[list[str]]) -> None:
             f"in step 2 rank {rank} lets {begun} of {len(groups)} buckets leave during backward, and in step 1 all of "
             "them: something of step 1 is still in the bucket (ready? request?); finish() must set it back"
         )
-    during.require_old_requests_gone(one, 2)
+    passes.require_old_requests_gone(one, 2)
     _require_overlap(one, rank, groups)
 
 
 # ── what comes back ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _require_step(passes: list[list[Pass]], kind: str, step: int) -> None:
-    every = during.averages(kind, len(passes), step)
+def _require_step(watched: list[list[Pass]], kind: str, step: int) -> None:
+    every = during.averages(kind, len(watched), step)
     right, before = every[-1], every[-2].mean if step > 1 else None
-    for rank, mine in enumerate(passes):
+    for rank, mine in enumerate(watched):
         one = mine[step - 1]
-        during.require_waited(one, rank)
-        during.require_old_requests_gone(one, step)
+        passes.require_waited(one, rank)
+        passes.require_old_requests_gone(one, step)
         found = list(one.gradients.values())
         wrong = [
             place

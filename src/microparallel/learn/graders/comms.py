@@ -10,10 +10,10 @@ import torch
 
 from microparallel.learn.exam import Exam
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal
+from microparallel.learn.words import Suspect, require_equal, require_like, shown
 
 _ALLOWED = ("send_tensor", "recv_tensor")
-_RANKS = 3
+_RANKS = 4
 
 
 def check(exam: Exam) -> None:
@@ -29,8 +29,8 @@ def check(exam: Exam) -> None:
     with exam.step("barrier: nobody leaves before everybody has arrived") as notes:
         _require_barrier(exam, notes)
     with exam.step("with them, all-gather works by itself; and a world of one is left alone"):
-        _require_all_gather(exam, _RANKS)
-        _require_all_gather(exam, 1)
+        exam.run(_all_gather, _RANKS, allowed=_ALLOWED)
+        exam.run(_all_gather, 1, allowed=_ALLOWED)
 
 
 def _tensor(rank: int, dtype: torch.dtype) -> torch.Tensor:
@@ -40,17 +40,17 @@ def _tensor(rank: int, dtype: torch.dtype) -> torch.Tensor:
 # ── broadcast ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _broadcast(learner: Any, comms: Any, src: int, dtype: torch.dtype) -> tuple[torch.Tensor, int]:
+def _broadcast(learner: Any, comms: Any, src: int, dtype: torch.dtype) -> tuple[torch.Tensor, int, int]:
     tensor = _tensor(comms.rank, dtype)
     learner.broadcast(tensor, src, comms)
-    return tensor, len(comms.sent())
+    return tensor, len(comms.sent()), len(comms.received())
 
 
 def _require_broadcast(exam: Exam, src: int, dtype: torch.dtype, notes: list[str]) -> None:
     results = exam.run(_broadcast, _RANKS, src, dtype, allowed=_ALLOWED)
     expected = _tensor(src, dtype)
     for rank in [src, *(other for other in range(_RANKS) if other != src)]:
-        found, _ = results[rank]
+        found = results[rank][0]
         suspects = [
             Suspect(
                 _tensor(rank, dtype),
@@ -61,7 +61,10 @@ def _require_broadcast(exam: Exam, src: int, dtype: torch.dtype, notes: list[str
             Suspect(_tensor(src, dtype) + _tensor(rank, dtype), "the tensor was added: a broadcast replaces"),
         ]
         require_equal(found, expected, f"broadcast from rank {src}: rank {rank}'s tensor", suspects)
-    _require_few_messages("broadcast", [sent for _, sent in results], notes)
+    _require_few_messages("broadcast", [sent for _, sent, _ in results], notes)
+    for rank, (_, _, received) in enumerate(results):
+        if received != (rank != src):
+            raise Wrong(f"broadcast from rank {src}: {_counted(rank, 'received', received, int(rank != src))}")
 
 
 def _from_wrong_rank(rank: int, src: int, dtype: torch.dtype) -> list[Suspect]:
@@ -73,27 +76,39 @@ def _from_wrong_rank(rank: int, src: int, dtype: torch.dtype) -> list[Suspect]:
 # ── gather ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _gather(learner: Any, comms: Any, dst: int, dtype: torch.dtype) -> tuple[Any, torch.Tensor, int]:
+def _gather(learner: Any, comms: Any, dst: int, dtype: torch.dtype) -> int:
+    """Returns how many messages the rank has sent; what the learner returns is looked at here."""
     tensor = _tensor(comms.rank, dtype)
     found = learner.gather(tensor, dst, comms)
-    return found, tensor, len(comms.sent())
+    if not torch.equal(require_like(tensor, _tensor(comms.rank, dtype), _PASSED), _tensor(comms.rank, dtype)):
+        raise Wrong(f"gather changed the tensor that rank {comms.rank} passed: it is to be read, not written to")
+    if comms.rank != dst and found is not None:
+        raise Wrong(f"gather to rank {dst}: rank {comms.rank} shall return None, and returned {shown(found)}")
+    if comms.rank == dst:
+        _require_list(found, f"gather: rank {dst}", dst, dtype)
+    return len(comms.sent())
+
+
+_PASSED = "the tensor that was passed to gather"
 
 
 def _require_gather(exam: Exam, dst: int, dtype: torch.dtype, notes: list[str]) -> None:
-    results = exam.run(_gather, _RANKS, dst, dtype, allowed=_ALLOWED)
-    for rank, (found, own, _) in enumerate(results):
-        if not torch.equal(own, _tensor(rank, dtype)):
-            raise Wrong(f"gather changed the tensor that rank {rank} passed: it is to be read, not written to")
-        if rank != dst and found is not None:
-            raise Wrong(f"gather to rank {dst}: rank {rank} shall return None, and returned {found!r:.60}")
-    _require_list(results[dst][0], f"gather: rank {dst}", dst, dtype)
-    _require_few_messages("gather", [sent for _, _, sent in results], notes)
+    messages = exam.run(_gather, _RANKS, dst, dtype, allowed=_ALLOWED)
+    _require_few_messages("gather", messages, notes)
+    for rank, sent in enumerate(messages):
+        if sent != (rank != dst):
+            raise Wrong(f"gather to rank {dst}: {_counted(rank, 'sent', sent, int(rank != dst))}")
+
+
+def _counted(rank: int, deed: str, found: int, right: int) -> str:
+    should = {"received": "receive", "sent": "send"}[deed]
+    return f"rank {rank} {deed} {found} message{'s' * (found != 1)}, and should {should} {right}"
 
 
 def _require_list(found: Any, who: str, owner: int, dtype: torch.dtype, ranks: int = _RANKS) -> None:
     """The list that a rank returned must have a tensor of every rank, in their order."""
     if not isinstance(found, list | tuple):
-        raise Wrong(f"{who} shall return a list of tensors, and returned {found!r:.60}")
+        raise Wrong(f"{who} shall return a list of tensors, and returned {shown(found)}")
     whose = [_whose(one, dtype, ranks) for one in found]
     if len(found) != ranks:
         missing = "; its own is missing" if owner not in whose else ""
@@ -135,33 +150,46 @@ class _Visit:
 
     arrived: float
     left: float
-    sent: int
+    sent: list[int]  # to whom
     received: int
 
 
-def _barrier(learner: Any, comms: Any, late: int) -> _Visit:
+def _barrier(learner: Any, comms: Any, late: int, eager: bool) -> _Visit:
     """Rank `late` arrives when all others wait for it, or have left."""
+    comms.eager = eager
     if comms.rank == late:
         comms.until_others_rest()
     arrived = time.monotonic()  # the same clock in all processes
     learner.barrier(comms)
-    sent = len(comms.sent())
-    return _Visit(arrived, time.monotonic(), sent, len(comms.log) - sent)
+    left = time.monotonic()
+    comms.deliver()
+    return _Visit(arrived, left, [entry.peer for entry in comms.sent()], len(comms.received()))
 
 
 def _require_barrier(exam: Exam, notes: list[str]) -> None:
-    for late in (_RANKS - 1, 0, 1):
-        visits = exam.run(_barrier, _RANKS, late, allowed=_ALLOWED)
+    """Sends wait for their receiver, or come back at once, as those of a token do: it must be right either way."""
+    for late, eager in ((_RANKS - 1, False), *((rank, True) for rank in reversed(range(_RANKS)))):
+        visits = exam.run(_barrier, _RANKS, late, eager, allowed=_ALLOWED)
         for rank, visit in enumerate(visits):
             if visit.left < visits[late].arrived:
-                why = _why(rank, visit, visits[0])
-                raise Wrong(f"rank {rank} left the barrier before rank {late} had arrived: {why}")
-    notes.append(f"{sum(visit.sent for visit in visits)} messages for {_RANKS} ranks")
+                raise Wrong(f"rank {rank} left the barrier before rank {late} had arrived: {_why(rank, visits)}")
+    notes.append(f"{sum(len(visit.sent) for visit in visits)} messages for {_RANKS} ranks")
 
 
-def _why(rank: int, visit: _Visit, middle: _Visit) -> str:
+def _why(rank: int, visits: list[_Visit]) -> str:
+    visit, middle = visits[rank], visits[0]
+    if not any(one.sent for one in visits):
+        return "no rank has sent anything, so none can know about another"
+    if all(one.sent == [(other + 1) % _RANKS] for other, one in enumerate(visits)):
+        return (
+            "when a token comes round, those before you have arrived, and those after you perhaps not; the token must "
+            "go round a second time"
+        )
     if rank == 0:
-        return "rank 0 may only go on when it has heard from everybody"
+        return (
+            "rank 0 may only go on when it has heard from everybody; that its sends came back says nothing, since a "
+            "small tensor may leave before its receiver asks for it"
+        )
     if not visit.received:
         return "to tell the others that you are there is not enough, you must also wait for leave to go on"
     if middle.received < _RANKS - 1:
@@ -172,20 +200,16 @@ def _why(rank: int, visit: _Visit, middle: _Visit) -> str:
 # ── all three together ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _all_gather(learner: Any, comms: Any) -> Any:
-    tensor = _tensor(comms.rank, torch.float64)
+def _all_gather(learner: Any, comms: Any) -> None:
+    rank, ranks = comms.rank, comms.world_size
+    tensor = _tensor(rank, torch.float64)
     learner.barrier(comms)
     found = learner.all_gather(tensor, comms)
     tensor.zero_()  # what was gathered is a copy
-    return found
-
-
-def _require_all_gather(exam: Exam, ranks: int) -> None:
-    for rank, found in enumerate(exam.run(_all_gather, ranks, allowed=_ALLOWED)):
-        mine = found[rank] if isinstance(found, list) and len(found) == ranks else None
-        if isinstance(mine, torch.Tensor) and not mine.any():
-            raise Wrong(
-                f"what rank {rank} gathered of itself is the very tensor it passed, so it changes when that does: "
-                "put a clone into the list"
-            )
-        _require_list(found, f"all_gather: rank {rank}", rank, torch.float64, ranks)
+    mine = found[rank] if isinstance(found, list) and len(found) == ranks else None
+    if isinstance(mine, torch.Tensor) and not mine.any():
+        raise Wrong(
+            f"what rank {rank} gathered of itself is the very tensor it passed, so it changes when that does: "
+            "put a clone into the list"
+        )
+    _require_list(found, f"all_gather: rank {rank}", rank, torch.float64, ranks)

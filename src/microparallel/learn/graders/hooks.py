@@ -6,27 +6,28 @@ from typing import Any
 
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders import _during_backward as during
-from microparallel.learn.graders._common_dp import combined, flat
-from microparallel.learn.graders._during_backward import Pass
+from microparallel.learn.graders import _passes as passes
+from microparallel.learn.graders._common_dp import combined, require_gradients
+from microparallel.learn.graders._passes import Pass
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal
+from microparallel.learn.words import Suspect, flat, require_equal
 
 
 def check(exam: Exam) -> None:
     """One step; two; without hooks; a frozen parameter and more ranks."""
     with exam.step("every hook averages the gradient it was called for"):
-        passes = exam.run(_watch, 2, "plain", 2, allowed=("all_reduce",))
-        for rank, mine in enumerate(passes):
+        watched = exam.run(_watch, 2, "plain", 2, allowed=("all_reduce",))
+        for rank, mine in enumerate(watched):
             _require_own_gradient(mine[0], rank)
     with exam.step("all-reduces begin during backward, and are waited for in finish()") as notes:
-        for rank, mine in enumerate(passes):
+        for rank, mine in enumerate(watched):
             _require_overlap(mine[0], rank)
-        notes.append(_achieved(passes[0][0]))
+        notes.append(passes.achieved(watched[0][0]))
     with exam.step("the gradients are those of one process, in two steps"):
-        _require_steps(passes, "plain")
+        _require_steps(watched, "plain")
     with exam.step("after remove() the hooks are gone"):
-        for mine in passes:
-            during.require_removed(mine[-1])
+        for mine in watched:
+            passes.require_removed(mine[-1])
     with exam.step("three ranks, and a parameter that is frozen"):
         more = exam.run(_watch, 3, "frozen", 2, allowed=("all_reduce",))
         _require_steps(more, "frozen")
@@ -41,7 +42,7 @@ def _require_own_gradient(one: Pass, rank: int) -> None:
         raise Wrong(
             f"rank {rank} still holds its own gradient: nothing was averaged, since no hook began an all-reduce"
         )
-    during.require_hooks_fit(one)
+    passes.require_hooks_fit(one)
 
 
 def _require_during(one: Pass) -> None:
@@ -54,8 +55,8 @@ def _require_during(one: Pass) -> None:
 
 def _require_overlap(one: Pass, rank: int) -> None:
     _require_during(one)
-    during.require_asynchronous(one)
-    during.require_waited(one, rank)
+    passes.require_asynchronous(one)
+    passes.require_waited(one, rank)
     readies = [event.removeprefix("ready ") for event in one.events if event.startswith("ready ")]
     reduced = [reduce.gradient_of for reduce in one.reduces]
     missing = [name for name in readies if name not in reduced]
@@ -63,20 +64,15 @@ def _require_overlap(one: Pass, rank: int) -> None:
         raise Wrong(f"rank {rank}: nobody averages the gradient of {', '.join(missing)}: every parameter needs a hook")
 
 
-def _achieved(one: Pass) -> str:
-    last = max(place for place, event in enumerate(one.events) if event.startswith("ready"))
-    early = one.events[:last].count("all_reduce")
-    return f"{early} of {len(one.reduces)} all-reduces begin before the last gradient is ready"
-
-
-def _require_steps(passes: list[list[Pass]], kind: str) -> None:
-    steps = len(passes[0]) - 1
-    for number, right in enumerate(during.averages(kind, len(passes), steps), 1):
-        for rank, mine in enumerate(passes):
+def _require_steps(watched: list[list[Pass]], kind: str) -> None:
+    steps = len(watched[0]) - 1
+    for number, right in enumerate(during.averages(kind, len(watched), steps), 1):
+        for rank, mine in enumerate(watched):
             one = mine[number - 1]
-            during.require_waited(one, rank)
-            during.require_old_requests_gone(one, number)
-            found = flat(list(one.gradients.values()))
+            passes.require_waited(one, rank)
+            passes.require_old_requests_gone(one, number)
+            found = flat(one.gradients.values())
+            require_gradients(list(one.gradients.values()), list(one.gradients), f"step {number}: rank {rank}")
             require_equal(found, flat(right.mean), f"step {number}: rank {rank}'s gradient", _suspects(right, rank))
 
 

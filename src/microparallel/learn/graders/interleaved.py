@@ -15,6 +15,7 @@ from microparallel.learn.graders._programs import (
     split,
 )
 from microparallel.learn.verdict import Wrong
+from microparallel.learn.words import listed
 from microparallel.program import Program, peak_activations
 from microparallel.schedules import interleaved, lower
 from microparallel.simulator import Costs, simulate
@@ -73,11 +74,11 @@ def _require_complete(case: Case, orders: Orders) -> None:
         stages = sorted({split(word)[1] for word in order})
         if stages != own and chunks > 1 and stages == [rank * chunks + chunk for chunk in range(chunks)]:
             raise Wrong(
-                f"{_named(case)}: rank {rank} has stages {_list(stages)}, which are neighbours: then a micro-batch "
-                f"does not go round, and nothing is gained. Chunk c of rank r is stage c · p + r: {_list(own)}"
+                f"{_named(case)}: rank {rank} has stages {listed(stages)}, which are neighbours: then a micro-batch "
+                f"does not go round, and nothing is gained. Chunk c of rank r is stage c · p + r: {listed(own)}"
             )
         if stages != own:
-            raise Wrong(f"{_named(case)}: rank {rank} works on stages {_list(stages)}, and has {_list(own)}")
+            raise Wrong(f"{_named(case)}: rank {rank} works on stages {listed(stages)}, and has {listed(own)}")
         needed = [f"{kind}{stage}.{m}" for kind in "FB" for m in range(microbatches) for stage in own]
         require_complete(orders, rank, needed)
 
@@ -167,7 +168,3 @@ def _require_few(case: Case, orders: Orders) -> None:
                 f"{_named(case)}: rank {rank} holds {found} activations at once, and {most} are enough. "
                 f"{_reason(case, orders)}"
             )
-
-
-def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers))

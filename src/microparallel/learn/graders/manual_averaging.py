@@ -14,7 +14,6 @@ from microparallel.learn.graders._common_dp import (
     LEARNING_RATE,
     batch,
     combined,
-    flat,
     gradients,
     mean_gradients,
     names,
@@ -25,7 +24,7 @@ from microparallel.learn.graders._common_dp import (
     weights,
 )
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal
+from microparallel.learn.words import Suspect, flat, require_equal
 
 
 def check(exam: Exam) -> None:

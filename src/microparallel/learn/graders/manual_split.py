@@ -9,18 +9,16 @@ from torch import nn
 
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._common_pp import (
-    flat,
     gradients,
     in_one_process,
     make_batch,
     make_layers,
     mean_loss,
     require_gradients,
-    require_tensor,
     scaled,
 )
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal
+from microparallel.learn.words import Suspect, flat, require_equal, require_tensor
 
 _SAMPLES = 5
 _LAYERS = 4
@@ -83,7 +81,7 @@ def _step(learner: Any, _: Any, cut: int, batches: int) -> list[Any]:
         for number, part in enumerate(parts, 1):
             if part.calls > 1:
                 raise Wrong(f"part {number} computed its forward {part.calls} times; once is enough")
-    return [loss, gradients(parts[0]), gradients(parts[1])]
+    return [require_tensor(loss, "the loss").detach(), gradients(parts[0]), gradients(parts[1])]
 
 
 def _in_words(error: RuntimeError, parts: tuple[nn.Module, nn.Module], batch: int) -> Exception:

@@ -13,7 +13,6 @@ from microparallel.learn.graders._common_dp import (
     Step,
     batch,
     combined,
-    flat,
     gradients,
     names,
     require_gradients,
@@ -24,7 +23,7 @@ from microparallel.learn.graders._common_dp import (
     weights,
 )
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal
+from microparallel.learn.words import Suspect, flat, require_equal, require_number, shown
 
 _ALLOWED = ("broadcast", "all_reduce", "all_reduce_mean")
 
@@ -84,8 +83,11 @@ def _samples(learner: Any, comms: Any, sizes: list[int]) -> list[list[int]]:
 def _numbers(mine: Any, size: int) -> list[int]:
     """The numbers of the samples that a slice chooses."""
     if not isinstance(mine, slice):
-        raise Wrong(f"my_samples shall return a slice, slice(begin, end), and returned {mine!r:.60}")
-    return list(range(size))[mine]
+        raise Wrong(f"my_samples shall return a slice, slice(begin, end), and returned {shown(mine)}")
+    try:
+        return list(range(size))[mine]
+    except (TypeError, ValueError) as error:
+        raise Wrong(f"my_samples shall return a slice of whole numbers, and returned {mine}: {error}") from None
 
 
 def _require_samples(exam: Exam, ranks: int, sizes: list[int]) -> None:
@@ -119,7 +121,7 @@ class _Found:
 
     gradients: list[torch.Tensor | None]
     weights: list[torch.Tensor]
-    loss: Any
+    loss: float
     seen: int  # samples that went through its model
     parameters_reduced: int  # the line where a parameter was all-reduced instead of its gradient; 0 if that is not so
 
@@ -133,8 +135,9 @@ def _train(learner: Any, comms: Any, samples: int, steps: int) -> list[_Found]:
     found = []
     for step in range(steps):
         loss = learner.train_step(model, optimizer, *batch(samples, step), comms)
+        value = require_number(loss, "the mean loss that train_step returns")
         lines = [entry.line for entry in comms.log if entry.call.startswith("all_reduce") and entry.address in places]
-        found.append(_Found(gradients(model), weights(model), loss, sum(seen), lines[0] if lines else 0))
+        found.append(_Found(gradients(model), weights(model), value, sum(seen), lines[0] if lines else 0))
         seen.clear()
     return found
 
@@ -204,12 +207,8 @@ def _weight_suspects(own: list[list[torch.Tensor]], shares: list[float], rank: i
     ]
 
 
-def _require_loss(found: Any, losses: list[float], shares: list[float], rank: int, where: str) -> None:
+def _require_loss(found: float, losses: list[float], shares: list[float], rank: int, where: str) -> None:
     expected = sum(loss * share for loss, share in zip(losses, shares, strict=True))
-    if isinstance(found, torch.Tensor):
-        found = found.item()
-    if not isinstance(found, int | float):
-        raise Wrong(f"{where}: train_step shall return the mean loss as a number, and returned {found!r:.60}")
     table = {
         f"{where}: the loss is this rank's own: average it over the ranks too": losses[rank],
         f"{where}: the loss is this rank's share only: add up the shares of all ranks": losses[rank] * shares[rank],

@@ -9,9 +9,10 @@ import torch
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._common_dp import contribution, counted, counted_in_words
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal
+from microparallel.learn.words import Suspect, require_equal, require_like
 
 _ALLOWED = ("send_tensor", "recv_tensor")
+Message = tuple[int, int]  # to whom, and how many bytes
 
 
 def check(exam: Exam) -> None:
@@ -28,17 +29,19 @@ def check(exam: Exam) -> None:
 
 def _reduce(
     learner: Any, comms: Any, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+) -> tuple[torch.Tensor, torch.Tensor, list[Message]]:
     """All-reduce twice: a sum, and after it another one."""
     first, second = contribution(comms.rank, shape, dtype), contribution(comms.rank, shape, dtype)
     learner.naive_all_reduce(first, comms)
-    sent = [entry.bytes for entry in comms.sent()]
+    sent = [(entry.peer, entry.bytes) for entry in comms.sent()]
     learner.naive_all_reduce(second, comms)
+    for one in (first, second):
+        require_like(one, contribution(comms.rank, shape, dtype), f"rank {comms.rank}'s tensor")
     return first, second, sent
 
 
-def _require_sum(exam: Exam, ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[list[int]]:
-    """Refuse what is not the sum; returns the bytes of each message that each rank has sent."""
+def _require_sum(exam: Exam, ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[list[Message]]:
+    """Refuse what is not the sum; returns the messages that each rank has sent."""
     results = exam.run(_reduce, ranks, shape, dtype, allowed=_ALLOWED)
     own = [contribution(rank, shape, dtype) for rank in range(ranks)]
     expected = torch.stack(own).sum(0)
@@ -76,7 +79,7 @@ def _suspects(found: torch.Tensor, own: list[torch.Tensor], rank: int, middle: t
                 f"rank {rank} added the sum to its own numbers, which are in it already: replace them (tensor.copy_)",
             ),
         ]
-    counts = counted(found, own) if found.shape == total.shape else None
+    counts = counted(found, own)
     if counts:
         suspects.append(Suspect(found, _partial(rank, counts, complete)))
     return suspects
@@ -102,12 +105,35 @@ def _partial(rank: int, counts: list[int], complete: bool) -> str:
     return f"{who}: did rank 0 receive from everybody before it sent the sum?"
 
 
-def _require_few_messages(sent: list[list[int]], size: int, notes: list[str]) -> None:
+def _require_few_messages(sent: list[list[Message]], size: int, notes: list[str]) -> None:
     ranks = len(sent)
     messages, most = sum(map(len, sent)), 2 * (ranks - 1)
+    total = [sum(size for _, size in mine) for mine in sent]
     if messages > most:
         raise Wrong(
-            f"the sum is right, but {messages} messages were sent, {sum(map(sum, sent))} bytes; through rank 0, "
+            f"the sum is right, but {messages} messages were sent, {sum(total)} bytes; through rank 0, "
             f"{most} messages and {most * size} bytes are enough: one from everybody to rank 0, and one back"
         )
-    notes.append(f"rank 0 sends {sum(sent[0])} bytes, each of the others {sum(sent[1])}")
+    if messages < most:
+        raise Wrong(
+            f"the sum is right, but {messages} messages were sent, and {most} are needed: one from everybody to rank "
+            "0, and one back"
+        )
+    for rank in reversed(range(ranks)):  # who sends past rank 0 is not rank 0
+        mine = sent[rank]
+        peers = sorted(peer for peer, _ in mine)
+        if rank and any(peers):
+            raise Wrong(
+                f"the sum is right, but rank {rank} sends to rank {max(peers)}: here everything goes through rank 0, "
+                "which adds up"
+            )
+        if peers != ([0] if rank else list(range(1, ranks))) or any(bytes_ != size for _, bytes_ in mine):
+            raise Wrong(
+                f"the sum is right, but rank {rank} sends {', '.join(map(_in_words, mine))}: one whole tensor, "
+                f"{size} bytes, goes to rank 0 from everybody, and one back"
+            )
+    notes.append(f"rank 0 sends {total[0]} bytes, each of the others {total[1]}")
+
+
+def _in_words(message: Message) -> str:
+    return f"{message[1]} bytes to rank {message[0]}"

@@ -20,6 +20,7 @@ from microparallel.learn.graders._performance_cases import (
     span_cases,
 )
 from microparallel.learn.verdict import Wrong
+from microparallel.learn.words import require_number
 
 _RANDOM = 20240
 
@@ -51,7 +52,17 @@ def check(exam: Exam) -> None:
 
 def _call(learner: Any, _comms: Any, name: str, cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     function = getattr(learner, name)
-    return [function(*case) for case in cases]
+    return [_plain(function(*case), name) for case in cases]
+
+
+def _plain(value: Any, name: str) -> Any:
+    """What was returned, if it is made of numbers and texts; what else it is meant to be is looked at later."""
+    if isinstance(value, list | tuple):
+        return [_plain(one, name) for one in value]
+    if value is None or isinstance(value, str):
+        return value
+    number = require_number(value, name)
+    return value if isinstance(value, int) else number
 
 
 def _require(

@@ -10,7 +10,7 @@ from microparallel.errors import Mismatch
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._common_pp import require_all_waited
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal
+from microparallel.learn.words import Suspect, require_equal, require_like
 
 _STRANGE = 1000.0  # what rank 1's own ball is filled with, whose numbers do not count
 
@@ -33,7 +33,9 @@ def _ball(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor
     return (numbers if rank == 0 else torch.full(shape, _STRANGE)).to(dtype)
 
 
-def _play(learner: Any, comms: Any, rounds: int, dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Any, int]:
+def _play(
+    learner: Any, comms: Any, rounds: int, dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[torch.Tensor, int]:
     ball = _ball(comms.rank, dtype, shape)
     before = ball.clone()
     try:
@@ -45,12 +47,20 @@ def _play(learner: Any, comms: Any, rounds: int, dtype: torch.dtype, shape: tupl
             "one shape and one dtype on its whole way (recv_tensor expects float32 unless it is told)"
         ) from None
     require_all_waited(comms)
-    if not torch.equal(ball, before):
+    if not torch.equal(require_like(ball, before, f"rank {comms.rank}'s own ball"), before):
         raise Wrong(
             f"rank {comms.rank}'s caller finds its own tensor changed: add one to what was received, not to the tensor "
             "that you were given"
         )
-    return found, len(comms.sent())
+    if found is None:
+        raise Wrong(f"rank {comms.rank} returned nothing: return the ball as it was last")
+    for entry in comms.sent():
+        if entry.bytes != before.nbytes:
+            raise Wrong(
+                f"rank {comms.rank}, line {entry.line}: a message of {entry.bytes} bytes, and the ball has "
+                f"{before.nbytes}: it is the ball that goes back and forth"
+            )
+    return require_like(found, before, f"what rank {comms.rank} returns").detach(), len(comms.sent())
 
 
 def _require_rounds(exam: Exam, rounds: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (3,)) -> None:
@@ -65,8 +75,6 @@ def _require_rounds(exam: Exam, rounds: int, dtype: torch.dtype = torch.float32,
     expected = [start + 2 * rounds, start + 2 * rounds - 1 if rounds else _ball(1, dtype, shape)]
     for rank in (1, 0):
         found = results[rank][0]
-        if found is None:
-            raise Wrong(f"rank {rank} returned nothing: return the ball as it was last")
         suspects = _suspects(rank, rounds, start, expected[rank], found)
         require_equal(found, expected[rank], f"rank {rank}'s ball after {many}", suspects)
 

@@ -8,9 +8,9 @@ import torch
 
 from microparallel.errors import Mismatch
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._common_pp import require_all_waited, require_tensor
+from microparallel.learn.graders._common_pp import require_all_waited
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import require_equal
+from microparallel.learn.words import require_equal, require_tensor, require_type, shown
 
 # fmt: off
 _TENSORS = [
@@ -45,7 +45,7 @@ def check(exam: Exam) -> None:
 def _neighbours(learner: Any, _: Any) -> None:
     for world_size in (3, 2, 1):
         for rank in range(world_size):
-            found = learner.neighbours(rank, world_size)
+            found = _pair(learner.neighbours(rank, world_size), f"neighbours({rank}, {world_size})")
             before = rank - 1 if rank else None
             after = rank + 1 if rank + 1 < world_size else None
             if found == (before, after):
@@ -60,13 +60,21 @@ def _neighbours(learner: Any, _: Any) -> None:
                 raise Wrong(
                     f"neighbours({rank}, {world_size}) is the wrong way round: first the rank before it, then after"
                 )
-            strangers = [one for one in found or () if one is not None and not 0 <= one < world_size]
+            strangers = [one for one in found if one is not None and not 0 <= one < world_size]
             if strangers:
                 raise Wrong(
                     f"neighbours({rank}, {world_size}) names rank {strangers[0]}, and there is none: the ranks of a "
                     f"world of {world_size} end with {world_size - 1}"
                 )
             raise Wrong(f"neighbours({rank}, {world_size}) is {found}, and should be {(before, after)}")
+
+
+def _pair(found: Any, call: str) -> tuple[int | None, int | None]:
+    """Two ranks, or None in the place of one."""
+    pair = require_type(found, (tuple, list), call, "a pair")
+    if len(pair) != 2 or not all(one is None or isinstance(one, int) for one in pair):
+        raise Wrong(f"{call} should be a pair, each of them a rank or None, and is {shown(found)}")
+    return pair[0], pair[1]
 
 
 def _headers(learner: Any, _: Any) -> None:
@@ -97,8 +105,11 @@ def _require_read(learner: Any, header: torch.Tensor, tensor: torch.Tensor) -> N
     described = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}"
     found = learner.read_header(header)
     if not isinstance(found, tuple) or len(found) != 2:
-        raise Wrong(f"read_header should return a shape and a dtype, and returned {found!r:.80}")
-    shape, dtype = list(found[0]), found[1]
+        raise Wrong(f"read_header should return a shape and a dtype, and returned {shown(found)}")
+    if not isinstance(found[0], list | tuple) or not all(isinstance(size, int) for size in found[0]):
+        raise Wrong(f"the shape that read_header returns should be a list of whole numbers, and is {shown(found[0])}")
+    shape = list(found[0])
+    dtype = require_type(found[1], torch.dtype, "the dtype that read_header returns", "a dtype such as torch.float32")
     if len(shape) > tensor.dim() and shape[: tensor.dim()] == list(tensor.shape):
         raise Wrong(
             f"the header of {described} is read as shape {shape}: how many of the numbers are sizes? The header must "
@@ -117,12 +128,16 @@ def _require_read(learner: Any, header: torch.Tensor, tensor: torch.Tensor) -> N
         )
 
 
+_NO_HEADER = "is not the header that the receiver expects: header first, then the tensor"
+
+
 def _one_after_another(learner: Any, comms: Any, tensors: list[torch.Tensor]) -> None:
     for number, tensor in enumerate(tensors):
         what = f"tensor {number} ({str(tensor.dtype).removeprefix('torch.')}, shape {list(tensor.shape)})"
         if comms.rank == 0:
+            before = len(comms.sent())
             learner.send(tensor, 1, comms)
-            _require_two_messages(comms.sent()[-2:], number, tensor)
+            _require_two_messages(comms.sent()[before:], number, tensor)
         else:
             try:
                 found = learner.receive(0, comms)
@@ -136,16 +151,20 @@ def _require_two_messages(sent: list[Any], number: int, tensor: torch.Tensor) ->
     shapes = [entry.shape for entry in sent]
     if len(shapes) == 2 and shapes[1] != tuple(tensor.shape):
         raise Wrong(f"tensor {number} has shape {list(tensor.shape)}, and was sent as {list(shapes[1])}")
+    if len(shapes) > 2:
+        raise Wrong(f"{len(shapes)} messages were sent for tensor {number}, and two are enough: header and tensor")
+    if shapes == [tuple(tensor.shape)]:
+        raise Wrong(f"the first message of tensor {number} {_NO_HEADER}")
+    if len(shapes) < 2 and tensor.numel():  # without any numbers, the header says it all
+        was = "message was" if len(shapes) == 1 else "messages were"
+        raise Wrong(f"{len(shapes)} {was} sent for tensor {number}, and it takes two: header and tensor")
 
 
 def _mismatch(comms: Any, number: int, what: str) -> Wrong:
     """What arrived is not what was asked for: which of the two messages was it?"""
-    receives = [entry for entry in comms.log if entry.call in ("recv_tensor", "irecv")]
+    receives = comms.received()
     if len(receives) == 2 * number + 1:
-        return Wrong(
-            f"the first message of {what} is not the header that the receiver expects: header first, then the tensor "
-            f"(received in line {receives[-1].line})"
-        )
+        return Wrong(f"the first message of {what} {_NO_HEADER} (received in line {receives[-1].line})")
     return Wrong(
         f"the header of {what} arrived, but then the receiver did not ask for what it says, shape and dtype "
         f"(line {receives[-1].line})"
@@ -154,6 +173,13 @@ def _mismatch(comms: Any, number: int, what: str) -> Wrong:
 
 def _down_the_line(learner: Any, comms: Any) -> None:
     tensor = torch.arange(6, dtype=torch.float64).reshape(3, 2)
+    comms.line_of_ranks = True
     found = learner.pass_down_the_line(tensor if comms.rank == 0 else None, comms)
     require_equal(found, tensor, f"what rank {comms.rank} of the line has")
+    expected = [comms.rank + 1] * 2 if comms.rank + 1 < comms.world_size else []
+    if (sent := [entry.peer for entry in comms.sent()]) != expected:
+        raise Wrong(
+            f"down the line rank {comms.rank} sends {len(sent)} messages, and should send {len(expected)}: a header "
+            "and a tensor to the rank after it, if there is one"
+        )
     require_all_waited(comms)
