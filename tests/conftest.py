@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from types import SimpleNamespace
@@ -15,6 +16,8 @@ import microparallel as mp
 from microparallel.topology import DO_NOT_SPIN
 from microparallel.world.nursery import NEEDED, Nursery, can_fork
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background, where Ctrl-C means nothing
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault(*DO_NOT_SPIN)  # as the command line does, before torch is imported
 # Whenever ranks meet, torch asks the name server who ::ffff:127.0.0.1 is, and waits 5 seconds when no answer comes.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
