@@ -2,8 +2,8 @@
 
 python benchmarks/recording.py
 
-on     the same step with and without a recorder, in turns of a few steps: either comes first as often, and the first step
-       of a turn is not counted (Python has to get used to what was put in its way)
+on     the same step with and without a recorder, in turns of a few steps: either comes first as often, and the first
+       step of a turn is not counted (Python has to get used to what was put in its way)
 off    two pairs of ranks take turns, a few steps each. Neither has recorded anything at first; then one of them records
        some steps, and stops. If that had left anything behind, it would be slower beside the other than before.
 apart  each thing that is recorded, alone, on one rank; and what it costs to look whether anybody listens
