@@ -35,7 +35,6 @@ class Exam:
         self.file = file
         self._on_deadlocks = f"; see the deadlock in {on_deadlocks}" if on_deadlocks else ""
         self.source = _read(file)
-        self.steps: list[Step] = []
         self._pool = pool
         self._tell = tell
 
@@ -48,8 +47,7 @@ class Exam:
             yield notes
             passed = True
         finally:
-            self.steps.append(Step(title, passed, "; ".join(notes)))
-            self._tell(self.steps[-1])
+            self._tell(Step(title, passed, "; ".join(notes)))
 
     def run(
         self,
@@ -110,19 +108,18 @@ class Exam:
         kind, _, text = what.partition(": ")
         if kind in ("Wrong", "NotAllowed"):
             return Wrong(text)
-        if line is None and kind not in _NOT_PYTHON:
-            return failure  # the grader's own fault
         if kind in _NOT_PYTHON:
             return Wrong(f"this is not Python yet: {text.strip()}")
+        if line is None:
+            return failure  # the grader's own fault
         if kind == "NotImplementedError":
             return Wrong(f"line {line} is still to be written: {text}")
         lines = self.source.splitlines()
-        shown = lines[line - 1].strip() if line and line <= len(lines) else ""
-        at = f" in line {line}" if line else ""
+        shown = lines[line - 1].strip() if line <= len(lines) else ""
         if kind == "Mismatch":
             text += _unlike(text)
         code = f"\n  {shown}" if shown else ""
-        return Wrong(f"rank {failure.rank} stopped{at} with {kind}: {text.strip()}{code}")
+        return Wrong(f"rank {failure.rank} stopped in line {line} with {kind}: {text.strip()}{code}")
 
     def _last_line(self, traceback: str) -> int | None:
         """The innermost line of the learner's file in a traceback."""
@@ -203,7 +200,8 @@ class _DeadlockWatch(threading.Thread):
             stuck = self._board.stuck()
             if stuck and stuck == before:  # a rank writes several numbers, one after another
                 self.found, self.finished = stuck, self._board.finished()
-                os.kill(self._pool.process_ids[stuck[0].rank], signal.SIGKILL)
+                with contextlib.suppress(IndexError, ProcessLookupError):  # they have been ended meanwhile
+                    os.kill(self._pool.process_ids[stuck[0].rank], signal.SIGKILL)
                 return
             before = stuck
 
