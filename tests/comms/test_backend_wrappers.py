@@ -115,6 +115,50 @@ def test_distributed_data_parallel(both, options, hook):
     both(ddp, options, hook)
 
 
+def large_buckets(rank, _, kept_in_place):
+    """Buckets of more than two blocks, which come again and again, except where NumPy looks at them."""
+    layers = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).double()
+    model = DistributedDataParallel(layers, gradient_as_bucket_view=True)
+    gradient = lambda: model.module[0].weight.grad  # noqa: E731
+    arrays = []
+    for step in range(5):
+        model(torch.full((2, 1024), float(rank + step), dtype=torch.float64)).square().mean().backward()
+        if step == 1 and rank in kept_in_place:  # the buckets are the last ones now, and have come once
+            arrays.append(gradient().numpy())
+    if dist.get_backend() == "microparallel":
+        assert gradient().untyped_storage().is_shared() == (rank not in kept_in_place)
+    for array in arrays:
+        assert torch.equal(torch.from_numpy(array), gradient())
+    return gradient().clone()
+
+
+@pytest.mark.parametrize("kept_in_place", [(), (1,), (0, 1)], ids=["all moved", "one moved", "none moved"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_large_buckets_are_moved_to_where_peers_read_them(both, ranks, kept_in_place):
+    both(large_buckets, kept_in_place, ranks=ranks)
+
+
+def begun_in_backward(rank, _):
+    """Rank 1 joins only when rank 0 has finished its backward: that must not wait for what it has begun."""
+    message = torch.zeros(1)
+    gradient = torch.full((4,), float(rank))
+    if rank == 0:
+        works = []
+        weight = torch.ones(4, requires_grad=True)
+        weight.register_hook(lambda _: works.append(dist.all_reduce(gradient, async_op=True)))
+        weight.sum().backward()
+        dist.send(message, 1)
+        works[0].wait()
+    else:
+        dist.recv(message, 0)
+        dist.all_reduce(gradient)
+    return gradient
+
+
+def test_backward_does_not_wait_for_ranks_that_have_not_called(both):
+    both(begun_in_backward)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the hook synchronizes with the GPU, for tensors on the CPU too")
 def test_power_sgd(pool, tmp_path):
     """Not compared with gloo: there the hook's nested calls race, and end the process now and then."""

@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 import time
 
 import pytest
@@ -191,6 +192,13 @@ def test_what_torchs_ddp_waits_for_inside_backward_is_waiting(pool):
 
 
 def ddp_that_hides_a_bucket(comms):
+    reduced = threading.Event()
+    reduced.set()  # while buckets are still being arranged, the last layer has none of its own
+
+    def average(_, bucket):
+        future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+        return future.then(lambda done: (done.value()[0], reduced.set())[0])
+
     class Slow(torch.autograd.Function):
         """Its backward goes on when the bucket of the layer above it has been reduced."""
 
@@ -200,7 +208,7 @@ def ddp_that_hides_a_bucket(comms):
 
         @staticmethod
         def backward(_, gradient):
-            dist.barrier()  # collectives of a group keep their order
+            assert reduced.wait(20)
             return gradient
 
     class Model(nn.Module):
@@ -212,8 +220,10 @@ def ddp_that_hides_a_bucket(comms):
             return self.last(Slow.apply(self.first(inputs)))
 
     model = nn.parallel.DistributedDataParallel(Model(), bucket_cap_mb=1)
+    model.register_comm_hook(None, average)
     for _ in range(2):
         model(torch.ones(2, 512)).sum().backward()
+    reduced.clear()
     with mp.record(comms) as recorder:
         model(torch.ones(2, 512)).sum().backward()
     return recorder.recording

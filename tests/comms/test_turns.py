@@ -105,3 +105,40 @@ def test_what_has_not_run_when_the_line_closes_never_runs():
         with pytest.raises(CommsError, match="closed"):
             closed.wait()
     assert called == ["told"]
+
+
+def test_what_is_ready_runs_up_to_the_first_that_is_not(line):
+    done = []
+    ready = [True, True, False, True]
+    for number in range(4):
+        line.append(lambda _, number=number: done.append(number), ready=lambda number=number: ready[number])
+    line.run_what_is_ready()
+    assert done == [0, 1]
+    ready[2] = True
+    line.run_what_is_ready()
+    assert done == [0, 1, 2, 3]
+
+
+def test_a_thread_that_holds_back_runs_the_line_in_the_end(line):
+    ran = threading.Event()
+    line.append(lambda _: ran.set())
+    line.run_in_background(delay=0.01)
+    assert ran.wait(20)
+
+
+def test_a_thread_that_holds_back_can_be_hurried(line):
+    ran = threading.Event()
+    turn = line.append(lambda _: ran.set())
+    line.run_in_background(delay=1000)
+    assert not turn.done
+    line.run_in_background()
+    assert ran.wait(20)
+
+
+def test_a_line_closes_though_its_thread_holds_back():
+    line = Line()
+    turn = line.append(lambda _: None)
+    line.run_in_background(delay=1000)
+    line.close()
+    with pytest.raises(CommsError, match="closed"):
+        turn.wait()

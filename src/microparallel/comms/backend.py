@@ -22,7 +22,15 @@ from microparallel.comms.backend_base import CallingGroup, on_cpu
 from microparallel.comms.backend_flight import flight_for
 from microparallel.comms.backend_options import Options
 from microparallel.comms.backend_reductions import Reduction
-from microparallel.comms.backend_tensors import bring_back, describe, flat_pieces, in_words, pieces, plain
+from microparallel.comms.backend_tensors import (
+    bring_back,
+    describe,
+    flat_pieces,
+    in_backward,
+    in_words,
+    pieces,
+    plain,
+)
 from microparallel.comms.backend_work import MessageWork
 from microparallel.comms.calls import Call, describe_list
 from microparallel.comms.failures import named_failures
@@ -76,7 +84,7 @@ class MicroparallelGroup(CallingGroup):
             call = self._announce(options, "all_reduce", describe(tensor), f"op={reduction.name}")
             wire = plain(tensor)
             reduction.before(wire)
-            turns.append(self._group.all_reduce(wire, reduction.together))
+            turns.append(self._group.all_reduce(wire, reduction.together, movable=in_backward()))
             turns += self._finish([wire], [tensor], reduction)
         return self._work(call, turns, tensors, options)
 

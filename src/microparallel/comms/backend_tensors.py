@@ -38,6 +38,11 @@ def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
     return memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+def in_backward() -> bool:
+    """Whether autograd is calling, as when DDP reduces a bucket that has just been filled."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def is_copy(wire: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a result in `wire` still has to be brought back to the caller's tensor."""
     return wire.numel() > 0 and wire.data_ptr() != tensor.data_ptr()

@@ -115,7 +115,6 @@ class CollectiveWork(StartedWork):
 
     def _when_done(self, callback: Callable[[], None]) -> None:
         if self._turns:
-            self._group.run_in_background()
             self._turns[-1].then(callback)
         else:
             callback()

@@ -21,15 +21,18 @@ from microparallel.flight import Flight
 from microparallel.program import Chunk, Part, Recv, Send, Value
 from microparallel.topology import available_cores
 from microparallel.transport.base import Work
-from microparallel.transport.shared_memory.exchange import SharedMemoryExchange, signature_of
+from microparallel.transport.shared_memory.exchange import Conduct, SharedMemoryExchange
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
 from microparallel.transport.torch_groups import make_group
 
-# Large tensors go in blocks: what one rank has just written, the others then find in the cache.
+# Large tensors go in blocks: what one rank has just copied, the others then find in the cache.
 _BLOCK_BYTES = 4 * 2**20
 
 # Up to here one meeting of the ranks (all-to-all) beats two (direct), though each rank adds more.
 _LITTLE_BYTES = 512 * 2**10
+
+# Seconds for which a backward that calls no more collectives may compute before a thread runs what it has called.
+_PATIENCE = 0.2
 
 # Python stops its threads as it ends, in whatever they are doing, and C++ ends the process for that. So groups that
 # were not closed are closed before.
@@ -42,7 +45,8 @@ def _close_all() -> None:
         group.shut_down()
 
 
-Blocks = Callable[[int], Iterator[Pieces]]  # given the number of slices, the tensors of each block
+# Given the number of slices, and whether to go on in blocks: the tensors of each block.
+Blocks = Callable[[int, Callable[[], bool]], Iterator[Pieces]]
 
 
 class SharedMemoryGroup:
@@ -59,6 +63,7 @@ class SharedMemoryGroup:
         self._line = Line()
         self._call = threading.local()
         self._process_group: dist.ProcessGroup | None = None
+        self._backward = -1  # the last backward at whose end this will catch up
         _OPEN.add(self)
 
     @property
@@ -93,10 +98,15 @@ class SharedMemoryGroup:
 
     # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Turn:
-        """Combine everybody's tensor, in place, on every rank."""
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto", *, movable: bool = False) -> Turn:
+        """Combine everybody's tensor, in place, on every rank.
+
+        A movable one may be moved to where the peers can read it: nobody but torch holds a pointer to its memory.
+        """
         name = self._best_for(tensor) if algorithm == "auto" else algorithm
-        return self._program(_plan(name, self.world_size, self.rank), _whole(tensor), op)
+        return self._program(
+            _plan(name, self.world_size, self.rank), _whole(tensor), op, movable=tensor if movable else None
+        )
 
     def _best_for(self, tensor: torch.Tensor) -> str:
         """Meeting costs more than adding, as long as there is little to add: then everybody adds everything up."""
@@ -139,7 +149,7 @@ class SharedMemoryGroup:
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Turn:
         """Hand input r to rank r, and get one from each; sizes may differ, as long as each pair of ranks agrees."""
         outputs[self.rank].copy_(inputs[self.rank])
-        return self._program(_personal_plan(self.world_size, self.rank), lambda _: iter([_Personal(inputs, outputs)]))
+        return self._program(_personal_plan(self.world_size, self.rank), lambda *_: iter([_Personal(inputs, outputs)]))
 
     def barrier(self) -> Turn:
         """Meet: nobody goes on before everybody has come."""
@@ -162,18 +172,47 @@ class SharedMemoryGroup:
         """Let a thread run the collectives that have been called and not waited for."""
         self._line.run_in_background()
 
-    def _program(self, plan: Plan, blocks: Blocks, op: str = "sum") -> Turn:
+    def run_after_backward(self) -> None:
+        """Let the calling thread compute all gradients before it runs the collectives that it has called meanwhile.
+
+        A thread of ours would only interrupt it, and wait for the other ranks' threads to interrupt theirs. So where
+        ranks leave it no core, it holds back: until backward has ended, or seems to wait for something. What somebody
+        has not called by the end of backward is left to it in any case, so that nobody waits who would not have.
+        """
+        if self.world_size < available_cores():
+            self._line.run_in_background()
+            return
+        self._line.run_in_background(delay=_PATIENCE)
+        backward = torch._C._current_graph_task_id()
+        if self._backward != backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
+
+    def _catch_up(self) -> None:
+        self._line.run_what_is_ready()
+        self._line.run_in_background()
+
+    def _program(self, plan: Plan, blocks: Blocks, op: str = "sum", movable: torch.Tensor | None = None) -> Turn:
         call = getattr(self._call, "text", plan.name)
-        exchanges = _Exchanges(self.transport, call)
+        conduct = Conduct(call)
+        exchanges = _Exchanges(self.transport, conduct)
         combine = COMBINE[op]
 
+        # Who meets everybody in the first block knows after it whether anybody copies. If not, blocks gain nothing.
+        def in_blocks() -> bool:
+            return conduct.copied or not plan.all_meet
+
         def run(deadline: float | None) -> None:
-            self.transport.peers.begin(call, signature_of(call))
-            for pieces in blocks(plan.slices):
+            self.transport.peers.begin(call, conduct.signature)
+            if movable is not None:  # now, when nobody else may use it
+                self.transport.move_what_comes_again(movable)
+            for pieces in blocks(plan.slices, in_blocks):
                 for work in perform(plan.rounds, pieces, exchanges, combine):
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
-        return self._line.append(run, getattr(self._call, "timeout", None))
+        number = self.transport.peers.call()
+        ready = functools.partial(self.transport.peers.have_called, number)
+        return self._line.append(run, getattr(self._call, "timeout", None), ready)
 
     # ── memory, smaller groups, the end ─────────────────────────────────────────────────────────────────────────
 
@@ -210,16 +249,19 @@ class SharedMemoryGroup:
 class Plan:
     """A program as one rank performs it again and again, cut into rounds once."""
 
-    def __init__(self, name: str, slices: int, steps: tuple[Round, ...]) -> None:
+    def __init__(self, name: str, slices: int, steps: tuple[Round, ...], *, all_meet: bool = False) -> None:
         self.name = name
         self.slices = slices
         self.rounds = steps
+        self.all_meet = all_meet  # whether every rank hears from every other
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan(name: str, ranks: int, rank: int, root: int | None = None) -> Plan:
     program = build(name, ranks) if root is None else build(name, ranks, root=root)
-    return Plan(name, slices_of(program), tuple(rounds(program.ranks[rank])))
+    heard = [{op.source for op in ops if isinstance(op, Recv)} for ops in program.ranks]
+    all_meet = all(sources == set(range(ranks)) - {own} for own, sources in enumerate(heard))
+    return Plan(name, slices_of(program), tuple(rounds(program.ranks[rank])), all_meet=all_meet)
 
 
 @functools.lru_cache(maxsize=64)
@@ -239,14 +281,14 @@ def _personal_plan(ranks: int, rank: int) -> Plan:
 class _Exchanges:
     """Where the interpreter gets its exchanges from: all of one collective, which they name."""
 
-    def __init__(self, transport: SharedMemoryTransport, call: str) -> None:
+    def __init__(self, transport: SharedMemoryTransport, conduct: Conduct) -> None:
         self.rank = transport.rank
         self.world_size = transport.world_size
         self._transport = transport
-        self._call = call
+        self._conduct = conduct
 
     def exchange(self, tag: int = 0) -> SharedMemoryExchange:  # noqa: ARG002
-        return SharedMemoryExchange(self._transport, self._call)
+        return SharedMemoryExchange(self._transport, self._conduct)
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         return self._transport.isend(tensor, to, tag)
@@ -256,12 +298,16 @@ class _Exchanges:
 
 
 def _whole(tensor: torch.Tensor) -> Blocks:
-    """One tensor, cut by the program; a large one block after block."""
+    """One tensor, cut by the program; a large one block after block, or one block and then the rest."""
     flat = tensor.view(-1)
     step = max(1, _BLOCK_BYTES // tensor.element_size())
 
-    def blocks(slices: int) -> Iterator[Pieces]:
-        for start in range(0, max(1, flat.numel()), step):
+    def blocks(slices: int, in_blocks: Callable[[], bool]) -> Iterator[Pieces]:
+        yield Memory(flat[:step], slices)
+        if flat.numel() > step and not in_blocks():
+            yield Memory(flat[step:], slices)
+            return
+        for start in range(step, flat.numel(), step):
             yield Memory(flat[start : start + step], slices)
 
     return blocks
@@ -273,7 +319,7 @@ def _listed(tensors: list[torch.Tensor]) -> Blocks:
     size = flat[0].numel()
     step = max(1, _BLOCK_BYTES // len(tensors) // tensors[0].element_size())
 
-    def blocks(slices: int) -> Iterator[Pieces]:
+    def blocks(slices: int, _: Callable[[], bool]) -> Iterator[Pieces]:
         if slices != len(tensors):
             raise ProgramError(f"a program of {slices} slices cannot run on a list of {len(tensors)} tensors")
         for start in range(0, max(1, size), step):

@@ -2,16 +2,18 @@
 
 Every rank must run the collectives of a group in the same order, so they wait in a line. Whoever waits for one runs it,
 and those before it. A call that is not waited for at once can be left to a thread, which runs what stands in the line
-while the caller computes.
+while the caller computes. Where that leaves no core to the thread, the caller may ask it to hold back
+for a while, and run what is ready itself when it has computed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from microparallel.errors import CommsError
 
@@ -21,10 +23,11 @@ Deed = Callable[[float | None], None]  # given the time at which to give up
 class Turn:
     """One collective in the line: complete when it has been waited for."""
 
-    def __init__(self, line: Line, deed: Deed, timeout: float | None = None) -> None:
+    def __init__(self, line: Line, deed: Deed, timeout: float | None, ready: Callable[[], bool]) -> None:
         self._line = line
         self._deed: Deed | None = deed
         self._timeout = timeout
+        self.ready = ready  # whether nobody is missing
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self.error: BaseException | None = None
@@ -88,14 +91,15 @@ class Line:
         self._waiting: deque[Turn] = deque()
         self._running = threading.Lock()  # held by whoever runs one
         self._wakeups: SimpleQueue[None] = SimpleQueue()
+        self._hold_until = 0.0  # when a thread may run what stands in the line
         self._threads: list[threading.Thread] = []
         self._available = 0  # threads that are not busy with callbacks
         self._counting = threading.Lock()
         self._closed = False
 
-    def append(self, deed: Deed, timeout: float | None = None) -> Turn:
+    def append(self, deed: Deed, timeout: float | None = None, ready: Callable[[], bool] = lambda: True) -> Turn:
         """Stand at the end of the line."""
-        turn = Turn(self, deed, timeout)
+        turn = Turn(self, deed, timeout, ready)
         if self._closed:
             turn.end(_closed())
         else:
@@ -109,6 +113,15 @@ class Line:
             if not self._running.acquire(timeout=patience):
                 raise RuntimeError("timed out waiting for the collectives that were called before")
             if (first := self._run_first(deadline, unless=turn)) is not None:
+                first.report()
+
+    def run_what_is_ready(self) -> None:
+        """Run the first ones in the line for which nobody is missing, unless a thread is at it."""
+        while self._running.acquire(blocking=False):
+            if not self._waiting or not self._waiting[0].ready():
+                self._running.release()
+                return
+            if (first := self._run_first(None)) is not None:
                 first.report()
 
     def _run_first(self, deadline: float | None, unless: Turn | None = None) -> Turn | None:
@@ -127,9 +140,10 @@ class Line:
         except IndexError:
             return None
 
-    def run_in_background(self) -> None:
-        """Let a thread run what stands in the line."""
+    def run_in_background(self, delay: float = 0.0) -> None:
+        """Let a thread run what stands in the line: at once, or when nobody has asked for so many seconds."""
         self._require_thread()
+        self._hold_until = time.monotonic() + delay if delay else 0.0
         self._wakeups.put(None)
 
     def _require_thread(self) -> None:
@@ -142,13 +156,19 @@ class Line:
 
     def _keep_running(self) -> None:
         while True:
-            self._wakeups.get()
+            self._sleep()
             if self._closed:
                 return
             while self._waiting:
                 self._running.acquire()
                 if (turn := self._run_first(None)) is not None and turn.has_callbacks:
                     self._report(turn)
+
+    def _sleep(self) -> None:
+        self._wakeups.get()
+        while (left := self._hold_until - time.monotonic()) > 0:
+            with contextlib.suppress(Empty):
+                self._wakeups.get(timeout=left)
 
     def _report(self, turn: Turn) -> None:
         """Run callbacks, in a thread of ours that others must not count on meanwhile."""
@@ -166,6 +186,7 @@ class Line:
         while (turn := self._take()) is not None:
             turn.end(_closed())
             turn.report()
+        self._hold_until = 0.0
         for _ in self._threads:
             self._wakeups.put(None)
         for thread in self._threads:

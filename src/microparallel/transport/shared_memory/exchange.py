@@ -18,12 +18,20 @@ def signature_of(call: str) -> int:
     return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little")
 
 
+class Conduct:
+    """What a call's messages have in common, and what was seen of them."""
+
+    def __init__(self, call: str) -> None:
+        self.signature = signature_of(call)
+        self.copied = False  # whether this rank, or one that it heard from, had to copy its tensor
+
+
 class SharedMemoryExchange:
     """Messages of one call; each carries the call's signature, so that ranks which mean different ones notice."""
 
-    def __init__(self, transport: SharedMemoryTransport, call: str) -> None:
+    def __init__(self, transport: SharedMemoryTransport, conduct: Conduct) -> None:
         self._transport = transport
-        self._signature = signature_of(call)
+        self._conduct = conduct
         self._copies: dict[tuple[int, int], Copy | None] = {}
         transport.let_others_catch_up()
 
@@ -32,16 +40,19 @@ class SharedMemoryExchange:
         place = (tensor.data_ptr(), tensor.numel())
         if place not in self._copies:
             self._copies[place] = self._transport.copy(tensor)
-        sent = self._transport.offer(tensor, to, self._signature, self._copies[place])
+        copy = self._copies[place]
+        if copy is not None:
+            self._conduct.copied = True
+        sent = self._transport.offer(tensor, to, self._conduct.signature, copy)
         return COMPLETE if sent.copied else sent
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Fetched:
         """Copy what a rank offers, when that is waited for."""
-        return Fetched(self._transport, tensor, source, self._signature)
+        return Fetched(self._transport, tensor, source, self._conduct)
 
     def borrow(self, like: torch.Tensor, source: int) -> Lent:
         """Look at what a rank offers, where it lies."""
-        return Lent(self._transport, like, source, self._signature)
+        return Lent(self._transport, like, source, self._conduct)
 
     def close(self) -> None:
         """Offers are out already; copies are theirs now."""
@@ -54,11 +65,11 @@ class SharedMemoryExchange:
 class Lent:
     """A peer's tensor, in the peer's memory, from the moment that it was waited for."""
 
-    def __init__(self, transport: SharedMemoryTransport, like: torch.Tensor, source: int, signature: int) -> None:
+    def __init__(self, transport: SharedMemoryTransport, like: torch.Tensor, source: int, conduct: Conduct) -> None:
         self.tensor = like
         self._transport = transport
         self._source = source
-        self._signature = signature
+        self._conduct = conduct
         self._borrowed: Borrowed | None = None
 
     @property
@@ -70,8 +81,11 @@ class Lent:
         """Return when the peer has offered its tensor."""
         like = self.tensor
         borrowed = self._transport.borrow(self._source, timeout)
-        if borrowed.signature != self._signature or borrowed.bytes.numel() != like.numel() * like.element_size():
+        same_size = borrowed.bytes.numel() == like.numel() * like.element_size()
+        if borrowed.signature != self._conduct.signature or not same_size:
             self._transport.peers.disagree(borrowed.signature, self._source)
+        if borrowed.copied:
+            self._conduct.copied = True
         self.tensor = borrowed.bytes.view(like.dtype)
         self._borrowed = borrowed
 

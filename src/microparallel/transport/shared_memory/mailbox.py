@@ -2,7 +2,7 @@
 
 A channel leads from one rank to another. It is a row of slots in the sender's segment, used in turn:
 
-    posted │ slot 0: state offset bytes … │ slot 1 │ …
+    posted │ slot 0: state place offset bytes … │ slot 1 │ …
 
 The sender fills a slot, marks it POSTED and counts up `posted`; the receiver, who waits on `posted`, reads the tensor
 where it lies in the sender's memory and marks the slot TAKEN; the sender may wait on that mark before it uses the
@@ -20,6 +20,7 @@ SLOTS = 127
 LANES = 2  # collectives, and messages between two ranks
 CHANNEL_BYTES = 64 * (SLOTS + 1)
 FREE, POSTED, TAKEN = 0, 1, 2
+COPY, SEGMENT = 0, 1  # places: a copy in the segment, the tensor itself there; above, regions (`regions.py`)
 _WORDS, _LONGS = CHANNEL_BYTES // 4, CHANNEL_BYTES // 8
 
 
@@ -36,14 +37,15 @@ class Channel:
         self._out_of_turn: set[int] = set()  # the numbers of those that it has taken beyond that
         self.lock = threading.Lock()  # among the threads of this process
 
-    # A slot's 64 bytes: state and tag (32 bits each), then offset, size and signature (64 bits each).
+    # A slot's 64 bytes: state and tag (32 bits each), then place, offset, size and signature (64 bits each).
 
-    def post(self, tag: int, offset: int, size: int, signature: int) -> int:
+    def post(self, tag: int, place: int, offset: int, size: int, signature: int) -> int:
         """Offer a message; returns its slot, whose state must not be POSTED."""
         slot = self.count % SLOTS
         self.count += 1  # first: who looks at the slot's state from now on must know that it serves another message
         word, long = self._first_word + 16 * (slot + 1), self._first_long + 8 * (slot + 1)
-        self._longs[long + 1], self._longs[long + 2], self._longs[long + 3] = offset, size, signature
+        self._longs[long + 1], self._longs[long + 2] = place, offset
+        self._longs[long + 3], self._longs[long + 4] = size, signature
         self._words[word + 1] = tag
         self._words[word] = POSTED
         self._words[self._first_word] = self.count & 0xFFFFFFFF
@@ -66,11 +68,14 @@ class Channel:
         """Where to sleep until a slot's state changes."""
         return self._address + 64 * (slot + 1)
 
+    def tag(self, slot: int) -> int:
+        """What a message is for."""
+        return self._words[self._first_word + 16 * (slot + 1) + 1]
+
     def read(self, slot: int) -> tuple[int, int, int, int]:
-        """What was posted: tag, offset, size, signature."""
+        """What was posted: place, offset, size, signature."""
         long = self._first_long + 8 * (slot + 1)
-        tag = self._words[self._first_word + 16 * (slot + 1) + 1]
-        return tag, self._longs[long + 1], self._longs[long + 2], self._longs[long + 3]
+        return self._longs[long + 1], self._longs[long + 2], self._longs[long + 3], self._longs[long + 4]
 
     def find(self, tag: int, posted: int) -> int | None:
         """The number of the first message with a tag that has not been taken.
@@ -79,7 +84,7 @@ class Channel:
         """
         number = self.count
         while number % 2**32 != posted:
-            if number not in self._out_of_turn and self.read(number % SLOTS)[0] == tag:
+            if number not in self._out_of_turn and self.tag(number % SLOTS) == tag:
                 return number
             number += 1
         return None

@@ -7,6 +7,7 @@ lost, or which call it had made when it noticed that the others had made another
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections import defaultdict, deque
@@ -38,6 +39,14 @@ class Peers:
         self._statuses = {peer: Status(segment) for peer, segment in segments.items()}
         self._doing = ""  # the call that this rank is in, in words
         self._recent: deque[tuple[int, str]] = deque(maxlen=8)
+
+    def call(self) -> int:
+        """Let the others know that this rank has called one more collective; returns its number."""
+        return self._statuses[self._rank].call()
+
+    def have_called(self, number: int) -> bool:
+        """Whether everybody has called a collective."""
+        return all((status.called - number) % 2**32 < 2**31 for status in self._statuses.values())
 
     def begin(self, call: str, signature: int) -> None:
         """Remember which collective this rank is in, and the last few before it."""
@@ -92,12 +101,12 @@ class Peers:
         raise RuntimeError(f"rank {', '.join(map(str, lost))} went away")
 
     def _hung_up(self, peer: int) -> bool:
-        try:
-            return self._connections[peer].recv(1, socket.MSG_PEEK) == b""
-        except BlockingIOError:
-            return False
-        except (OSError, KeyError):
+        connection = self._connections.get(peer)
+        if connection is None or connection.fileno() < 0:
             return True
+        ended = select.poll()  # news that nobody has read (`regions.py`) does not hide the end
+        ended.register(connection, select.POLLRDHUP)
+        return bool(ended.poll(0))
 
 
 def _rows(calls: dict[int, str]) -> str:

@@ -23,6 +23,16 @@ class Status:
         """Whether the rank has left in an orderly way."""
         return self._segment.words[0] == _CLOSED
 
+    @property
+    def called(self) -> int:
+        """How many collectives the rank has called, modulo 2³²; it may not have run them."""
+        return self._segment.words[2]
+
+    def call(self) -> int:
+        """Count one more; returns its number."""
+        self._segment.words[2] = number = (self.called + 1) % 2**32
+        return number
+
     def close(self) -> None:
         """Leave."""
         if self._segment.words[0] == _WELL:

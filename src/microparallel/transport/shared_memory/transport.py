@@ -1,7 +1,7 @@
 """Move tensors between ranks of one machine by reading each other's memory.
 
 A send tells the receiver where the tensor lies; the receiver copies it, or adds it to its own, straight from there. A
-tensor that does not live in its rank's segment is copied into it first. Nothing else moves.
+tensor that does not live in its rank's segment, nor in memory that was moved (`regions.py`), is copied there first.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from microparallel.errors import CommsError
 from microparallel.topology import available_cores, total_memory
 from microparallel.transport.shared_memory import futex
 from microparallel.transport.shared_memory.arena import Arena
-from microparallel.transport.shared_memory.mailbox import CHANNEL_BYTES, LANES, POSTED, SLOTS, Channel
+from microparallel.transport.shared_memory.mailbox import CHANNEL_BYTES, COPY, LANES, POSTED, SEGMENT, SLOTS, Channel
 from microparallel.transport.shared_memory.meeting import Store, exchange_descriptors
 from microparallel.transport.shared_memory.peers import Peers
+from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
 from microparallel.transport.shared_memory.segment import Segment, create
 from microparallel.transport.shared_memory.status import STATUS_BYTES
 from microparallel.transport.shared_memory.works import Borrowed, Copy, Inbox, Received, ReceivedFromAnybody, Sent
@@ -58,6 +59,8 @@ class SharedMemoryTransport:
             os.close(theirs)
         connections = {peer: connection for peer, (connection, _) in met.items()}
         self.peers = Peers(rank, self.world_ranks, self._segments, connections)
+        self._regions = OwnRegions(connections)
+        self._their_regions = {peer: TheirRegions(connection) for peer, connection in connections.items()}
         self._out = [[_channel(self._segment, peer, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._in = [[_channel(self._segments[peer], rank, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._staged: list[deque[Sent]] = [deque() for _ in range(LANES)]  # copies that may not have been read yet
@@ -80,21 +83,28 @@ class SharedMemoryTransport:
         """Offer a contiguous tensor for a collective, or its copy; it must stay as it is until it was waited for."""
         return self._post(0, tensor, to, 0, signature, copy)
 
+    def move_what_comes_again(self, tensor: torch.Tensor) -> None:
+        """Move a large tensor to where peers can read it, if collectives have met it before."""
+        self._regions.move_what_comes_again(tensor)
+
     def borrow(self, source: int, timeout: float | None = None) -> Borrowed:
         """Look at the next tensor that a rank offers, where it lies; give it back soon."""
         channel = self._in[0][source]
         number = channel.count
         self._wait_for_post(channel, number, source, timeout)
         slot = number % SLOTS
-        _, offset, size, signature = channel.read(slot)
+        place, offset, size, signature = channel.read(slot)
         channel.count = number + 1
-        return Borrowed(self._segments[source].bytes[offset : offset + size], signature, channel, slot)
+        memory = self._segments[source].bytes
+        if place > SEGMENT:
+            memory = self._their_regions[source].bytes_of(place - SEGMENT)
+        return Borrowed(memory[offset : offset + size], place == COPY, signature, channel, slot)
 
     # ── messages between two ranks, by tag ──────────────────────────────────────────────────────────────────────
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Sent:
         """Start sending a contiguous tensor."""
-        copy = self.copy(tensor, lane=1)
+        copy = self._copy_into_segment(tensor, lane=1)
         sent = self._post(1, tensor, to, tag, 0, copy)
         if copy is not None:
             copy.let_go()
@@ -154,8 +164,11 @@ class SharedMemoryTransport:
 
     # ── sending and waiting ─────────────────────────────────────────────────────────────────────────────────────
 
-    def copy(self, tensor: torch.Tensor, lane: int = 0) -> Copy | None:
-        """Copy a tensor into the segment; None if it lives there, or has nothing in it."""
+    def copy(self, tensor: torch.Tensor) -> Copy | None:
+        """Copy a tensor for a collective; None if peers can read it where it lies, or there is nothing in it."""
+        return None if self._regions.find(tensor) else self._copy_into_segment(tensor, lane=0)
+
+    def _copy_into_segment(self, tensor: torch.Tensor, lane: int) -> Copy | None:
         size = tensor.numel() * tensor.element_size()
         if not size or self._segment.offset_of(tensor) is not None:
             return None
@@ -178,7 +191,7 @@ class SharedMemoryTransport:
     def _post(self, lane: int, tensor: torch.Tensor, to: int, tag: int, signature: int, copy: Copy | None) -> Sent:
         channel = self._out[lane][to]
         size = tensor.numel() * tensor.element_size()
-        offset = copy.start if copy is not None else self._segment.offset_of(tensor) or 0
+        place, offset = self._place(tensor, copy)
         if copy is not None:
             copy.hold()
         with channel.lock:
@@ -186,10 +199,20 @@ class SharedMemoryTransport:
             sent = Sent(self, channel, slot, to, channel.count, tensor, copy)
             if channel.state(slot) == POSTED:  # all slots are in use
                 self.wait_until_taken(channel, slot, to, None)
-            channel.post(tag, offset, size, signature)
+            channel.post(tag, place, offset, size, signature)
         if copy is not None:
             self._staged[lane].append(sent)
         return sent
+
+    def _place(self, tensor: torch.Tensor, copy: Copy | None) -> tuple[int, int]:
+        """Where the peers find a tensor: in which memory, and how far from its beginning."""
+        if copy is not None:
+            return COPY, copy.start
+        offset = self._segment.offset_of(tensor)
+        if offset is not None:
+            return SEGMENT, offset
+        region = self._regions.find(tensor)
+        return (SEGMENT, 0) if region is None else (SEGMENT + region[0], region[1])
 
     def _reclaim(self, lane: int) -> None:
         """Take back the copies of tensors that have been read."""
@@ -236,6 +259,8 @@ class SharedMemoryTransport:
         for staged in self._staged:
             staged.clear()
         self._inboxes.clear()
+        for regions in self._their_regions.values():
+            regions.close()
 
 
 def _channel(segment: Segment, peer: int, lane: int) -> Channel:

@@ -94,10 +94,11 @@ class Sent:
 class Borrowed:
     """A peer's tensor, where it lies in the peer's memory."""
 
-    __slots__ = ("_channel", "_slot", "bytes", "signature")
+    __slots__ = ("_channel", "_slot", "bytes", "copied", "signature")
 
-    def __init__(self, content: torch.Tensor, signature: int, channel: Channel, slot: int) -> None:
+    def __init__(self, content: torch.Tensor, copied: bool, signature: int, channel: Channel, slot: int) -> None:
         self.bytes = content
+        self.copied = copied  # the peer had to copy it there
         self.signature = signature
         self._channel = channel
         self._slot = slot

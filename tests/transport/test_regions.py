@@ -1,0 +1,148 @@
+"""Tensors of torch's own that are moved to where peers can read them."""
+
+import gc
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from microparallel.errors import CommsError
+from microparallel.transport.shared_memory import regions
+from microparallel.transport.shared_memory.peers import Peers
+from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
+from microparallel.transport.shared_memory.segment import create
+
+LARGE = 2**18  # floats: a megabyte
+
+
+@pytest.fixture
+def sockets():
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+@pytest.fixture
+def own(sockets):
+    return OwnRegions({1: sockets[0]})
+
+
+@pytest.fixture
+def theirs(sockets):
+    return TheirRegions(sockets[1])
+
+
+def moved(own, tensor):
+    """Whether a tensor is moved when it comes for the second time."""
+    own.move_what_comes_again(tensor)
+    assert own.find(tensor) is None, "it came for the first time"
+    own.move_what_comes_again(tensor)
+    return own.find(tensor) is not None
+
+
+def test_what_comes_again_is_read_where_it_lies(own, theirs):
+    tensor = torch.arange(LARGE, dtype=torch.float32)
+    view = tensor[1000:].view(-1, 2)
+    assert moved(own, tensor)
+    number, offset = own.find(view)
+    assert offset == 4000
+    seen = theirs.bytes_of(number).view(torch.float32)
+    assert torch.equal(seen, tensor)
+    view[0, 0] = -1.0  # every view of it has moved along
+    assert seen[1000] == tensor[1000] == -1.0
+
+
+def test_several_regions_are_told_apart(own, theirs):
+    tensors = [torch.full((LARGE + index,), float(index)) for index in range(5)]
+    assert all(moved(own, tensor) for tensor in tensors)
+    for tensor in reversed(tensors):
+        number, _ = own.find(tensor)
+        assert torch.equal(theirs.bytes_of(number).view(torch.float32), tensor)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(LARGE - 1),
+        lambda: torch.zeros(2 * LARGE)[:LARGE],
+        lambda: torch.zeros(LARGE).share_memory_(),
+        lambda: torch.from_numpy(torch.zeros(LARGE).numpy()),
+    ],
+    ids=["small", "part of another", "shared already", "NumPy's"],
+)
+def test_what_stays_where_it_is(own, make):
+    tensor = make()
+    address = tensor.data_ptr()
+    assert not moved(own, tensor)
+    assert tensor.data_ptr() == address
+
+
+def test_an_array_that_looks_at_a_tensor_keeps_it_in_place(own):
+    tensor = torch.zeros(LARGE)
+    array = tensor.numpy()
+    assert not moved(own, tensor)
+    tensor.fill_(1.0)
+    assert array.all()
+
+
+def open_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_memory_of_a_tensor_that_is_gone_is_returned_though_peers_map_it(own, theirs):
+    descriptors = open_descriptors()
+    tensor = torch.ones(LARGE)
+    assert moved(own, tensor)
+    number, _ = own.find(tensor)
+    seen = theirs.bytes_of(number)
+    assert seen.any()
+    del tensor
+    gc.collect()
+    assert not seen.any()
+    assert open_descriptors() == descriptors + 1  # the peer's map, which is in this process here
+    del seen
+    theirs.close()
+    gc.collect()
+    assert open_descriptors() == descriptors
+
+
+def no_room(_):
+    return SimpleNamespace(f_bavail=1, f_frsize=4096)
+
+
+def no_folder(path):
+    raise FileNotFoundError(path)
+
+
+@pytest.mark.parametrize("statvfs", [no_room, no_folder])
+def test_without_room_tensors_are_copied_as_before(own, monkeypatch, statvfs):
+    monkeypatch.setattr(regions.os, "statvfs", statvfs)
+    assert not moved(own, torch.zeros(LARGE))
+
+
+def test_a_peer_that_is_gone_is_told_nothing(own, sockets):
+    sockets[1].close()
+    assert not moved(own, torch.zeros(LARGE))
+
+
+def test_memory_that_was_not_handed_over(own, theirs, sockets):
+    with pytest.raises(CommsError, match="not handed over"):
+        theirs.bytes_of(1)
+    sockets[0].close()
+    with pytest.raises(CommsError, match="went away"):
+        theirs.bytes_of(1)
+
+
+def test_news_that_nobody_has_read_does_not_hide_that_a_peer_is_gone(own, sockets):
+    segments = {rank: create(8192)[1] for rank in range(2)}
+    peers = Peers(1, range(2), segments, {0: sockets[1]})
+    assert moved(own, torch.zeros(LARGE))
+    peers.require_alive(0)
+    sockets[0].close()
+    with pytest.raises(RuntimeError, match="rank 0 went away"):
+        peers.require_alive(0)
