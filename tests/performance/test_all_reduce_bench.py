@@ -22,7 +22,7 @@ from microparallel.performance.methods import (
     Method,
     methods_for,
 )
-from microparallel.performance.rounds import Call, Rounds
+from microparallel.performance.rounds import Call, Rounds, time_call
 
 ALGORITHMS = ("naive", "ring", "tree")
 WITHOUT_ALGORITHMS = {
@@ -72,10 +72,10 @@ def who_does_what(comms):
         with methods_for(comms, ["ring"]) as methods:
             for method in methods:
                 method.meet()
-                method.call(method.tensor_of(case), case)
+                method.call(method.tensors_of(case)[0], case)
     with pytest.raises(ValueError, match="not initialized"):  # torch has forgotten it: it was closed
         dist.get_backend(groups[0])
-    return backends, [method.name for method in methods if method.tensor_of(case) is case.shared]
+    return backends, [method.name for method in methods if method.tensors_of(case) is case.shared]
 
 
 def test_torch_s_own_runs_on_gloo_beside_ours(warm_ranks):
@@ -99,7 +99,7 @@ def bytes_touched(comms, touch):
     case = Case(comms, 4 * 3_000, torch.float32)
     case.scratch = case.scratch.as_subclass(Counted)
     kept = case.contribution.clone(), case.expected.clone()
-    touch(comms.rank, comms.world_size, case.tensor.as_subclass(Counted), case)
+    touch(comms.rank, comms.world_size, case.tensors[0].as_subclass(Counted), case)
     assert torch.equal(case.contribution, kept[0]) and torch.equal(case.expected, kept[1])
     return counts
 
@@ -169,7 +169,7 @@ def order_of_calls(comms):
 
     comms.all_reduce = all_reduce
     with methods_for(comms, ["ring", "tree"]) as methods:  # torch's own comes before them, and add after
-        rounds = Rounds(comms, methods[1:3], Case(comms, 400, torch.float32))
+        rounds = Rounds(comms, methods[1:3], Case(comms, 400_000, torch.float32))
         rounds.warm_up()
         rounds.one_more()
         rounds.end("tree")
@@ -182,6 +182,33 @@ def test_methods_take_turns_and_a_slow_one_is_left_out_of_the_rest(pool):
     assert called == ["ring", "tree", "tree", "ring", "ring"]  # the second round begins with the second method
     assert counted == 2
     assert len(seconds["ring"]) == 2 and len(seconds["tree"]) == 1
+
+
+def calls_of_a_turn(comms, size):
+    seen = []
+    method = Method("seen", lambda tensor, _: (seen.append(tensor.data_ptr()), comms.all_reduce(tensor)), comms.barrier)
+    call = time_call(method, Case(comms, size, torch.float32))
+    return call.right, len(seen), len(set(seen))
+
+
+def test_small_calls_are_made_in_a_row_each_on_a_tensor_of_its_own(any_pool):
+    assert any_pool.run(calls_of_a_turn, 2, 64_000)[1] == (True, 10, 10)
+    assert any_pool.run(calls_of_a_turn, 2, 1_000_000)[1] == (True, 1, 1)
+
+
+def wrong_once(comms):
+    calls = []
+
+    def fail_late(tensor, _):
+        comms.all_reduce(tensor)
+        calls.append(tensor)
+        tensor[0] += len(calls) == 5
+
+    return time_call(Method("wrong", fail_late, comms.barrier), Case(comms, 400, torch.float32)).right
+
+
+def test_one_wrong_sum_in_a_row_is_seen(any_pool):
+    assert any_pool.run(wrong_once, 2) == [False, False]
 
 
 def made_up_calls(comms, cores):
@@ -199,12 +226,13 @@ def test_ranks_that_share_cores_alone_take_as_long_as_their_work(any_pool):
 
 def contributions(comms):
     case = Case(comms, 4 * 25_000, torch.float32)
-    case.refill(case.shared)
-    mine = case.shared.clone()
-    comms.all_reduce(case.shared)
-    right = case.is_right(case.shared)
-    case.shared[24_999] += 1
-    return mine, right, case.is_right(case.shared)
+    tensor = case.shared[0]
+    case.refill(tensor)
+    mine = tensor.clone()
+    comms.all_reduce(tensor)
+    right = case.is_right(tensor)
+    tensor[24_999] += 1
+    return mine, right, case.is_right(tensor)
 
 
 def test_the_exact_sum_is_known_and_one_wrong_number_is_seen(any_pool):

@@ -16,6 +16,7 @@ from rich.table import Table
 from microparallel import __version__
 from microparallel.drawing.numbers import count
 from microparallel.performance.all_reduce_report import Report, Row
+from microparallel.performance.case import calls_in_a_row
 from microparallel.performance.methods import BOUNDS, TORCH
 from microparallel.performance.units import show_number, show_seconds, show_size, time_unit
 
@@ -25,7 +26,9 @@ _NOTHING = ("–", "")
 _WIDTH_OF_FILES = 96
 _RATES = ((1e9, "G"), (1e6, "M"), (1e3, "K"))
 _CAPTIONS = {
-    "time": "time      the median; half of the calls lie between the quartiles",
+    "time": """\
+time      of a call: the median; half lie between the quartiles
+× 10      of so many calls in a row, the mean is one of them""",
     "alg": "alg       bytes a second: size ÷ time",
     "bus": "bus       bytes a second: size ÷ time × 2(p−1)/p",
     "msgs": "msgs      the most that one rank sends",
@@ -49,10 +52,14 @@ def as_json(report: Report) -> dict[str, Any]:
         "device": measured.device,
         "dtype": measured.dtype,
         "fit": None if report.costs is None else asdict(report.costs) | {"predictions_off_by": report.typical_factor},
-        "results": [asdict(row) | {"calls": calls[row.algorithm, row.size]} for row in report.rows],
-        "bounds": [asdict(row) | {"calls": calls[row.algorithm, row.size]} for row in report.bounds],
+        "results": [_row_as_json(row, calls[row.algorithm, row.size]) for row in report.rows],
+        "bounds": [_row_as_json(row, calls[row.algorithm, row.size]) for row in report.bounds],
         "notes": report.notes,
     }
+
+
+def _row_as_json(row: Row, calls: list[float]) -> dict[str, Any]:
+    return asdict(row) | {"calls": calls, "calls_in_a_row": calls_in_a_row(row.size)}
 
 
 def show(report: Report) -> None:
@@ -99,13 +106,17 @@ def table_of(report: Report, width: int) -> Table:
     for size, group in groupby(zip(rows, cells, strict=True), key=lambda pair: pair[0].size):
         pairs = list(group)
         repeats = max(row.repeats for row, _ in pairs)
-        table.add_row(f"[bold]{show_size(size)}[/] [dim]{count(repeats, 'call')}[/]")
+        table.add_row(f"[bold]{show_size(size)}[/] [dim]{_calls(repeats, calls_in_a_row(size))}[/]")
         fastest = min(row.seconds for row, _ in pairs if row.seconds and not _is_bound(row))
         for row, texts in pairs:
             style = "dim" if _is_bound(row) else "green" if row.seconds == fastest else None
             table.add_row(*(texts[heading] for heading in shown), style=style)
         table.add_section()
     return table
+
+
+def _calls(repeats: int, in_a_row: int) -> str:
+    return count(repeats, "call") if in_a_row == 1 else f"{repeats} × {count(in_a_row, 'call')}"
 
 
 def _columns(cells: Sequence[dict[str, str]], width: int) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +33,7 @@ class Call:
         return self.text
 
     @staticmethod
+    @functools.lru_cache(maxsize=4096)  # training makes the same few again and again
     def of_all(name: str, *details: str, size: int = 0) -> Call:
         """A collective: every rank must make it with the same details."""
         text = f"{name}({', '.join(details)})"
@@ -64,7 +66,8 @@ def describe(tensor: torch.Tensor) -> str:
     return describe_content(tensor.dtype, tensor.shape)
 
 
-def describe_content(dtype: torch.dtype, shape: Sequence[int]) -> str:
+@functools.lru_cache(maxsize=4096)
+def describe_content(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     """A dtype and a shape, as in `float32[4, 128]`."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 

@@ -58,7 +58,9 @@ class Memory:
         if isinstance(value, Chunk):
             return self._tensor[self._bounds[value.start] : self._bounds[value.stop]]
         if isinstance(value, Part):
-            return self._parts.setdefault(value, torch.empty_like(self._tensor))
+            if value not in self._parts:
+                self._parts[value] = torch.empty_like(self._tensor)
+            return self._parts[value]
         raise ProgramError(f"{value} has no place in a collective; it knows chunks and parts")
 
 
@@ -153,7 +155,8 @@ def perform(steps: Iterable[Round], memory: Pieces, transport: Transport, combin
         for add in current.adds:
             yield from under_way.before_writing(add.into)
             combine(memory[add.into], memory[add.value])
-        yield from _exchange(current, memory, transport, combine, under_way)
+        if current.sends or current.receives:
+            yield from _exchange(current, memory, transport, combine, under_way)
     yield from under_way.all()
 
 

@@ -303,8 +303,11 @@ def _whole(tensor: torch.Tensor) -> Blocks:
     step = max(1, _BLOCK_BYTES // tensor.element_size())
 
     def blocks(slices: int, in_blocks: Callable[[], bool]) -> Iterator[Pieces]:
+        if flat.numel() <= step:
+            yield Memory(flat, slices)
+            return
         yield Memory(flat[:step], slices)
-        if flat.numel() > step and not in_blocks():
+        if not in_blocks():
             yield Memory(flat[step:], slices)
             return
         for start in range(step, flat.numel(), step):

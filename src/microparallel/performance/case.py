@@ -9,6 +9,8 @@ from microparallel.comms import Comms
 
 _PERIOD = 10_007  # a prime, so that no two slices of a tensor look alike
 _EXACT = 256  # whole numbers up to here are exact in every dtype, bfloat16 too
+_SMALL = 65_536  # bytes; calls with up to so many are timed in a row
+_ROW = 10  # calls
 
 
 class Case:
@@ -17,8 +19,8 @@ class Case:
     Attributes:
         contribution: what this rank adds to the sum.
         expected: the sum.
-        tensor: ordinary memory, where a method finds the contribution and leaves the sum.
-        shared: the same in shared memory; where ranks share none, just the tensor.
+        tensors: ordinary memory, where a method finds the contribution and leaves the sum; one for each call in a row.
+        shared: the same in shared memory; where ranks share none, just the tensors.
         scratch: ordinary memory that nobody reads, where ranks share memory.
     """
 
@@ -27,10 +29,11 @@ class Case:
         patterns = [_pattern(rank, comms.world_size) for rank in range(comms.world_size)]
         self.contribution = _repeat(patterns[comms.rank].to(comms.device, dtype), length)
         self.expected = _repeat(torch.stack(patterns).sum(0).to(comms.device, dtype), length)
-        self.tensor = torch.empty_like(self.contribution)
+        row = range(calls_in_a_row(size))
+        self.tensors = [torch.empty_like(self.contribution) for _ in row]
         shares_memory = transport_of(comms) == "shm"
-        self.shared = comms.empty(length, dtype) if shares_memory else self.tensor
-        self.scratch = torch.empty_like(self.tensor) if shares_memory else self.tensor
+        self.shared = [comms.empty(length, dtype) for _ in row] if shares_memory else self.tensors
+        self.scratch = torch.empty_like(self.contribution) if shares_memory else self.tensors[0]
 
     def refill(self, tensor: torch.Tensor) -> None:
         """Put this rank's contribution back."""
@@ -39,6 +42,15 @@ class Case:
     def is_right(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor holds exactly the sum."""
         return torch.equal(tensor, self.expected)
+
+
+def calls_in_a_row(size: int) -> int:
+    """How many calls are timed together.
+
+    What a small call takes by itself, right after the ranks have met, depends on how each of them woke up. A training
+    step makes many, one after another.
+    """
+    return _ROW if size <= _SMALL else 1
 
 
 def tensors_of_a_case(comms: Comms) -> int:

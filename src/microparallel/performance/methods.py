@@ -40,18 +40,18 @@ Action = Callable[[torch.Tensor, Case], object]
 
 @dataclass(frozen=True)
 class Method:
-    """Something to be timed, on one of a case's tensors."""
+    """Something to be timed, on a case's tensors."""
 
     name: str
     call: Action
     meet: Callable[[], object]  # how ranks come together before a call: the way it goes itself, which is then awake
-    in_place: bool = False  # on the tensor in shared memory
+    in_place: bool = False  # on tensors in shared memory
     sums: bool = True  # leaves the sum, which is then checked
     alone: bool = False  # no rank waits for another, even where they take turns on a core
 
-    def tensor_of(self, case: Case) -> torch.Tensor:
-        """The tensor that it works on."""
-        return case.shared if self.in_place else case.tensor
+    def tensors_of(self, case: Case) -> list[torch.Tensor]:
+        """The tensors that it works on, call by call."""
+        return case.shared if self.in_place else case.tensors
 
 
 @contextmanager

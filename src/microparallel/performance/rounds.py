@@ -1,7 +1,8 @@
 """Rounds: one call of every method after another, on tensors of one size, timed and checked.
 
 A shared machine has good moments and bad ones. So the methods take turns, call by call, and each round begins with
-another one: whatever disturbs a minute of the run disturbs all of them alike.
+another one: whatever disturbs a minute of the run disturbs all of them alike. Of small calls, each turn has several in
+a row, and what counts is their mean.
 
     round 0   torch  ring   tree        warm-up: not counted
     round 1   ring   tree   torch
@@ -73,7 +74,7 @@ class Rounds:
 
 @dataclass(frozen=True)
 class Call:
-    """One call on this rank: how long it took, how long it kept a core busy, and whether the sum was right."""
+    """A call on this rank: how long it took, how long it kept a core busy, and whether the sum was right."""
 
     seconds: float
     work: float
@@ -81,16 +82,19 @@ class Call:
 
 
 def time_call(method: Method, case: Case) -> Call:
-    """Call a method once. All ranks begin together: waiting for a late one is not its cost."""
-    tensor = method.tensor_of(case)
-    case.refill(tensor)
+    """Call a method, once or some times in a row. All ranks begin together: waiting for a late one is not its cost."""
+    tensors = method.tensors_of(case)
+    for tensor in tensors:
+        case.refill(tensor)
     method.meet()
     begun, work_before = time.perf_counter(), time.process_time()
-    method.call(tensor, case)
-    if tensor.is_cuda:  # a GPU works in the background: stop the clock when it is done
-        torch.cuda.synchronize(tensor.device)
+    for tensor in tensors:
+        method.call(tensor, case)
+    if tensors[0].is_cuda:  # a GPU works in the background: stop the clock when it is done
+        torch.cuda.synchronize(tensors[0].device)
     seconds, work = time.perf_counter() - begun, time.process_time() - work_before
-    return Call(seconds, work, not method.sums or case.is_right(tensor))
+    right = not method.sums or all(case.is_right(tensor) for tensor in tensors)
+    return Call(seconds / len(tensors), work / len(tensors), right)
 
 
 def largest(comms: Comms, numbers: Sequence[float]) -> list[float]:

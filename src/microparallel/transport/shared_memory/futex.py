@@ -10,6 +10,7 @@ import ctypes
 import os
 import platform
 import sys
+from typing import Any
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE = 0, 1
@@ -29,20 +30,32 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_NUMBER = ctypes.c_long(_NUMBERS.get(platform.machine(), -1))
-_syscall = ctypes.CDLL(None, use_errno=True).syscall
-_syscall.restype = ctypes.c_long
+_NUMBER = _NUMBERS.get(platform.machine(), -1)
+
+
+def _futex(library: ctypes.CDLL) -> Any:
+    call = library.syscall
+    call.restype = ctypes.c_long
+    call.argtypes = (
+        *(ctypes.c_long, ctypes.c_void_p, ctypes.c_long, ctypes.c_uint32),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long),
+    )
+    return call
+
+
+_sleeping_call = _futex(ctypes.CDLL(None))  # other threads may run Python meanwhile
+_quick_call = _futex(ctypes.PyDLL(None))
 
 
 def wait(address: int, seen: int, timeout: float) -> None:
     """Sleep while the 32-bit number at this address is `seen`, at most `timeout` seconds; may also return early."""
     limit = _Timespec(int(timeout), int(timeout % 1 * 1e9))
-    _syscall(_NUMBER, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(seen), ctypes.byref(limit), None, 0)
+    _sleeping_call(_NUMBER, address, _WAIT, seen, ctypes.byref(limit), None, 0)
 
 
 def wake(address: int) -> None:
     """Wake everybody who sleeps on this address."""
-    _syscall(_NUMBER, ctypes.c_void_p(address), _WAKE, _EVERYBODY, None, None, 0)
+    _quick_call(_NUMBER, address, _WAKE, _EVERYBODY, None, None, 0)
 
 
 # Whoever spins takes the core from whoever it waits for, unless there are enough cores. On x86 stores become visible in

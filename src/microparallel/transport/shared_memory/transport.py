@@ -184,7 +184,7 @@ class SharedMemoryTransport:
         collectives, and not within one, nor between messages: there, both may be sending before they receive.
         """
         staged = self._staged[0]
-        while sum(sent.size for sent in staged) > _MOST_STAGED:
+        while staged and sum(sent.size for sent in staged) > _MOST_STAGED:
             staged[0].wait_until_taken()
             self._reclaim(0)
 
