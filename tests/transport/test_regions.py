@@ -111,6 +111,11 @@ def test_memory_of_a_tensor_that_is_gone_is_returned_though_peers_map_it(own, th
     assert open_descriptors() == descriptors
 
 
+def test_nothing_is_moved_if_the_environment_says_so(sockets, monkeypatch):
+    monkeypatch.setenv("MICROPARALLEL_MOVE", "0")
+    assert not moved(OwnRegions({1: sockets[0]}), torch.zeros(LARGE))
+
+
 def no_room(_):
     return SimpleNamespace(f_bavail=1, f_frsize=4096)
 

@@ -6,8 +6,9 @@ puts its memory into an anonymous file, under every view of it at the same time 
 and we hand the file's descriptor to the peers over the connections that are there anyway.
 
 A pointer into the old memory that torch knows nothing of would dangle from then on. NumPy arrays are safe (torch marks
-what it has shown to NumPy, and such memory is left alone), and callers name only tensors that no other library
-holds: those that are reduced during a backward pass.
+what it has shown to NumPy, and such memory is left alone), and callers name only tensors that hardly anybody else
+holds: those that are reduced during a backward pass. `MICROPARALLEL_MOVE=0` in the environment leaves everything where
+it is.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from microparallel.errors import CommsError
 from microparallel.topology import available_memory
 
+VARIABLE = "MICROPARALLEL_MOVE"
 _LEAST = 2**20  # bytes; copying less costs next to nothing
 _MOST_REGIONS = 256  # that a rank moves in the life of a group: each takes a few descriptors and some address space
 _MARGIN = 64 * 2**20  # bytes that are left to everybody else
@@ -40,7 +42,7 @@ class OwnRegions:
         self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._numbers: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._count = 0
-        self._given_up = False
+        self._given_up = os.environ.get(VARIABLE) == "0"
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The number of the region that a tensor lies in, and where in it; None when it lies elsewhere."""
