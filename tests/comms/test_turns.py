@@ -1,9 +1,12 @@
 """Collectives in a line: their order, who runs them, and how they end."""
 
+import itertools
 import threading
+import time
 
 import pytest
 
+from microparallel.comms import patience
 from microparallel.comms.turns import Line
 from microparallel.errors import CommsError
 
@@ -119,26 +122,60 @@ def test_what_is_ready_runs_up_to_the_first_that_is_not(line):
     assert done == [0, 1, 2, 3]
 
 
-def test_a_thread_that_holds_back_runs_the_line_in_the_end(line):
+@pytest.fixture
+def computing(monkeypatch):
+    """Whoever asked for patience computes all the time, as far as its processor clock says."""
+    clock = itertools.count()
+    monkeypatch.setattr(patience.time, "clock_gettime", lambda _: next(clock))
+
+
+def test_a_thread_that_holds_back_runs_the_line_when_its_caller_waits(line):
     ran = threading.Event()
     line.append(lambda _: ran.set())
-    line.run_in_background(delay=0.01)
+    line.run_in_background(patience=1000)
     assert ran.wait(20)
 
 
+@pytest.mark.usefixtures("computing")
+def test_a_thread_holds_back_while_its_caller_computes_but_not_for_ever(line):
+    ran = threading.Event()
+    begun = time.monotonic()
+    line.append(lambda _: ran.set())
+    line.run_in_background(patience=0.1)
+    assert ran.wait(20)
+    assert time.monotonic() - begun >= 0.1
+
+
+@pytest.mark.usefixtures("computing")
 def test_a_thread_that_holds_back_can_be_hurried(line):
     ran = threading.Event()
     turn = line.append(lambda _: ran.set())
-    line.run_in_background(delay=1000)
+    line.run_in_background(patience=1000)
     assert not turn.done
     line.run_in_background()
     assert ran.wait(20)
 
 
+@pytest.mark.usefixtures("computing")
+def test_callbacks_are_not_kept_waiting(line):
+    """As PowerSGD's: they call more, and wait for that in ways that a line does not see."""
+    inner = threading.Event()
+
+    def outer():
+        line.append(lambda _: inner.set())
+        line.run_in_background(patience=1000)
+        assert inner.wait(20)
+
+    line.append(lambda _: None).then(outer)
+    line.run_what_is_ready()
+    assert inner.is_set()
+
+
+@pytest.mark.usefixtures("computing")
 def test_a_line_closes_though_its_thread_holds_back():
     line = Line()
     turn = line.append(lambda _: None)
-    line.run_in_background(delay=1000)
+    line.run_in_background(patience=1000)
     line.close()
     with pytest.raises(CommsError, match="closed"):
         turn.wait()

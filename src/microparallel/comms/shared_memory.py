@@ -31,8 +31,8 @@ _BLOCK_BYTES = 4 * 2**20
 # Up to here one meeting of the ranks (all-to-all) beats two (direct), though each rank adds more.
 _LITTLE_BYTES = 512 * 2**10
 
-# Seconds for which a backward that calls no more collectives may compute before a thread runs what it has called.
-_PATIENCE = 0.2
+# Seconds for which a backward may compute on after its last call before a thread runs what it has called.
+_PATIENCE = 0.5
 
 # Python stops its threads as it ends, in whatever they are doing, and C++ ends the process for that. So groups that
 # were not closed are closed before.
@@ -176,13 +176,13 @@ class SharedMemoryGroup:
         """Let the calling thread compute all gradients before it runs the collectives that it has called meanwhile.
 
         A thread of ours would only interrupt it, and wait for the other ranks' threads to interrupt theirs. So where
-        ranks leave it no core, it holds back: until backward has ended, or seems to wait for something. What somebody
-        has not called by the end of backward is left to it in any case, so that nobody waits who would not have.
+        ranks leave it no core, it holds back: until backward has ended, or waits for something. What somebody has not
+        called by the end of backward is left to it in any case, so that nobody waits who would not have.
         """
         if self.world_size < available_cores():
             self._line.run_in_background()
             return
-        self._line.run_in_background(delay=_PATIENCE)
+        self._line.run_in_background(_PATIENCE)
         backward = torch._C._current_graph_task_id()
         if self._backward != backward:
             self._backward = backward

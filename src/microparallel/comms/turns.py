@@ -12,9 +12,10 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import Empty, SimpleQueue
 
+from microparallel.comms.patience import Patience
 from microparallel.errors import CommsError
 
 Deed = Callable[[float | None], None]  # given the time at which to give up
@@ -75,9 +76,11 @@ class Turn:
 
     def report(self) -> None:
         """Call those who asked to be called."""
-        callbacks, self._callbacks = self._callbacks, []
-        for callback in callbacks:
-            callback()
+        if self._callbacks:
+            callbacks, self._callbacks = self._callbacks, []
+            with self._line.calling_back():
+                for callback in callbacks:
+                    callback()
 
 
 class Line:
@@ -91,7 +94,8 @@ class Line:
         self._waiting: deque[Turn] = deque()
         self._running = threading.Lock()  # held by whoever runs one
         self._wakeups: SimpleQueue[None] = SimpleQueue()
-        self._hold_until = 0.0  # when a thread may run what stands in the line
+        self._patience = Patience()  # with a caller who computes
+        self._local = threading.local()
         self._threads: list[threading.Thread] = []
         self._available = 0  # threads that are not busy with callbacks
         self._counting = threading.Lock()
@@ -140,11 +144,31 @@ class Line:
         except IndexError:
             return None
 
-    def run_in_background(self, delay: float = 0.0) -> None:
-        """Let a thread run what stands in the line: at once, or when nobody has asked for so many seconds."""
+    def run_in_background(self, patience: float = 0.0) -> None:
+        """Let a thread run what stands in the line: at once, or when the caller has computed, for so long at most.
+
+        In a callback, it is at once: whoever called it may wait for that.
+        """
+        if patience and not self.in_callback:
+            self._patience.ask(patience)
+        else:
+            self._patience.end()
         self._require_thread()
-        self._hold_until = time.monotonic() + delay if delay else 0.0
         self._wakeups.put(None)
+
+    @property
+    def in_callback(self) -> bool:
+        """Whether this thread is calling those who asked to be called."""
+        return getattr(self._local, "in_callback", False)
+
+    @contextlib.contextmanager
+    def calling_back(self) -> Iterator[None]:
+        """Within this block, this thread is."""
+        before, self._local.in_callback = self.in_callback, True
+        try:
+            yield
+        finally:
+            self._local.in_callback = before
 
     def _require_thread(self) -> None:
         with self._counting:
@@ -166,9 +190,9 @@ class Line:
 
     def _sleep(self) -> None:
         self._wakeups.get()
-        while (left := self._hold_until - time.monotonic()) > 0:
+        while (nap := self._patience.nap()) > 0:
             with contextlib.suppress(Empty):
-                self._wakeups.get(timeout=left)
+                self._wakeups.get(timeout=nap)
 
     def _report(self, turn: Turn) -> None:
         """Run callbacks, in a thread of ours that others must not count on meanwhile."""
@@ -186,7 +210,7 @@ class Line:
         while (turn := self._take()) is not None:
             turn.end(_closed())
             turn.report()
-        self._hold_until = 0.0
+        self._patience.end()
         for _ in self._threads:
             self._wakeups.put(None)
         for thread in self._threads:
