@@ -6,7 +6,7 @@ torch.distributed.init_process_group("microparallel")    # or "cpu:microparallel
 
 torch calls the methods of a `ProcessGroup`; each turns its arguments into plain tensors, puts collectives into the line
 of a `SharedMemoryGroup`, and returns a `Work`. A call that its caller waits for at once runs right here; the others run
-in a thread while the caller computes, as DDP wants it.
+in a thread while the caller computes, as DDP wants it, or at the end of backward where no core is left to that thread.
 """
 
 from __future__ import annotations
