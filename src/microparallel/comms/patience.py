@@ -9,6 +9,7 @@ import threading
 import time
 
 _NAP = 0.01  # seconds between two looks; even where two threads share a core, each gets some of them
+_LITTLE = 0.0001  # seconds of processor time in a nap: what it takes to begin to wait
 
 
 class Patience:
@@ -16,15 +17,18 @@ class Patience:
 
     def __init__(self) -> None:
         self._until = 0.0
-        self._clock: int | None = None
-        self._used = -1.0  # processor time of the thread that asked, at the last look
+        self._next_look = 0.0
+        self._clock = 0  # of the thread that asked
+        self._used = 0.0  # its processor time at the last look
 
     def ask(self, seconds: float) -> None:
         """The calling thread would like to compute for so long without being disturbed."""
         # Where a thread's processor time cannot be read, nobody can tell whether it computes.
         if hasattr(time, "pthread_getcpuclockid"):
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
-            self._until = time.monotonic() + seconds
+            self._used = time.clock_gettime(self._clock)
+            now = time.monotonic()
+            self._next_look, self._until = now + _NAP, now + seconds
 
     def end(self) -> None:
         """It is over."""
@@ -32,11 +36,16 @@ class Patience:
 
     def nap(self) -> float:
         """For how many seconds to leave that thread alone before looking again; 0 when it waits, or has had enough."""
-        left = self._until - time.monotonic()
-        if left <= 0 or self._clock is None:
-            return 0.0
+        now = time.monotonic()
+        if now < self._until and now >= self._next_look:
+            self._next_look = now + _NAP
+            if self._waits():
+                self.end()
+        return max(0.0, min(self._until, self._next_look) - now)
+
+    def _waits(self) -> bool:
         try:
             before, self._used = self._used, time.clock_gettime(self._clock)
         except OSError:  # the thread has ended
-            return 0.0
-        return 0.0 if self._used == before else min(left, _NAP)
+            return True
+        return self._used - before < _LITTLE
