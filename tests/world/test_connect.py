@@ -1,15 +1,19 @@
 """Joining a world that somebody else has started."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import microparallel as mp
+from microparallel.topology.placement import Placement
+from microparallel.world.missing import saying_who_is_missing, who_is_missing
 
 SCRIPT = """
 import torch, microparallel as mp
@@ -111,6 +115,44 @@ def test_ranks_that_do_not_come_are_missed(monkeypatch):
         monkeypatch.setenv(name, str(value))
     with pytest.raises(mp.CommsTimeout, match=r"waited 0.5 s at 127.0.0.1:\d+ for the other 1 rank"):
         mp.connect(timeout=0.5)
+
+
+@pytest.fixture
+def meeting():
+    """Where four ranks meet; returns a function that lets some of them come, and gives the place of one."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def placement(rank, *present):
+        for other in present:
+            store.set(f"microparallel/0/can/{other}", "")
+        return Placement(rank, 4, rank, 4, "127.0.0.1", store.port)
+
+    return placement
+
+
+def test_who_is_missing(meeting):
+    place = r"127.0.0.1:\d+"
+    assert re.fullmatch(rf"ranks 1-3 of 4 ranks did not come to {place} yet", who_is_missing(meeting(0, 0)))
+    assert re.fullmatch(rf"ranks 1,3 of 4 ranks did not come to {place} yet", who_is_missing(meeting(0, 2)))
+    assert who_is_missing(meeting(2)) == ""  # rank 0 says so
+    assert re.fullmatch(rf"rank 3 of 4 ranks did not come to {place} yet", who_is_missing(meeting(0, 1)))
+    assert who_is_missing(meeting(0, 3)) == ""
+
+
+def test_nobody_at_the_meeting_point():
+    found = who_is_missing(Placement(1, 2, 0, 1, "127.0.0.1", free_port()))
+    assert re.fullmatch(r"nobody answers at 127.0.0.1:\d+, where rank 0 opens the meeting", found)
+
+
+def test_a_rank_that_waits_long_says_for_whom_and_is_silent_when_they_have_come(meeting, capfd):
+    with saying_who_is_missing(meeting(0, 0), after=0.01):
+        said = ""
+        while "ranks 1-3" not in said:  # the test's own timeout ends this
+            said += capfd.readouterr().err
+    assert re.match(r"microparallel: rank 0 has been waiting for \d+ s: ranks 1-3 of 4 ranks did not come to ", said)
+    with saying_who_is_missing(meeting(0, 0, 1, 2, 3), after=0.01):
+        pass
+    assert "microparallel roll call" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from microparallel.flight import Flight, agreed_folder
 from microparallel.topology import threads_per_rank
 from microparallel.topology.placement import Placement, find_placement
 from microparallel.transport.shared_memory import futex, this_machine
+from microparallel.world.missing import notes_of, saying_who_is_missing
 
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
 DEVICES = ("auto", "cpu", "cuda")
@@ -65,7 +66,7 @@ def connect(
     if dist.is_initialized():
         return _adopt(placement, device, check)
     _use_fair_share_of_cores(placement)
-    with _meeting_errors(placement, timeout):
+    with _meeting_errors(placement, timeout), saying_who_is_missing(placement):
         store = _meet(placement, timeout)
         return join(placement, store, transport=transport, device=device, timeout=timeout, check=check)
 
@@ -182,14 +183,7 @@ def _leave_world(transport: TorchGroup) -> None:
 def _meet(placement: Placement, timeout: float) -> dist.Store:
     if placement.world_size == 1 and placement.port == 0:
         return dist.HashStore()
-    store = dist.TCPStore(
-        placement.address,
-        placement.port,
-        is_master=placement.hosts_store,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
-    return dist.PrefixStore(f"microparallel/{placement.attempt}", store)
+    return notes_of(placement, timeout, is_master=placement.hosts_store)
 
 
 @contextmanager
