@@ -157,21 +157,6 @@ def test_a_thread_that_holds_back_can_be_hurried(line):
 
 
 @pytest.mark.usefixtures("computing")
-def test_callbacks_are_not_kept_waiting(line):
-    """As PowerSGD's: they call more, and wait for that in ways that a line does not see."""
-    inner = threading.Event()
-
-    def outer():
-        line.append(lambda _: inner.set())
-        line.run_in_background(patience=1000)
-        assert inner.wait(20)
-
-    line.append(lambda _: None).then(outer)
-    line.run_what_is_ready()
-    assert inner.is_set()
-
-
-@pytest.mark.usefixtures("computing")
 def test_a_line_closes_though_its_thread_holds_back():
     line = Line()
     turn = line.append(lambda _: None)

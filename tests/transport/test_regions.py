@@ -1,6 +1,7 @@
 """Tensors of torch's own that are moved to where peers can read them."""
 
 import gc
+import os
 import socket
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from microparallel.transport.shared_memory import regions
 from microparallel.transport.shared_memory.peers import Peers
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
 from microparallel.transport.shared_memory.segment import create
+from microparallel.transport.shared_memory.status import Status
 
 LARGE = 2**18  # floats: a megabyte
 
@@ -28,13 +30,18 @@ def sockets():
 
 
 @pytest.fixture
-def own(sockets):
-    return OwnRegions({1: sockets[0]})
+def status():
+    return Status(create(8192)[1])
 
 
 @pytest.fixture
-def theirs(sockets):
-    return TheirRegions(sockets[1])
+def own(sockets, status):
+    return OwnRegions({1: sockets[0]}, status)
+
+
+@pytest.fixture
+def theirs(sockets, status):
+    return TheirRegions(sockets[1], status)
 
 
 def moved(own, tensor):
@@ -94,26 +101,64 @@ def open_descriptors():
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_memory_of_a_tensor_that_is_gone_is_returned_though_peers_map_it(own, theirs):
-    descriptors = open_descriptors()
+def maps():
+    return sum("/torch_" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_peers_forget_what_is_gone_and_need_no_descriptors(own, theirs):
+    held = open_descriptors(), maps()
     tensor = torch.ones(LARGE)
     assert moved(own, tensor)
     number, _ = own.find(tensor)
-    seen = theirs.bytes_of(number)
-    assert seen.any()
+    assert theirs.bytes_of(number).any()
+    assert (open_descriptors(), maps()) == (held[0] + 1, held[1] + 2)  # torch's own descriptor; the map of each
     del tensor
     gc.collect()
-    assert not seen.any()
-    assert open_descriptors() == descriptors + 1  # the peer's map, which is in this process here
-    del seen
-    theirs.close()
+    own.tell_what_is_gone()
+    theirs.refresh()
+    assert (open_descriptors(), maps()) == held
+    with pytest.raises(CommsError, match="not handed over"):
+        theirs.bytes_of(number)
+
+
+def test_others_may_keep_what_is_gone_here(own):
+    """torch hands moved memory to whoever asks, such as the receiver of a queue."""
+    tensor = torch.ones(LARGE)
+    assert moved(own, tensor)
+    descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
+    elsewhere = torch.UntypedStorage._new_shared_fd_cpu(os.dup(descriptor), size)
+    del tensor
     gc.collect()
-    assert open_descriptors() == descriptors
+    own.tell_what_is_gone()
+    assert torch.tensor(elsewhere, dtype=torch.uint8).any()
 
 
-def test_nothing_is_moved_if_the_environment_says_so(sockets, monkeypatch):
+def test_a_process_that_was_forked_takes_nothing_from_its_parent(own):
+    tensors = [torch.ones(LARGE)]
+    assert moved(own, tensors[0])
+    child = os.fork()
+    if child == 0:
+        tensors.clear()
+        gc.collect()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tensors[0].all()
+
+
+def test_news_is_read_in_order_by_whoever_is_late(own, theirs):
+    first, second = torch.ones(LARGE), torch.zeros(LARGE)
+    assert moved(own, first)
+    del first
+    gc.collect()
+    assert moved(own, second)
+    own.tell_what_is_gone()
+    number, _ = own.find(second)
+    assert not theirs.bytes_of(number).any()
+
+
+def test_nothing_is_moved_if_the_environment_says_so(sockets, status, monkeypatch):
     monkeypatch.setenv("MICROPARALLEL_MOVE", "0")
-    assert not moved(OwnRegions({1: sockets[0]}), torch.zeros(LARGE))
+    assert not moved(OwnRegions({1: sockets[0]}, status), torch.zeros(LARGE))
 
 
 def no_room(_):
@@ -135,9 +180,13 @@ def test_a_peer_that_is_gone_is_told_nothing(own, sockets):
     assert not moved(own, torch.zeros(LARGE))
 
 
-def test_memory_that_was_not_handed_over(own, theirs, sockets):
+def test_memory_that_was_not_handed_over(theirs, sockets, status):
     with pytest.raises(CommsError, match="not handed over"):
         theirs.bytes_of(1)
+    status.tell()
+    with pytest.raises(CommsError, match="not handed over what it told of"):
+        theirs.bytes_of(1)
+    status.tell()
     sockets[0].close()
     with pytest.raises(CommsError, match="went away"):
         theirs.bytes_of(1)

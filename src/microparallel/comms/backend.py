@@ -24,9 +24,9 @@ from microparallel.comms.backend_options import Options
 from microparallel.comms.backend_reductions import Reduction
 from microparallel.comms.backend_tensors import (
     bring_back,
+    called_by_reducer,
     describe,
     flat_pieces,
-    in_backward,
     in_words,
     pieces,
     plain,
@@ -79,14 +79,15 @@ class MicroparallelGroup(CallingGroup):
         """Combine everybody's tensors, in place, on every rank."""
         tensors, options = _as_list(tensors), Options.of(opts, **named)
         call, turns = _NOTHING, []
+        is_bucket = called_by_reducer(frames=1)  # `on_cpu` stands between
         for tensor in tensors:
             reduction = Reduction(options.op, tensor.dtype, self.size())
             call = self._announce(options, "all_reduce", describe(tensor), f"op={reduction.name}")
             wire = plain(tensor)
             reduction.before(wire)
-            turns.append(self._group.all_reduce(wire, reduction.together, movable=in_backward()))
+            turns.append(self._group.all_reduce(wire, reduction.together, movable=is_bucket))
             turns += self._finish([wire], [tensor], reduction)
-        return self._work(call, turns, tensors, options)
+        return self._work(call, turns, tensors, options, after_backward=is_bucket)
 
     @on_cpu
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from microparallel.comms.backend_devices import backends_of, refusal, start
 from microparallel.comms.backend_options import Options
 from microparallel.comms.backend_reductions import Reduction
-from microparallel.comms.backend_tensors import bring_back, describe, first_tensor, in_backward, in_words, is_copy
+from microparallel.comms.backend_tensors import bring_back, describe, first_tensor, in_words, is_copy
 from microparallel.comms.backend_work import CollectiveWork, SeveralWorks
 from microparallel.comms.calls import Call
 from microparallel.comms.shared_memory import SharedMemoryGroup
@@ -98,13 +98,15 @@ class CallingGroup(_ProcessGroup):  # type: ignore[misc]
 
         return [self._group.afterwards(finish)]
 
-    def _work(self, call: Call, turns: Sequence[Turn], result: Any, options: Options) -> dist.Work:
+    def _work(
+        self, call: Call, turns: Sequence[Turn], result: Any, options: Options, *, after_backward: bool = False
+    ) -> dist.Work:
         entry = self._group.log.collective(call.text, call.text, call.size)
         entry.started()
         work = CollectiveWork(self._group, call, entry, turns, result)
         if options.waits and self._together is None:
             work.wait()
-        elif in_backward():
+        elif after_backward:
             self._group.run_after_backward()
         else:
             self._group.run_in_background()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from microparallel.comms.calls import Call, content_bytes, describe_content
 from microparallel.errors import UsageError
 
+_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _ONE_TENSOR = re.compile(r"\w+\[[\d, ]*\]")  # as `describe` writes it
 
 
@@ -38,9 +40,13 @@ def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
     return memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def in_backward() -> bool:
-    """Whether autograd is calling, as when DDP reduces a bucket that has just been filled."""
-    return torch._C._current_graph_task_id() != -1
+def called_by_reducer(frames: int) -> bool:
+    """Whether the function so many frames above was called by torch's own reducer, of DistributedDataParallel.
+
+    Autograd runs it, in C++: there is no line of Python between that function and the start of backward.
+    """
+    caller = sys._getframe(frames + 1).f_back
+    return caller is not None and caller.f_code is _BACKWARD
 
 
 def is_copy(wire: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -120,11 +120,8 @@ class CollectiveWork(StartedWork):
             callback()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not; who asks has nothing better to do."""
-        done = all(turn.done for turn in self._turns)
-        if not done:
-            self._group.run_in_background()
-        return done
+        """Whether it has ended, well or not."""
+        return all(turn.done for turn in self._turns)
 
 
 class MessageWork(StartedWork):

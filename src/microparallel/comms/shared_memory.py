@@ -32,7 +32,7 @@ _BLOCK_BYTES = 4 * 2**20
 _LITTLE_BYTES = 512 * 2**10
 
 # Seconds for which a backward may compute on after its last call before a thread runs what it has called.
-_PATIENCE = 0.5
+_PATIENCE = 0.2
 
 # Python stops its threads as it ends, in whatever they are doing, and C++ ends the process for that. So groups that
 # were not closed are closed before.
@@ -204,6 +204,7 @@ class SharedMemoryGroup:
 
         def run(deadline: float | None) -> None:
             self.transport.peers.begin(call, conduct.signature)
+            self.transport.exchange_news()
             if movable is not None:  # now, when nobody else may use it
                 self.transport.move_what_comes_again(movable)
             for pieces in blocks(plan.slices, in_blocks):

@@ -12,7 +12,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from microparallel.comms.patience import Patience
@@ -76,11 +76,9 @@ class Turn:
 
     def report(self) -> None:
         """Call those who asked to be called."""
-        if self._callbacks:
-            callbacks, self._callbacks = self._callbacks, []
-            with self._line.calling_back():
-                for callback in callbacks:
-                    callback()
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
 
 class Line:
@@ -95,7 +93,6 @@ class Line:
         self._running = threading.Lock()  # held by whoever runs one
         self._wakeups: SimpleQueue[None] = SimpleQueue()
         self._patience = Patience()  # with a caller who computes
-        self._local = threading.local()
         self._threads: list[threading.Thread] = []
         self._available = 0  # threads that are not busy with callbacks
         self._counting = threading.Lock()
@@ -145,30 +142,13 @@ class Line:
             return None
 
     def run_in_background(self, patience: float = 0.0) -> None:
-        """Let a thread run what stands in the line: at once, or when the caller has computed, for so long at most.
-
-        In a callback, it is at once: whoever called it may wait for that.
-        """
-        if patience and not self.in_callback:
+        """Let a thread run what stands in the line: at once, or when the caller has computed, for so long at most."""
+        if patience:
             self._patience.ask(patience)
         else:
             self._patience.end()
         self._require_thread()
         self._wakeups.put(None)
-
-    @property
-    def in_callback(self) -> bool:
-        """Whether this thread is calling those who asked to be called."""
-        return getattr(self._local, "in_callback", False)
-
-    @contextlib.contextmanager
-    def calling_back(self) -> Iterator[None]:
-        """Within this block, this thread is."""
-        before, self._local.in_callback = self.in_callback, True
-        try:
-            yield
-        finally:
-            self._local.in_callback = before
 
     def _require_thread(self) -> None:
         with self._counting:

@@ -33,6 +33,15 @@ class Status:
         self._segment.words[2] = number = (self.called + 1) % 2**32
         return number
 
+    @property
+    def told(self) -> int:
+        """How many pieces of news the rank has sent to all others (`regions.py`), modulo 2³²."""
+        return self._segment.words[3]
+
+    def tell(self) -> None:
+        """Count one more."""
+        self._segment.words[3] = (self.told + 1) % 2**32
+
     def close(self) -> None:
         """Leave."""
         if self._segment.words[0] == _WELL:

@@ -25,7 +25,7 @@ from microparallel.transport.shared_memory.meeting import Store, exchange_descri
 from microparallel.transport.shared_memory.peers import Peers
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
 from microparallel.transport.shared_memory.segment import Segment, create
-from microparallel.transport.shared_memory.status import STATUS_BYTES
+from microparallel.transport.shared_memory.status import STATUS_BYTES, Status
 from microparallel.transport.shared_memory.works import Borrowed, Copy, Inbox, Received, ReceivedFromAnybody, Sent
 
 _SPINS = 300  # looks before going to sleep, some microseconds; only where every rank has a core
@@ -59,8 +59,9 @@ class SharedMemoryTransport:
             os.close(theirs)
         connections = {peer: connection for peer, (connection, _) in met.items()}
         self.peers = Peers(rank, self.world_ranks, self._segments, connections)
-        self._regions = OwnRegions(connections)
-        self._their_regions = {peer: TheirRegions(connection) for peer, connection in connections.items()}
+        statuses = {member: Status(segment) for member, segment in self._segments.items()}
+        self._regions = OwnRegions(connections, statuses[rank])
+        self._their_regions = {peer: TheirRegions(connections[peer], statuses[peer]) for peer in connections}
         self._out = [[_channel(self._segment, peer, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._in = [[_channel(self._segments[peer], rank, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._staged: list[deque[Sent]] = [deque() for _ in range(LANES)]  # copies that may not have been read yet
@@ -82,6 +83,12 @@ class SharedMemoryTransport:
     def offer(self, tensor: torch.Tensor, to: int, signature: int = 0, copy: Copy | None = None) -> Sent:
         """Offer a contiguous tensor for a collective, or its copy; it must stay as it is until it was waited for."""
         return self._post(0, tensor, to, 0, signature, copy)
+
+    def exchange_news(self) -> None:
+        """Learn which moved tensors of the others are gone, and tell which of this rank's are."""
+        self._regions.tell_what_is_gone()
+        for regions in self._their_regions.values():
+            regions.refresh()
 
     def move_what_comes_again(self, tensor: torch.Tensor) -> None:
         """Move a large tensor to where peers can read it, if collectives have met it before."""
