@@ -140,6 +140,20 @@ def test_large_buckets_are_moved_to_where_peers_read_them(both, ranks, kept_in_p
     both(large_buckets, kept_in_place, ranks=ranks)
 
 
+def compiled(rank, _):
+    model = torch.compile(DistributedDataParallel(Net()), backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(batch(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model)
+
+
+def test_compiled_models(both):
+    both(compiled)
+
+
 def held():
     """What this process holds of the system: descriptors, and maps of memory that torch has moved."""
     gc.collect()

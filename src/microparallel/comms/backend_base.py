@@ -47,7 +47,15 @@ def on_cpu(method: Method) -> Method:
         side = self.side_of(tensor.device)
         return getattr(side, name if hasattr(side, name) else BEFORE_2_13[name])(*arguments, **named)
 
+    _leave_uncompiled(dispatch)
     return dispatch  # type: ignore[return-value]
+
+
+def _leave_uncompiled(function: Any) -> None:
+    """Keep `torch.compile` from compiling a function and all it calls when a model that it compiles gets here."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 class CallingGroup(_ProcessGroup):  # type: ignore[misc]
