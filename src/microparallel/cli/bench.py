@@ -84,9 +84,9 @@ def all_reduce(
     bound, which is the time to add and copy the same bytes, is measured in the same run.
 
     All methods take turns within each size, so that whatever else the machine does disturbs all of them alike. A call
-    takes as long as its slowest rank; shown is the median with its quartiles. Every result is compared with the exact
-    sum, and a wrong one makes the exit code 1. What is left out for lack of memory, or called only a few times for lack
-    of time, is listed.
+    takes as long as its slowest rank; shown is the median with its quartiles. Up to 64 KiB, ten calls in a row count as
+    one, with their mean. Every result is compared with the exact sum, and a wrong one makes the exit code 1. What is
+    left out for lack of memory, or called only a few times for lack of time, is listed.
 
     The prediction knows two costs of a message, its latency and its bytes, and one of adding. They are fitted to the
     algorithms' measured times, and then the simulator runs each algorithm with them. In its world each rank has a core

@@ -25,14 +25,13 @@ from microparallel.comms.backend_reductions import Reduction
 from microparallel.comms.backend_tensors import (
     bring_back,
     called_by_reducer,
-    describe,
     flat_pieces,
     in_words,
     pieces,
     plain,
 )
 from microparallel.comms.backend_work import MessageWork
-from microparallel.comms.calls import Call, describe_list
+from microparallel.comms.calls import Call, describe, describe_list
 from microparallel.comms.failures import named_failures
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.turns import Turn

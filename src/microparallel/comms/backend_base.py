@@ -13,9 +13,9 @@ import torch.distributed as dist
 from microparallel.comms.backend_devices import backends_of, refusal, start
 from microparallel.comms.backend_options import Options
 from microparallel.comms.backend_reductions import Reduction
-from microparallel.comms.backend_tensors import bring_back, describe, first_tensor, in_words, is_copy
+from microparallel.comms.backend_tensors import bring_back, first_tensor, in_words, is_copy
 from microparallel.comms.backend_work import CollectiveWork, SeveralWorks
-from microparallel.comms.calls import Call
+from microparallel.comms.calls import Call, describe
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.turns import Turn
 from microparallel.errors import UsageError

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from microparallel.comms.calls import Call, content_bytes, describe_content
+from microparallel.comms.calls import Call, content_bytes, describe
 from microparallel.errors import UsageError
 
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
@@ -87,16 +87,6 @@ def first_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
         if isinstance(argument, list | tuple) and (found := first_tensor(argument)) is not None:
             return found
     return None
-
-
-def describe(tensor: torch.Tensor) -> str:
-    """A tensor's dtype and shape, as in `float32[4, 128]`."""
-    return _content(tensor.dtype, tensor.shape)
-
-
-@functools.lru_cache(maxsize=4096)
-def _content(dtype: torch.dtype, shape: torch.Size) -> str:
-    return describe_content(dtype, shape)
 
 
 @functools.lru_cache(maxsize=4096)

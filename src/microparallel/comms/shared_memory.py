@@ -7,26 +7,23 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from microparallel.collectives import build
-from microparallel.comms.interpreter import COMBINE, Memory, Pieces, Round, perform, rounds, slices_of
+from microparallel.comms.blocks import Blocks, listed, personal, whole
+from microparallel.comms.interpreter import COMBINE, perform
+from microparallel.comms.plans import Plan, personal_plan, plan_of
 from microparallel.comms.turns import Line, Turn
-from microparallel.errors import ProgramError, UsageError
+from microparallel.errors import UsageError
 from microparallel.flight import Flight
-from microparallel.program import Chunk, Part, Recv, Send, Value
 from microparallel.topology import available_cores
 from microparallel.transport.base import Work
 from microparallel.transport.shared_memory.exchange import Conduct, SharedMemoryExchange
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
 from microparallel.transport.torch_groups import make_group
-
-# Large tensors go in blocks: what one rank has just copied, the others then find in the cache.
-_BLOCK_BYTES = 4 * 2**20
 
 # Up to here one meeting of the ranks (all-to-all) beats two (direct), though each rank adds more.
 _LITTLE_BYTES = 512 * 2**10
@@ -43,10 +40,6 @@ _OPEN: weakref.WeakSet[SharedMemoryGroup] = weakref.WeakSet()
 def _close_all() -> None:
     for group in list(_OPEN):
         group.shut_down()
-
-
-# Given the number of slices, and whether to go on in blocks: the tensors of each block.
-Blocks = Callable[[int, Callable[[], bool]], Iterator[Pieces]]
 
 
 class SharedMemoryGroup:
@@ -105,7 +98,7 @@ class SharedMemoryGroup:
         """
         name = self._best_for(tensor) if algorithm == "auto" else algorithm
         return self._program(
-            _plan(name, self.world_size, self.rank), _whole(tensor), op, movable=tensor if movable else None
+            plan_of(name, self.world_size, self.rank), whole(tensor), op, movable=tensor if movable else None
         )
 
     def _best_for(self, tensor: torch.Tensor) -> str:
@@ -115,41 +108,41 @@ class SharedMemoryGroup:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Turn:
         """Copy the source's tensor over everybody else's."""
-        return self._program(_plan("direct-broadcast", self.world_size, self.rank, source), _whole(tensor))
+        return self._program(plan_of("direct-broadcast", self.world_size, self.rank, source), whole(tensor))
 
     def reduce(self, tensor: torch.Tensor, to: int, op: str) -> Turn:
         """Combine everybody's tensor on one rank."""
-        return self._program(_plan("direct-reduce", self.world_size, self.rank, to), _whole(tensor), op)
+        return self._program(plan_of("direct-reduce", self.world_size, self.rank, to), whole(tensor), op)
 
     def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> Turn:
         """Collect everybody's tensor on every rank."""
         outputs[self.rank].copy_(tensor)
-        return self._program(_plan("direct-all-gather", self.world_size, self.rank), _listed(outputs))
+        return self._program(plan_of("direct-all-gather", self.world_size, self.rank), listed(outputs))
 
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> Turn:
         """Combine the ranks' inputs position by position; rank r gets position r."""
         output.copy_(inputs[self.rank])
         pieces = [output if rank == self.rank else piece for rank, piece in enumerate(inputs)]
-        return self._program(_plan("direct-reduce-scatter", self.world_size, self.rank), _listed(pieces), op)
+        return self._program(plan_of("direct-reduce-scatter", self.world_size, self.rank), listed(pieces), op)
 
     def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, source: int) -> Turn:
         """Hand the source's inputs out, one to each rank."""
         if inputs is not None:
             output.copy_(inputs[self.rank])
         pieces = inputs or [output] * self.world_size
-        return self._program(_plan("scatter", self.world_size, self.rank, source), _listed(pieces))
+        return self._program(plan_of("scatter", self.world_size, self.rank, source), listed(pieces))
 
     def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, to: int) -> Turn:
         """Collect everybody's tensor on one rank."""
         if outputs is not None:
             outputs[self.rank].copy_(tensor)
         pieces = outputs or [tensor] * self.world_size
-        return self._program(_plan("gather", self.world_size, self.rank, to), _listed(pieces))
+        return self._program(plan_of("gather", self.world_size, self.rank, to), listed(pieces))
 
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Turn:
         """Hand input r to rank r, and get one from each; sizes may differ, as long as each pair of ranks agrees."""
         outputs[self.rank].copy_(inputs[self.rank])
-        return self._program(_personal_plan(self.world_size, self.rank), lambda *_: iter([_Personal(inputs, outputs)]))
+        return self._program(personal_plan(self.world_size, self.rank), personal(inputs, outputs))
 
     def barrier(self) -> Turn:
         """Meet: nobody goes on before everybody has come."""
@@ -247,38 +240,6 @@ class SharedMemoryGroup:
         self._line.close()
 
 
-class Plan:
-    """A program as one rank performs it again and again, cut into rounds once."""
-
-    def __init__(self, name: str, slices: int, steps: tuple[Round, ...], *, all_meet: bool = False) -> None:
-        self.name = name
-        self.slices = slices
-        self.rounds = steps
-        self.all_meet = all_meet  # whether every rank hears from every other
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan(name: str, ranks: int, rank: int, root: int | None = None) -> Plan:
-    program = build(name, ranks) if root is None else build(name, ranks, root=root)
-    heard = [{op.source for op in ops if isinstance(op, Recv)} for ops in program.ranks]
-    all_meet = all(sources == set(range(ranks)) - {own} for own, sources in enumerate(heard))
-    return Plan(name, slices_of(program), tuple(rounds(program.ranks[rank])), all_meet=all_meet)
-
-
-@functools.lru_cache(maxsize=64)
-def _personal_plan(ranks: int, rank: int) -> Plan:
-    """Everybody has something of its own for everybody: it goes out as a chunk, and arrives as a part.
-
-    ```
-    rank 0: >C2@2 >C1@1 <P1@1 <P2@2
-    ```
-    """
-    distances = range(1, ranks)
-    sends = [Send(Chunk(to, to + 1), to) for to in ((rank - distance) % ranks for distance in distances)]
-    receives = [Recv(Part(source), source) for source in ((rank + distance) % ranks for distance in distances)]
-    return Plan("all-to-all", ranks, tuple(rounds([*sends, *receives])))
-
-
 class _Exchanges:
     """Where the interpreter gets its exchanges from: all of one collective, which they name."""
 
@@ -296,62 +257,3 @@ class _Exchanges:
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         return self._transport.irecv(tensor, source, tag)
-
-
-def _whole(tensor: torch.Tensor) -> Blocks:
-    """One tensor, cut by the program; a large one block after block, or one block and then the rest."""
-    flat = tensor.view(-1)
-    step = max(1, _BLOCK_BYTES // tensor.element_size())
-
-    def blocks(slices: int, in_blocks: Callable[[], bool]) -> Iterator[Pieces]:
-        if flat.numel() <= step:
-            yield Memory(flat, slices)
-            return
-        yield Memory(flat[:step], slices)
-        if not in_blocks():
-            yield Memory(flat[step:], slices)
-            return
-        for start in range(step, flat.numel(), step):
-            yield Memory(flat[start : start + step], slices)
-
-    return blocks
-
-
-def _listed(tensors: list[torch.Tensor]) -> Blocks:
-    """A tensor for each slice, all of one size; large ones block after block."""
-    flat = [tensor.view(-1) for tensor in tensors]
-    size = flat[0].numel()
-    step = max(1, _BLOCK_BYTES // len(tensors) // tensors[0].element_size())
-
-    def blocks(slices: int, _: Callable[[], bool]) -> Iterator[Pieces]:
-        if slices != len(tensors):
-            raise ProgramError(f"a program of {slices} slices cannot run on a list of {len(tensors)} tensors")
-        for start in range(0, max(1, size), step):
-            yield _Listed([tensor[start : start + step] for tensor in flat])
-
-    return blocks
-
-
-class _Listed:
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
-        self._tensors = tensors
-
-    def __getitem__(self, value: Value) -> torch.Tensor:
-        if not isinstance(value, Chunk) or len(value) != 1:
-            raise ProgramError(f"{value} is not one tensor of a list")
-        return self._tensors[value.start]
-
-
-class _Personal:
-    """What a rank hands to each of the others, and what it gets from each."""
-
-    def __init__(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
-        self._inputs = inputs
-        self._outputs = outputs
-
-    def __getitem__(self, value: Value) -> torch.Tensor:
-        if isinstance(value, Part):
-            return self._outputs[value.rank]
-        if isinstance(value, Chunk) and len(value) == 1:
-            return self._inputs[value.start]
-        raise ProgramError(f"{value} is nothing that one rank hands to another")

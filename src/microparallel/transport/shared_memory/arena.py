@@ -12,7 +12,7 @@ from microparallel.topology import available_memory
 
 _LINE = 64  # pieces begin on cache lines of their own
 _GIVE_BACK = 32 * 2**20  # larger pieces are returned to the system when they are free, smaller ones kept warm
-_MARGIN = 64 * 2**20  # what is left to everybody else
+MARGIN = 64 * 2**20  # what is left to everybody else
 
 
 class Arena:
@@ -79,8 +79,8 @@ class Arena:
         """Pages that are touched for the first time must exist: without them the kernel would end the process."""
         if fresh > 2**20:
             available = available_memory()
-            if available is not None and fresh > available - _MARGIN:
-                raise _too_little(size, max(0, available - _MARGIN))
+            if available is not None and fresh > available - MARGIN:
+                raise _too_little(size, max(0, available - MARGIN))
 
 
 def _rounded(size: int) -> int:

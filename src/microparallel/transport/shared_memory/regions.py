@@ -1,9 +1,9 @@
 """Memory of torch's own that was moved to where the peers can read it.
 
-torch's DistributedDataParallel keeps gradients in buckets that it allocates itself. Each all-reduce
-would begin by copying them into the segment. So a bucket that comes for the second time is moved, once: torch
-puts its memory into an anonymous file, under every view of it at the same time (`Tensor.share_memory_` does so, too),
-and we hand the file's descriptor to the peers over the connections that are there anyway.
+torch's DistributedDataParallel keeps gradients in buckets that it allocates itself. Each all-reduce would begin by
+copying them into the segment. So a bucket that comes for the second time is moved, once: torch puts its memory into an
+anonymous file, under every view of it at the same time (`Tensor.share_memory_` does so, too), and we hand the file's
+descriptor to the peers over the connections that are there anyway.
 
 A pointer into the old memory that torch knows nothing of would dangle from then on. What `Tensor.numpy` has shown is
 safe: torch marks such memory, and it is left alone. A tensor that was handed over by DLPack before the move is not.
@@ -25,12 +25,12 @@ import torch
 
 from microparallel.errors import CommsError
 from microparallel.topology import available_memory
+from microparallel.transport.shared_memory.arena import MARGIN
 from microparallel.transport.shared_memory.status import Status
 
 VARIABLE = "MICROPARALLEL_MOVE"
 _LEAST = 2**20  # bytes; copying less costs next to nothing
 _MOST_REGIONS = 256  # at a time: each takes a descriptor
-_MARGIN = 64 * 2**20  # bytes that are left to everybody else
 _FOLDER = "/dev/shm"  # where torch's anonymous files take their memory from
 _NEWS = struct.Struct("QQ")  # a region's number and size, with its descriptor; or its number and 0, when it is gone
 
@@ -169,4 +169,4 @@ def _fits(size: int) -> bool:
     except OSError:
         return False
     memory = available_memory()
-    return size < folder.f_bavail * folder.f_frsize and (memory is None or size < memory - _MARGIN)
+    return size < folder.f_bavail * folder.f_frsize and (memory is None or size < memory - MARGIN)

@@ -1,0 +1,82 @@
+"""The tensors of a collective by the names that its program gives them; large ones block after block.
+
+What one rank has just copied to where the others see it, these then find in the cache, as long as it is not too much. A
+tensor that nobody has to copy gains nothing from that, and goes in one piece as soon as everybody knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from microparallel.comms.interpreter import Memory, Pieces
+from microparallel.errors import ProgramError
+from microparallel.program import Chunk, Part, Value
+
+_BLOCK_BYTES = 4 * 2**20
+
+# Given the number of slices, and whether to go on in blocks: the tensors of each block.
+Blocks = Callable[[int, Callable[[], bool]], Iterator[Pieces]]
+
+
+def whole(tensor: torch.Tensor) -> Blocks:
+    """One tensor, cut by the program; a large one block after block, or one block and then the rest."""
+    flat = tensor.view(-1)
+    step = max(1, _BLOCK_BYTES // tensor.element_size())
+
+    def blocks(slices: int, in_blocks: Callable[[], bool]) -> Iterator[Pieces]:
+        if flat.numel() <= step:
+            yield Memory(flat, slices)
+            return
+        yield Memory(flat[:step], slices)
+        if not in_blocks():
+            yield Memory(flat[step:], slices)
+            return
+        for start in range(step, flat.numel(), step):
+            yield Memory(flat[start : start + step], slices)
+
+    return blocks
+
+
+def listed(tensors: list[torch.Tensor]) -> Blocks:
+    """A tensor for each slice, all of one size; large ones block after block."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    size = flat[0].numel()
+    step = max(1, _BLOCK_BYTES // len(tensors) // tensors[0].element_size())
+
+    def blocks(slices: int, _: Callable[[], bool]) -> Iterator[Pieces]:
+        if slices != len(tensors):
+            raise ProgramError(f"a program of {slices} slices cannot run on a list of {len(tensors)} tensors")
+        for start in range(0, max(1, size), step):
+            yield _Listed([tensor[start : start + step] for tensor in flat])
+
+    return blocks
+
+
+class _Listed:
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, value: Value) -> torch.Tensor:
+        if not isinstance(value, Chunk) or len(value) != 1:
+            raise ProgramError(f"{value} is not one tensor of a list")
+        return self._tensors[value.start]
+
+
+def personal(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Blocks:
+    """What a rank hands to each of the others, and what it gets from each; all at once."""
+    return lambda *_: iter([_Personal(inputs, outputs)])
+
+
+class _Personal:
+    def __init__(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+        self._inputs = inputs
+        self._outputs = outputs
+
+    def __getitem__(self, value: Value) -> torch.Tensor:
+        if isinstance(value, Part):
+            return self._outputs[value.rank]
+        if isinstance(value, Chunk) and len(value) == 1:
+            return self._inputs[value.start]
+        raise ProgramError(f"{value} is nothing that one rank hands to another")
