@@ -179,9 +179,9 @@ def _document(trace: Trace, wanted: dict[str, Path]) -> str:
         for place, event in enumerate(trace.events)
     ]
     document = {**summary(trace), "events": events, "written": [str(path) for path in wanted.values()]}
-    if isinstance(trace.program.goal, Collective):
+    if isinstance(trace.followed.goal, Collective):
         document["hops"] = [
             [{"from": message.sender, "to": message.receiver, "op": str(message.receive)} for message in hop.messages]
-            for hop in hops_of(trace.program).hops
+            for hop in hops_of(trace.followed).hops
         ]
     return json_format.dumps(document)

@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 from torch.utils.hooks import RemovableHandle
 
-from microparallel.trace.recording import Kind
+from microparallel.trace import Kind
 
 Engine = Callable[..., Any]
 _autograd: Any = torch.autograd

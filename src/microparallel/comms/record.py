@@ -5,7 +5,7 @@ with mp.record(comms) as recorder:
     for inputs, targets in batches:
         loss_fn(model(inputs), targets).backward()
         optimizer.step()
-recorder.recording.save("runs/mine")
+recorder.trace.save("runs/mine")
 ```
 """
 
@@ -28,7 +28,8 @@ from microparallel.comms.comms import Comms
 from microparallel.comms.computing import Computing
 from microparallel.comms.notes import gather_json
 from microparallel.errors import UsageError
-from microparallel.trace.recording import Kind, Recording, Span
+from microparallel.trace import Event, Kind, Observed, Trace, lane_of
+from microparallel.trace.meetings import met
 
 Moment = float | torch.cuda.Event
 
@@ -53,10 +54,10 @@ class Row:
 
 
 class Recorder:
-    """One rank's notes; when the `with` block ends, `recording` has those of all ranks.
+    """One rank's notes; when the `with` block ends, `trace` has those of all ranks.
 
     Attributes:
-        recording: what happened, once the block has ended.
+        trace: what happened, once the block has ended.
         step: the number of the step that is under way; it counts up when an optimizer has updated the weights.
     """
 
@@ -68,17 +69,17 @@ class Recorder:
         self._computing = Computing(self._compute_begins, self._compute_ends)
         self._left: list[Row] = []  # to a backward that is under way, which will wait for it
         self._computed: Moment | None = None  # when that had nothing else to do
-        self._recording: Recording | None = None
+        self._trace: Trace | None = None
         self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._event
         self._zero: torch.cuda.Event | None = None
         self._zero_time = 0.0
 
     @property
-    def recording(self) -> Recording:
+    def trace(self) -> Trace:
         """What all ranks did."""
-        if self._recording is None:
-            raise UsageError("recording: it is there when the `with mp.record(comms)` block has ended")
-        return self._recording
+        if self._trace is None:
+            raise UsageError("trace: it is there when the `with mp.record(comms)` block has ended")
+        return self._trace
 
     # ── what a Comms tells ──────────────────────────────────────────────────────────────────────────────────────
 
@@ -176,7 +177,7 @@ class Recorder:
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def gather(self, about: dict[str, Any]) -> Recording:
+    def gather(self, about: dict[str, Any]) -> Trace:
         """Bring all ranks' notes together, on one clock; every rank calls this."""
         if self._comms.device.type == "cuda":
             torch.cuda.synchronize(self._comms.device)
@@ -184,10 +185,10 @@ class Recorder:
         mine = [self._written(row, offset) for row in self._rows if row.end is not None]
         everybody = gather_json({"rows": mine, "error": error}, self._comms)
         begun = min((row[2] for notes in everybody for row in notes["rows"]), default=0.0)
-        spans = [_span(rank, row, begun) for rank, notes in enumerate(everybody) for row in notes["rows"]]
+        events = met([_event(rank, row, begun) for rank, notes in enumerate(everybody) for row in notes["rows"]])
         worst = max(notes["error"] for notes in everybody)
-        self._recording = Recording(self._comms.world_size, spans, worst, about)
-        return self._recording
+        self._trace = Trace(events, None, self._comms.world_size, worst, about)
+        return self._trace
 
     def _written(self, row: Row, offset: float) -> list[Any]:
         start, end, waited = (self._seconds(moment) for moment in (row.start, row.end, row.waited))
@@ -210,17 +211,19 @@ class Recorder:
         return self._zero_time + float(self._zero.elapsed_time(moment)) / 1e3
 
 
-def _span(rank: int, row: list[Any], begun: float) -> Span:
+def _event(rank: int, row: list[Any], begun: float) -> Event:
     kind, name, start, end, waited, step, size, group, number, peer, place = row
-    return Span(
+    return Event(
         rank=rank,
-        kind=kind,
-        name=name,
+        lane=lane_of(kind),
+        op=Observed(name, kind),
         start=start - begun,
         end=end - begun,
+        messages=int(kind == "send"),
+        sent=size if kind == "send" else 0,
+        bytes=size,
         step=step,
         waited=math.nan if waited is None else waited - begun,
-        bytes=size,
         group=tuple(group),
         number=number,
         peer=peer,
@@ -243,8 +246,8 @@ def record(comms: Comms, **about: Any) -> Iterator[Recorder]:
         with mp.record(comms) as recorder:
             train_some_steps()
         if comms.rank == 0:
-            recorder.recording.save("runs/mine")  # then: microparallel report runs/mine
-            print(mp.draw(recorder.recording))
+            recorder.trace.save("runs/mine")  # then: microparallel report runs/mine
+            print(mp.draw(recorder.trace))
         ```
     """
     recorder = Recorder(comms)

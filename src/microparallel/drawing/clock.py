@@ -69,7 +69,7 @@ def _notes(trace: Trace, shown: int, width: int | None) -> list[Line]:
     meanings = (f"{_GOES_ON} goes on", "· idle", "the numbers are stage.micro-batch")
     entries = [*map(key_to, kinds), *([Segment(meaning, style="dim")] for meaning in meanings)]
     notes = flow(entries, "   ", width)
-    if shown < trace.program.world_size:
-        missing = f"ranks {shown} to {trace.program.world_size - 1} do not fit: a greater width shows them"
+    if shown < trace.followed.world_size:
+        missing = f"ranks {shown} to {trace.followed.world_size - 1} do not fit: a greater width shows them"
         notes += prose(missing, width, style="dim")
     return notes

@@ -36,8 +36,8 @@ def _whole_model_on_every_rank(program: Program) -> bool:
 def metrics_of(trace: Trace) -> dict[str, str]:
     """What is measured on a trace, by name, ready to be read."""
     metrics = {"makespan": short(trace.makespan)}
-    if isinstance(trace.program.goal, TrainingStep):
-        if not trace.program.goal.buckets:  # in data parallelism, gaps are communication
+    if isinstance(trace.followed.goal, TrainingStep):
+        if not trace.followed.goal.buckets:  # in data parallelism, gaps are communication
             metrics["bubble"] = percent(trace.bubble_fraction)
         if any(trace.exposed_communication):
             metrics["exposed communication"] = short(max(trace.exposed_communication))
@@ -49,7 +49,7 @@ def metrics_of(trace: Trace) -> dict[str, str]:
 
 def head_of(trace: Trace) -> str:
     """The first line of a drawing."""
-    return " · ".join([title_of(trace.program), *(f"{name} {value}" for name, value in metrics_of(trace).items())])
+    return " · ".join([title_of(trace.followed), *(f"{name} {value}" for name, value in metrics_of(trace).items())])
 
 
 def per_rank(numbers: list[int]) -> str:

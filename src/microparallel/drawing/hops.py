@@ -73,7 +73,7 @@ def _ticks(trace: Trace) -> list[list[int | None]]:
         begun[event.rank, event.op].append(round(event.start))
     last = max(0, round(trace.makespan) - 1)
     ticks: list[list[int | None]] = []
-    for rank, ops in enumerate(trace.program.ranks):
+    for rank, ops in enumerate(trace.followed.ranks):
         mine: list[int | None] = []
         at = 0
         for op in ops:

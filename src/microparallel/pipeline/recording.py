@@ -57,5 +57,5 @@ def gather_trace(events: Events, program: Program, comms: Comms, shift: tuple[in
         for text, start, end, size in rows:
             op = parse_op(text)
             messages = int(isinstance(op, Send))
-            found.append(Event(rank, lane(op), op, start - begun, end - begun, messages, size))
-    return Trace(program, found)
+            found.append(Event(rank, lane(op), op, start - begun, end - begun, messages, size, size))
+    return Trace(found, program)

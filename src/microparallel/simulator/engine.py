@@ -67,7 +67,7 @@ class Simulation:
                     self._ranks[message.sender].held_up = False
                     self._to_advance.append(self._ranks[message.sender])
         self._require_end()
-        return Trace(self._program, self._events)
+        return Trace(self._events, self._program, simulated=True)
 
     def _advance(self, rank: Rank) -> None:
         """Let both lanes do what they can; one may make what the other waits for."""
@@ -175,10 +175,10 @@ class Simulation:
             if free is None:
                 return False
             if free > end:  # it has arrived, and waits to be added: waiting is not communication
-                self._events.append(Event(rank.number, Lane.COMM, op, start, end))
+                self._events.append(_arrival(message, op, start, end))
                 start = free
             end = free + self._costs.size(op.value, self._program.goal) * self._costs.add_seconds_per_byte
-        self._events.append(Event(rank.number, Lane.COMM, op, start, end))
+        self._events.append(_arrival(message, op, start, end))
         rank.ready[op.value] = rank.comm_free = end
         rank.receiving = None
         return True
@@ -221,7 +221,10 @@ class Simulation:
         message.start = max(time, sender.port_free)
         end = message.start + self._costs.link(message.sender, message.receiver).seconds(size)
         message.end = sender.port_free = end
-        self._events.append(Event(message.sender, Lane.COMM, message.send, message.start, end, 1, size))
+        peer, number = message.receiver, message.index
+        self._events.append(
+            Event(message.sender, Lane.COMM, message.send, message.start, end, 1, size, size, peer=peer, number=number)
+        )
 
     def _all_reduce(self, rank: Rank, op: AllReduce) -> bool:
         if op.value in rank.ready:  # the last rank to come has ended it for all
@@ -249,7 +252,8 @@ class Simulation:
         end = start + 2 * (count - 1) * slowest + adding
         for number in group:
             messages = 2 * (count - 1)
-            self._events.append(Event(number, Lane.COMM, op, start, end, messages, messages * size / count))
+            sent = messages * size / count
+            self._events.append(Event(number, Lane.COMM, op, start, end, messages, sent, size, group=tuple(group)))
             self._ranks[number].ready[op.value] = self._ranks[number].comm_free = end
 
     def _join(self, rank: Rank) -> bool:
@@ -265,7 +269,7 @@ class Simulation:
     def _message(self, channel: tuple[int, int], index: int) -> Message:
         messages = self._messages[channel]
         if index == len(messages):
-            messages.append(Message(*channel))
+            messages.append(Message(*channel, index=index))
         return messages[index]
 
     def _require_end(self) -> None:
@@ -284,3 +288,7 @@ class Simulation:
                         f"program {self._program.name!r} does not come to its end: rank {rank.number} stands at "
                         f"{ops[at]} for ever; mp.verify says why{hint}"
                     )
+
+
+def _arrival(message: Message, op: Recv, start: float, end: float) -> Event:
+    return Event(message.receiver, Lane.COMM, op, start, end, peer=message.sender, number=message.index)

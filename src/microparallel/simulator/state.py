@@ -21,6 +21,7 @@ class Message:
     start: float = 0
     end: float | None = None
     number: int = 0  # of its Send, among all
+    index: int = 0  # among those of its channel
 
 
 @dataclass(slots=True, eq=False)

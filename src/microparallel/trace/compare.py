@@ -1,4 +1,4 @@
-"""Two traces of one program beside each other: the predicted and the measured, say."""
+"""Two traces beside each other: the predicted and the measured, say."""
 
 from __future__ import annotations
 

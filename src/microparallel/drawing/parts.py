@@ -1,4 +1,4 @@
-"""A recording as text or as a figure: for each rank, what it did with every moment.
+"""Where the time of a trace went, as text or as a figure: for each rank, what it did with every moment.
 
 ```
 rank 0  ▓▓▓▓▓█████████░░▒▒▒▒▒▒
@@ -13,9 +13,9 @@ import math
 from microparallel.drawing import kinds
 from microparallel.drawing.markup import Markup, element, joined
 from microparallel.drawing.numbers import round_step, short
+from microparallel.trace import Trace
 from microparallel.trace.intervals import Span as Interval
 from microparallel.trace.parts import pieces_of
-from microparallel.trace.recording import Recording
 
 # What is drawn, with its sign in a terminal and its colour in a figure.
 _SIGNS = {"forward": "▓", "backward": "█", "optimizer": "▒", "communicating": "░", "waiting": "·"}
@@ -30,13 +30,13 @@ _WIDTH = 100  # columns
 _LEFT, _RIGHT, _ROW, _TOP, _PIXELS = 70.0, 16.0, 30.0, 44.0, 900.0
 
 
-def recording_text(recording: Recording, width: int | None = None) -> str:
-    """Draw a recording with letters: each column shows what took most of its time."""
-    start, end = _bounds(recording)
-    gutter = len(f"rank {recording.ranks - 1}") + 2
+def parts_text(trace: Trace, width: int | None = None) -> str:
+    """Draw a trace with letters: each column shows what took most of its time."""
+    start, end = trace.bounds
+    gutter = len(f"rank {trace.ranks - 1}") + 2
     columns = max(8, (width or _WIDTH) - gutter)
-    lines = [_title(recording)]
-    for rank, pieces in enumerate(pieces_of(recording)):
+    lines = [_title(trace)]
+    for rank, pieces in enumerate(pieces_of(trace)):
         cells = [_sign(pieces, *_column(start, end, column, columns)) for column in range(columns)]
         lines.append(f"{f'rank {rank}'.ljust(gutter)}{''.join(cells)}".rstrip())
     marks, numbers = ["─"] * columns, [" "] * (columns + 12)
@@ -50,16 +50,16 @@ def recording_text(recording: Recording, width: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def recording_figure(recording: Recording) -> str:
-    """Draw a recording as an SVG image; hovering over a piece says what it is and how long it took."""
-    start, end = _bounds(recording)
+def parts_figure(trace: Trace) -> str:
+    """Draw a trace as an SVG image; hovering over a piece says what it is and how long it took."""
+    start, end = trace.bounds
     scale = (_PIXELS - _LEFT - _RIGHT) / (end - start or 1)
-    parts = [element("title", _title(recording)), element("text", _title(recording), x=12, y=24, font_size=15)]
-    for rank, pieces in enumerate(pieces_of(recording)):
+    parts = [element("title", _title(trace)), element("text", _title(trace), x=12, y=24, font_size=15)]
+    for rank, pieces in enumerate(pieces_of(trace)):
         top = _TOP + rank * _ROW
         parts.append(element("text", f"rank {rank}", x=12, y=top + 16))
         parts += [_box(name, times, top, start, scale) for name, times in pieces.items()]
-    bottom = _TOP + recording.ranks * _ROW
+    bottom = _TOP + trace.ranks * _ROW
     for time, text in _ticks(end - start, 10):
         parts.append(element("text", text, x=_LEFT + time * scale, y=bottom + 16, font_size=11))
     parts += _legend(bottom + 40)
@@ -72,7 +72,7 @@ def recording_figure(recording: Recording) -> str:
         width=_PIXELS,
         height=height,
         role="img",
-        aria_label=_title(recording),
+        aria_label=_title(trace),
         font_family="system-ui, sans-serif",
         font_size=12,
         fill="#767676",
@@ -108,15 +108,10 @@ def _legend(y: float) -> list[Markup]:
     return entries
 
 
-def _bounds(recording: Recording) -> Interval:
-    start = min((span.start for span in recording.spans), default=0.0)
-    return start, max((span.end for span in recording.spans), default=0.0)
-
-
-def _title(recording: Recording) -> str:
-    steps = len(recording.steps)
-    words = [f"{recording.ranks} rank{'s' * (recording.ranks != 1)}", f"{steps} step{'s' * (steps != 1)}"]
-    return " · ".join(["recording", *words, _seconds(recording.makespan)])
+def _title(trace: Trace) -> str:
+    steps = len(trace.steps)
+    words = [f"{trace.ranks} rank{'s' * (trace.ranks != 1)}", f"{steps} step{'s' * (steps != 1)}"]
+    return " · ".join(["simulated" if trace.simulated else "recorded", *words, _seconds(trace.makespan)])
 
 
 def _seconds(seconds: float) -> str:
