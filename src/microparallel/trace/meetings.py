@@ -28,11 +28,16 @@ def needed(events: Sequence[Event], places: Iterable[int]) -> list[int]:
 
 
 def met(events: Sequence[Event]) -> list[Event]:
-    """Recorded events, of which each rank knows only when it asked: communication starts when all it needs has come."""
+    """Recorded events, of which each rank knows only when it asked: communication starts when all it needs has come.
+
+    Where a rank knows better when something started, it says so (`issued` is set), and that stays.
+    """
     result = list(events)
     for places in meetings(events):
         latest = max((events[place].asked for place in needed(events, places)), default=-math.inf)
         for place in places:
             event = events[place]
+            if not math.isnan(event.issued):
+                continue
             result[place] = event._replace(issued=event.asked, start=min(event.end, max(latest, event.asked)))
     return result
