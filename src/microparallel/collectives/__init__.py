@@ -7,7 +7,6 @@ import functools
 import inspect
 from collections.abc import Callable
 
-from microparallel.collectives.all_to_all import all_to_all_all_reduce
 from microparallel.collectives.direct import (
     direct_all_gather,
     direct_all_reduce,
@@ -15,6 +14,7 @@ from microparallel.collectives.direct import (
     direct_reduce,
     direct_reduce_scatter,
 )
+from microparallel.collectives.gather_add import gather_add_all_reduce
 from microparallel.collectives.halving_doubling import halving_doubling_all_reduce
 from microparallel.collectives.hierarchical import hierarchical_all_reduce
 from microparallel.collectives.naive import naive_all_reduce
@@ -27,7 +27,7 @@ from microparallel.program import Program
 
 ALL_REDUCES: dict[str, Callable[..., Program]] = {
     "naive": naive_all_reduce,
-    "all-to-all": all_to_all_all_reduce,
+    "gather-add": gather_add_all_reduce,
     "tree": tree_all_reduce,
     "ring": ring_all_reduce,
     "recursive-doubling": recursive_doubling_all_reduce,

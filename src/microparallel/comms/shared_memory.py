@@ -25,7 +25,7 @@ from microparallel.transport.shared_memory.exchange import Conduct, SharedMemory
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
 from microparallel.transport.torch_groups import make_group
 
-# Up to here one meeting of the ranks (all-to-all) beats two (direct), though each rank adds more.
+# Up to here one meeting of the ranks (gather-add) beats two (direct), though each rank adds more.
 _LITTLE_BYTES = 512 * 2**10
 
 # Seconds for which a backward may compute on after its last call before a thread runs what it has called.
@@ -104,7 +104,7 @@ class SharedMemoryGroup:
     def _best_for(self, tensor: torch.Tensor) -> str:
         """Meeting costs more than adding, as long as there is little to add: then everybody adds everything up."""
         added = tensor.numel() * tensor.element_size() * (self.world_size - 1)
-        return "all-to-all" if added <= _LITTLE_BYTES else "direct"
+        return "gather-add" if added <= _LITTLE_BYTES else "direct"
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Turn:
         """Copy the source's tensor over everybody else's."""

@@ -11,6 +11,7 @@ from microparallel.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Broadcast,
     Forward,
     ForwardBackward,
     Lane,
@@ -31,6 +32,7 @@ _KIND_OF: dict[type, Kind] = {
     ForwardBackward: "backward",
     OptimizerStep: "optimizer",
     AllReduce: "collective",
+    Broadcast: "collective",
     Send: "send",
     Recv: "receive",
 }
