@@ -18,11 +18,13 @@ from microparallel.program import (
     Collective,
     Forward,
     ForwardBackward,
+    ForwardStages,
     Goal,
     Op,
     OptimizerStep,
     Program,
     Value,
+    halves,
 )
 from microparallel.topology import Link
 
@@ -87,13 +89,14 @@ class Costs:
         match op:
             case Forward(stage):
                 return _at(self.forward, stage)
+            case ForwardStages():
+                return sum(self.of(forward) for forward in halves(op))
             case BackwardInput(stage):
                 return _at(self.backward_input, stage)
             case BackwardWeight(stage):
                 return _at(self.backward_weight, stage)
             case Backward(stage):
-                halves = _at(self.backward_input, stage)
-                return halves + _at(self.backward_weight, stage)
+                return _at(self.backward_input, stage) + _at(self.backward_weight, stage)
             case ForwardBackward(forward, backward):
                 if self.forward_backward is not None:
                     return _at(self.forward_backward, forward.stage)

@@ -14,6 +14,7 @@ from microparallel.program import (
     Broadcast,
     Forward,
     ForwardBackward,
+    ForwardStages,
     Lane,
     Op,
     OptimizerStep,
@@ -26,6 +27,7 @@ COMPUTE: tuple[Kind, ...] = ("forward", "backward", "optimizer")
 
 _KIND_OF: dict[type, Kind] = {
     Forward: "forward",
+    ForwardStages: "forward",
     Backward: "backward",
     BackwardInput: "backward",
     BackwardWeight: "backward",
