@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from microparallel.performance.fitted_pipeline import FittedPipeline
 from microparallel.performance.fitted_step import Fitted, FittedStep, fit_step
-from microparallel.program import AllReduce, Backward, Forward, Lane, Op, OptimizerStep, Recv, Send, parse_op
+from microparallel.program import AllReduce, Backward, Broadcast, Forward, Lane, Op, OptimizerStep, Recv, Send, parse_op
 from microparallel.schedules.replicas import shifted
 from microparallel.trace import Event, Trace
 from microparallel.trace.intervals import Span as Interval
@@ -106,7 +106,7 @@ def recording_of_trace(trace: Trace, after_all: Op | None = None) -> Recording:
         after_all: an operation that stands for the optimizer; its stage says so, on whatever rank.
     """
     spans: list[Span] = []
-    groups = trace.program.all_reduces()
+    groups = trace.program.groups()
     for rank, events in enumerate(trace.by_rank):
         idle = _idle(events)
         numbers: dict[object, Iterator[int]] = defaultdict(itertools.count)
@@ -118,8 +118,8 @@ def recording_of_trace(trace: Trace, after_all: Op | None = None) -> Recording:
                 case Recv(_, source):
                     span = replace(span, peer=source, number=next(numbers["receive", source]))
                     spans.append(_waiting(span, idle))
-                case AllReduce() as op:
-                    group = tuple(groups[op])
+                case AllReduce() | Broadcast() as op:
+                    group = groups[rank, op]
                     spans.append(_waiting(replace(span, group=group, number=next(numbers[group])), idle))
                 case _ if event.lane is Lane.COMPUTE:
                     spans.append(span)
@@ -136,7 +136,7 @@ def _kind(op: Op, after_all: Op | None) -> Kind:
             return "send"
         case Recv():
             return "receive"
-        case AllReduce():
+        case AllReduce() | Broadcast():
             return "collective"
         case Backward(stage) if isinstance(after_all, Backward) and stage == after_all.stage:
             return "optimizer"

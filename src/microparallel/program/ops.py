@@ -13,8 +13,12 @@
 | `Add(value, into)`            | `C0:4+=P1`  | add one value to another                                             |
 | `Free(value)`                 | `!A0.3`     | forget a value                                                       |
 | `AllReduce(value, "dp")`      | `*U0@dp`    | sum a value over the ranks of one axis of the mesh                   |
+| `Broadcast(value, "dp", 0)`   | `^:w@dp/0`  | copy rank 0's value to the ranks of one axis of the mesh             |
 | `OptimizerStep()`             | `S`         | update the weights                                                   |
 | `Join()`                      | `=`         | both lanes wait here for each other                                  |
+
+An AllReduce or a Broadcast may name its algorithm (`*U0@dp:ring`, `^:w@dp/0:tree`). Without, it is "auto": whoever runs
+or simulates it asks `collectives.resolve` which one to take.
 
 A rank's operations are one list, and they do what they would do one after another. But they run on two *lanes*, one
 that computes and one that communicates: a lane keeps its order, and an operation waits for the other lane only where
@@ -27,6 +31,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from microparallel.program.values import Value
+
+AUTO = "auto"  # the algorithm of an AllReduce or a Broadcast that leaves the choice open
 
 
 class Lane(StrEnum):
@@ -141,9 +147,27 @@ class AllReduce:
 
     value: Value
     axis: str
+    algorithm: str = AUTO
 
     def __str__(self) -> str:
-        return f"*{self.value}@{self.axis}"
+        return f"*{self.value}@{self.axis}{_named(self.algorithm)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Copy the root's value to the ranks along one axis of the mesh; the root is a rank of the whole program."""
+
+    value: Value
+    axis: str
+    root: int
+    algorithm: str = AUTO
+
+    def __str__(self) -> str:
+        return f"^{self.value}@{self.axis}/{self.root}{_named(self.algorithm)}"
+
+
+def _named(algorithm: str) -> str:
+    return "" if algorithm == AUTO else f":{algorithm}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +197,12 @@ Op = (
     | Add
     | Free
     | AllReduce
+    | Broadcast
     | OptimizerStep
     | Join
 )
-_COMMUNICATION = (Send, Recv, Add, AllReduce)
+GroupOp = AllReduce | Broadcast  # what the ranks of a group do together
+_COMMUNICATION = (Send, Recv, Add, AllReduce, Broadcast)
 
 
 def lane(op: Op) -> Lane:

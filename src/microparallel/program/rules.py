@@ -12,10 +12,13 @@
 | Add                 | both values                                       | their sum                          |
 | Free                | the value                                         | (it takes the value away)          |
 | AllReduce of bucket | the weights' gradients of its stages, of this rank| the bucket                         |
+| of a named value    |                                                   | the value                          |
+| Broadcast           |                                                   | the value                          |
 | OptimizerStep       | its stages' buckets; without, their gradients     |                                    |
 
 The first stage's input is the batch, which is always there, and its gradient is nobody's concern. The last stage makes
-its output's gradient itself, from the loss. This is the only place where the rule is written: the verifier, the
+its output's gradient itself, from the loss. A named value is whatever its rank says it is, so a Join stands where a
+lane must wait for one. This is the only place where the rule is written: the verifier, the
 simulator, the passes and the interpreters all read it here.
 """
 
@@ -27,7 +30,7 @@ from collections.abc import Iterable, Iterator
 from microparallel.errors import ProgramError
 from microparallel.program import ops as o
 from microparallel.program.program import Goal, TrainingStep
-from microparallel.program.values import Act, Bucket, Delta, Grad, Rest, Value
+from microparallel.program.values import Act, Bucket, Delta, Grad, Named, Rest, Value
 
 Compute = o.Forward | o.Backward | o.BackwardInput | o.BackwardWeight
 
@@ -68,7 +71,7 @@ class Rules:
                 return (value, into)
             case o.Send(value) | o.Free(value):
                 return (value,)
-            case o.AllReduce(value):
+            case o.AllReduce(value) | o.Broadcast(value):
                 return self._gradients(value)
             case o.OptimizerStep():
                 return self._reduced()
@@ -87,7 +90,7 @@ class Rules:
                 return (Delta(stage, microbatch),)
             case o.ForwardBackward(forward, backward):
                 return self.makes(forward) + self.makes(backward)
-            case o.Recv(value) | o.Add(_, value) | o.AllReduce(value):
+            case o.Recv(value) | o.Add(_, value) | o.AllReduce(value) | o.Broadcast(value):
                 return (value,)
         return ()
 
@@ -106,6 +109,8 @@ class Rules:
         return self._gradients_of[value]
 
     def _find_gradients(self, value: Value) -> tuple[Value, ...]:
+        if isinstance(value, Named):
+            return ()
         if not isinstance(value, Bucket):
             return (value,)
         if value.index >= len(self._buckets):

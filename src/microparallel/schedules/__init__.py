@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from microparallel.errors import UsageError
 from microparallel.program import Program
@@ -32,12 +33,12 @@ PIPELINES: dict[str, Callable[..., Program]] = {
 DATA_PARALLEL: dict[str, Callable[..., Program]] = {"ddp": ddp, "ddp-naive": ddp_naive}
 
 
-def build(name: str, ranks: int, microbatches: int | None = None, **options: int) -> Program:
+def build(name: str, ranks: int, microbatches: int | None = None, **options: Any) -> Program:
     """Build a training step by name: a pipeline schedule, with its sends, receives and frees, or a DDP step.
 
     Args:
         name: `naive`, `gpipe`, `1f1b`, `interleaved` (`chunks=2`), `zb-h1`, `zb-h2`, `zbv` or `dualpipev`;
-            or `ddp` (`layers=8, buckets=4`) and `ddp-naive` (`layers=8`).
+            or `ddp` (`layers=8, buckets=4`) and `ddp-naive` (`layers=8`), with the `algorithm` of their all-reduces.
         ranks: how many ranks share the work, any number from 1.
         microbatches: into how many micro-batches a pipeline's batch is cut, any number from 1.
         options: what only some schedules take, as above.
@@ -64,7 +65,7 @@ def build(name: str, ranks: int, microbatches: int | None = None, **options: int
     return lower(builders[name](ranks, microbatches, **options))
 
 
-def _build_data_parallel(name: str, ranks: int, microbatches: int | None, options: dict[str, int]) -> Program:
+def _build_data_parallel(name: str, ranks: int, microbatches: int | None, options: dict[str, Any]) -> Program:
     if microbatches is not None:
         raise UsageError(f"microbatches={microbatches}: {name!r} has none; every rank has its share of the batch")
     options.setdefault("layers", 8)
@@ -75,7 +76,7 @@ def _build_data_parallel(name: str, ranks: int, microbatches: int | None, option
     return free_dead_values(DATA_PARALLEL[name](ranks=ranks, **options))
 
 
-def _require_options(name: str, builder: Callable[..., Program], options: dict[str, int]) -> None:
+def _require_options(name: str, builder: Callable[..., Program], options: dict[str, Any]) -> None:
     known = [option for option in inspect.signature(builder).parameters if option not in ("ranks", "microbatches")]
     for option in options:
         if option not in known:

@@ -9,12 +9,23 @@ import itertools
 from collections.abc import Callable
 
 from microparallel.errors import UsageError
-from microparallel.program import AllReduce, Backward, Bucket, Forward, Join, Op, OptimizerStep, Program, TrainingStep
+from microparallel.program import (
+    AUTO,
+    AllReduce,
+    Backward,
+    Bucket,
+    Forward,
+    Join,
+    Op,
+    OptimizerStep,
+    Program,
+    TrainingStep,
+)
 
 Ranges = tuple[tuple[int, int], ...]
 
 
-def ddp(layers: int, buckets: int, ranks: int) -> Program:
+def ddp(layers: int, buckets: int, ranks: int, algorithm: str = AUTO) -> Program:
     """All-reduce each bucket as soon as its layers have their gradients, while earlier layers still compute.
 
     ```
@@ -33,13 +44,13 @@ def ddp(layers: int, buckets: int, ranks: int) -> Program:
         ops: list[Op] = []
         for index, (start, stop) in enumerate(ranges):
             ops += [Backward(layer, rank) for layer in reversed(range(start, stop))]
-            ops.append(AllReduce(Bucket(index), "dp"))
+            ops.append(AllReduce(Bucket(index), "dp", algorithm))
         return ops
 
     return _program("ddp", layers, ranks, ranges, backward)
 
 
-def ddp_naive(layers: int, ranks: int) -> Program:
+def ddp_naive(layers: int, ranks: int, algorithm: str = AUTO) -> Program:
     """First the whole backward, then one all-reduce after another, a layer each; nothing overlaps.
 
     ```
@@ -51,7 +62,7 @@ def ddp_naive(layers: int, ranks: int) -> Program:
 
     def backward(rank: int) -> list[Op]:
         ops: list[Op] = [Backward(layer, rank) for layer in reversed(range(layers))]
-        return [*ops, Join(), *(AllReduce(Bucket(index), "dp") for index in range(layers))]
+        return [*ops, Join(), *(AllReduce(Bucket(index), "dp", algorithm) for index in range(layers))]
 
     return _program("ddp-naive", layers, ranks, ranges, backward)
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 from microparallel.errors import ProgramError
 from microparallel.program import (
+    AUTO,
     Act,
     AllReduce,
     Backward,
     BackwardWeight,
+    Broadcast,
     Bucket,
     Forward,
     ForwardBackward,
@@ -28,7 +30,7 @@ from microparallel.program import (
 from microparallel.program.rules import Compute
 
 
-def replicate(program: Program, replicas: int) -> Program:
+def replicate(program: Program, replicas: int, algorithm: str = AUTO) -> Program:
     """Run a pipeline several times, on different micro-batches, and sum each stage's gradients over the replicas.
 
     ```
@@ -45,16 +47,19 @@ def replicate(program: Program, replicas: int) -> Program:
     if replicas == 1:
         return program
     ranks = [
-        tuple(shifted(op, copy * goal.microbatches, copy * program.world_size) for op in with_reductions(ops))
+        tuple(
+            shifted(op, copy * goal.microbatches, copy * program.world_size) for op in with_reductions(ops, algorithm)
+        )
         for copy in range(replicas)
         for ops in program.ranks
     ]
     buckets = tuple((stage, stage + 1) for stage in range(goal.stages))
     whole = TrainingStep(goal.stages, goal.microbatches * replicas, buckets)
-    return replace(program, name=f"{program.name} × {replicas}", goal=whole, ranks=tuple(ranks))
+    mesh = (("dp", replicas), *(program.mesh or (("pp", program.world_size),)))
+    return replace(program, name=f"{program.name} × {replicas}", goal=whole, ranks=tuple(ranks), mesh=mesh)
 
 
-def with_reductions(ops: Sequence[Op]) -> list[Op]:
+def with_reductions(ops: Sequence[Op], algorithm: str = AUTO) -> list[Op]:
     """Add each stage's all-reduce behind its last backward, and behind what that sends: others wait for it."""
     last: dict[int, int] = {}
     for place, op in enumerate(ops):
@@ -68,7 +73,7 @@ def with_reductions(ops: Sequence[Op]) -> list[Op]:
             result += due
             due = []
         result.append(op)
-        due += [AllReduce(Bucket(stage), "dp") for stage, end in last.items() if end == place]
+        due += [AllReduce(Bucket(stage), "dp", algorithm) for stage, end in last.items() if end == place]
     return result + due
 
 
@@ -86,6 +91,8 @@ def shifted(op: Op, microbatches: int, ranks: int) -> Op:
         return Recv(_value(op.value, microbatches), op.source + ranks, op.reduce)
     if isinstance(op, Free):
         return Free(_value(op.value, microbatches))
+    if isinstance(op, Broadcast):
+        return replace(op, root=op.root + ranks)
     return op
 
 

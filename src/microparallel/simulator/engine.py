@@ -50,7 +50,7 @@ class Simulation:
         self._messages: dict[tuple[int, int], list[Message]] = defaultdict(list)
         self._sent: dict[tuple[int, int], int] = defaultdict(int)
         self._received: dict[tuple[int, int], int] = defaultdict(int)
-        self._groups = program.all_reduces()
+        self._groups = program.groups()
         self._arrived: dict[AllReduce, dict[int, float]] = defaultdict(dict)
 
     def run(self) -> Trace:
@@ -226,7 +226,7 @@ class Simulation:
     def _all_reduce(self, rank: Rank, op: AllReduce) -> bool:
         if op.value in rank.ready:  # the last rank to come has ended it for all
             return True
-        arrived, group = self._arrived[op], self._groups[op]
+        arrived, group = self._arrived[op], self._groups[rank.number, op]
         needed = [] if rank.number in arrived else rank.rules.needs(op)
         if rank.number in arrived or not all(value in rank.ready for value in needed):
             return False
@@ -237,7 +237,7 @@ class Simulation:
         self._to_advance.extend(self._ranks[other] for other in group if other != rank.number)
         return True
 
-    def _reduce_together(self, op: AllReduce, group: list[int], start: float) -> None:
+    def _reduce_together(self, op: AllReduce, group: tuple[int, ...], start: float) -> None:
         """A ring over the group: 2(p−1) steps, each as slow as the slowest link, and p−1 additions."""
         count = len(group)
         size = self._costs.size(op.value, self._program.goal)
