@@ -34,6 +34,8 @@ from enum import StrEnum
 from microparallel.errors import ProgramError
 from microparallel.program.values import Value
 
+AUTO = "auto"  # the algorithm of an AllReduce or a Broadcast that leaves the choice open
+
 
 AUTO = "auto"  # the algorithm of an AllReduce or a Broadcast that leaves the choice open
 

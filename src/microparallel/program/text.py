@@ -140,7 +140,8 @@ def _parse_rank(content: str, expected: int) -> tuple[o.Op, ...]:
     match = re.fullmatch(rf"rank +({_N}):(.*)", content)
     if match is None:
         raise ProgramError(
-            f"{content.split(maxsplit=1)[0]!r} begins no line of a program; lines begin with program, goal:, mesh: or rank"
+            f"{content.split(maxsplit=1)[0]!r} begins no line of a program; "
+            "lines begin with program, goal:, mesh: or rank"
         )
     if int(match[1]) != expected:
         raise ProgramError(f"rank {match[1]} comes where rank {expected} should; ranks are counted from 0, in order")

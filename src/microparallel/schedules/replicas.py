@@ -47,7 +47,9 @@ def replicate(program: Program, replicas: int, algorithm: str = AUTO) -> Program
     if replicas == 1:
         return program
     ranks = [
-        tuple(shifted(op, copy * goal.microbatches, copy * program.world_size) for op in with_reductions(ops, algorithm))
+        tuple(
+            shifted(op, copy * goal.microbatches, copy * program.world_size) for op in with_reductions(ops, algorithm)
+        )
         for copy in range(replicas)
         for ops in program.ranks
     ]

@@ -7,8 +7,8 @@ Every rank does its operations in order. What a Send means decides when it holds
   posted when its rank comes to it; if it overwrites its place, not before what is there has left;
 - *blocking*: its rank stops until the matching Recv has been posted.
 
-An AllReduce or a Broadcast waits until all ranks that take part stand at it. Lanes play no role here: what comes to its end one
-operation after another does so all the more when some of them overlap.
+An AllReduce or a Broadcast waits until all ranks that take part stand at it. Lanes play no role here: what comes to its
+end one operation after another does so all the more when some of them overlap.
 """
 
 from __future__ import annotations

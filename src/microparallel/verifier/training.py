@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from microparallel.collectives import require_algorithm
 from microparallel.errors import ProgramError, UsageError
 from microparallel.program import (
+    AUTO,
     Act,
     Add,
     AllReduce,
@@ -219,7 +220,8 @@ def _check_groups(program: Program) -> None:
         if named and op.axis not in named:
             raise ProgramError(f"rank {rank} does {op}, and the mesh has the axes {', '.join(named)}")
         try:
-            require_algorithm("all-reduce" if isinstance(op, AllReduce) else "broadcast", op.algorithm)
+            if op.algorithm != AUTO:
+                require_algorithm("all-reduce" if isinstance(op, AllReduce) else "broadcast", op.algorithm)
         except UsageError as error:
             raise ProgramError(f"rank {rank} does {op}: {error}") from None
         if isinstance(op, Broadcast) and op.root not in members:
