@@ -9,7 +9,7 @@ from typing import Any
 
 from microparallel.errors import UsageError
 from microparallel.program import Program
-from microparallel.schedules.data_parallel import ddp, ddp_naive
+from microparallel.schedules.data_parallel import data_parallel_step, ddp, ddp_naive
 from microparallel.schedules.dualpipe import dualpipev
 from microparallel.schedules.forwards import forwards_only
 from microparallel.schedules.gpipe import gpipe
@@ -88,6 +88,7 @@ __all__ = [
     "DATA_PARALLEL",
     "PIPELINES",
     "build",
+    "data_parallel_step",
     "ddp",
     "ddp_naive",
     "dualpipev",
