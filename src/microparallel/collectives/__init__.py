@@ -138,6 +138,7 @@ __all__ = [
     "ALGORITHMS",
     "ALL_REDUCES",
     "OTHERS",
+    "GroupKind",
     "all_reduce_program",
     "build",
     "program_of",

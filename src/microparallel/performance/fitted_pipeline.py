@@ -48,7 +48,7 @@ class FittedPipeline:
 
     def simulate(self) -> Trace:
         """What the simulator makes of all but the tail."""
-        return simulate(self.program, recorded_costs(self.times, self.messages, self.program.world_size, self.message))
+        return simulate(self.program, recorded_costs(self.times, self.messages, self.message))
 
     @property
     def tail(self) -> float:

@@ -104,7 +104,7 @@ class FittedStep:
                 times[Backward(stage - 1, rank)] = after
             times[Backward(0, rank)] = work.last
         reductions: dict[Value, float] = {Bucket(index): seconds for index, seconds in enumerate(self.seconds)}
-        return recorded_costs(times, reductions, len(self.work))
+        return recorded_costs(times, reductions)
 
     def simulate(self) -> Trace:
         """What the simulator makes of it."""

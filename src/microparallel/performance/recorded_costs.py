@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from microparallel.program import Bucket, Goal, Op, Value
+from microparallel.program import Goal, GroupOp, Op, Value
 from microparallel.simulator import Costs
 from microparallel.trace.intervals import length, outside, union
 from microparallel.trace.recording import Span
@@ -44,13 +44,11 @@ class RecordedCosts(Costs):
         del goal
         return self.values.get(value, self.message)
 
+    def together(self, op: GroupOp) -> float:
+        """How long a group took to sum a value."""
+        return self.values.get(op.value, self.message)
 
-def recorded_costs(
-    times: Mapping[Op, float], values: Mapping[Value, float], ranks: int, message: float = 0.0
-) -> RecordedCosts:
+
+def recorded_costs(times: Mapping[Op, float], values: Mapping[Value, float], message: float = 0.0) -> RecordedCosts:
     """Costs of operations and of values; a value that is not named takes as long as any message."""
-    if not any(isinstance(value, Bucket) for value in values):
-        return RecordedCosts(times=times, values=values, message=message, seconds_per_byte=1.0)
-    # The simulator's all-reduce is a ring: each link carries 2 (p - 1) ÷ p of the tensor.
-    share = 2 * (ranks - 1) / ranks if ranks > 1 else 1.0
-    return RecordedCosts(times=times, values=values, seconds_per_byte=1 / share)
+    return RecordedCosts(times=times, values=values, message=message, seconds_per_byte=1.0)

@@ -20,6 +20,8 @@ from microparallel.program import (
     ForwardBackward,
     ForwardStages,
     Goal,
+    GroupOp,
+    Named,
     Op,
     OptimizerStep,
     Program,
@@ -45,7 +47,9 @@ class Costs:
         seconds_per_byte: what each of its bytes costs.
         add_seconds_per_byte: what it costs to add a received byte to one's own.
         bytes_per_value: the size of a collective's whole tensor, of a stage's output, or of a layer's gradients; or a
-            function from a value to its size.
+            function from a value to its size. Without a function, named values (`:loss`) have none.
+        transport: what carries the messages; it decides by which algorithm an AllReduce or a Broadcast runs that names
+            none (`collectives.resolve`).
         links: connections that differ from the others, by (sender, receiver); what a `Link` leaves out is as usual.
 
     Example:
@@ -64,6 +68,7 @@ class Costs:
     seconds_per_byte: float = 0
     add_seconds_per_byte: float = 0
     bytes_per_value: float | Callable[[Value], float] = 1
+    transport: str = "gloo"
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -105,6 +110,10 @@ class Costs:
                 return self.optimizer
         return 0
 
+    def together(self, op: GroupOp) -> float | None:  # noqa: ARG002
+        """How long an AllReduce or a Broadcast takes where that was measured; else its program is simulated."""
+        return None
+
     def size(self, value: Value, goal: Goal) -> float:
         """How many bytes a value has."""
         if callable(self.bytes_per_value):
@@ -117,6 +126,8 @@ class Costs:
         if isinstance(value, Bucket) and not isinstance(goal, Collective) and value.index < len(goal.buckets):
             start, stop = goal.buckets[value.index]
             return self.bytes_per_value * (stop - start)
+        if isinstance(value, Named):
+            return 0
         return self.bytes_per_value
 
     def link(self, sender: int, receiver: int) -> Link:
