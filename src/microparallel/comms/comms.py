@@ -23,7 +23,7 @@ from microparallel.comms.mail import Mail
 from microparallel.comms.reductions import check_reduction, finish_reduction, stand_in, wire_reduction
 from microparallel.comms.request import Request
 from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
-from microparallel.errors import CommsError, UsageError
+from microparallel.errors import CommsError, TransportError, UsageError
 from microparallel.flight import Flight
 from microparallel.transport.base import Work
 
@@ -326,9 +326,9 @@ class Comms(Conversation):
         """Whether a rank's messages run one after another, as NCCL's do: then none may be posted before its time."""
         return self.device.type == "cuda" and "cuda" in self._transport.carries
 
-    def explain(self, error: RuntimeError, call: str) -> CommsError:
+    def explain(self, error: TransportError, call: str) -> CommsError:
         """Turn a transport's failure in messages of one's own into an error that names the rank and the call."""
-        return error if isinstance(error, CommsError) else explain(error, Call(call, call), self._transport)
+        return explain(error, Call(call, call), self._transport)
 
     # ── smaller worlds ──────────────────────────────────────────────────────────────────────────────────────────
 

@@ -71,8 +71,5 @@ class Group(Protocol):
     def subgroup(self, ranks: list[int]) -> Group | None:
         """Make a group of some of these ranks; only they need to call this. None on a rank that is not among them."""
 
-    def lost_peers(self) -> list[int]:
-        """The ranks that have gone, after a call has failed."""
-
     def close(self) -> None:
         """Leave the group."""

@@ -223,10 +223,6 @@ class SharedMemoryGroup:
         shared: SharedMemoryGroup = group.shared_memory
         return shared
 
-    def lost_peers(self) -> list[int]:
-        """The ranks that were found to be gone."""
-        return self.transport.peers.lost
-
     def close(self) -> None:
         """Leave the group, and let torch forget it; its `shut_down` is called on the way."""
         if self._process_group is not None:

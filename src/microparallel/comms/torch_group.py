@@ -10,8 +10,8 @@ import torch.distributed as dist
 from microparallel.collectives import all_reduce_program
 from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
 from microparallel.flight import Flight
-from microparallel.transport.base import Work
-from microparallel.transport.torch_distributed import TorchTransport, TorchWork
+from microparallel.transport.base import COMPLETE, Work
+from microparallel.transport.torch_distributed import TorchTransport
 
 
 class TorchGroup(TorchTransport):
@@ -48,7 +48,7 @@ class TorchGroup(TorchTransport):
         memory = Memory(tensor, slices_of(program))
         for work in perform(rounds(program.ranks[self.rank]), memory, self, COMBINE[op]):
             work.wait()
-        return TorchWork(None)
+        return COMPLETE
 
     @property
     def has_free_cores(self) -> bool:
