@@ -16,7 +16,7 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from microparallel.comms.patience import Patience
-from microparallel.errors import CommsError
+from microparallel.errors import CommsError, TransportTimeout
 
 Deed = Callable[[float | None], None]  # given the time at which to give up
 
@@ -112,7 +112,7 @@ class Line:
         while not turn.done:
             patience = -1 if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._running.acquire(timeout=patience):
-                raise RuntimeError("timed out waiting for the collectives that were called before")
+                raise TransportTimeout("timed out waiting for the collectives that were called before")
             if (first := self._run_first(deadline, unless=turn)) is not None:
                 first.report()
 

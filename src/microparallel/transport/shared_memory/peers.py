@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from microparallel.errors import Mismatch
+from microparallel.errors import Mismatch, PeerGone
 from microparallel.transport.shared_memory.segment import Segment
 from microparallel.transport.shared_memory.status import Status
 
@@ -32,7 +32,6 @@ class Peers:
         segments: Mapping[int, Segment],
         connections: dict[int, socket.socket],
     ) -> None:
-        self.lost: list[int] = []  # ranks that were found to be gone
         self._rank = rank
         self._world_ranks = world_ranks
         self._connections = connections
@@ -96,9 +95,8 @@ class Peers:
         return call if isinstance(call, str) else None
 
     def _give_up(self, lost: list[int]) -> NoReturn:
-        self.lost = lost
         self._statuses[self._rank].fail({"lost": [self._world_ranks[rank] for rank in lost]})
-        raise RuntimeError(f"rank {', '.join(map(str, lost))} went away")
+        raise PeerGone(lost)
 
     def _hung_up(self, peer: int) -> bool:
         connection = self._connections.get(peer)
