@@ -401,6 +401,7 @@ class Comms(Conversation):
             lambda: [self._transport.all_reduce(wire, wire_reduction(op), algorithm)],
             lambda: from_wire(finish_reduction(wire, op, self.world_size), tensor),
             operation,
+            tensor,
         )
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
