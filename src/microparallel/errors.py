@@ -13,7 +13,7 @@ MicroparallelError
 ├── CommsError                   a conversation between ranks that broke off
 │   ├── PeerLost                 .ranks went away during .call
 │   ├── Mismatch                 ranks made different calls, or the same call with different tensors
-│   ├── CommsTimeout             a call waited longer than its timeout
+│   ├── CommsTimeout             a call waited longer than its timeout; .ranks are those known to be missing
 │   └── TransportError           bytes that could not be moved; `Comms` makes one of the above of it, with its call
 │       ├── TransportTimeout     a transfer was not complete in time (TimeoutError)
 │       ├── PeerGone             .ranks are gone, and with them what was to come from them (ConnectionError)
@@ -114,7 +114,11 @@ class Mismatch(CommsError):
 
 
 class CommsTimeout(CommsError, TimeoutError):
-    """A call waited longer than its timeout."""
+    """A call waited longer than its timeout; `.ranks` did not make it, as far as that is known."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(message)
 
 
 class TransportError(CommsError):
@@ -122,7 +126,11 @@ class TransportError(CommsError):
 
 
 class TransportTimeout(TransportError, TimeoutError):
-    """A transfer was not complete in time."""
+    """A transfer was not complete in time; `.ranks` have not called for it, as far as that is known."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(message)
 
 
 class PeerGone(TransportError, ConnectionError):

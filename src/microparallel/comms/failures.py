@@ -36,8 +36,9 @@ def explain(error: RuntimeError, call: Call, transport: Group) -> CommsError:
     here = f"rank {transport.rank}"
     reason = str(error).partition("\n")[0]
     if isinstance(error, TransportTimeout):
-        headline = f"{here} waited in vain in {call}: not every rank it needs made the matching call in time ({reason})"
-        return CommsTimeout(headline + _beneath(transport.flight.why()))
+        who = f"{_names(error.ranks, transport)} did not make" if error.ranks else "not every rank it needs made"
+        headline = f"{here} waited in vain in {call}: {who} the matching call in time ({reason})"
+        return CommsTimeout(headline + _beneath(transport.flight.why()), error.ranks)
     if isinstance(error, PeerGone):
         why = transport.flight.why([transport.world_ranks[rank] for rank in error.ranks])
         headline = f"{_names(error.ranks, transport)} went away during {call} on {here}"

@@ -199,8 +199,13 @@ class SharedMemoryGroup:
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
         number = self.transport.peers.call()
-        ready = functools.partial(self.transport.peers.have_called, number)
-        return self._line.append(run, getattr(self._call, "timeout", None), ready)
+        peers = self.transport.peers
+        return self._line.append(
+            run,
+            getattr(self._call, "timeout", None),
+            ready=functools.partial(peers.have_called, number),
+            missing=functools.partial(peers.missing, number),
+        )
 
     # ── memory, smaller groups, the end ─────────────────────────────────────────────────────────────────────────
 

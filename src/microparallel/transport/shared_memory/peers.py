@@ -45,7 +45,11 @@ class Peers:
 
     def have_called(self, number: int) -> bool:
         """Whether everybody has called a collective."""
-        return all((status.called - number) % 2**32 < 2**31 for status in self._statuses.values())
+        return all(status.has_called(number) for status in self._statuses.values())
+
+    def missing(self, number: int) -> list[int]:
+        """The ranks that have not called a collective."""
+        return sorted(rank for rank, status in self._statuses.items() if not status.has_called(number))
 
     def begin(self, call: str, signature: int) -> None:
         """Remember which collective this rank is in, and the last few before it."""
