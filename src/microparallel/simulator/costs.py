@@ -10,6 +10,7 @@ from typing import Any
 
 from microparallel.errors import UsageError
 from microparallel.program import (
+    AllReduce,
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -22,6 +23,7 @@ from microparallel.program import (
     Op,
     OptimizerStep,
     Program,
+    Send,
     Value,
 )
 from microparallel.topology import Link
@@ -82,8 +84,8 @@ class Costs:
             if isinstance(value, Sequence) and len(value) != stages:
                 raise UsageError(f"Costs: {name} has {len(value)} numbers, and the program has {stages} stages")
 
-    def of(self, op: Op) -> float:
-        """How long a computation takes."""
+    def of(self, op: Op, rank: int = 0) -> float:
+        """How long a computation takes on a rank; here all ranks are alike."""
         match op:
             case Forward(stage):
                 return _at(self.forward, stage)
@@ -97,10 +99,14 @@ class Costs:
             case ForwardBackward(forward, backward):
                 if self.forward_backward is not None:
                     return _at(self.forward_backward, forward.stage)
-                return self.of(forward) + self.of(backward)
+                return self.of(forward, rank) + self.of(backward, rank)
             case OptimizerStep():
                 return self.optimizer
         return 0
+
+    def measured(self, op: Send | AllReduce) -> float | None:  # noqa: ARG002 here nothing was measured
+        """How long a message or a collective takes, where that was measured; otherwise sizes and links say so."""
+        return None
 
     def size(self, value: Value, goal: Goal) -> float:
         """How many bytes a value has."""

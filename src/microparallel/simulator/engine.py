@@ -52,6 +52,7 @@ class Simulation:
         self._received: dict[tuple[int, int], int] = defaultdict(int)
         self._groups = program.all_reduces()
         self._arrived: dict[AllReduce, dict[int, float]] = defaultdict(dict)
+        self._reduced: dict[tuple[int, ...], int] = defaultdict(int)  # how many collectives a group has done
 
     def run(self) -> Trace:
         """Walk to the end."""
@@ -87,7 +88,7 @@ class Simulation:
             start = self._when_ready(rank, op, rank.compute_free)
             if start is None:
                 break
-            end = start + self._costs.of(op)
+            end = start + self._costs.of(op, rank.number)
             self._events.append(Event(rank.number, Lane.COMPUTE, op, start, end))
             for value in rank.rules.makes(op):
                 ready[value] = end
@@ -219,7 +220,10 @@ class Simulation:
         assert message.send is not None
         size = self._costs.size(message.send.value, self._program.goal)
         message.start = max(time, sender.port_free)
-        end = message.start + self._costs.link(message.sender, message.receiver).seconds(size)
+        seconds = self._costs.measured(message.send)
+        if seconds is None:
+            seconds = self._costs.link(message.sender, message.receiver).seconds(size)
+        end = message.start + seconds
         message.end = sender.port_free = end
         peer, number = message.receiver, message.index
         self._events.append(
@@ -249,12 +253,15 @@ class Simulation:
             for sender, receiver in zip(group, group[1:] + group[:1], strict=True)
         )
         adding = (count - 1) * size / count * self._costs.add_seconds_per_byte
-        end = start + 2 * (count - 1) * slowest + adding
-        for number in group:
-            messages = 2 * (count - 1)
-            sent = messages * size / count
-            self._events.append(Event(number, Lane.COMM, op, start, end, messages, sent, size, group=tuple(group)))
-            self._ranks[number].ready[op.value] = self._ranks[number].comm_free = end
+        measured = self._costs.measured(op)
+        end = start + (2 * (count - 1) * slowest + adding if measured is None else measured)
+        everybody, messages = tuple(group), 2 * (count - 1)
+        number = self._reduced[everybody]
+        self._reduced[everybody] += 1
+        event = Event(0, Lane.COMM, op, start, end, messages, messages * size / count, size)
+        for rank in group:
+            self._events.append(event._replace(rank=rank, group=everybody, number=number))
+            self._ranks[rank].ready[op.value] = self._ranks[rank].comm_free = end
 
     def _join(self, rank: Rank) -> bool:
         """Both lanes stand before the same Join: let them go on together."""
