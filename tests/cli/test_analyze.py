@@ -140,7 +140,7 @@ def test_what_train_recorded_can_be_analysed(microparallel):
     [
         (["nowhere"], "nowhere is not there"),
         (["."], "has no trace.json"),
-        (["broken.json"], "is no trace"),
+        (["broken.json"], "broken.json is broken: "),
         (["empty.json"], "holds no steps"),
         (["full.json", "--ranks", "4"], "--ranks"),
         (["full.json", "--barriers"], "--barriers"),

@@ -16,8 +16,9 @@ from microparallel.performance.predicted import predicted
 from microparallel.performance.roofline import Demand, Machine, demand_of, measure_machine
 from microparallel.performance.what_if import changes
 from microparallel.schedules import build
+from microparallel.schedules.replicas import shifted
 from microparallel.simulator import Costs, simulate
-from microparallel.trace import Trace
+from microparallel.trace import Trace, compare
 from microparallel.trace.parts import parts
 
 
@@ -80,10 +81,15 @@ def test_a_recorded_pipeline_is_the_program_that_ran(schedule, latency):
         assert one.other == pytest.approx(0, abs=1e-9)
 
 
-def test_pipelines_side_by_side_count_from_0_each():
+@pytest.mark.parametrize("microbatches", [0, 4], ids=["counted from 0 each", "counted through"])
+def test_pipelines_side_by_side(microbatches):
     trace = simulate(build("1f1b", 2, 4), Costs(forward=1, backward_input=1, backward_weight=1, latency=0.1))
     events = [
-        event._replace(rank=event.rank + 2 * copy, peer=None if event.peer is None else event.peer + 2 * copy)
+        event._replace(
+            rank=event.rank + 2 * copy,
+            peer=None if event.peer is None else event.peer + 2 * copy,
+            op=shifted(event.op, microbatches * copy, 2 * copy if microbatches else 0),
+        )
         for copy in range(2)
         for event in trace.events
     ]
@@ -91,10 +97,41 @@ def test_pipelines_side_by_side_count_from_0_each():
     fitted = fit_step(both)
     assert isinstance(fitted, FittedPipeline) and fitted.replicas == 2 and fitted.shift == (4, 2)
     assert fitted.makespan == pytest.approx(fit_step(trace).makespan)
-    again = predicted(both)
-    assert {event.name for event in again.by_rank[2]} == {event.name for event in again.by_rank[0]}
-    assert {event.name for event in again.events} <= {event.name for event in both.events}
+    for mine, theirs in zip(predicted(both).compute, both.compute, strict=True):
+        assert [event.op for event in mine] == [event.op for event in theirs]
     assert "twice the micro-batches" in {change.name for change in changes(fitted)}
+
+
+def test_what_is_predicted_is_called_as_it_was_recorded():
+    names = ("forward of MLP", "backward", "SGD", "all_reduce(float32[8])", "all_reduce(float32[4])")
+    events = [
+        event
+        for rank in range(2)
+        for event in (
+            span(rank, "forward", names[0], 0, 2),
+            span(rank, "backward", names[1], 2, 7),
+            span(rank, "collective", names[3], 3, 5, bytes=32, group=(0, 1)),
+            span(rank, "collective", names[4], 5, 7, bytes=16, group=(0, 1), waited=6, number=1),
+            span(rank, "optimizer", names[2], 7, 8),
+        )
+    ]
+    measured = recorded(2, events)
+    found = predicted(measured)
+    assert {event.name for event in found.events} == set(names)
+    assert [event.bytes for event in found.by_rank[0] if event.kind == "collective"] == [32, 16]
+    assert found.simulated and found.makespan == pytest.approx(measured.makespan)
+    numbers = {row.name: row for row in compare(found, measured)}
+    assert numbers["makespan"].ratio == pytest.approx(1)
+    assert numbers["work of the busiest rank"].ratio == pytest.approx(1)
+    assert numbers["exposed communication"].ratio == pytest.approx(1)
+
+
+def test_data_parallel_operations_are_no_pipeline():
+    """Every rank has all stages: what counts are the collectives between them."""
+    trace = simulate(build("ddp", 2, layers=4, buckets=2), Costs(latency=0.1, optimizer=1))
+    fitted = fit_step(trace)
+    assert isinstance(fitted, FittedStep) and len(fitted.seconds) == 2
+    assert fitted.makespan == pytest.approx(trace.makespan)
 
 
 def verdict(fitted, **known):

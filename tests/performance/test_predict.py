@@ -78,7 +78,7 @@ def test_a_prediction_is_a_trace_with_the_parts_that_were_predicted():
     assert prediction.median == 9 and prediction.error == pytest.approx(8.5 / 9 - 1)
     trace = prediction.trace
     assert [event.kind for event in trace.by_rank[0] if event.duration] == [
-        *("forward", "backward", "backward", "collective", "backward", "collective", "optimizer")
+        *("forward", "backward", "collective", "backward", "backward", "collective", "optimizer")
     ]
     assert trace.simulated and trace.bytes_sent == [1000, 1000]  # a ring of two sends each byte once
     for one in parts(trace):
