@@ -47,7 +47,7 @@ def test_a_data_parallel_program(any_pool):
             event for event in events if event.kind == "collective" and event.name.startswith("all_reduce(float32")
         ]
         assert len(reduced) >= 4 and all(event.bytes > 0 and event.group == (0, 1) for event in reduced)
-        assert all(event.start <= event.waited <= event.end for event in events if event.kind == "collective")
+        assert all(event.asked <= event.waited <= event.end for event in events if event.kind == "collective")
     numbers = [
         [(event.number, event.name) for event in events if event.kind == "collective"] for events in first.by_rank
     ]
@@ -187,7 +187,7 @@ def test_what_torchs_ddp_waits_for_inside_backward_is_waiting(pool):
     quick = trace.by_rank[0]
     first, last = [event for event in quick if event.kind == "collective"]
     [backward] = [event for event in quick if event.kind == "backward"]
-    assert backward.start < first.start < last.start < first.waited == last.waited
+    assert backward.start < first.asked < last.asked < first.waited == last.waited
     assert first.end <= last.end <= backward.end
     # Until rank 1 came, rank 0 had nothing to do, and it did not communicate either.
     waited, slow = parts(trace)

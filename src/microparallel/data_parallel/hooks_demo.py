@@ -25,7 +25,6 @@ from microparallel.data_parallel.watched_comms import WatchedComms
 from microparallel.drawing.overlap import draw_overlap
 from microparallel.errors import UsageError
 from microparallel.trace import Trace
-from microparallel.trace.overlap import hidden_share
 
 Way = Literal["manual", "hooks", "buckets"]
 Step = Callable[[], torch.Tensor]
@@ -260,7 +259,7 @@ def _overlap_table(traces: dict[Way, Trace]) -> Iterator[str]:
     yield f"{'':<10}{'step':>10}{'exposed communication':>24}{'hidden':>10}"
     for way, trace in traces.items():
         exposed = max(trace.exposed_communication)
-        yield f"{way:<10}{trace.makespan * 1e3:>7.1f} ms{exposed * 1e3:>21.1f} ms{100 * hidden_share(trace):>8.0f} %"
+        yield f"{way:<10}{trace.makespan * 1e3:>7.1f} ms{exposed * 1e3:>21.1f} ms{100 * trace.hidden_share:>8.0f} %"
 
 
 def _timing_table(medians: dict[str, float], ranks: int, steps: int) -> Iterator[str]:
