@@ -20,7 +20,7 @@ PROGRAMS = {
     "dualpipev": lambda: mp.schedules.build("dualpipev", 2, 4),
     "ddp": lambda: mp.schedules.build("ddp", 2),
     "ring": lambda: mp.collectives.build("ring", 4),
-    "all-to-all": lambda: mp.collectives.build("all-to-all", 3),
+    "gather-add": lambda: mp.collectives.build("gather-add", 3),
     "alone": lambda: mp.collectives.build("ring", 1),
 }
 VOID = {"meta", "input"}

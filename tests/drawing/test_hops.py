@@ -100,7 +100,7 @@ def test_tables_go_on_below_when_they_are_too_wide(width):
 
 
 def test_a_cell_that_is_too_wide_is_cut_with_a_mark():
-    text = mp.draw(mp.collectives.build("all-to-all", 4), width=40)
+    text = mp.draw(mp.collectives.build("gather-add", 4), width=40)
     assert max(map(len, text.splitlines())) <= 40
     assert ">C0@3 <P1@1 C0+=P1" in text and "…" in text
 
@@ -112,7 +112,7 @@ def test_contributions_are_counted_where_they_cannot_be_named():
 
 
 def test_contributions_kept_apart_are_named():
-    text = mp.draw(mp.collectives.build("all-to-all", 3))
+    text = mp.draw(mp.collectives.build("gather-add", 3))
     assert "0·· P2" in text and "P contribution kept apart" in text
 
 

@@ -202,7 +202,7 @@ class Ungrouped(CountingTransport):
         return SeparateMessages(self, tag)
 
 
-@pytest.mark.parametrize("name", ["ring", "direct", "all-to-all", "recursive-doubling", "halving-doubling"])
+@pytest.mark.parametrize("name", ["ring", "direct", "gather-add", "recursive-doubling", "halving-doubling"])
 def test_without_exchanges_programs_deadlock(name):
     transports = [Ungrouped(transport) for transport in nccl_rules_transports(4)]
     with pytest.raises(mp.ProgramError, match=r"stands still: rank 0 stands at exchange 1 \(send of .* to rank"):
@@ -305,7 +305,7 @@ def test_a_message_waits_until_its_place_has_been_sent():
     ("text", "cut"),
     [
         (">C0@1 <+C2@2 >C2@1 <+C1@2", ">C0@1 <+C2@2 | >C2@1 <+C1@2"),  # a ring
-        (">C0@1 >C0@2 <P2@2 <P1@1 C0+=P1", ">C0@1 >C0@2 <P2@2 <P1@1 | C0+=P1"),  # all-to-all
+        (">C0@1 >C0@2 <P2@2 <P1@1 C0+=P1", ">C0@1 >C0@2 <P2@2 <P1@1 | C0+=P1"),  # gather-add
         ("<+C0@1 <+C0@2 >C0@1 >C0@2", "<+C0@1 | <+C0@2 | >C0@1 >C0@2"),  # the root of the naive one
         (">C0@1 <+C0@1 <+C0@2", ">C0@1 <+C0@1 <+C0@2"),  # messages to be added arrive side by side
         (">C0@1 <C0@1", ">C0@1 | <C0@1"),  # what is being sent must not be overwritten,
@@ -344,4 +344,4 @@ def test_each_exchange_reaches_torch_as_one_batch(pool, ranks):
             exchanges = [len(step.sends) + len(step.receives) for step in rounds(build(name, ranks).ranks[rank])]
             assert batches == [messages for messages in exchanges if messages], (name, rank)
         assert found["ring"][1] == [2] * 2 * (ranks - 1)
-        assert found["all-to-all"][1] == [2 * (ranks - 1)]
+        assert found["gather-add"][1] == [2 * (ranks - 1)]

@@ -216,8 +216,8 @@ class Shelf:
         bucket = buckets(self.goal).get(str(op.value), ())
         require(bucket, f"rank {self.rank} does {op}, which is no bucket of the goal")
         everybody = [other for ops in self.program.ranks for other in ops if isinstance(other, AllReduce)]
-        axes = {other.axis for other in everybody if other.value == op.value}
-        require(len(axes) == 1, f"{op.value} is reduced along different axes")
+        ways = {(other.axis, other.algorithm) for other in everybody if other.value == op.value}
+        require(len(ways) == 1, f"{op.value} is reduced along different axes, or by different algorithms")
         for stage, name in self.gradients():
             if stage in bucket:
                 self.read(name)

@@ -21,10 +21,11 @@ def tree_reduce(ranks: int) -> Program:
     return Program("tree-reduce", goal, tuple(tuple(_up(rank, ranks)) for rank in range(ranks)))
 
 
-def tree_broadcast(ranks: int) -> Program:
-    """Bring rank 0's tensor to all: the same tree, walked the other way."""
-    goal = Collective("broadcast", 1, root=0)
-    return Program("tree-broadcast", goal, tuple(tuple(_down(rank, ranks)) for rank in range(ranks)))
+def tree_broadcast(ranks: int, root: int = 0) -> Program:
+    """Bring the root's tensor to all: the same tree, walked the other way, with the root in rank 0's place."""
+    goal = Collective("broadcast", 1, root=root)
+    ops = (_down((rank - root) % ranks, ranks) for rank in range(ranks))
+    return Program("tree-broadcast", goal, tuple(tuple(_moved(op, root, ranks) for op in mine) for mine in ops))
 
 
 def tree_all_reduce(ranks: int) -> Program:
@@ -45,7 +46,12 @@ def _up(rank: int, ranks: int) -> list[Op]:
     return ops
 
 
-def _down(rank: int, ranks: int) -> list[Op]:
+def _moved(op: Send | Recv, by: int, ranks: int) -> Op:
+    """The same message, each rank played by one some places further on."""
+    return Send(_ALL, (op.to + by) % ranks) if isinstance(op, Send) else Recv(_ALL, (op.source + by) % ranks)
+
+
+def _down(rank: int, ranks: int) -> list[Send | Recv]:
     """What `_up` does, backwards, each message turned round."""
     return [
         Recv(_ALL, op.to) if isinstance(op, Send) else Send(_ALL, op.source)

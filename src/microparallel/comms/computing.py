@@ -6,8 +6,7 @@ listened to: the hook that all modules share is taken away when a forward begins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 from torch.utils.hooks import RemovableHandle
 
-from microparallel.trace import Kind
+from microparallel.program import OptimizerStep
+from microparallel.trace import Observed
 
 Engine = Callable[..., Any]
 _autograd: Any = torch.autograd
@@ -26,11 +26,11 @@ class Computing:
     """Tells what torch computes.
 
     Args:
-        begin: is told that something begins, by its kind and name; what it returns is handed to `end`.
+        begin: is told that something begins; what it returns is handed to `end`.
         end: is told that it has ended.
     """
 
-    def __init__(self, begin: Callable[[Kind, str], Any], end: Callable[[Any], None]) -> None:
+    def __init__(self, begin: Callable[[Observed | OptimizerStep], Any], end: Callable[[Any], None]) -> None:
         self._begin = begin
         self._end = end
         self._listens = False
@@ -68,16 +68,15 @@ class Computing:
             _autograd._engine_run_backward = self._engine
         self._run_backward = None
 
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        """Leave torch alone: somebody else tells what is computed."""
+    def mute(self) -> None:
+        """Leave torch's modules and backwards alone: an operation of a program tells what is computed."""
         self._muted += 1
         self._hooks.pop(self._key, None)
-        try:
-            yield
-        finally:
-            self._muted -= 1
-            self._wait_for_a_forward()
+
+    def unmute(self) -> None:
+        """Go on listening, when every operation that muted has ended."""
+        self._muted -= 1
+        self._wait_for_a_forward()
 
     def _wait_for_a_forward(self) -> None:
         if self._listens and not self._muted:
@@ -92,7 +91,7 @@ class Computing:
         # As `module.register_forward_hook(…, always_call=True)`, whose handle takes as long as all the rest.
         module._forward_hooks[key] = self._forward_ends
         module._forward_hooks_always_called[key] = True
-        self._forward = self._begin("forward", f"forward of {type(module).__name__}")
+        self._forward = self._begin(Observed(f"forward of {type(module).__name__}", "forward"))
 
     def _forward_ends(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         self._end(self._forward)
@@ -108,7 +107,7 @@ class Computing:
             if self.in_backward or self._muted or self._run_backward is not run_backward:
                 return engine(*arguments, **named)
             self.in_backward = True
-            backward = self._begin("backward", "backward")
+            backward = self._begin(Observed("backward", "backward"))
             try:
                 return engine(*arguments, **named)
             finally:
@@ -117,8 +116,8 @@ class Computing:
 
         return run_backward
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
-        self._optimizer = self._begin("optimizer", type(optimizer).__name__)
+    def _optimizer_begins(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
+        self._optimizer = self._begin(OptimizerStep())
 
     def _optimizer_ends(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
         if self._optimizer is not None:

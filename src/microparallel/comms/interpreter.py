@@ -109,7 +109,7 @@ def rounds(ops: Iterable[Op]) -> Iterator[Round]:
 
     ```
     ring          >C0@1 <+C2@2 >C2@1 <+C1@2         →    >C0@1 <+C2@2 | >C2@1 <+C1@2
-    all-to-all    >C0@1 >C0@2 <P2@2 <P1@1 C0+=P1    →    >C0@1 >C0@2 <P2@2 <P1@1 | C0+=P1
+    gather-add    >C0@1 >C0@2 <P2@2 <P1@1 C0+=P1    →    >C0@1 >C0@2 <P2@2 <P1@1 | C0+=P1
     ```
     """
     current = Round()

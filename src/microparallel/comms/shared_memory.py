@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from microparallel.collectives import resolve
 from microparallel.comms.blocks import Blocks, listed, personal, whole
 from microparallel.comms.interpreter import COMBINE, perform
 from microparallel.comms.plans import Plan, personal_plan, plan_of
@@ -24,9 +25,6 @@ from microparallel.transport.base import Work
 from microparallel.transport.shared_memory.exchange import Conduct, SharedMemoryExchange
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
 from microparallel.transport.torch_groups import make_group
-
-# Up to here one meeting of the ranks (all-to-all) beats two (direct), though each rank adds more.
-_LITTLE_BYTES = 512 * 2**10
 
 # Seconds for which a backward may compute on after its last call before a thread runs what it has called.
 _PATIENCE = 0.2
@@ -96,15 +94,10 @@ class SharedMemoryGroup:
 
         A movable one may be moved to where the peers can read it: nobody but torch holds a pointer to its memory.
         """
-        name = self._best_for(tensor) if algorithm == "auto" else algorithm
+        name = resolve("all-reduce", algorithm, self.world_size, tensor.numel() * tensor.element_size(), "shm")
         return self._program(
             plan_of(name, self.world_size, self.rank), whole(tensor), op, movable=tensor if movable else None
         )
-
-    def _best_for(self, tensor: torch.Tensor) -> str:
-        """Meeting costs more than adding, as long as there is little to add: then everybody adds everything up."""
-        added = tensor.numel() * tensor.element_size() * (self.world_size - 1)
-        return "all-to-all" if added <= _LITTLE_BYTES else "direct"
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Turn:
         """Copy the source's tensor over everybody else's."""

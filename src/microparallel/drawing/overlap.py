@@ -22,7 +22,7 @@ from microparallel.drawing.lines import NARROWEST, Line, Segment, coloured, flow
 from microparallel.drawing.numbers import percent, round_step, short
 from microparallel.drawing.rows import from_zero
 from microparallel.errors import UsageError
-from microparallel.program import AllReduce, Backward, Bucket, Forward, TrainingStep
+from microparallel.program import AllReduce, Backward, Bucket, Forward, ForwardStages, TrainingStep
 from microparallel.trace import Event, Trace
 from microparallel.trace.intervals import Span, length, outside, union
 
@@ -120,10 +120,10 @@ def time_text(time: float, *, seconds: bool) -> str:
 
 def _computed(events: list[Event]) -> list[Computed]:
     """The forward as a whole, for it is the backward that the buckets leave from."""
-    forwards = [event for event in events if isinstance(event.op, Forward) and event.duration > 0]
+    forwards = [event for event in events if isinstance(event.op, Forward | ForwardStages) and event.duration > 0]
     stretches = [Computed("forward", FORWARD, forwards[0].start, max(f.end for f in forwards))] if forwards else []
     for event in events:
-        if event.duration > 0 and not isinstance(event.op, Forward | AllReduce):
+        if event.duration > 0 and not isinstance(event.op, Forward | ForwardStages | AllReduce):
             name = f"B{event.op.stage}" if isinstance(event.op, Backward) else str(event.op)
             stretches.append(Computed(name, kind_of(event.op), event.start, event.end))
     return stretches

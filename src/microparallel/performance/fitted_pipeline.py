@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from microparallel.errors import ProgramError
 from microparallel.performance.recorded_costs import OwnClock, RecordedCosts
 from microparallel.program import (
+    WORLD,
     AllReduce,
-    Bucket,
+    Join,
+    Named,
     Op,
     OptimizerStep,
     Program,
@@ -26,7 +28,7 @@ from microparallel.simulator import simulate
 from microparallel.trace import Event, Observed, Trace
 from microparallel.trace.meetings import meetings
 
-_SUM = AllReduce(Bucket(0), "dp")  # of gradients and the loss, after a rank's last computation
+_SUM = AllReduce(Named("loss"), WORLD)  # and of gradients, after the last computation
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class FittedPipeline:
 
     def simulate(self) -> Trace:
         """What the simulator makes of it."""
-        costs = RecordedCosts(times=self.times, transfers=self.messages, transfer=self.message, sizes=self.bytes)
+        costs = RecordedCosts(times=self.times, transfers=self.messages, usual=self.message, sizes=self.bytes)
         return simulate(self.program, costs)
 
     @property
@@ -74,12 +76,8 @@ class FittedPipeline:
 
 def with_update(program: Program, *, summed: bool) -> Program:
     """A pipeline's step to its end: all ranks sum gradients and the loss, if they do, and each updates its weights."""
-    goal = program.goal
-    if not isinstance(goal, TrainingStep):
-        raise ProgramError(f"program {program.name!r} is a {goal}; only a training step updates weights")
-    end = (_SUM, OptimizerStep()) if summed else (OptimizerStep(),)
-    buckets = ((0, goal.stages),) if summed else ()
-    return replace(program, goal=replace(goal, buckets=buckets), ranks=tuple((*ops, *end) for ops in program.ranks))
+    end = (Join(), _SUM, Join(), OptimizerStep()) if summed else (OptimizerStep(),)
+    return replace(program, ranks=tuple((*ops, *end) for ops in program.ranks))
 
 
 def fit_pipeline(trace: Trace) -> FittedPipeline | None:

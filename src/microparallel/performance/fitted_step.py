@@ -25,6 +25,7 @@ from microparallel.performance.recorded_costs import OwnClock, RecordedCosts, as
 from microparallel.program import AllReduce, Backward, Bucket, Forward, Join, Op, OptimizerStep, Program, TrainingStep
 from microparallel.simulator import Costs, simulate
 from microparallel.trace import Event, Trace
+from microparallel.trace.meetings import meetings
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,10 @@ class FittedStep:
         before = 2 * (len(self.seconds) - index) - 1
         return before, before - 1
 
+    def piece(self, stage: int) -> tuple[int, bool]:
+        """Which collective a piece of work belongs to, and whether it comes after it."""
+        return len(self.seconds) - 1 - stage // 2, stage % 2 == 0
+
     def _ops(self, rank: int) -> Iterator[Op]:
         count = len(self.seconds)
         yield from (Forward(stage, rank) for stage in range(max(1, 2 * count)))
@@ -144,18 +149,22 @@ def fit_step(trace: Trace) -> Fitted:
 def _collectives(trace: Trace) -> FittedStep:
     if trace.ranks == 1:
         return _alone(trace.by_rank[0])
-    everybody = tuple(range(trace.ranks))
-    by_number = [
-        {event.number: event for event in events if event.kind == "collective" and event.group == everybody}
-        for events in trace.by_rank
-    ]
-    numbers = sorted(set.intersection(*(set(mine) for mine in by_number)))
+    together = collectives_of(trace)
     work = tuple(
-        _rank_work(events, [mine[number] for number in numbers], trace.bounds[0])
-        for events, mine in zip(trace.by_rank, by_number, strict=True)
+        _rank_work(events, [one[rank] for one in together], trace.bounds[0])
+        for rank, events in enumerate(trace.by_rank)
     )
-    together = [[mine[number] for mine in by_number] for number in numbers]
     return FittedStep(work, _durations(together), tuple(max(int(event.bytes) for event in one) for one in together))
+
+
+def collectives_of(trace: Trace) -> list[list[Event]]:
+    """What all ranks took part in, in order: of each, the event of every rank."""
+    found = []
+    for places in meetings(trace.events):
+        together = sorted((trace.events[place] for place in places), key=lambda event: event.rank)
+        if together[0].kind == "collective" and [event.rank for event in together] == [*range(trace.ranks)]:
+            found.append(together)
+    return sorted(found, key=lambda together: together[0].asked)
 
 
 def _alone(events: Sequence[Event]) -> FittedStep:

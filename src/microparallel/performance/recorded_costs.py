@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from microparallel.program import AllReduce, Goal, Op, Send, Value
+from microparallel.program import Goal, GroupOp, Op, Send, Value
 from microparallel.simulator import Costs
 from microparallel.trace import Event, Trace
 from microparallel.trace.intervals import length, outside, union
@@ -44,22 +44,26 @@ class RecordedCosts(Costs):
     Attributes:
         times: how long each computation takes on its rank.
         transfers: how long it takes to send or to sum each value.
-        transfer: how long those take that are not named.
+        usual: how long those take that are not named.
         sizes: of the values, in bytes.
     """
 
     times: Mapping[tuple[int, Op], float] = field(default_factory=dict)
     transfers: Mapping[Value, float] = field(default_factory=dict)
-    transfer: float = 0.0
+    usual: float = 0.0
     sizes: Mapping[Value, float] = field(default_factory=dict)
 
     def of(self, op: Op, rank: int = 0) -> float:
         """How long a computation took on a rank."""
         return self.times.get((rank, op), 0.0)
 
-    def measured(self, op: Send | AllReduce) -> float:
-        """How long a message or a collective took."""
-        return self.transfers.get(op.value, self.transfer)
+    def transfer(self, send: Send) -> float:
+        """How long a message took."""
+        return self.transfers.get(send.value, self.usual)
+
+    def together(self, op: GroupOp) -> float:
+        """How long a collective took once all had come."""
+        return self.transfers.get(op.value, self.usual)
 
     def size(self, value: Value, goal: Goal) -> float:
         """How many bytes a value had."""

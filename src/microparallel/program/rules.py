@@ -3,6 +3,7 @@
 | operation           | needs                                             | makes                              |
 |---------------------|---------------------------------------------------|------------------------------------|
 | F s.m               | the output of the stage before                    | its own output                     |
+| F s:t.m             | the output of the stage before s                  | the outputs of stages s to t-1     |
 | B s.m               | the stage's input, its output and its gradient    | the input's gradient, the weights' |
 | I s.m               | the same                                          | the input's gradient, the rest     |
 | W s.m               | the stage's input, its output and the rest        | the weights' gradients             |
@@ -12,10 +13,13 @@
 | Add                 | both values                                       | their sum                          |
 | Free                | the value                                         | (it takes the value away)          |
 | AllReduce of bucket | the weights' gradients of its stages, of this rank| the bucket                         |
+| of a named value    |                                                   | the value                          |
+| Broadcast           |                                                   | the value                          |
 | OptimizerStep       | its stages' buckets; without, their gradients     |                                    |
 
 The first stage's input is the batch, which is always there, and its gradient is nobody's concern. The last stage makes
-its output's gradient itself, from the loss. This is the only place where the rule is written: the verifier, the
+its output's gradient itself, from the loss. A named value is whatever its rank says it is, so a Join stands where a
+lane must wait for one. This is the only place where the rule is written: the verifier, the
 simulator, the passes and the interpreters all read it here.
 """
 
@@ -27,15 +31,20 @@ from collections.abc import Iterable, Iterator
 from microparallel.errors import ProgramError
 from microparallel.program import ops as o
 from microparallel.program.program import Goal, TrainingStep
-from microparallel.program.values import Act, Bucket, Delta, Grad, Rest, Value
+from microparallel.program.values import Act, Bucket, Delta, Grad, Named, Rest, Value
 
 Compute = o.Forward | o.Backward | o.BackwardInput | o.BackwardWeight
 
 
 def halves(op: o.Op) -> tuple[Compute, ...]:
-    """The stage operations that an operation consists of: two for a pair, one for itself, else none."""
+    """The stage operations that an operation consists of: two for a pair, one for itself, else none.
+
+    Several stages' forward is as many forwards.
+    """
     if isinstance(op, o.ForwardBackward):
         return (op.forward, op.backward)
+    if isinstance(op, o.ForwardStages):
+        return tuple(o.Forward(stage, op.microbatch) for stage in range(op.start, op.stop))
     return (op,) if isinstance(op, Compute) else ()
 
 
@@ -53,7 +62,7 @@ class Rules:
     def needs(self, op: o.Op) -> tuple[Value, ...]:
         """The values that must be there before an operation begins."""
         match op:
-            case o.Forward(stage, microbatch):
+            case o.Forward(stage, microbatch) | o.ForwardStages(stage, _, microbatch):
                 return (Act(stage - 1, microbatch),) if stage else ()
             case o.Backward(stage, microbatch) | o.BackwardInput(stage, microbatch):
                 given = () if stage == self._last else (Grad(stage, microbatch),)
@@ -68,7 +77,7 @@ class Rules:
                 return (value, into)
             case o.Send(value) | o.Free(value):
                 return (value,)
-            case o.AllReduce(value):
+            case o.AllReduce(value) | o.Broadcast(value):
                 return self._gradients(value)
             case o.OptimizerStep():
                 return self._reduced()
@@ -79,6 +88,8 @@ class Rules:
         match op:
             case o.Forward(stage, microbatch):
                 return (Act(stage, microbatch),)
+            case o.ForwardStages(start, stop, microbatch):
+                return tuple(Act(stage, microbatch) for stage in range(start, stop))
             case o.Backward(stage, microbatch):
                 return (*_passed_on(stage, microbatch), Delta(stage, microbatch))
             case o.BackwardInput(stage, microbatch):
@@ -87,7 +98,7 @@ class Rules:
                 return (Delta(stage, microbatch),)
             case o.ForwardBackward(forward, backward):
                 return self.makes(forward) + self.makes(backward)
-            case o.Recv(value) | o.Add(_, value) | o.AllReduce(value):
+            case o.Recv(value) | o.Add(_, value) | o.AllReduce(value) | o.Broadcast(value):
                 return (value,)
         return ()
 
@@ -106,6 +117,8 @@ class Rules:
         return self._gradients_of[value]
 
     def _find_gradients(self, value: Value) -> tuple[Value, ...]:
+        if isinstance(value, Named):
+            return ()
         if not isinstance(value, Bucket):
             return (value,)
         if value.index >= len(self._buckets):

@@ -10,7 +10,6 @@ from typing import Any
 
 from microparallel.errors import UsageError
 from microparallel.program import (
-    AllReduce,
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -19,12 +18,16 @@ from microparallel.program import (
     Collective,
     Forward,
     ForwardBackward,
+    ForwardStages,
     Goal,
+    GroupOp,
+    Named,
     Op,
     OptimizerStep,
     Program,
     Send,
     Value,
+    halves,
 )
 from microparallel.topology import Link
 
@@ -45,7 +48,9 @@ class Costs:
         seconds_per_byte: what each of its bytes costs.
         add_seconds_per_byte: what it costs to add a received byte to one's own.
         bytes_per_value: the size of a collective's whole tensor, of a stage's output, or of a layer's gradients; or a
-            function from a value to its size.
+            function from a value to its size. Without a function, named values (`:loss`) have none.
+        transport: what carries the messages; it decides by which algorithm an AllReduce or a Broadcast runs that names
+            none (`collectives.resolve`).
         links: connections that differ from the others, by (sender, receiver); what a `Link` leaves out is as usual.
 
     Example:
@@ -64,6 +69,7 @@ class Costs:
     seconds_per_byte: float = 0
     add_seconds_per_byte: float = 0
     bytes_per_value: float | Callable[[Value], float] = 1
+    transport: str = "gloo"
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,13 +95,14 @@ class Costs:
         match op:
             case Forward(stage):
                 return _at(self.forward, stage)
+            case ForwardStages():
+                return sum(self.of(forward, rank) for forward in halves(op))
             case BackwardInput(stage):
                 return _at(self.backward_input, stage)
             case BackwardWeight(stage):
                 return _at(self.backward_weight, stage)
             case Backward(stage):
-                halves = _at(self.backward_input, stage)
-                return halves + _at(self.backward_weight, stage)
+                return _at(self.backward_input, stage) + _at(self.backward_weight, stage)
             case ForwardBackward(forward, backward):
                 if self.forward_backward is not None:
                     return _at(self.forward_backward, forward.stage)
@@ -104,8 +111,12 @@ class Costs:
                 return self.optimizer
         return 0
 
-    def measured(self, op: Send | AllReduce) -> float | None:  # noqa: ARG002 here nothing was measured
-        """How long a message or a collective takes, where that was measured; otherwise sizes and links say so."""
+    def transfer(self, send: Send) -> float | None:  # noqa: ARG002
+        """How long a message takes where that was measured; else its size and its link say so."""
+        return None
+
+    def together(self, op: GroupOp) -> float | None:  # noqa: ARG002
+        """How long an AllReduce or a Broadcast takes where that was measured; else its program is simulated."""
         return None
 
     def size(self, value: Value, goal: Goal) -> float:
@@ -120,6 +131,8 @@ class Costs:
         if isinstance(value, Bucket) and not isinstance(goal, Collective) and value.index < len(goal.buckets):
             start, stop = goal.buckets[value.index]
             return self.bytes_per_value * (stop - start)
+        if isinstance(value, Named):
+            return 0
         return self.bytes_per_value
 
     def link(self, sender: int, receiver: int) -> Link:

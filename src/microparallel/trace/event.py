@@ -11,8 +11,10 @@ from microparallel.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Broadcast,
     Forward,
     ForwardBackward,
+    ForwardStages,
     Lane,
     Op,
     OptimizerStep,
@@ -25,12 +27,14 @@ COMPUTE: tuple[Kind, ...] = ("forward", "backward", "optimizer")
 
 _KIND_OF: dict[type, Kind] = {
     Forward: "forward",
+    ForwardStages: "forward",
     Backward: "backward",
     BackwardInput: "backward",
     BackwardWeight: "backward",
     ForwardBackward: "backward",
     OptimizerStep: "optimizer",
     AllReduce: "collective",
+    Broadcast: "collective",
     Send: "send",
     Recv: "receive",
 }

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from microparallel.trace.event import Event
+from microparallel.trace.event import Event, Observed
 
 
 def meetings(events: Sequence[Event]) -> list[list[int]]:
@@ -14,7 +14,8 @@ def meetings(events: Sequence[Event]) -> list[list[int]]:
     found: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for place, event in enumerate(events):
         if event.kind == "collective":
-            found["collective", event.group, event.number].append(place)
+            named = None if isinstance(event.op, Observed) else event.op
+            found["collective", event.group, named, event.number].append(place)
         elif event.kind == "send":
             found["message", event.rank, event.peer, event.number].append(place)
         elif event.kind == "receive":
@@ -28,11 +29,16 @@ def needed(events: Sequence[Event], places: Iterable[int]) -> list[int]:
 
 
 def met(events: Sequence[Event]) -> list[Event]:
-    """Recorded events, of which each rank knows only when it asked: communication starts when all it needs has come."""
+    """Recorded events, of which each rank knows only when it asked: communication starts when all it needs has come.
+
+    Where a rank knows better when something started, it says so (`issued` is set), and that stays.
+    """
     result = list(events)
     for places in meetings(events):
         latest = max((events[place].asked for place in needed(events, places)), default=-math.inf)
         for place in places:
             event = events[place]
+            if not math.isnan(event.issued):
+                continue
             result[place] = event._replace(issued=event.asked, start=min(event.end, max(latest, event.asked)))
     return result

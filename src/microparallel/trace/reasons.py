@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from microparallel.program import AllReduce, Recv, Rules, Value
+from microparallel.program import AllReduce, Broadcast, Recv, Rules, Value
 from microparallel.trace.event import Event, Observed
 from microparallel.trace.trace import Trace
 
@@ -42,4 +42,6 @@ def _words(rank: int, event: Event, value: Value, makers: dict[Value, Event]) ->
         return f"rank {rank} waited for {value} from rank {maker.source} before {event.op}"
     if isinstance(maker, AllReduce):
         return f"rank {rank} waited for the all-reduce of {value} before {event.op}"
+    if isinstance(maker, Broadcast):
+        return f"rank {rank} waited for the broadcast of {value} before {event.op}"
     return f"rank {rank} waited for {maker} before {event.op}"

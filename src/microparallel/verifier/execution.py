@@ -7,8 +7,8 @@ Every rank does its operations in order. What a Send means decides when it holds
   posted when its rank comes to it; if it overwrites its place, not before what is there has left;
 - *blocking*: its rank stops until the matching Recv has been posted.
 
-An AllReduce waits until all ranks that take part stand at it. Lanes play no role here: what comes to its end one
-operation after another does so all the more when some of them overlap.
+An AllReduce or a Broadcast waits until all ranks that take part stand at it. Lanes play no role here: what comes to its
+end one operation after another does so all the more when some of them overlap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from microparallel.program import Add, AllReduce, Op, Program, Recv, Send, Value, touch
+from microparallel.program import Add, GroupOp, Op, Program, Recv, Send, Value, touch
 
 Sends = Literal["buffered", "rendezvous", "blocking"]
 Visit = Callable[[int, int, Op], None]  # rank, place in its list, operation
@@ -48,8 +48,8 @@ class Execution:
         self._received: Counter[tuple[int, int]] = Counter()
         self._under_way: list[list[tuple[Value, int, int]]] = [[] for _ in program.ranks]  # value, receiver, number
         self._at_receive: set[int] = set()  # ranks that have posted the receive they stand at
-        self._groups = program.all_reduces()
-        self._reduced: Counter[AllReduce] = Counter()
+        self._groups = program.groups()
+        self._met: Counter[tuple[int, GroupOp]] = Counter()  # how often each rank has done what a group does
 
     def run(self, visit: Visit) -> list[Wait]:
         """Do what can be done, telling `visit` of each operation; returns the waits that are left at the end."""
@@ -90,8 +90,8 @@ class Execution:
         elif isinstance(op, Recv):
             self._received[op.source, rank] += 1
             self._at_receive.discard(rank)
-        elif isinstance(op, AllReduce):
-            self._reduced[op] += 1
+        elif isinstance(op, GroupOp):
+            self._met[rank, op] += 1
 
     def _obstacle(self, rank: int, op: Op) -> Wait | None:
         if isinstance(op, Send):
@@ -103,7 +103,7 @@ class Execution:
             return self._obstacle_to_receiving(rank, op)
         if isinstance(op, Add):
             return self._hazard(rank, op.into)
-        if isinstance(op, AllReduce):
+        if isinstance(op, GroupOp):
             return self._absent(rank, op)
         return None
 
@@ -118,12 +118,13 @@ class Execution:
             return self._wait(rank, f"waits for {op.value} from rank {op.source}", op.source)
         return self._hazard(rank, op.value)
 
-    def _absent(self, rank: int, op: AllReduce) -> Wait | None:
-        """A rank that takes part in this all-reduce and has not come to it."""
-        if self._reduced[op]:  # the others were all here when the first went on
-            return None
-        for other in self._groups[op]:
-            if self._next(other) != op:
+    def _absent(self, rank: int, op: GroupOp) -> Wait | None:
+        """A rank that takes part in this operation and has not come to it."""
+        times = self._met[rank, op]
+        if any(self._met[other, op] > times for other in self._groups[rank, op]):
+            return None  # all were here when the first went on
+        for other in self._groups[rank, op]:
+            if self._next(other) != op or self._met[other, op] < times:
                 return self._wait(rank, f"waits for rank {other} at {op}", other)
         return None
 

@@ -8,19 +8,25 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 
-from microparallel.errors import ProgramError
+from microparallel.collectives import require_algorithm
+from microparallel.errors import ProgramError, UsageError
 from microparallel.program import (
+    AUTO,
+    WORLD,
     Act,
     Add,
     AllReduce,
     Backward,
     BackwardInput,
     BackwardWeight,
+    Broadcast,
     Bucket,
     Chunk,
     Forward,
     Free,
     Grad,
+    GroupOp,
+    Named,
     Op,
     OptimizerStep,
     Part,
@@ -53,6 +59,7 @@ def check_training_step(program: Program, goal: TrainingStep) -> None:
         for microbatch in range(goal.microbatches):
             _check_once(done, stage, microbatch)
     _check_replicas(program, goal, done[Forward])
+    _check_groups(program)
     _check_updates(program)
 
 
@@ -63,7 +70,9 @@ def _not_allowed(op: Op, goal: TrainingStep) -> str:
             return f"and the goal is a {goal}, counted from 0"
     if isinstance(op, Add) or (isinstance(op, Recv) and op.reduce):
         return "and a training step adds only by all-reduce"
-    if isinstance(op, AllReduce):
+    if isinstance(op, Broadcast) and not isinstance(op.value, Named):
+        return "and only a named value, such as :weights, is broadcast"
+    if isinstance(op, AllReduce) and not isinstance(op.value, Named):
         if not isinstance(op.value, Bucket) or op.value.index >= len(goal.buckets):
             return f"and the goal names {len(goal.buckets) or 'no'} buckets"
     elif isinstance(op, Send | Recv | Free) and isinstance(op.value, Chunk | Part):
@@ -91,7 +100,7 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
                 travels = isinstance(value, Act | Grad)
                 raise wrong(f"which needs {value}, and {state} it{hint if travels else ''}")
         for value in rules[rank].makes(op):
-            if value in ever[rank]:
+            if value in ever[rank] and not isinstance(value, Named):
                 raise wrong(f"and has had {value} before")
             held[rank].add(value)
             ever[rank].add(value)
@@ -197,7 +206,27 @@ def _check_axes(program: Program) -> None:
     axes: dict[Value, tuple[int, str]] = {}
     for rank, ops in enumerate(program.ranks):
         for op in ops:
-            if isinstance(op, AllReduce):
+            if isinstance(op, AllReduce) and isinstance(op.value, Bucket):
                 other, axis = axes.setdefault(op.value, (rank, op.axis))
                 if axis != op.axis:
                     raise ProgramError(f"rank {other} sums {op.value} along {axis}, and rank {rank} along {op.axis}")
+
+
+def _check_groups(program: Program) -> None:
+    """What ranks do together must be the same on all of them, with an algorithm and a root that exist."""
+    named = [axis for axis, _ in program.mesh]
+    alike: dict[object, tuple[int, GroupOp]] = {}
+    groups = program.groups()
+    for (rank, op), members in groups.items():
+        if named and op.axis not in (WORLD, *named):
+            raise ProgramError(f"rank {rank} does {op}, and the mesh has the axes {', '.join(named)}")
+        try:
+            if op.algorithm != AUTO:
+                require_algorithm("all-reduce" if isinstance(op, AllReduce) else "broadcast", op.algorithm)
+        except UsageError as error:
+            raise ProgramError(f"rank {rank} does {op}: {error}") from None
+        if isinstance(op, Broadcast) and op.root not in members:
+            raise ProgramError(f"rank {rank} does {op}, and rank {op.root} does not take part in it")
+        other, theirs = alike.setdefault((type(op), op.value, program.line(rank, op.axis)), (rank, op))
+        if theirs != op and ((other, op) not in groups or (rank, theirs) not in groups):
+            raise ProgramError(f"rank {other} does {theirs}, and rank {rank} does {op}; they would not meet")

@@ -7,7 +7,7 @@ from microparallel.program import Add, Chunk, Collective, Op, Part, Program, Rec
 _ALL = Chunk(0, 1)
 
 
-def all_to_all_all_reduce(ranks: int) -> Program:
+def gather_add_all_reduce(ranks: int) -> Program:
     """Each rank collects all contributions, keeps them apart, and adds them in rank order.
 
     ```
@@ -19,7 +19,7 @@ def all_to_all_all_reduce(ranks: int) -> Program:
     Floating-point addition is not associative: adding in the order of arrival would leave different bits on different
     ranks. So every rank computes ((0 + 1) + 2) + …, with its own contribution where it belongs.
     """
-    return Program("all-to-all", Collective("all-reduce", 1), tuple(_ops(rank, ranks) for rank in range(ranks)))
+    return Program("gather-add", Collective("all-reduce", 1), tuple(_ops(rank, ranks) for rank in range(ranks)))
 
 
 def _ops(rank: int, ranks: int) -> tuple[Op, ...]:
