@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from microparallel.comms.backend_options import seconds
 from microparallel.comms.calls import Call
-from microparallel.comms.failures import named_failures
 from microparallel.comms.conversation import activity_of
+from microparallel.comms.failures import named_failures
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.turns import Turn
 from microparallel.errors import TransportTimeout

@@ -71,13 +71,13 @@ class _MeasuredCosts(Costs):
 
     backward: Sequence[float] = field(default=())
 
-    def of(self, op: Op) -> float:
+    def of(self, op: Op, rank: int = 0) -> float:
         match op:
             case Backward(stage):
                 return self.backward[stage]
             case ForwardBackward(forward, backward):
-                return self.of(forward) + self.of(backward)
-        return super().of(op)
+                return self.of(forward, rank) + self.of(backward, rank)
+        return super().of(op, rank)
 
 
 def kinds_in(programs: Iterable[Program]) -> frozenset[str]:

@@ -19,7 +19,6 @@ from microparallel.pipeline.sums import ColumnSum, TiedSum
 from microparallel.program import AllReduce, Bucket, Named, Value
 from microparallel.topology import Mesh
 
-
 SAMPLES = AllReduce(Named("samples"), "dp")
 
 

@@ -90,7 +90,7 @@ class Simulation:
             start = self._when_ready(rank, op, rank.compute_free)
             if start is None:
                 break
-            end = start + self._costs.of(op)
+            end = start + self._costs.of(op, rank.number)
             self._events.append(Event(rank.number, Lane.COMPUTE, op, start, end))
             for value in rank.rules.makes(op):
                 ready[value] = end
@@ -222,7 +222,10 @@ class Simulation:
         assert message.send is not None
         size = self._costs.size(message.send.value, self._program.goal)
         message.start = max(time, sender.port_free)
-        end = message.start + self._costs.link(message.sender, message.receiver).seconds(size)
+        seconds = self._costs.transfer(message.send)
+        if seconds is None:
+            seconds = self._costs.link(message.sender, message.receiver).seconds(size)
+        end = message.start + seconds
         message.end = sender.port_free = end
         peer, number = message.receiver, message.index
         self._events.append(
@@ -245,10 +248,8 @@ class Simulation:
         start, share = max(arrived.values()), self._shares.shares(op, group)[group.index(rank.number)]
         end = start + share.seconds
         size = self._costs.size(op.value, self._program.goal)
-        meeting = {"group": group, "number": rank.met[op]}
-        self._events.append(
-            Event(rank.number, Lane.COMM, op, start, end, share.messages, share.bytes, size, **meeting)
-        )
+        asked = {"issued": arrived[rank.number], "group": group, "number": rank.met[op]}
+        self._events.append(Event(rank.number, Lane.COMM, op, start, end, share.messages, share.bytes, size, **asked))
         rank.ready[op.value] = rank.comm_free = end
         rank.met[op] += 1
         return True

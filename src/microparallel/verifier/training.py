@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from microparallel.collectives import require_algorithm
 from microparallel.errors import ProgramError, UsageError
 from microparallel.program import (
-    WORLD,
     AUTO,
+    WORLD,
     Act,
     Add,
     AllReduce,
