@@ -8,8 +8,8 @@ so what the machine does meanwhile meets all of them. "nothing again" is the sam
 says how far a ratio may be from 1 for no reason.
 
 nothing         a thread runs each bucket's all-reduce while backward computes
-hold            where the ranks fill the cores, the thread holds back until backward has ended (as `run_after_backward`)
-move            torch's buckets are moved into shared memory when they come again (`regions.py`)
+hold            where the ranks fill the cores, the thread holds back until backward has ended (the default)
+move            torch's buckets are moved into shared memory when they come again (MICROPARALLEL_MOVE=1)
 hold, move      both
 hook            a communication hook divides each bucket into a tensor in shared memory, and reduces it there
 hook out        the same, but the peers' parts of the result are gathered into the bucket itself
@@ -18,8 +18,6 @@ hook move       a communication hook moves buckets, and divides only this rank's
 hook end        a communication hook keeps the buckets, and reduces all of them in backward's thread when the last comes
 gloo            torch's own backend
 """
-
-from __future__ import annotations
 
 import statistics
 import time
@@ -36,6 +34,8 @@ from torch.nn.parallel import DistributedDataParallel
 import microparallel as mp
 from microparallel.comms.blocks import listed
 from microparallel.comms.plans import plan_of
+
+Tensors = torch.futures.Future[torch.Tensor]  # what torch wants from a hook, and as an annotation no text
 
 _WARM_UP = 4  # steps: buckets are arranged anew after the first, and moved when they have come twice
 
@@ -58,7 +58,7 @@ class SharedBuckets:
         self.group = group
         self._tensors: dict[int, torch.Tensor] = {}
 
-    def divided(self, bucket: Any) -> torch.Tensor:
+    def divided(self, bucket: dist.GradBucket) -> torch.Tensor:
         """The bucket's gradients over the number of ranks, where the peers read them."""
         buffer, ranks = bucket.buffer(), dist.get_world_size()
         shared = self._tensors.get(bucket.index(), buffer[:0])
@@ -69,14 +69,14 @@ class SharedBuckets:
         return shared
 
 
-def hook_in_place(state: SharedBuckets, bucket):  # type: ignore[no-untyped-def]
+def hook_in_place(state: SharedBuckets, bucket: dist.GradBucket) -> Tensors:
     """All-reduce in shared memory; torch copies the result back."""
     size = bucket.buffer().numel()
     future = dist.all_reduce(state.divided(bucket), async_op=True).get_future()
     return future.then(lambda done: done.value()[0][:size])
 
 
-def hook_out_of_place(state: SharedBuckets, bucket):  # type: ignore[no-untyped-def]
+def hook_out_of_place(state: SharedBuckets, bucket: dist.GradBucket) -> Tensors:
     """Reduce-scatter in shared memory, all-gather into the bucket."""
     group, shared, buffer = state.group, state.divided(bucket), bucket.buffer()
     pieces = list(shared.view(group.world_size, -1).unbind())
@@ -96,13 +96,13 @@ def hook_out_of_place(state: SharedBuckets, bucket):  # type: ignore[no-untyped-
                 piece.copy_(output[: piece.numel()])
 
     turn = group.afterwards(copy_the_rest)
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done: Tensors = torch.futures.Future()
     turn.then(lambda: done.set_result(buffer))
     group.run_after_backward()
     return done
 
 
-def hook_moved(group: Any, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+def hook_moved(group: Any, bucket: dist.GradBucket) -> Tensors:
     """Move the bucket itself into shared memory; reduce-scatter, divide one's own part, all-gather."""
     buffer, ranks = bucket.buffer(), group.world_size
     group.afterwards(lambda: group.transport.move_what_comes_again(buffer))
@@ -113,7 +113,7 @@ def hook_moved(group: Any, bucket):  # type: ignore[no-untyped-def]  # noqa: ANN
     group.afterwards(lambda: mine.div_(ranks))
     group.announce("all_gather of a bucket")
     turn = group._program(_plan("direct-all-gather", group), listed(pieces))
-    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done: Tensors = torch.futures.Future()
     turn.then(lambda: done.set_result(buffer))
     group.run_after_backward()
     return done
@@ -127,12 +127,12 @@ class AtTheEnd:
     """The buckets that have come, with what is to be told when they are reduced."""
 
     def __init__(self) -> None:
-        self.kept: list[tuple[torch.Tensor, torch.futures.Future[torch.Tensor]]] = []
+        self.kept: list[tuple[torch.Tensor, Tensors]] = []
 
 
-def hook_at_the_end(state: AtTheEnd, bucket):  # type: ignore[no-untyped-def]
+def hook_at_the_end(state: AtTheEnd, bucket: dist.GradBucket) -> Tensors:
     """All-reduce everything when the last bucket has come, in the thread that brings it."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future: Tensors = torch.futures.Future()
     state.kept.append((bucket.buffer().div_(dist.get_world_size()), future))
     if bucket.is_last():
         for buffer, of_this in state.kept:

@@ -17,10 +17,11 @@ from microparallel.comms.listening import Heard
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.turns import Turn
 from microparallel.flight import Entry, NoEntry
+from microparallel.torch_private import CalledWork
 from microparallel.transport.base import Work
 
 
-class StartedWork(dist.Work):
+class StartedWork(CalledWork):
     """What collectives and messages have in common; `_finish` waits, and raises what went wrong."""
 
     def __init__(self, group: SharedMemoryGroup, call: Call, entry: Entry | NoEntry, result: Any) -> None:
@@ -121,7 +122,10 @@ class CollectiveWork(StartedWork):
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        return all(turn.done for turn in self._turns)
+        done = all(turn.done for turn in self._turns)
+        if not done:
+            self._group.hurry()
+        return done
 
 
 class MessageWork(StartedWork):
@@ -164,7 +168,7 @@ class MessageWork(StartedWork):
             self._error = error
         self._done = True
 
-    def _source_rank(self) -> int:
+    def source_rank(self) -> int:
         """Who sent it, once it is here; torch asks when a program receives from anybody."""
         return int(getattr(self._work, "source", -1))
 

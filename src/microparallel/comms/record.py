@@ -28,6 +28,7 @@ from microparallel.comms.comms import Comms
 from microparallel.comms.computing import Computing
 from microparallel.comms.notes import gather_json
 from microparallel.errors import UsageError
+from microparallel.torch_private import at_end_of_backward, number_of_backward
 from microparallel.trace.recording import Kind, Recording, Span
 
 Moment = float | torch.cuda.Event
@@ -116,9 +117,9 @@ class Recorder:
         If a backward began it, that is torch's DistributedDataParallel, which waits inside of backward when all is
         computed. Calls that autograd runs then run in the order in which they were asked for, and DDP asks after us.
         """
-        if self._computing.in_backward and torch._C._current_graph_task_id() != -1:
+        if self._computing.in_backward and number_of_backward() is not None:
             self._left.append(row)
-            torch.autograd.Variable._execution_engine.queue_callback(self._all_is_computed)
+            at_end_of_backward(self._all_is_computed)
 
     # ── what a pipeline tells ───────────────────────────────────────────────────────────────────────────────────
 

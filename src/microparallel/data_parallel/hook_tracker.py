@@ -20,6 +20,7 @@ from microparallel.data_parallel.hook_trace import Cargo, Notes, forward_order, 
 from microparallel.data_parallel.reducer import ArrivalHook, Reducer
 from microparallel.data_parallel.watched_comms import WatchedComms
 from microparallel.errors import UsageError
+from microparallel.torch_private import hooks_of_gradient
 from microparallel.trace import Trace
 
 
@@ -171,7 +172,7 @@ def _buckets_of(model: nn.Module) -> Iterator[GradientBucket | FlatBucket]:
 
 def _reducer_of(model: nn.Module) -> Reducer | None:
     for parameter in model.parameters():
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        for hook in hooks_of_gradient(parameter):
             if isinstance(hook, ArrivalHook):
                 return hook.reducer()
     return None

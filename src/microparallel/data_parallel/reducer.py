@@ -26,6 +26,7 @@ from microparallel.comms.notes import gather_json
 from microparallel.data_parallel.flat_bucket import FlatBucket, split
 from microparallel.data_parallel.roll_call import RollCall
 from microparallel.errors import GradientError, UsageError
+from microparallel.torch_private import at_end_of_backward
 
 _MOST_NAMES = 8  # parameters of a rank that an error names
 
@@ -97,7 +98,7 @@ class Reducer:
         """Gradients are about to arrive."""
         self.running = True
         self.answer_roll_call()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        at_end_of_backward(self._end)
 
     def answer_roll_call(self, here: bool = True) -> None:
         """Learn who takes part in the pass that begins, and how much each counts."""
