@@ -453,3 +453,16 @@ def test_it_stands_on_torch_and_errors_alone():
     tree = ast.parse(Path(torch_private.__file__).read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
     assert not {module for module in modules if module.startswith("microparallel")} - {"microparallel.errors"}
+
+
+def test_frames_are_read_only_to_say_where_a_call_came_from():
+    """What a function does never depends on who calls it; these two files name a line to the user."""
+    attributes = {"f_back", "f_code", "f_globals", "f_locals", "f_lineno"}
+    reads = {
+        path.name
+        for path in SOURCE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in attributes | {"stack", "extract_stack", "currentframe"}
+        if node.attr in attributes or dotted(node.value) in ("inspect", "traceback")
+    }
+    assert reads == {"place.py", "exam_comms.py"}
