@@ -21,6 +21,7 @@ from microparallel.comms.turns import Line, Turn
 from microparallel.errors import UsageError
 from microparallel.flight import Flight
 from microparallel.topology import available_cores
+from microparallel.torch_private import at_end_of_backward, number_of_backward
 from microparallel.transport.base import Work
 from microparallel.transport.shared_memory.exchange import Conduct, SharedMemoryExchange
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
@@ -54,7 +55,7 @@ class SharedMemoryGroup:
         self._line = Line()
         self._call = threading.local()
         self._process_group: dist.ProcessGroup | None = None
-        self._backward = -1  # the last backward at whose end this will catch up
+        self._backward: int | None = None  # the last backward at whose end this will catch up
         _OPEN.add(self)
 
     @property
@@ -89,15 +90,10 @@ class SharedMemoryGroup:
 
     # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto", *, movable: bool = False) -> Turn:
-        """Combine everybody's tensor, in place, on every rank.
-
-        A movable one may be moved to where the peers can read it: nobody but torch holds a pointer to its memory.
-        """
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Turn:
+        """Combine everybody's tensor, in place, on every rank."""
         name = resolve("all-reduce", algorithm, self.world_size, tensor.numel() * tensor.element_size(), "shm")
-        return self._program(
-            plan_of(name, self.world_size, self.rank), whole(tensor), op, movable=tensor if movable else None
-        )
+        return self._program(plan_of(name, self.world_size, self.rank), whole(tensor), op, movable=tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Turn:
         """Copy the source's tensor over everybody else's."""
@@ -160,7 +156,7 @@ class SharedMemoryGroup:
         self._line.run_in_background()
 
     def run_after_backward(self) -> None:
-        """Let the calling thread compute all gradients before it runs the collectives that it has called meanwhile.
+        """Let the calling thread, autograd's, compute all gradients before it runs what it has called meanwhile.
 
         A thread of ours would only interrupt it, and wait for the other ranks' threads to interrupt theirs. So where
         ranks leave it no core, it holds back: until backward has ended, or waits for something. What somebody has not
@@ -170,10 +166,14 @@ class SharedMemoryGroup:
             self._line.run_in_background()
             return
         self._line.run_in_background(_PATIENCE)
-        backward = torch._C._current_graph_task_id()
+        backward = number_of_backward()
         if self._backward != backward:
             self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
+            at_end_of_backward(self._catch_up)
+
+    def hurry(self) -> None:
+        """Run what was called without waiting for the end of backward: its caller asks for it."""
+        self._line.hurry()
 
     def _catch_up(self) -> None:
         self._line.run_what_is_ready()

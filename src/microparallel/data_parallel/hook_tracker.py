@@ -22,6 +22,7 @@ from microparallel.data_parallel.hook_trace import Cargo, Notes, forward_order, 
 from microparallel.data_parallel.reducer import ArrivalHook, Reducer
 from microparallel.errors import UsageError
 from microparallel.observe import Activity
+from microparallel.torch_private import hooks_of_gradient
 from microparallel.trace import Trace
 
 
@@ -201,7 +202,7 @@ def _buckets_of(model: nn.Module) -> Iterator[GradientBucket | FlatBucket]:
 
 def _reducer_of(model: nn.Module) -> Reducer | None:
     for parameter in model.parameters():
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        for hook in hooks_of_gradient(parameter):
             if isinstance(hook, ArrivalHook):
                 return hook.reducer()
     return None
