@@ -79,9 +79,7 @@ def from_zero(trace: Trace) -> Trace:
     begin = min((event.start for event in trace.events), default=0)
     if not begin:
         return trace
-    times = ("start", "end", "issued", "waited")
-    moved = [event._replace(**{name: getattr(event, name) - begin for name in times}) for event in trace.events]
-    return replace(trace, events=moved)
+    return replace(trace, events=[event.moved(-begin) for event in trace.events])
 
 
 def rows_of(trace: Trace) -> Rows:
