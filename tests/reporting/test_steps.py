@@ -1,6 +1,5 @@
 """One step: whom ranks waited for, when buckets arrived, and that the picture agrees with the numbers."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

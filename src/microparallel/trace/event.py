@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from microparallel.errors import UsageError
 from microparallel.program import (
     AllReduce,
     Backward,
@@ -114,6 +115,13 @@ class Event(NamedTuple):
     def kind(self) -> Kind:
         """What it is, in one word."""
         return kind_of(self.op)
+
+    @property
+    def operation(self) -> Op:
+        """The operation of a program, where there must be one."""
+        if isinstance(self.op, Observed):
+            raise UsageError(f"{self.op} was observed, and is no operation of a program; try view='parts'")
+        return self.op
 
     @property
     def name(self) -> str:

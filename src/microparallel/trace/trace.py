@@ -6,12 +6,15 @@ from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from microparallel.errors import UsageError
 from microparallel.program import Program, peak_activations
 from microparallel.trace.event import Event, Observed
 from microparallel.trace.intervals import Span, length, outside, union
+
+if TYPE_CHECKING:
+    from microparallel.trace.compare import Difference
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,7 @@ class Trace:
         if self.simulated:
             return [self._idle(events) for events in self.by_rank]
         return [
-            union((event.waited, event.end) for event in events if event.waited is not None)
-            for events in self.by_rank
+            union((event.waited, event.end) for event in events if event.waited is not None) for events in self.by_rank
         ]
 
     def _idle(self, events: list[Event]) -> list[Span]:
@@ -184,6 +186,12 @@ class Trace:
         """How long each rank neither computes nor communicates."""
         busy = zip(self.work, self.exposed_communication, strict=True)
         return [self.makespan - work - exposed for work, exposed in busy]
+
+    def compare(self, other: Trace) -> list[Difference]:
+        """The numbers that matter, of this trace and of another: of a prediction, and of what was measured, say."""
+        from microparallel.trace.compare import compare
+
+        return compare(self, other)
 
     # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────
 
