@@ -16,11 +16,12 @@ import torch.distributed as dist
 from microparallel.collectives import resolve
 from microparallel.comms.blocks import Blocks, listed, personal, whole
 from microparallel.comms.interpreter import COMBINE, perform
-from microparallel.comms.plans import Plan, personal_plan, plan_of
+from microparallel.comms.plans import Plan, plan_of
 from microparallel.comms.turns import Line, Turn
 from microparallel.errors import UsageError
 from microparallel.flight import Flight
 from microparallel.topology import available_cores
+from microparallel.torch_private import at_end_of_backward, number_of_backward
 from microparallel.transport.base import Work
 from microparallel.transport.shared_memory.exchange import Conduct, SharedMemoryExchange
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
@@ -54,7 +55,7 @@ class SharedMemoryGroup:
         self._line = Line()
         self._call = threading.local()
         self._process_group: dist.ProcessGroup | None = None
-        self._backward = -1  # the last backward at whose end this will catch up
+        self._backward: int | None = None  # the last backward at whose end this will catch up
         _OPEN.add(self)
 
     @property
@@ -89,15 +90,10 @@ class SharedMemoryGroup:
 
     # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto", *, movable: bool = False) -> Turn:
-        """Combine everybody's tensor, in place, on every rank.
-
-        A movable one may be moved to where the peers can read it: nobody but torch holds a pointer to its memory.
-        """
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Turn:
+        """Combine everybody's tensor, in place, on every rank."""
         name = resolve("all-reduce", algorithm, self.world_size, tensor.numel() * tensor.element_size(), "shm")
-        return self._program(
-            plan_of(name, self.world_size, self.rank), whole(tensor), op, movable=tensor if movable else None
-        )
+        return self._program(plan_of(name, self.world_size, self.rank), whole(tensor), op, movable=tensor)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Turn:
         """Copy the source's tensor over everybody else's."""
@@ -135,7 +131,8 @@ class SharedMemoryGroup:
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Turn:
         """Hand input r to rank r, and get one from each; sizes may differ, as long as each pair of ranks agrees."""
         outputs[self.rank].copy_(inputs[self.rank])
-        return self._program(personal_plan(self.world_size, self.rank), personal(inputs, outputs))
+        plan = plan_of("all-to-all", self.world_size, self.rank)
+        return self._program(plan, personal(inputs, outputs, self.rank))
 
     def barrier(self) -> Turn:
         """Meet: nobody goes on before everybody has come."""
@@ -159,7 +156,7 @@ class SharedMemoryGroup:
         self._line.run_in_background()
 
     def run_after_backward(self) -> None:
-        """Let the calling thread compute all gradients before it runs the collectives that it has called meanwhile.
+        """Let the calling thread, autograd's, compute all gradients before it runs what it has called meanwhile.
 
         A thread of ours would only interrupt it, and wait for the other ranks' threads to interrupt theirs. So where
         ranks leave it no core, it holds back: until backward has ended, or waits for something. What somebody has not
@@ -169,10 +166,14 @@ class SharedMemoryGroup:
             self._line.run_in_background()
             return
         self._line.run_in_background(_PATIENCE)
-        backward = torch._C._current_graph_task_id()
+        backward = number_of_backward()
         if self._backward != backward:
             self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
+            at_end_of_backward(self._catch_up)
+
+    def hurry(self) -> None:
+        """Run what was called without waiting for the end of backward: its caller asks for it."""
+        self._line.hurry()
 
     def _catch_up(self) -> None:
         self._line.run_what_is_ready()
@@ -198,8 +199,13 @@ class SharedMemoryGroup:
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
         number = self.transport.peers.call()
-        ready = functools.partial(self.transport.peers.have_called, number)
-        return self._line.append(run, getattr(self._call, "timeout", None), ready)
+        peers = self.transport.peers
+        return self._line.append(
+            run,
+            getattr(self._call, "timeout", None),
+            ready=functools.partial(peers.have_called, number),
+            missing=functools.partial(peers.missing, number),
+        )
 
     # ── memory, smaller groups, the end ─────────────────────────────────────────────────────────────────────────
 
@@ -215,10 +221,6 @@ class SharedMemoryGroup:
         group: Any = make_group(self.process_group, world_ranks, "microparallel")
         shared: SharedMemoryGroup = group.shared_memory
         return shared
-
-    def lost_peers(self) -> list[int]:
-        """The ranks that were found to be gone."""
-        return self.transport.peers.lost
 
     def close(self) -> None:
         """Leave the group, and let torch forget it; its `shut_down` is called on the way."""

@@ -32,6 +32,7 @@ from microparallel.data_parallel.watched_backward import WatchedBackward
 from microparallel.errors import GradientError, UsageError
 from microparallel.program import AllReduce, Broadcast, Bucket, Named, Program
 from microparallel.schedules import data_parallel_step
+from microparallel.torch_private import at_end_of_backward
 
 _MOST_NAMES = 8  # parameters of a rank that an error names
 
@@ -125,7 +126,7 @@ class Reducer:
         self.answer_roll_call()
         self._follow()
         self.watch_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        at_end_of_backward(self._end)
 
     def answer_roll_call(self, here: bool = True) -> None:
         """Learn who takes part in the pass that begins, and how much each counts."""
@@ -145,7 +146,7 @@ class Reducer:
         number = self.microbatch * self._comms.world_size + self._comms.rank
         self._watched = WatchedBackward(self._comms.observers, [len(one.parameters) for one in self.buckets], number)
         if not self.running:  # nobody else sees to its end
-            torch.autograd.Variable._execution_engine.queue_callback(self._local_backward_ends)
+            at_end_of_backward(self._local_backward_ends)
 
     def _local_backward_ends(self) -> None:
         self._end_watch()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from microparallel.comms import Comms
 from microparallel.data_parallel.agreement import require_same_model
@@ -19,6 +18,7 @@ from microparallel.data_parallel.replicate import replicate
 from microparallel.errors import UsageError
 from microparallel.observe import Activity
 from microparallel.program import Broadcast, ForwardStages, Named, Program
+from microparallel.torch_private import pytree
 
 
 class DataParallel(nn.Module):
