@@ -98,7 +98,8 @@ class DataParallel(nn.Module):
         self._reducer.prepare()
         self._forward_was_local = self._local > 0
         self._broadcast_buffers_before_forward()
-        outputs = self._watched_forward(*inputs, **named_inputs) if self.comms.observers else self.module(*inputs, **named_inputs)
+        call = self._watched_forward if self.comms.observers else self.module
+        outputs = call(*inputs, **named_inputs)
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
