@@ -21,6 +21,7 @@ class TorchGroup(TorchTransport):
         self, group: dist.ProcessGroup, store: dist.Store | None, carries: frozenset[str], flight: Flight | None = None
     ) -> None:
         super().__init__(group, store, carries)
+        self.transport_name = "nccl" if "cuda" in carries else "gloo"
         self.flight = Flight(None) if flight is None else flight
         self.log = self.flight.group(self.world_ranks)
 
