@@ -213,14 +213,23 @@ class Port:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._waiting: list[Leaving] = []
+        self._unposted: set[int] = set()  # the numbers of messages whose receives have not been posted
+        self._waiting: list[Leaving] = []  # messages that could begin
         self._busy = False
         self._free = 0.0  # when the last message's time was over, by time.monotonic
         self._numbers = itertools.count()
 
-    def next_number(self) -> int:
-        """The number of a message that is being sent."""
-        return next(self._numbers)
+    def number(self) -> int:
+        """Give the next message its number."""
+        with self._changed:
+            number = next(self._numbers)
+            self._unposted.add(number)
+        return number
+
+    def forget(self, message: Leaving) -> None:
+        """Wait no longer for a message that will never begin."""
+        with self._changed:
+            self._unposted.discard(message.number)
 
     def let_through(self, message: Leaving) -> None:
         """Return when a message that can begin now has held the port for its time; called by its wire's thread.
@@ -229,6 +238,7 @@ class Port:
         """
         message.ready = time.monotonic()
         with self._changed:
+            self._unposted.discard(message.number)
             self._waiting.append(message)
             self._changed.notify_all()
             while not self._begins(message):
@@ -247,10 +257,12 @@ class Port:
             first = min(self._waiting, key=lambda other: other.ready)
             decided = first.ready + _AT_ONCE * first.seconds
             at_once = [other for other in self._waiting if other.ready <= decided]
-            if (left := decided - time.monotonic()) > 0:
+            chosen = min(at_once, key=lambda other: other.number)
+            left = decided - time.monotonic()
+            if left > 0 and any(number < chosen.number for number in self._unposted):
                 self._changed.wait(left)
                 return False
-            if min(at_once, key=lambda other: other.number) is message:
+            if chosen is message:
                 return True
         self._changed.wait()
         return False
@@ -264,6 +276,7 @@ class Wire:
         self._port = port
         self._to = to
         self._tag = tag
+        self._word = torch.zeros(1, dtype=torch.uint8)  # of the receiver; what it says does not matter
         self._messages: SimpleQueue[Leaving | None] = SimpleQueue()
         self._sending = threading.Lock()  # messages stand in the queue in the order of their numbers
         self._unwanted = False  # the receive of the first message has not been posted
@@ -273,7 +286,7 @@ class Wire:
     def send(self, tensor: torch.Tensor, seconds: float) -> Leaving:
         """Let a tensor leave that stays as it is until it is through."""
         with self._sending:
-            message = Leaving(tensor, self._to, self._port.next_number(), seconds)
+            message = Leaving(tensor, self._to, self._port.number(), seconds)
             self._messages.put(message)
         return message
 
@@ -286,11 +299,12 @@ class Wire:
                 except Exception as error:  # its sender finds out when it waits, and so does whoever comes next
                     failure = error
             if failure is not None:
+                self._port.forget(message)
                 message.fail(failure)
 
     def _pass_on(self, message: Leaving) -> None:
         self._unwanted = True
-        self._group.irecv(torch.zeros(1, dtype=torch.uint8), self._to, self._tag + _POSTED).wait()
+        self._group.irecv(self._word, self._to, self._tag + _POSTED).wait()
         self._unwanted = False
         self._port.let_through(message)
         message.let_go(self._group.isend(message.tensor, self._to, self._tag))
