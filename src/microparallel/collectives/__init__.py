@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Literal
 
+from microparallel.collectives.all_to_all import all_to_all
 from microparallel.collectives.direct import (
     direct_all_gather,
     direct_all_reduce,
@@ -43,13 +44,16 @@ OTHERS: dict[str, Callable[..., Program]] = {
     "reduce": tree_reduce,
     "scatter": scatter,
     "gather": gather,
+    "all-to-all": all_to_all,
     "direct-reduce-scatter": direct_reduce_scatter,
     "direct-all-gather": direct_all_gather,
     "direct-broadcast": direct_broadcast,
     "direct-reduce": direct_reduce,
 }
 
-GroupKind = Literal["all-reduce", "broadcast", "reduce", "all-gather", "reduce-scatter", "scatter", "gather"]
+GroupKind = Literal[
+    "all-reduce", "broadcast", "reduce", "all-gather", "reduce-scatter", "scatter", "gather", "all-to-all"
+]
 # What a group does together, and by which algorithms: under each stands the name by which `build` knows its program.
 ALGORITHMS: dict[GroupKind, dict[str, str]] = {
     "all-reduce": {name: name for name in ALL_REDUCES},
@@ -59,6 +63,7 @@ ALGORITHMS: dict[GroupKind, dict[str, str]] = {
     "reduce-scatter": {"ring": "reduce-scatter", "direct": "direct-reduce-scatter"},
     "scatter": {"direct": "scatter"},
     "gather": {"direct": "gather"},
+    "all-to-all": {"direct": "all-to-all"},
 }
 # What "auto" stands for where messages cross a network.
 _ON_A_NETWORK: dict[GroupKind, str] = {
@@ -69,6 +74,7 @@ _ON_A_NETWORK: dict[GroupKind, str] = {
     "reduce-scatter": "ring",
     "scatter": "direct",
     "gather": "direct",
+    "all-to-all": "direct",
 }
 # Up to here one meeting of the ranks (gather-add) beats two (direct), though each rank adds more.
 _LITTLE_BYTES = 512 * 2**10
@@ -78,8 +84,8 @@ def build(name: str, ranks: int, **options: int) -> Program:
     """Build a collective by name, for any number of ranks.
 
     `ring`, `tree` and the like are all-reduces; `hierarchical` takes `ranks_per_node`. The others are
-    `reduce-scatter`, `all-gather`, `broadcast`, `reduce`, `scatter` and `gather`; with `direct-` before the first four,
-    those that read straight from each other. `scatter`, `gather`, `broadcast`, `reduce`,
+    `reduce-scatter`, `all-gather`, `broadcast`, `reduce`, `scatter`, `gather` and `all-to-all`; with `direct-` before
+    the first four, those that read straight from each other. `scatter`, `gather`, `broadcast`, `reduce`,
     `direct-broadcast` and `direct-reduce` take `root`.
     """
     builders = ALL_REDUCES | OTHERS
@@ -115,14 +121,15 @@ def program_of(collective: GroupKind, algorithm: str, ranks: int, root: int | No
 def resolve(collective: GroupKind, algorithm: str, ranks: int, size: float, transport: str) -> str:
     """Which algorithm a collective runs by: the one that is named, or the one that "auto" stands for.
 
-    | "auto" on  | all-reduce                                  | broadcast,  | all-gather,    | scatter, |
-    |            |                                             | reduce      | reduce-scatter | gather   |
-    |------------|---------------------------------------------|-------------|----------------|----------|
-    | `shm`      | gather-add while there is little to add,    | direct      | direct         | direct   |
-    |            | since meeting costs more than adding; then  |             |                |          |
-    |            | direct                                      |             |                |          |
-    | all others | ring: gloo's only one, and NCCL's for large | tree        | ring           | direct   |
-    |            | values                                      |             |                |          |
+    | "auto" on  | all-reduce                                  | broadcast,  | all-gather,    | scatter,   |
+    |            |                                             | reduce      | reduce-scatter | gather,    |
+    |            |                                             |             |                | all-to-all |
+    |------------|---------------------------------------------|-------------|----------------|------------|
+    | `shm`      | gather-add while there is little to add,    | direct      | direct         | direct     |
+    |            | since meeting costs more than adding; then  |             |                |            |
+    |            | direct                                      |             |                |            |
+    | all others | ring: gloo's only one, and NCCL's for large | tree        | ring           | direct     |
+    |            | values                                      |             |                |            |
 
     Whoever runs a collective and whoever simulates it ask here.
 

@@ -12,16 +12,18 @@ import torch.distributed as dist
 
 from microparallel.comms.backend_options import seconds
 from microparallel.comms.calls import Call
-from microparallel.comms.failures import named_failures
 from microparallel.comms.conversation import activity_of
+from microparallel.comms.failures import named_failures
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.turns import Turn
+from microparallel.errors import TransportTimeout
 from microparallel.flight import Entry, NoEntry
 from microparallel.observe import Watched, watch
+from microparallel.torch_private import CalledWork, at_end_of_backward, number_of_backward
 from microparallel.transport.base import Work
 
 
-class StartedWork(dist.Work):
+class StartedWork(CalledWork):
     """What collectives and messages have in common; `_finish` waits, and raises what went wrong."""
 
     def __init__(self, group: SharedMemoryGroup, call: Call, entry: Entry | NoEntry, result: Any) -> None:
@@ -55,8 +57,8 @@ class StartedWork(dist.Work):
         If a backward began it, that is torch's DistributedDataParallel, which waits inside of backward when all is
         computed. Calls that autograd runs then run in the order in which they were asked for, and DDP asks after us.
         """
-        if torch._C._current_graph_task_id() != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(self._all_is_computed)
+        if number_of_backward() is not None:
+            at_end_of_backward(self._all_is_computed)
 
     def _all_is_computed(self) -> None:
         if self._entry is not None:
@@ -131,7 +133,10 @@ class CollectiveWork(StartedWork):
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        return all(turn.done for turn in self._turns)
+        done = all(turn.done for turn in self._turns)
+        if not done:
+            self._group.hurry()
+        return done
 
 
 class MessageWork(StartedWork):
@@ -156,7 +161,7 @@ class MessageWork(StartedWork):
 
     def _finish(self, timeout: float | None) -> None:
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
-            raise RuntimeError("timed out")
+            raise TransportTimeout("timed out: another thread waits for the same message")
         try:
             if not self._done:
                 self._receive(timeout)
@@ -174,7 +179,7 @@ class MessageWork(StartedWork):
             self._error = error
         self._done = True
 
-    def _source_rank(self) -> int:
+    def source_rank(self) -> int:
         """Who sent it, once it is here; torch asks when a program receives from anybody."""
         return int(getattr(self._work, "source", -1))
 

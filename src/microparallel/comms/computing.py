@@ -16,10 +16,14 @@ from torch.optim import optimizer as torch_optimizers
 from torch.utils.hooks import RemovableHandle
 
 from microparallel.program import OptimizerStep
+from microparallel.torch_private import (
+    Engine,
+    backward_engine,
+    forward_hooks_of,
+    forward_pre_hooks_of_all_modules,
+    replace_backward_engine,
+)
 from microparallel.trace import Observed
-
-Engine = Callable[..., Any]
-_autograd: Any = torch.autograd
 
 
 class Computing:
@@ -40,14 +44,14 @@ class Computing:
         self._key = 0  # and our place in it
         self._forward: Any = None
         self._optimizer: Any = None
-        self._engine: Engine = _autograd._engine_run_backward
+        self._engine = backward_engine()
         self._run_backward: Engine | None = None
         self.in_backward = False
 
     def start(self) -> None:
         """Listen to every module, every backward and every optimizer of this process."""
         any_module = torch_modules.register_module_forward_pre_hook(self._forward_begins)
-        self._key, self._hooks = any_module.id, torch_modules._global_forward_pre_hooks
+        self._key, self._hooks = any_module.id, forward_pre_hooks_of_all_modules()
         self._handles = [
             any_module,
             torch_optimizers.register_optimizer_step_pre_hook(self._optimizer_begins),
@@ -55,8 +59,9 @@ class Computing:
         ]
         # All of torch.autograd comes through here. Hooks on what modules return, and a callback at the end, cost
         # several times as much, and miss what has no module.
-        self._engine = _autograd._engine_run_backward
-        self._run_backward = _autograd._engine_run_backward = self._stand_between(self._engine)
+        self._engine = backward_engine()
+        self._run_backward = self._stand_between(self._engine)
+        replace_backward_engine(self._run_backward)
         self._listens = True
 
     def stop(self) -> None:
@@ -64,8 +69,8 @@ class Computing:
         self._listens = False
         for handle in self._handles:
             handle.remove()
-        if _autograd._engine_run_backward is self._run_backward:  # else somebody has come in between after us
-            _autograd._engine_run_backward = self._engine
+        if backward_engine() is self._run_backward:  # else somebody has come in between after us
+            replace_backward_engine(self._engine)
         self._run_backward = None
 
     def mute(self) -> None:
@@ -89,15 +94,15 @@ class Computing:
         key = self._key
         self._hooks.pop(key, None)
         # As `module.register_forward_hook(…, always_call=True)`, whose handle takes as long as all the rest.
-        module._forward_hooks[key] = self._forward_ends
-        module._forward_hooks_always_called[key] = True
+        hooks, always_called = forward_hooks_of(module)
+        hooks[key], always_called[key] = self._forward_ends, True
         self._forward = self._begin(Observed(f"forward of {type(module).__name__}", "forward"))
 
     def _forward_ends(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         self._end(self._forward)
         key = self._key
-        module._forward_hooks.pop(key, None)  # not there if the module calls itself
-        module._forward_hooks_always_called.pop(key, None)
+        for hooks in forward_hooks_of(module):
+            hooks.pop(key, None)  # not there if the module calls itself
         self._wait_for_a_forward()
 
     def _stand_between(self, engine: Engine) -> Engine:

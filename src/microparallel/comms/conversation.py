@@ -40,9 +40,10 @@ class Conversation:
         start: Callable[[], Sequence[Work]],
         finish: Callable[[], Result],
         operation: Op | None = None,
+        tensor: torch.Tensor | None = None,
     ) -> Request[Result]:
         """Start a call that every rank makes, after checking that they do."""
-        entry = self._begin(call, operation)
+        entry = self._begin(call, operation, tensor)
         if self._checker is not None:
             with named_failures(call, self._transport, entry):
                 self._checker.agree(call)
@@ -52,7 +53,9 @@ class Conversation:
         """Start transfers; a connection that is already gone fails here rather than in `wait()`."""
         return self._go_on(call, self._begin(call), start, finish)
 
-    def _begin(self, call: Call, operation: Op | None = None) -> Entry | NoEntry | Watched:
+    def _begin(
+        self, call: Call, operation: Op | None = None, tensor: torch.Tensor | None = None
+    ) -> Entry | NoEntry | Watched:
         """Write down that this rank makes a call, and tell the observers."""
         if self._closed:
             raise UsageError(f"{call}: this Comms has been closed; connect again, or close it later")
@@ -64,7 +67,9 @@ class Conversation:
             write = log.send if call.sends else log.recv
             entry = write(call.text, call.agreement, call.peer, size=call.size)
         observers = self.observers
-        return watch(entry, observers, activity_of(call, self._transport, operation)) if observers else entry
+        if not observers:
+            return entry
+        return watch(entry, observers, activity_of(call, self._transport, operation, tensor))
 
     def _go_on(
         self,
@@ -77,6 +82,8 @@ class Conversation:
         with named_failures(call, self._transport, entry):
             works = start()
         entry.started()
+        if isinstance(entry, Watched) and len(works) == 1 and (then := getattr(works[0], "then", None)) is not None:
+            then(entry.completes)
         return Request(call, works, finish, self._transport, entry)
 
     def _outputs(self, wire: torch.Tensor) -> list[torch.Tensor]:
@@ -99,7 +106,9 @@ class Conversation:
             raise UsageError(f"{name}: {argument}={rank} is this rank itself; a message needs another one")
 
 
-def activity_of(call: Call, group: Group, operation: Op | None = None) -> Activity:
+def activity_of(
+    call: Call, group: Group, operation: Op | None = None, tensor: torch.Tensor | None = None
+) -> Activity:
     """A call as observers know it: by the operation of a program that it does, or by its own words."""
     world_ranks = group.world_ranks
     kind: Kind = "collective" if call.collective else "send" if call.sends else "receive"
@@ -108,4 +117,5 @@ def activity_of(call: Call, group: Group, operation: Op | None = None) -> Activi
         size=call.size,
         group=tuple(world_ranks) if call.collective else (),
         peer=None if call.peer is None else world_ranks[call.peer],
+        tensor=tensor,
     )

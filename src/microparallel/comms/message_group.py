@@ -105,10 +105,6 @@ class MessageGroup(ProgramGroup):
         self._subgroups.append(self._like(smaller))
         return self._subgroups[-1]
 
-    def lost_peers(self) -> list[int]:
-        """The ranks that have gone, after a call has failed."""
-        return self._group.lost_peers()
-
     def stop(self) -> None:
         """Let all threads end, those of smaller groups too; the group beneath stays."""
         for group in self._subgroups:

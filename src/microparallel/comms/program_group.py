@@ -6,7 +6,7 @@ import torch
 
 from microparallel.collectives import GroupKind, resolve
 from microparallel.comms.blocks import Blocks, listed, personal, whole
-from microparallel.comms.plans import Plan, personal_plan, plan_of
+from microparallel.comms.plans import Plan, plan_of
 from microparallel.comms.turns import Line, Turn
 from microparallel.program import AUTO
 
@@ -83,7 +83,7 @@ class ProgramGroup:
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Turn:
         """Hand input r to rank r, and get one from each; sizes may differ, as long as each pair of ranks agrees."""
         outputs[self.rank].copy_(inputs[self.rank])
-        return self._run(personal_plan(self.world_size, self.rank), personal(inputs, outputs))
+        return self._run(self._plan("all-to-all"), personal(inputs, outputs, self.rank))
 
     def barrier(self) -> Turn:
         """Meet: nobody goes on before everybody has come."""

@@ -32,7 +32,7 @@ from microparallel.comms.notes import gather_json
 from microparallel.errors import UsageError
 from microparallel.observe import Activity
 from microparallel.program import Op, OptimizerStep, lane, parse_op
-from microparallel.trace import Event, Observed, Trace, kind_of, lane_of
+from microparallel.trace import Event, Kind, Observed, Trace, kind_of, lane_of
 from microparallel.trace.meetings import met
 
 Moment = float | torch.cuda.Event
@@ -59,7 +59,7 @@ class Row:
         self.peer = activity.peer
         self.place = activity.place
         self.parts = 0  # calls that are under way
-        self.told = False  # of torch's backward: by the operations of a program that it ran
+        self.told = False  # of torch's forward and backward: by the operations of a program that ran inside
 
 
 class Recorder:
@@ -77,7 +77,7 @@ class Recorder:
         self._row_of: dict[Activity, Row] = {}  # of what is under way
         self._numbers: dict[object, Iterator[int]] = defaultdict(itertools.count)
         self._computing = Computing(self._torch_begins, self._torch_ends)
-        self._backward: Row | None = None  # torch's, as a whole
+        self._of_torch: dict[Kind, Row] = {}  # the forward and the backward of torch's that are under way
         self._waited_in_backward: list[Row] = []
         self._trace: Trace | None = None
         self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._event
@@ -115,10 +115,11 @@ class Recorder:
             row.number = next(self._numbers[kind, row.peer])
         if not isinstance(row.op, Observed) and kind in ("forward", "backward"):
             self._computing.mute()  # modules and backwards inside of it are told by this operation
-            if self._backward is not None and kind == "backward":
-                if not self._backward.told:  # it began when torch's backward did
-                    row.start = self._backward.start
-                self._backward.told = True
+            around = self._of_torch.get(kind)
+            if around is not None:
+                if not around.told:  # it began when torch's own did
+                    row.start = around.start
+                around.told = True
         self._rows.append(row)
         return row
 
@@ -127,7 +128,7 @@ class Recorder:
         row = self._row_of.get(activity)
         if row is not None and row.waited is None:
             row.waited = self._now()
-            if self._backward is not None:
+            if "backward" in self._of_torch:
                 self._waited_in_backward.append(row)
 
     def ends(self, activity: Activity) -> None:
@@ -161,16 +162,15 @@ class Recorder:
     def _torch_begins(self, op: Observed | OptimizerStep) -> Row:
         row = Row(Activity(op), self._now(), self.step)
         self._rows.append(row)
-        if kind_of(op) == "backward":
-            self._backward = row
+        self._of_torch[kind_of(op)] = row
         return row
 
     def _torch_ends(self, row: Row) -> None:
         row.end = self._now()
         if isinstance(row.op, OptimizerStep):
             self.step += 1
-        if row is self._backward:
-            self._backward = None
+        self._of_torch.pop(kind_of(row.op), None)
+        if kind_of(row.op) == "backward":
             for waited in self._waited_in_backward:
                 if waited.end is None:  # backward has returned without it
                     waited.waited = None

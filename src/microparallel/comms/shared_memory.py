@@ -22,6 +22,7 @@ from microparallel.errors import UsageError
 from microparallel.flight import Flight
 from microparallel.program import AUTO
 from microparallel.topology import available_cores
+from microparallel.torch_private import at_end_of_backward, number_of_backward
 from microparallel.transport.base import SeparateMessages, Work
 from microparallel.transport.shared_memory.exchange import Conduct, SharedMemoryExchange
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
@@ -53,7 +54,7 @@ class SharedMemoryGroup(ProgramGroup):
         self.carries = transport.carries
         self._call = threading.local()
         self._process_group: dist.ProcessGroup | None = None
-        self._backward = -1  # the last backward at whose end this will catch up
+        self._backward: int | None = None  # the last backward at whose end this will catch up
         _OPEN.add(self)
 
     @property
@@ -92,13 +93,10 @@ class SharedMemoryGroup(ProgramGroup):
 
     # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = AUTO, *, movable: bool = False) -> Turn:
-        """Combine everybody's tensor, in place, on every rank.
-
-        A movable one may be moved to where the peers can read it: nobody but torch holds a pointer to its memory.
-        """
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = AUTO) -> Turn:
+        """Combine everybody's tensor, in place, on every rank."""
         plan = self._plan("all-reduce", tensor.numel() * tensor.element_size(), algorithm)
-        return self._run(plan, whole(tensor, self._block_bytes), op, movable=tensor if movable else None)
+        return self._run(plan, whole(tensor, self._block_bytes), op, movable=tensor)
 
     def afterwards(self, action: Callable[[], object]) -> Turn:
         """Do something of this rank's own after the collectives that have been called."""
@@ -114,7 +112,7 @@ class SharedMemoryGroup(ProgramGroup):
         return self.world_size * torch.get_num_threads() < available_cores()
 
     def run_after_backward(self) -> None:
-        """Let the calling thread compute all gradients before it runs the collectives that it has called meanwhile.
+        """Let the calling thread, autograd's, compute all gradients before it runs what it has called meanwhile.
 
         A thread of ours would only interrupt it, and wait for the other ranks' threads to interrupt theirs. So where
         ranks leave it no core, it holds back: until backward has ended, or waits for something. What somebody has not
@@ -124,10 +122,14 @@ class SharedMemoryGroup(ProgramGroup):
             self._line.run_in_background()
             return
         self._line.run_in_background(_PATIENCE)
-        backward = torch._C._current_graph_task_id()
+        backward = number_of_backward()
         if self._backward != backward:
             self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
+            at_end_of_backward(self._catch_up)
+
+    def hurry(self) -> None:
+        """Run what was called without waiting for the end of backward: its caller asks for it."""
+        self._line.hurry()
 
     def _catch_up(self) -> None:
         self._line.run_what_is_ready()
@@ -153,8 +155,13 @@ class SharedMemoryGroup(ProgramGroup):
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
         number = self.transport.peers.call()
-        ready = functools.partial(self.transport.peers.have_called, number)
-        return self._line.append(run, getattr(self._call, "timeout", None), ready)
+        peers = self.transport.peers
+        return self._line.append(
+            run,
+            getattr(self._call, "timeout", None),
+            ready=functools.partial(peers.have_called, number),
+            missing=functools.partial(peers.missing, number),
+        )
 
     # ── memory, smaller groups, the end ─────────────────────────────────────────────────────────────────────────
 
@@ -170,10 +177,6 @@ class SharedMemoryGroup(ProgramGroup):
         group: Any = make_group(self.process_group, world_ranks, "microparallel")
         shared: SharedMemoryGroup = group.shared_memory
         return shared
-
-    def lost_peers(self) -> list[int]:
-        """The ranks that were found to be gone."""
-        return self.transport.peers.lost
 
     def close(self) -> None:
         """Leave the group, and let torch forget it; its `shut_down` is called on the way."""

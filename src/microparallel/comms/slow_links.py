@@ -28,6 +28,7 @@ from microparallel.comms.checking import HEADER_TAG
 from microparallel.comms.comms import Comms
 from microparallel.comms.group import Group
 from microparallel.comms.message_group import MessageGroup, over
+from microparallel.errors import TransportTimeout
 from microparallel.topology import Link
 from microparallel.transport.base import COMPLETE, Exchange, Loan, ReceivedCopy, Work
 from microparallel.transport.in_process import Pollable
@@ -202,7 +203,7 @@ class Leaving:
         """Return when it is complete; without a timeout, the group's ends it."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._through.wait(timeout):
-            raise RuntimeError(f"timed out waiting for rank {self._to}")
+            raise TransportTimeout(f"timed out waiting for rank {self._to}")
         if self._error is not None:
             raise self._error
         self._sent.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))

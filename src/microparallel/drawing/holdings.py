@@ -46,6 +46,8 @@ def at_first(goal: Collective, rank: int) -> Held:
     mine: Symbol = {rank: 1}
     if goal.kind in ("all-gather", "gather"):
         return Held(tuple(mine if index == rank else {} for index in range(goal.slices)), {})
+    if goal.kind == "all-to-all":
+        return Held(tuple(mine if index // goal.per_rank == rank else {} for index in range(goal.slices)), {})
     if goal.kind in ("broadcast", "scatter") and rank != goal.root:
         return Held(({},) * goal.slices, {})
     return Held((mine,) * goal.slices, {})
@@ -55,6 +57,8 @@ def complete(goal: Collective, ranks: int, index: int, symbol: Symbol) -> bool:
     """Whether a slice is as it should be at the end, wherever that is."""
     if goal.kind in ("all-gather", "gather"):
         return symbol == {index: 1}
+    if goal.kind == "all-to-all":
+        return symbol == {index // goal.per_rank: 1}
     if goal.kind in ("broadcast", "scatter"):
         return symbol == {goal.root: 1}
     return symbol == dict.fromkeys(range(ranks), 1)

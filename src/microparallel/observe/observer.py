@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from microparallel.flight import Entry, NoEntry
 from microparallel.flight.place import caller
@@ -28,9 +28,10 @@ class Activity:
         peer: of a message, the other rank of the world; None where it may come from any.
         place: the user's file and line that led here.
         arrived: of a message that has come, when it began to arrive, on `time.perf_counter`; None if nobody knows.
+        tensor: of an all-reduce, the tensor that was handed over.
     """
 
-    __slots__ = ("__weakref__", "arrived", "bytes", "group", "op", "peer", "place")
+    __slots__ = ("arrived", "bytes", "group", "op", "peer", "place", "tensor")
 
     def __init__(
         self,
@@ -40,12 +41,14 @@ class Activity:
         group: tuple[int, ...] = (),
         peer: int | None = None,
         place: tuple[bytes, int] = (b"", 0),
+        tensor: Any = None,
     ) -> None:
         self.op = op
         self.bytes = size
         self.group = group
         self.peer = peer
         self.place = place
+        self.tensor = tensor
         self.arrived: float | None = None
 
 
@@ -83,6 +86,10 @@ class Watched:
         self._entry.waits()
         for observer in self._observers:
             observer.waits(self._activity)
+
+    def completes(self) -> None:
+        """It is complete, before anybody has waited for it: the thread that ran it says so."""
+        self._tell_end()
 
     def ends(self) -> None:
         """It has ended well."""

@@ -2,6 +2,7 @@
 
 from microparallel.program.ops import (
     AUTO,
+    WORLD,
     Add,
     AllReduce,
     Backward,
@@ -28,6 +29,7 @@ from microparallel.program.values import Act, Bucket, Chunk, Delta, Grad, Named,
 
 __all__ = [
     "AUTO",
+    "WORLD",
     "Act",
     "Add",
     "AllReduce",

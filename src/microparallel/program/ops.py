@@ -34,9 +34,11 @@ from enum import StrEnum
 from microparallel.errors import ProgramError
 from microparallel.program.values import Value
 
+WORLD = "world"  # the axis that holds all ranks, whatever the mesh
 AUTO = "auto"  # the algorithm of an AllReduce or a Broadcast that leaves the choice open
 
 
+WORLD = "world"  # the axis that holds all ranks, whatever the mesh
 AUTO = "auto"  # the algorithm of an AllReduce or a Broadcast that leaves the choice open
 
 

@@ -42,8 +42,8 @@ _COLOURS = {
 
 def report_page(run: Run, version: str = "") -> str:
     """Write the report of a run as a page that needs nothing else, neither files nor a network."""
-    measured = Measured(run.recording, run.predicted) if run.recording is not None and run.recording.spans else None
-    sizes = memory(run.metrics, run.summary, run.recording.about if run.recording is not None else {})
+    measured = Measured(run.trace, run.predicted) if run.trace is not None and run.trace.events else None
+    sizes = memory(run.metrics, run.summary, run.trace.about if run.trace is not None else {})
     data = {
         "curves": curves(run.metrics),
         "measured": measured.written() if measured is not None else None,
@@ -159,7 +159,7 @@ def _configuration(run: Run) -> Markup:
     words = {
         "told": "What it was told",
         "found": "What came of it",
-        "recording": "The recording",
+        "trace": "The trace",
     }
     tables = [
         element(

@@ -32,8 +32,8 @@ def subtitle_of(run: Run) -> str:
 
 def ranks_of(run: Run) -> int | None:
     """How many there were, as far as anybody wrote it down."""
-    if run.recording is not None:
-        return run.recording.ranks
+    if run.trace is not None:
+        return run.trace.ranks
     ranks = _fact(run, "ranks")
     return ranks if isinstance(ranks, int) else None
 
@@ -82,7 +82,7 @@ def lead_of(measured: Measured) -> list[str]:
 def _straggler(measured: Measured) -> list[str]:
     waited = measured.waited_for()
     total = sum(waited.values())
-    if measured.recording.ranks < 2 or measured.share("waiting") < 0.02 or not total:
+    if measured.trace.ranks < 2 or measured.share("waiting") < 0.02 or not total:
         return []
     rank, seconds = next(iter(waited.items()))
     if seconds < 0.5 * total:
@@ -94,10 +94,10 @@ def configuration_of(run: Run) -> dict[str, dict[str, str]]:
     """Everything the run was told and found, as names and values, in groups."""
     found = {key: value for key, value in run.summary.items() if key not in run.config}
     groups = {"told": run.config, "found": found}
-    if run.recording is not None:
-        error = run.recording.clock_error
+    if run.trace is not None:
+        error = run.trace.clock_error
         clocks = "the same for all ranks" if error == 0 else f"at most {time(error)} apart"
-        groups["recording"] = {"clocks": clocks, "spans": len(run.recording.spans), **run.recording.about}
+        groups["trace"] = {"clocks": clocks, "events": len(run.trace.events), **run.trace.about}
     return {name: {key: _text(value) for key, value in group.items()} for name, group in groups.items() if group}
 
 
@@ -115,8 +115,8 @@ def percent(share: float) -> str:
 
 
 def _fact(run: Run, key: str) -> Any:
-    """What is known: how it ended, what it was told, or what the recording says."""
-    about = run.recording.about if run.recording is not None else {}
+    """What is known: how it ended, what it was told, or what the trace says."""
+    about = run.trace.about if run.trace is not None else {}
     return next((facts[key] for facts in (run.summary, run.config, about) if facts.get(key) is not None), None)
 
 

@@ -6,7 +6,8 @@
 - A Recv stops its lane until the message is there (and added, with `reduce`). A rank has one receive posted at a time,
   so nobody competes for a receiver's port.
 - What is being sent is not overwritten: whoever writes to it waits for the transfer's end.
-- An AllReduce begins when all ranks that take part have come to it, and takes the time of a ring.
+- An AllReduce or a Broadcast begins when all ranks that take part have come to it. It takes as long as the program of
+  its algorithm takes on the links between them.
 
 Transfers are taken from a heap in the order in which they can begin, so each port serves first what came first. Every
 operation is looked at a bounded number of times: the time grows with the number of operations.
@@ -20,8 +21,8 @@ from collections import defaultdict, deque
 from microparallel.errors import ProgramError
 from microparallel.program import (
     Add,
-    AllReduce,
     Chunk,
+    GroupOp,
     Join,
     Lane,
     Op,
@@ -32,8 +33,9 @@ from microparallel.program import (
     Value,
 )
 from microparallel.simulator.costs import Costs
+from microparallel.simulator.groups import Groups
 from microparallel.simulator.state import Message, Rank, places_of, prepare
-from microparallel.trace import Event, Trace
+from microparallel.trace import Event
 
 
 class Simulation:
@@ -51,9 +53,10 @@ class Simulation:
         self._sent: dict[tuple[int, int], int] = defaultdict(int)
         self._received: dict[tuple[int, int], int] = defaultdict(int)
         self._groups = program.groups()
-        self._arrived: dict[AllReduce, dict[int, float]] = defaultdict(dict)
+        self._shares = Groups(costs, program.goal, lambda *inside: Simulation(*inside).run())
+        self._arrived: dict[tuple[GroupOp, tuple[int, ...], int], dict[int, float]] = defaultdict(dict)
 
-    def run(self) -> Trace:
+    def run(self) -> list[Event]:
         """Walk to the end."""
         self._to_advance.extend(self._ranks)
         while self._to_advance or self._eligible:
@@ -67,7 +70,7 @@ class Simulation:
                     self._ranks[message.sender].held_up = False
                     self._to_advance.append(self._ranks[message.sender])
         self._require_end()
-        return Trace(self._events, self._program, simulated=True)
+        return self._events
 
     def _advance(self, rank: Rank) -> None:
         """Let both lanes do what they can; one may make what the other waits for."""
@@ -87,7 +90,7 @@ class Simulation:
             start = self._when_ready(rank, op, rank.compute_free)
             if start is None:
                 break
-            end = start + self._costs.of(op)
+            end = start + self._costs.of(op, rank.number)
             self._events.append(Event(rank.number, Lane.COMPUTE, op, start, end))
             for value in rank.rules.makes(op):
                 ready[value] = end
@@ -122,8 +125,8 @@ class Simulation:
             elif isinstance(op, Add):
                 if not self._add(rank, op):
                     break
-            elif isinstance(op, AllReduce):
-                if not self._all_reduce(rank, op):
+            elif isinstance(op, GroupOp):
+                if not self._meet(rank, op):
                     break
             elif not self._join(rank):
                 break
@@ -219,42 +222,37 @@ class Simulation:
         assert message.send is not None
         size = self._costs.size(message.send.value, self._program.goal)
         message.start = max(time, sender.port_free)
-        end = message.start + self._costs.link(message.sender, message.receiver).seconds(size)
+        seconds = self._costs.transfer(message.send)
+        if seconds is None:
+            seconds = self._costs.link(message.sender, message.receiver).seconds(size)
+        end = message.start + seconds
         message.end = sender.port_free = end
         peer, number = message.receiver, message.index
         self._events.append(
             Event(message.sender, Lane.COMM, message.send, message.start, end, 1, size, size, peer=peer, number=number)
         )
 
-    def _all_reduce(self, rank: Rank, op: AllReduce) -> bool:
-        if op.value in rank.ready:  # the last rank to come has ended it for all
-            return True
-        arrived, group = self._arrived[op], self._groups[rank.number, op]
-        needed = [] if rank.number in arrived else rank.rules.needs(op)
-        if rank.number in arrived or not all(value in rank.ready for value in needed):
-            return False
-        arrived[rank.number] = max([rank.comm_free, *(rank.ready[value] for value in needed)])
+    def _meet(self, rank: Rank, op: GroupOp) -> bool:
+        """Take part in what a group does; False while somebody has not come, or this rank is not ready."""
+        group = self._groups[rank.number, op]
+        arrived = self._arrived[op, group, rank.met[op]]
+        if rank.number not in arrived:
+            needed = rank.rules.needs(op)
+            if not all(value in rank.ready for value in needed):
+                return False
+            arrived[rank.number] = max([rank.comm_free, *(rank.ready[value] for value in needed)])
+            if len(arrived) == len(group):
+                self._to_advance.extend(self._ranks[other] for other in group if other != rank.number)
         if len(arrived) < len(group):
             return False
-        self._reduce_together(op, group, max(arrived.values()))
-        self._to_advance.extend(self._ranks[other] for other in group if other != rank.number)
-        return True
-
-    def _reduce_together(self, op: AllReduce, group: tuple[int, ...], start: float) -> None:
-        """A ring over the group: 2(p−1) steps, each as slow as the slowest link, and p−1 additions."""
-        count = len(group)
+        start, share = max(arrived.values()), self._shares.shares(op, group)[group.index(rank.number)]
+        end = start + share.seconds
         size = self._costs.size(op.value, self._program.goal)
-        slowest = max(
-            self._costs.link(sender, receiver).seconds(size / count)
-            for sender, receiver in zip(group, group[1:] + group[:1], strict=True)
-        )
-        adding = (count - 1) * size / count * self._costs.add_seconds_per_byte
-        end = start + 2 * (count - 1) * slowest + adding
-        for number in group:
-            messages = 2 * (count - 1)
-            sent = messages * size / count
-            self._events.append(Event(number, Lane.COMM, op, start, end, messages, sent, size, group=tuple(group)))
-            self._ranks[number].ready[op.value] = self._ranks[number].comm_free = end
+        asked = {"issued": arrived[rank.number], "group": group, "number": rank.met[op]}
+        self._events.append(Event(rank.number, Lane.COMM, op, start, end, share.messages, share.bytes, size, **asked))
+        rank.ready[op.value] = rank.comm_free = end
+        rank.met[op] += 1
+        return True
 
     def _join(self, rank: Rank) -> bool:
         """Both lanes stand before the same Join: let them go on together."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from microparallel.program import Chunk, Free, Join, Lane, Op, Program, Rules, Send, Value, lane
+from microparallel.program import Chunk, Free, GroupOp, Join, Lane, Op, Program, Rules, Send, Value, lane
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +43,7 @@ class Rank:
     sending: dict[object, list[Message]] = field(default_factory=dict)  # by slice: what is under way, or waits to be
     receiving: Message | None = None
     missing: Value | None = None  # what the compute lane waits for
+    met: Counter[GroupOp] = field(default_factory=Counter)  # how often it has done what a group does
     held_up: bool = False  # it waits to overwrite what it sends
 
 

@@ -6,4 +6,16 @@ from microparallel.trace.parts import Parts, parts
 from microparallel.trace.reasons import reasons
 from microparallel.trace.trace import Trace
 
-__all__ = ["Difference", "Event", "Kind", "Observed", "Parts", "Trace", "compare", "kind_of", "lane_of", "parts", "reasons"]
+__all__ = [
+    "Difference",
+    "Event",
+    "Kind",
+    "Observed",
+    "Parts",
+    "Trace",
+    "compare",
+    "kind_of",
+    "lane_of",
+    "parts",
+    "reasons",
+]

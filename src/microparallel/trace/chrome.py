@@ -59,4 +59,11 @@ def _arrows(events: list[Event], scale: float) -> Iterator[dict[str, Any]]:
             arrow = {"name": send.name, "cat": "message", "id": number}
             yield {**arrow, "ph": "s", "pid": send.rank, "tid": _row(send), "ts": float(send.start * scale)}
             # "bp": "e" ties the arrow's head to the bar it points at.
-            yield {**arrow, "ph": "f", "bp": "e", "pid": receive.rank, "tid": _row(receive), "ts": float(receive.end * scale)}
+            yield {
+                **arrow,
+                "ph": "f",
+                "bp": "e",
+                "pid": receive.rank,
+                "tid": _row(receive),
+                "ts": float(receive.end * scale),
+            }

@@ -7,7 +7,7 @@ import math
 from typing import Any, get_args
 
 from microparallel.errors import ProgramError
-from microparallel.program import from_text, lane, parse_op, to_text
+from microparallel.program import Op, from_text, lane, parse_op, to_text
 from microparallel.trace.event import Event, Kind, Observed, lane_of
 from microparallel.trace.meetings import met
 from microparallel.trace.trace import Trace
@@ -57,16 +57,16 @@ def read(text: str) -> Trace:
         raise ValueError("it does not say how many ranks there were, and what they ran")
     if not math.isfinite(error):
         raise ValueError(f"its clocks are {error} seconds apart")
-    rows = content["events" if content["format"] == FORMAT else "spans"]
+    old = content["format"] == 1
     events = []
-    for number, row in enumerate(rows):
-        event = _event(dict(zip(content["columns"], row, strict=True)))
+    for number, row in enumerate(content["spans" if old else "events"]):
+        event = (_old_event if old else _event)(dict(zip(content["columns"], row, strict=True)))
         if event is None or not _makes_sense(event, ranks):
             raise ValueError(f"event {number} makes no sense: {row}")
         events.append(event)
     program = content.get("program")
     return Trace(
-        met(events) if content["format"] == 1 else events,
+        met(events) if old else events,
         None if program is None else from_text(program),
         ranks,
         error,
@@ -75,9 +75,16 @@ def read(text: str) -> Trace:
     )
 
 
+def _old_event(row: dict[str, Any]) -> Event | None:
+    """One row of format 1: it says when something was asked for instead of when it began, and only names operations."""
+    name, kind = row.pop("name"), row["kind"]
+    row["kind"] = None if isinstance(name, str) and kind in get_args(Kind) and _parsed(name) is not None else kind
+    sends = kind == "send"
+    return _event({**row, "op": name, "messages": int(sends), "sent": row["bytes"] if sends else 0})
+
+
 def _event(row: dict[str, Any]) -> Event | None:
-    """One row; those of format 1 name what was observed, and say when it was asked for instead of when it began."""
-    name, kind = row.pop("op", None) or row.pop("name", None), row.pop("kind")
+    name, kind = row.pop("op"), row.pop("kind")
     for field in ("issued", "waited"):
         row[field] = math.nan if row.get(field) is None else row[field]
     row["group"] = tuple(row["group"])
@@ -85,11 +92,15 @@ def _event(row: dict[str, Any]) -> Event | None:
         return None
     if kind is not None:
         return Event(lane=lane_of(kind), op=Observed(name, kind), **row) if kind in get_args(Kind) else None
+    op = _parsed(name)
+    return None if op is None else Event(lane=lane(op), op=op, **row)
+
+
+def _parsed(text: str) -> Op | None:
     try:
-        op = parse_op(name)
+        return parse_op(text)
     except ProgramError:
         return None
-    return Event(lane=lane(op), op=op, **row)
 
 
 def _makes_sense(event: Event, ranks: int) -> bool:

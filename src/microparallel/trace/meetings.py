@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from microparallel.trace.event import Event
+from microparallel.trace.event import Event, Observed
 
 
 def meetings(events: Sequence[Event]) -> list[list[int]]:
@@ -14,7 +14,8 @@ def meetings(events: Sequence[Event]) -> list[list[int]]:
     found: dict[tuple[object, ...], list[int]] = defaultdict(list)
     for place, event in enumerate(events):
         if event.kind == "collective":
-            found["collective", event.group, event.number].append(place)
+            named = None if isinstance(event.op, Observed) else event.op
+            found["collective", event.group, named, event.number].append(place)
         elif event.kind == "send":
             found["message", event.rank, event.peer, event.number].append(place)
         elif event.kind == "receive":

@@ -30,7 +30,7 @@ class Parts:
         optimizer: updating the weights.
         communicating: nothing but communication went on: it was exposed.
         waiting: for other ranks.
-        other: between the spans: data, logging, Python.
+        other: between the events: data, logging, Python.
         hidden: communication that ran while the rank computed.
     """
 

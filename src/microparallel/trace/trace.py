@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -83,6 +84,13 @@ class Trace:
         return outside([(self.bounds[0], end)], union((event.start, event.end) for event in events if event.computes))
 
     @cached_property
+    def waits(self) -> list[float]:
+        """For each event, since when its rank had nothing to do but to wait for it; NaN if it never waited."""
+        if not self.simulated:
+            return [event.waited for event in self.events]
+        return [_waited(event, self.blocked[event.rank]) for event in self.events]
+
+    @cached_property
     def computing(self) -> list[list[Span]]:
         """When each rank computed; an observed backward is blocked inside of itself, and then it does not."""
         return [
@@ -93,9 +101,7 @@ class Trace:
     @cached_property
     def communicating(self) -> list[list[Span]]:
         """When each rank's communication went on: all it needed had come, and it had not ended."""
-        return [
-            union((event.start, event.end) for event in events if not event.computes) for events in self.by_rank
-        ]
+        return [union((event.start, event.end) for event in events if not event.computes) for events in self.by_rank]
 
     # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -212,3 +218,17 @@ class Trace:
         path.mkdir(parents=True, exist_ok=True)
         (path / "trace.json").write_text(self.to_json())
         self.to_chrome(path / "trace-chrome.json")
+
+
+def _waited(event: Event, idle: list[Span]) -> float:
+    """Since when a simulated rank has waited for this: it is idle when the event ends.
+
+    Nobody waits for a message to leave, but for those after the last computation: then there is nothing else to do.
+    """
+    almost = event.end - 1e-12 - 1e-9 * abs(event.end)
+    place = bisect_left(idle, (almost,)) - 1
+    if event.computes or place < 0 or idle[place][1] < almost:
+        return math.nan
+    if event.kind == "send":
+        return max(idle[place][0], event.start) if place == len(idle) - 1 else math.nan
+    return idle[place][0]

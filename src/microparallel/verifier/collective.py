@@ -86,6 +86,8 @@ class _Memory:
             holds = index == self._rank
         elif kind in ("broadcast", "scatter"):
             holds = self._rank == root
+        elif kind == "all-to-all":
+            holds = index // self._goal.per_rank == self._rank
         return Counter({(self._rank, index): 1} if holds else {})
 
     def _at_the_end(self, index: int) -> Symbol | None:
@@ -99,12 +101,15 @@ class _Memory:
             "gather": self._rank == root,
             "reduce-scatter": index == self._rank,
             "scatter": index == self._rank,
+            "all-to-all": index % self._goal.per_rank == self._rank,
         }[kind]
         if not here:
             return None
         if kind in ("all-reduce", "reduce", "reduce-scatter"):
             return Counter({(rank, index): 1 for rank in self._ranks})
         source = index if root is None or kind == "gather" else root
+        if kind == "all-to-all":
+            source = index // self._goal.per_rank
         return Counter({(source, index): 1})
 
 

@@ -26,7 +26,10 @@ from pathlib import Path
 def main(parent: socket.socket, modules: Sequence[str]) -> None:
     """Import what ranks will need, and fork one for every message."""
     for module in modules:
-        importlib.import_module(module)
+        name, _, function = module.partition(":")
+        imported = importlib.import_module(name)
+        if function:
+            getattr(imported, function)()
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         sys.exit(f"only a process with a single thread may be forked, and after importing {modules} this has {threads}")

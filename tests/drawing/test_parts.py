@@ -1,34 +1,34 @@
-"""Recordings drawn: every moment of every rank."""
+"""Traces without a program drawn: every moment of every rank."""
 
 from xml.etree import ElementTree
 
 import pytest
+from tests.spans import recorded, span
 
 import microparallel as mp
-from microparallel.trace.recording import Recording, Span
 
 
 def straggler():
     """Rank 1 computes three times as long; the all-reduce itself takes 1."""
 
     def all_reduce(rank, start):
-        return Span(rank, "collective", "all_reduce", start, 7, waited=start, group=(0, 1))
+        return span(rank, "collective", "all_reduce", start, 7, waited=start, group=(0, 1))
 
-    spans = [
-        Span(0, "backward", "backward", 0, 2),
+    events = [
+        span(0, "backward", "backward", 0, 2),
         all_reduce(0, 2),
-        Span(1, "forward", "forward", 0, 3),
-        Span(1, "backward", "backward", 3, 6),
+        span(1, "forward", "forward", 0, 3),
+        span(1, "backward", "backward", 3, 6),
         all_reduce(1, 6),
-        Span(0, "optimizer", "SGD", 7, 8),
-        Span(1, "optimizer", "SGD", 7, 8),
+        span(0, "optimizer", "SGD", 7, 8),
+        span(1, "optimizer", "SGD", 7, 8),
     ]
-    return Recording(2, spans)
+    return recorded(2, events)
 
 
 def test_as_text():
     title, first, second, axis, numbers, legend = mp.draw(straggler(), width=8 + 16).splitlines()
-    assert title == "recording · 2 ranks · 1 step · 8 s"
+    assert title == "recorded · 2 ranks · 1 step · 8 s"
     assert first == "rank 0  ████········░░▒▒"
     assert second == "rank 1  ▓▓▓▓▓▓██████░░▒▒"
     assert len(axis) == 24 and "ms" in numbers and "░ communicating" in legend
@@ -40,9 +40,9 @@ def test_as_a_figure():
     assert "waiting, 4 s" in texts and "communicating, 1 s" in texts
 
 
-def test_an_empty_recording_is_drawn_too():
-    assert "0 ms" in mp.draw(Recording(1, []))
-    ElementTree.fromstring(mp.draw(Recording(1, []), as_="svg"))
+def test_an_empty_trace_is_drawn_too():
+    assert "0 ms" in mp.draw(recorded(1, []))
+    ElementTree.fromstring(mp.draw(recorded(1, []), as_="svg"))
 
 
 def test_its_page_is_the_report():
