@@ -41,10 +41,18 @@ def test_as_a_figure():
 
 
 def test_an_empty_trace_is_drawn_too():
-    assert "0 ms" in mp.draw(recorded(1, []))
+    assert "0 µs" in mp.draw(recorded(1, []))
     ElementTree.fromstring(mp.draw(recorded(1, []), as_="svg"))
 
 
 def test_its_page_is_the_report():
     with pytest.raises(mp.UsageError, match="microparallel report"):
         mp.draw(straggler(), as_="html")
+
+
+def test_a_simulated_step_has_the_unit_of_its_costs():
+    trace = mp.simulate(mp.schedules.build("gpipe", 2, 1), mp.Costs(forward=1, backward_input=1, backward_weight=1))
+    title, first, second, _, numbers, _ = mp.draw(trace, view="parts", width=8 + 24).splitlines()
+    assert title == "simulated · 2 ranks · 1 step · 6" and numbers.startswith("time")
+    assert first == "rank 0  ▓▓▓▓············████████"
+    assert second == "rank 1  ····▓▓▓▓████████········"

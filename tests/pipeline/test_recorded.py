@@ -5,7 +5,10 @@ import torch
 from torch.nn import functional
 
 import microparallel as mp
-from microparallel.program import Recv, Send, halves
+from microparallel.performance.fitted_pipeline import FittedPipeline
+from microparallel.performance.fitted_step import fit_step
+from microparallel.performance.predicted import predicted
+from microparallel.program import WORLD, AllReduce, Free, Named, OptimizerStep, Recv, Send, halves
 from microparallel.trace.parts import parts
 
 
@@ -26,17 +29,17 @@ def recorded(comms, schedule, replicas):
 def test_a_recorded_step_has_the_programs_operations(pool, schedule, ranks, replicas):
     trace, program = pool.run(recorded, ranks, schedule, replicas, timeout=30)[0]
     for rank, (events, ops) in enumerate(zip(trace.by_rank, program.ranks, strict=True)):
-        place = rank % (ranks // replicas)
-        own = program.ranks[place]  # each pipeline counts its own micro-batches
-        assert [event.name for event in events if event.computes] == [*(str(op) for op in own if halves(op)), "SGD"]
-        assert sum(event.kind == "send" for event in events) == sum(isinstance(op, Send) for op in ops)
+        computed = [event.op for event in events if event.computes and not isinstance(event.op, Free)]
+        assert computed == [*(op for op in ops if halves(op)), OptimizerStep()]
+        assert [event.op for event in events if event.kind == "send"] == [op for op in ops if isinstance(op, Send)]
         received = [event for event in events if event.kind == "receive"]
-        assert [event.peer for event in received] == [op.source for op in ops if isinstance(op, Recv)]
-        assert any(event.kind == "collective" for event in events)  # the loss is told to all
-    sent = {(event.rank, event.peer, event.number): event.asked for event in trace.events if event.kind == "send"}
-    for event in trace.events:
-        if event.kind == "receive":  # waiting ends when its message was sent, or when it began to wait
-            assert event.start == max(event.asked, sent[event.peer, event.rank, event.number])
+        assert [(event.op, event.peer) for event in received] == [(op, op.source) for op in ops if isinstance(op, Recv)]
+        assert AllReduce(Named("loss"), WORLD) in [event.op for event in events], rank  # the loss is told to all
     for mine in parts(trace):
         added = mine.computing + mine.communicating + mine.waiting + mine.other
         assert added == pytest.approx(mine.step)
+    fitted = fit_step(trace)  # and is a pipeline again
+    assert isinstance(fitted, FittedPipeline) and fitted.replicas == replicas
+    again = predicted(trace)
+    for mine, theirs in zip(again.compute, trace.compute, strict=True):
+        assert [event.op for event in mine] == [event.op for event in theirs if event.kind != "other"]

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import math
 import os
 import shutil
 import subprocess
@@ -34,7 +33,7 @@ def ddp_step(step=0, ranks=4, buckets=3, begin=0.0, slow=3):
         ]
         for bucket in range(buckets):
             end = met[bucket] + 3
-            waited = last if end > last else math.nan
+            waited = last if end > last else None
             numbers = {"number": step * buckets + bucket, "bytes": 1_000_000, "group": group}
             times = (handed[rank][bucket], end)
             events.append(
@@ -61,7 +60,8 @@ def pipeline_step():
 
 
 def scaled(event, by):
-    return event._replace(start=event.start * by, end=event.end * by, waited=event.waited * by)
+    waited = None if event.waited is None else event.waited * by
+    return event._replace(start=event.start * by, end=event.end * by, waited=waited)
 
 
 @pytest.fixture

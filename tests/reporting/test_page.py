@@ -161,3 +161,13 @@ def test_every_script_is_used(run):
     page = report_page(run)
     assert len(SCRIPTS) == 9
     assert all(script.read_text() in page for script in SCRIPTS)
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(pipeline):
+    faster = [event._replace(start=event.start / 2, end=event.end / 2) for event in pipeline.events]
+    page = report_page(Run("pipeline", {}, [], {}, pipeline, recorded(2, faster)))
+    [table] = re.findall(r'<table id="prediction">.*?</table>', page, re.DOTALL)
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)", row) for row in table.split("<tr>")[2:]]
+    assert ["work of the busiest rank", "6\u00a0ms", "12\u00a0ms", "2.00"] in rows
+    assert [row[0] for row in rows] == ["makespan", "work of the busiest rank", "bubble", "exposed communication"]
+    assert 'id="prediction"' not in report_page(Run("pipeline", {}, [], {}, pipeline))

@@ -1,7 +1,5 @@
 """One step: whom ranks waited for, when buckets arrived, and that the picture agrees with the numbers."""
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,7 +104,7 @@ def recordings(draw):
                     "all_reduce",
                     start,
                     end,
-                    waited=waited if waits else math.nan,
+                    waited=waited if waits else None,
                     group=tuple(range(ranks)),
                     number=number,
                 )

@@ -1,6 +1,5 @@
 """Where the time went: every moment in one part, and waiting is never called communication."""
 
-import math
 
 import pytest
 from hypothesis import given
@@ -68,7 +67,7 @@ TIMES = st.integers(0, 40)
 def events(draw):
     start, length = draw(TIMES), draw(st.integers(0, 10))
     kind = draw(KINDS)
-    waited = math.nan if kind in ("forward", "backward", "optimizer") else start + draw(st.integers(0, length))
+    waited = None if kind in ("forward", "backward", "optimizer") else start + draw(st.integers(0, length))
     rank = draw(st.integers(0, 2))
     return span(
         rank,

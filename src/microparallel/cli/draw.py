@@ -55,7 +55,7 @@ def draw(
     view: Annotated[
         str | None,
         typer.Option(
-            help="timeline, clock (a schedule tick by tick) or hops (a collective hop by hop).",
+            help="timeline, clock (a schedule tick by tick), hops (a collective hop by hop), parts (where time goes).",
             show_default="timeline; hops for a collective without costs",
         ),
     ] = None,
@@ -130,7 +130,7 @@ def _view(view: str | None, program: Program, *, costs_given: bool) -> View:
         return "hops" if isinstance(program.goal, Collective) and not costs_given else "timeline"
     if view not in get_args(View):
         raise ConfigError(f"--view {view}: choose one of {', '.join(get_args(View))}")
-    if view != "timeline" and costs_given:
+    if view not in ("timeline", "parts") and costs_given:
         raise ConfigError(
             f"--view {view} counts steps, whatever they cost; leave out the costs, or try --view timeline"
         )

@@ -221,7 +221,7 @@ def _event(rank: int, row: list[Any], begun: float) -> Event:
     start = asked if arrived is None else min(max(asked, arrived), end)
     return Event(
         rank=rank,
-        lane=lane(op) if kind is None else lane_of(kind),
+        lane=lane_of(op.kind) if isinstance(op, Observed) else lane(op),
         op=op,
         start=start - begun,
         end=end - begun,
@@ -229,8 +229,8 @@ def _event(rank: int, row: list[Any], begun: float) -> Event:
         sent=size if sends else 0,
         bytes=size,
         step=step,
-        issued=math.nan if arrived is None else asked - begun,
-        waited=math.nan if waited is None else waited - begun,
+        issued=None if arrived is None else asked - begun,
+        waited=None if waited is None else waited - begun,
         group=tuple(group),
         number=number,
         peer=peer,

@@ -104,7 +104,7 @@ def trace_of(name: str, cargo: Cargo, notes: Sequence[Notes]) -> Trace:
     program = Program(
         name,
         TrainingStep(len(layers), len(notes), _ranges(layers, cargo)),
-        tuple(tuple(event.op for event in order) for order in orders),
+        tuple(tuple(event.operation for event in order) for order in orders),
     )
     return Trace([event for order in orders for event in order], program)
 

@@ -90,7 +90,7 @@ def notes_of(rows: Rows) -> list[str]:
     """What a drawing of these rows leaves out, in words."""
     notes = [] if rows.trace.events else ["nothing happens: no rank has anything to do"]
     if rows.instant:
-        kinds = Counter(kind_of(event.op).word for event in rows.instant)
+        kinds = Counter(kind_of(event.operation).word for event in rows.instant)
         notes.append("takes no time here: " + ", ".join(f"{count} × {word}" for word, count in kinds.items()))
     if rows.missing:
         rank, op = rows.missing[0]

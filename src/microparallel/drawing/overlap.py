@@ -123,9 +123,9 @@ def _computed(events: list[Event]) -> list[Computed]:
     forwards = [event for event in events if isinstance(event.op, Forward | ForwardStages) and event.duration > 0]
     stretches = [Computed("forward", FORWARD, forwards[0].start, max(f.end for f in forwards))] if forwards else []
     for event in events:
-        if event.duration > 0 and not isinstance(event.op, Forward | ForwardStages | AllReduce):
+        if event.duration > 0 and event.computes and not isinstance(event.op, Forward | ForwardStages):
             name = f"B{event.op.stage}" if isinstance(event.op, Backward) else str(event.op)
-            stretches.append(Computed(name, kind_of(event.op), event.start, event.end))
+            stretches.append(Computed(name, kind_of(event.operation), event.start, event.end))
     return stretches
 
 

@@ -9,12 +9,14 @@ rank 1  ▓▓▓████████····░▒▒▒▒▒▒
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from microparallel.drawing import kinds
 from microparallel.drawing.markup import Markup, element, joined
-from microparallel.drawing.numbers import round_step, short
+from microparallel.drawing.numbers import seconds, short
+from microparallel.drawing.overlap import ticks
 from microparallel.trace import Trace
-from microparallel.trace.intervals import Span as Interval
+from microparallel.trace.intervals import Span
 from microparallel.trace.parts import pieces_of
 
 # What is drawn, with its sign in a terminal and its colour in a figure.
@@ -40,12 +42,15 @@ def parts_text(trace: Trace, width: int | None = None) -> str:
         cells = [_sign(pieces, *_column(start, end, column, columns)) for column in range(columns)]
         lines.append(f"{f'rank {rank}'.ljust(gutter)}{''.join(cells)}".rstrip())
     marks, numbers = ["─"] * columns, [" "] * (columns + 12)
-    for time, text in _ticks(end - start, columns / 10):
-        at = min(columns - 1, math.floor(time / (end - start) * columns)) if end > start else 0
+    for time, text in _ticks(trace, columns / 10):
+        at = min(columns - 1, math.floor(time / (end - start) * columns))
         marks[at] = "┼"
         if at + len(text) <= columns:
             numbers[at : at + len(text)] = text
-    lines += [" " * gutter + "".join(marks), f"{'ms'.ljust(gutter)}{''.join(numbers)}".rstrip()]
+    lines += [
+        " " * gutter + "".join(marks),
+        f"{('time' if trace.simulated else 'ms').ljust(gutter)}{''.join(numbers)}".rstrip(),
+    ]
     lines.append("  ".join(f"{sign} {name}" for name, sign in _SIGNS.items()))
     return "\n".join(lines)
 
@@ -58,9 +63,9 @@ def parts_figure(trace: Trace) -> str:
     for rank, pieces in enumerate(pieces_of(trace)):
         top = _TOP + rank * _ROW
         parts.append(element("text", f"rank {rank}", x=12, y=top + 16))
-        parts += [_box(name, times, top, start, scale) for name, times in pieces.items()]
+        parts += [_box(trace, name, times, top, scale) for name, times in pieces.items()]
     bottom = _TOP + trace.ranks * _ROW
-    for time, text in _ticks(end - start, 10):
+    for time, text in _ticks(trace, 10):
         parts.append(element("text", text, x=_LEFT + time * scale, y=bottom + 16, font_size=11))
     parts += _legend(bottom + 40)
     height = bottom + 56
@@ -79,12 +84,13 @@ def parts_figure(trace: Trace) -> str:
     )
 
 
-def _box(name: str, times: list[Interval], top: float, begun: float, scale: float) -> Markup:
+def _box(trace: Trace, name: str, times: list[Span], top: float, scale: float) -> Markup:
     """All pieces of one kind in a row."""
+    begun, _ = trace.bounds
     boxes = [
         element(
             "rect",
-            element("title", f"{name}, {_seconds(end - start)}"),
+            element("title", f"{name}, {_time(trace, end - start)}"),
             x=_LEFT + (start - begun) * scale,
             y=top,
             width=max(0.5, (end - start) * scale),
@@ -111,19 +117,20 @@ def _legend(y: float) -> list[Markup]:
 def _title(trace: Trace) -> str:
     steps = len(trace.steps)
     words = [f"{trace.ranks} rank{'s' * (trace.ranks != 1)}", f"{steps} step{'s' * (steps != 1)}"]
-    return " · ".join(["simulated" if trace.simulated else "recorded", *words, _seconds(trace.makespan)])
+    return " · ".join(["simulated" if trace.simulated else "recorded", *words, _time(trace, trace.makespan)])
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+def _time(trace: Trace, time: float) -> str:
+    """A length of time; those of a simulation have the unit of its costs."""
+    return short(time) if trace.simulated else seconds(time)
 
 
-def _column(start: float, end: float, column: int, columns: int) -> Interval:
+def _column(start: float, end: float, column: int, columns: int) -> Span:
     length = (end - start) / columns
     return start + column * length, start + (column + 1) * length
 
 
-def _sign(pieces: dict[str, list[Interval]], start: float, end: float) -> str:
+def _sign(pieces: dict[str, list[Span]], start: float, end: float) -> str:
     """The sign of what took most of a column; nothing if that was something else."""
     shares = {name: sum(_common(one, (start, end)) for one in times) for name, times in pieces.items()}
     name = max(shares, key=lambda one: shares[one])
@@ -131,14 +138,12 @@ def _sign(pieces: dict[str, list[Interval]], start: float, end: float) -> str:
     return _SIGNS[name] if shares[name] > other else " "
 
 
-def _common(one: Interval, two: Interval) -> float:
+def _common(one: Span, two: Span) -> float:
     """How long both are."""
     return max(0.0, min(one[1], two[1]) - max(one[0], two[0]))
 
 
-def _ticks(length: float, count: float) -> list[tuple[float, str]]:
-    """Round times, about so many, as milliseconds."""
-    if length <= 0:
-        return []
-    step = round_step(length / max(1.0, count))
-    return [(index * step, short(index * step * 1e3)) for index in range(math.floor(length / step) + 1)]
+def _ticks(trace: Trace, count: float) -> Iterator[tuple[float, str]]:
+    """Round times, about so many, each with its number."""
+    if trace.makespan > 0:
+        yield from ticks(trace.makespan, trace.makespan / max(1.0, count), seconds=not trace.simulated)

@@ -79,9 +79,7 @@ def from_zero(trace: Trace) -> Trace:
     begin = min((event.start for event in trace.events), default=0)
     if not begin:
         return trace
-    times = ("start", "end", "issued", "waited")
-    moved = [event._replace(**{name: getattr(event, name) - begin for name in times}) for event in trace.events]
-    return replace(trace, events=moved)
+    return replace(trace, events=[event.moved(-begin) for event in trace.events])
 
 
 def rows_of(trace: Trace) -> Rows:
@@ -112,21 +110,24 @@ def _held(trace: Trace) -> dict[int, int]:
     """By the identity of what is computed: how many activations its rank holds meanwhile."""
     if isinstance(trace.followed.goal, Collective):
         return {}
-    counted = (zip(events, held_activations(event.op for event in events), strict=True) for events in trace.compute)
+    counted = (
+        zip(events, held_activations(event.operation for event in events), strict=True) for events in trace.compute
+    )
     return {id(event): held for pairs in counted for event, held in pairs}
 
 
 def _cell(place: int, event: Event, naming: Naming, held: int | None) -> Cell:
-    full, short = naming.forms(event.op)
+    op = event.operation
+    full, short = naming.forms(op)
     return Cell(
         event.start,
         event.end,
-        event.op,
-        kind_of(event.op),
+        op,
+        kind_of(op),
         full,
         short,
-        naming.shade(event.rank, event.op),
-        naming.related(event.op),
+        naming.shade(event.rank, op),
+        naming.related(op),
         place,
         held,
     )
@@ -160,7 +161,8 @@ def _stack(rank: int, name: str, cells: list[Cell]) -> list[Row]:
 def _missing(program: Program, events: list[Event]) -> list[tuple[int, Op]]:
     left: dict[tuple[int, Op], int] = {}
     for event in events:
-        left[event.rank, event.op] = left.get((event.rank, event.op), 0) + 1
+        key = event.rank, event.operation
+        left[key] = left.get(key, 0) + 1
     missing: list[tuple[int, Op]] = []
     for rank, ops in enumerate(program.ranks):
         for op in ops:

@@ -42,7 +42,7 @@ from microparallel.performance.what_if import (
     slowest_rank,
     work_of,
 )
-from microparallel.trace import Trace
+from microparallel.trace import Difference, Trace
 from microparallel.trace.parts import parts
 
 Kind = Literal["compute", "communication", "memory", "straggler", "bubble", "other"]
@@ -82,7 +82,7 @@ class Verdict:
     @property
     def error(self) -> float:
         """By what share of the measured step the simulation is off."""
-        return abs(self.simulated - self.measured) / self.measured if self.measured else 0.0
+        return abs(Difference("step", self.simulated, self.measured).error)
 
 
 def find_bottleneck(

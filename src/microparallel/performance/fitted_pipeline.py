@@ -160,7 +160,7 @@ def _messages(trace: Trace, shifts: Sequence[int]) -> tuple[dict[Value, float], 
         if receive is None or not isinstance(receive.op, Recv):
             continue
         value = _value(receive.op, shifts[receive.rank])
-        sent = -math.inf if send is None else send.end if not math.isnan(send.waited) else send.asked
+        sent = -math.inf if send is None else send.asked if send.waited is None else send.end
         seconds[value] = max(0.0, receive.end - max(sent, receive.asked))
         sizes[value] = receive.bytes if send is None else send.bytes
     return seconds, sizes
@@ -176,6 +176,6 @@ def _meeting(trace: Trace) -> float:
     """How long ranks were held up by collectives, each from when all had come; the least of all ranks."""
     held_up = [0.0] * trace.ranks
     for event in trace.events:
-        if event.kind == "collective" and not math.isnan(event.waited):
+        if event.kind == "collective" and event.waited is not None:
             held_up[event.rank] += max(0.0, event.end - max(event.start, event.waited))
     return min(held_up)

@@ -193,7 +193,7 @@ def _rank_work(events: Sequence[Event], collectives: Sequence[Event], start: flo
     clock = OwnClock(events, start)
     end = clock.at(max((event.end for event in events), default=start))
     issued = [clock.at(event.asked) for event in collectives]
-    waited = [math.inf if math.isnan(event.waited) else clock.at(event.waited) for event in collectives]
+    waited = [math.inf if event.waited is None else clock.at(event.waited) for event in collectives]
     before, after, waits = [], [], []
     at = forward = min(clock.at(_backward_begins(events, start)), *issued, end)
     for index, moment in enumerate(issued):

@@ -17,7 +17,7 @@ from microparallel.performance.fitted_pipeline import FittedPipeline
 from microparallel.performance.fitted_step import Fitted, FittedStep, RankWork
 from microparallel.performance.pipeline_bench_costs import StageTimes
 from microparallel.program import Op, Program, halves
-from microparallel.trace import Trace
+from microparallel.trace import Difference, Trace
 
 SMALL = 8  # bytes: a message that only says something
 
@@ -51,7 +51,7 @@ class Prediction:
     @property
     def error(self) -> float:
         """How much too long the prediction is, as a share of what was measured; negative if it is too short."""
-        return self.seconds / self.median - 1
+        return Difference("step", self.seconds, self.median).error
 
 
 def predict_naive(work: Sequence[RankTimes], sizes: Sequence[int], messages: MessageTimes) -> FittedStep:

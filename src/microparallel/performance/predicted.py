@@ -55,7 +55,7 @@ def _of_pieces(step: FittedStep, measured: Trace) -> Name:
             case Backward(stage) if together:
                 index, after = step.piece(stage)
                 call = together[index][event.rank]
-                return _last(event, measured, call.waited if after else call.asked)
+                return _last(event, measured, call.waited if after and call.waited is not None else call.asked)
             case Forward():
                 begun = [one.start for one in measured.compute[event.rank] if one.kind == "backward"]
                 return _last(event, measured, min(begun, default=math.inf))

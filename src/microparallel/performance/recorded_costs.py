@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -17,7 +16,7 @@ class OwnClock:
 
     def __init__(self, events: Iterable[Event], start: float) -> None:
         self._start = start
-        self._blocked = union((event.waited, event.end) for event in events if not math.isnan(event.waited))
+        self._blocked = union((event.waited, event.end) for event in events if event.waited is not None)
 
     def at(self, moment: float) -> float:
         """How long the rank has been at work by itself."""
@@ -31,7 +30,7 @@ def as_recorded(trace: Trace) -> Trace:
     if not trace.simulated:
         return trace
     events = [
-        event if math.isnan(waited) else event._replace(issued=min(event.asked, waited), waited=waited)
+        event if waited is None else event._replace(issued=min(event.asked, waited), waited=waited)
         for event, waited in zip(trace.events, trace.waits, strict=True)
     ]
     return replace(trace, events=events)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from microparallel.performance.fit import fit_line
 from microparallel.performance.fitted_pipeline import FittedPipeline, with_update
 from microparallel.performance.fitted_step import Fitted, FittedStep, RankWork
-from microparallel.program import Named, Op, OptimizerStep, halves
+from microparallel.program import Named, Op, OptimizerStep, Value, halves
 from microparallel.schedules import PIPELINES, build
 
 
@@ -251,7 +251,7 @@ def _more_microbatches(pipe: FittedPipeline) -> float | None:
     if name is None:
         return None
     means = _means(pipe)
-    sums = {value: seconds for value, seconds in pipe.messages.items() if isinstance(value, Named)}
+    sums: dict[Value, float] = {value: seconds for value, seconds in pipe.messages.items() if isinstance(value, Named)}
 
     def of(count: int, share: float) -> float:
         program = with_update(build(name, ranks, count), summed=bool(sums))

@@ -9,7 +9,7 @@ from dataclasses import astuple
 from typing import Any
 
 from microparallel.reporting.steps import KINDS, WAITING, StepView, Table, by_step
-from microparallel.trace import Trace
+from microparallel.trace import Difference, Trace
 from microparallel.trace.parts import Parts, parts
 
 # In characters: a page has to stay below 2 MB, and to open on a phone.
@@ -60,6 +60,14 @@ class Measured:
     def length(self) -> float:
         """A typical step's length, in seconds."""
         return self.steps[self.typical].makespan
+
+    @property
+    def differences(self) -> list[Difference]:
+        """What was predicted beside what was measured, of a typical step; nothing without a prediction."""
+        if not self._predicted:
+            return []
+        predicted = self._predicted.get(self.typical, next(iter(self._predicted.values())))
+        return predicted.compare(self.steps[self.typical])
 
     def waited_for(self) -> dict[int, float]:
         """For how many seconds others waited for each rank, in all steps, the most first."""

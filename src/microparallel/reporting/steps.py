@@ -21,7 +21,7 @@ from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Any
 
-from microparallel.program import BackwardInput, BackwardWeight
+from microparallel.program import BackwardInput, BackwardWeight, Free
 from microparallel.trace import Event, Trace
 from microparallel.trace.intervals import Span, outside, union
 from microparallel.trace.meetings import meetings, needed
@@ -57,7 +57,8 @@ def by_step(trace: Trace) -> dict[int, Trace]:
     """
     found: dict[int, list[Event]] = defaultdict(list)
     for event in trace.events:
-        found[event.step].append(event)
+        if not isinstance(event.op, Free):  # which takes no time that anybody could see
+            found[event.step].append(event)
     working = sorted(step for step, events in found.items() if any(event.computes for event in events))
     return {step: replace(trace, events=found[step]) for step in working or sorted(found)}
 
@@ -125,7 +126,7 @@ class StepView:
             self._at(event.asked),
             self._at(event.end),
             None if event.computes else self._at(event.start),
-            None if math.isnan(waited) else self._at(waited),
+            None if waited is None else self._at(waited),
             event.bytes,
             meeting,
             None if meeting is None else self._latest[meeting],
@@ -168,7 +169,7 @@ class StepView:
             talking = [place for place, event in enumerate(events) if event.rank == rank and not event.computes]
             waiting = outside(self.trace.blocked[rank], self.trace.communicating[rank])
             exposed = outside(self.trace.blocked[rank], waiting)
-            before = [(waits[place], events[place].start, place) for place in talking if not math.isnan(waits[place])]
+            before = [(since, events[place].start, place) for place in talking if (since := waits[place]) is not None]
             after = [(events[place].start, events[place].end, place) for place in talking]
             for what, times, candidates in ((WAITING, waiting, before), (EXPOSED, exposed, after)):
                 for (start, end), place in zip(times, _explained(times, candidates), strict=True):

@@ -11,6 +11,7 @@ from microparallel.reporting.folder import Run
 from microparallel.reporting.measured import Measured
 
 _LONGEST_TEXT = 500
+_TIMES = ("makespan", "work of the busiest rank", "bubble", "exposed communication")
 _SPACE = "\u00a0"  # keeps a number and its unit together
 
 
@@ -79,6 +80,15 @@ def lead_of(measured: Measured) -> list[str]:
     return [*sentences, *_straggler(measured)]
 
 
+def prediction_of(measured: Measured) -> list[tuple[str, str, str, str]]:
+    """What was predicted of a typical step and what was measured, where both are times: a row each."""
+    return [
+        (row.name, time(row.one), time(row.other), f"{row.ratio:.2f}" if row.one else "–")
+        for row in measured.differences
+        if row.name in _TIMES and (row.one or row.other)
+    ]
+
+
 def _straggler(measured: Measured) -> list[str]:
     waited = measured.waited_for()
     total = sum(waited.values())
@@ -102,11 +112,8 @@ def configuration_of(run: Run) -> dict[str, dict[str, str]]:
 
 
 def time(seconds: float) -> str:
-    """A time in the unit that suits it."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1 or unit == "µs":
-            return f"{numbers.short(float(f'{seconds * scale:.3g}'))}{_SPACE}{unit}"
-    raise AssertionError
+    """A time that stays on one line."""
+    return numbers.seconds(seconds).replace(" ", _SPACE)
 
 
 def percent(share: float) -> str:

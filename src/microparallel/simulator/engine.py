@@ -248,8 +248,9 @@ class Simulation:
         start, share = max(arrived.values()), self._shares.shares(op, group)[group.index(rank.number)]
         end = start + share.seconds
         size = self._costs.size(op.value, self._program.goal)
-        asked = {"issued": arrived[rank.number], "group": group, "number": rank.met[op]}
-        self._events.append(Event(rank.number, Lane.COMM, op, start, end, share.messages, share.bytes, size, **asked))
+        event = Event(rank.number, Lane.COMM, op, start, end, share.messages, share.bytes, size)
+        asked = arrived[rank.number]
+        self._events.append(event._replace(issued=asked, group=group, number=rank.met[op]))
         rank.ready[op.value] = rank.comm_free = end
         rank.met[op] += 1
         return True

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from microparallel.errors import UsageError
 from microparallel.program import (
     AllReduce,
     Backward,
@@ -82,8 +82,8 @@ class Event(NamedTuple):
         sent: how many bytes those were.
         bytes: of the tensor that was sent, received or reduced.
         step: the training step it belongs to.
-        issued: of communication, when the rank asked for it; NaN: when it began.
-        waited: of communication, since when the rank had nothing to do but to wait for it; NaN if it never waited.
+        issued: of communication, when the rank asked for it; None: when it began.
+        waited: of communication, since when the rank had nothing to do but to wait for it; None if it never waited.
         group: of a collective, the ranks that took part.
         number: which collective of its group it was, or which message of its channel, counted from 0.
         peer: of a message, the other rank.
@@ -99,8 +99,8 @@ class Event(NamedTuple):
     sent: float = 0
     bytes: float = 0
     step: int = 0
-    issued: float = math.nan
-    waited: float = math.nan
+    issued: float | None = None
+    waited: float | None = None
     group: tuple[int, ...] = ()
     number: int = 0
     peer: int | None = None
@@ -117,6 +117,13 @@ class Event(NamedTuple):
         return kind_of(self.op)
 
     @property
+    def operation(self) -> Op:
+        """The operation of a program, where there must be one."""
+        if isinstance(self.op, Observed):
+            raise UsageError(f"{self.op} was observed, and is no operation of a program; try view='parts'")
+        return self.op
+
+    @property
     def name(self) -> str:
         """What it is called."""
         return str(self.op)
@@ -126,7 +133,12 @@ class Event(NamedTuple):
         """Whether the rank itself was at work."""
         return self.lane is Lane.COMPUTE
 
+    def moved(self, by: float) -> Event:
+        """The same on a clock that shows so much more."""
+        issued, waited = (None if moment is None else moment + by for moment in (self.issued, self.waited))
+        return self._replace(start=self.start + by, end=self.end + by, issued=issued, waited=waited)
+
     @property
     def asked(self) -> float:
         """When the rank asked for it."""
-        return self.start if math.isnan(self.issued) else self.issued
+        return self.start if self.issued is None else self.issued

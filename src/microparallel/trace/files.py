@@ -13,10 +13,7 @@ from microparallel.trace.meetings import met
 from microparallel.trace.trace import Trace
 
 FORMAT = 2
-_COLUMNS = (
-    *("rank", "op", "kind", "start", "end", "messages", "sent", "bytes", "step"),
-    *("issued", "waited", "group", "number", "peer", "place"),
-)
+_COLUMNS = ("rank", "op", "kind", *Event._fields[3:])  # an operation says itself which lane it keeps busy
 
 
 def written(trace: Trace) -> str:
@@ -34,15 +31,7 @@ def written(trace: Trace) -> str:
 
 def _row(event: Event) -> list[Any]:
     kind = event.op.kind if isinstance(event.op, Observed) else None
-    start, end, sent, size, issued, waited = map(
-        _plain, (event.start, event.end, event.sent, event.bytes, event.issued, event.waited)
-    )
-    numbers = [start, end, event.messages, sent, size, event.step, issued, waited]
-    return [event.rank, str(event.op), kind, *numbers, event.group, event.number, event.peer, event.place]
-
-
-def _plain(value: float) -> float | None:
-    return None if math.isnan(value) else value
+    return [event.rank, str(event.op), kind, *event[3:]]
 
 
 def read(text: str) -> Trace:
@@ -85,8 +74,6 @@ def _old_event(row: dict[str, Any]) -> Event | None:
 
 def _event(row: dict[str, Any]) -> Event | None:
     name, kind = row.pop("op"), row.pop("kind")
-    for field in ("issued", "waited"):
-        row[field] = math.nan if row.get(field) is None else row[field]
     row["group"] = tuple(row["group"])
     if not isinstance(name, str):
         return None
@@ -113,6 +100,5 @@ def _makes_sense(event: Event, ranks: int) -> bool:
         and all(isinstance(size, int | float) and math.isfinite(size) for size in (event.bytes, event.sent))
         and math.isfinite(event.start)
         and event.start <= event.end < math.inf
-        and not math.isinf(event.waited)
-        and not math.isinf(event.issued)
+        and all(moment is None or math.isfinite(moment) for moment in (event.waited, event.issued))
     )

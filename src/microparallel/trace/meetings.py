@@ -38,7 +38,7 @@ def met(events: Sequence[Event]) -> list[Event]:
         latest = max((events[place].asked for place in needed(events, places)), default=-math.inf)
         for place in places:
             event = events[place]
-            if not math.isnan(event.issued):
+            if event.issued is not None:
                 continue
             result[place] = event._replace(issued=event.asked, start=min(event.end, max(latest, event.asked)))
     return result

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from microparallel.errors import UsageError
 from microparallel.program import Program, peak_activations
 from microparallel.trace.event import Event, Observed
 from microparallel.trace.intervals import Span, length, outside, union
+
+if TYPE_CHECKING:
+    from microparallel.trace.compare import Difference
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,7 @@ class Trace:
         if self.simulated:
             return [self._idle(events) for events in self.by_rank]
         return [
-            union((event.waited, event.end) for event in events if not math.isnan(event.waited))
-            for events in self.by_rank
+            union((event.waited, event.end) for event in events if event.waited is not None) for events in self.by_rank
         ]
 
     def _idle(self, events: list[Event]) -> list[Span]:
@@ -84,8 +85,8 @@ class Trace:
         return outside([(self.bounds[0], end)], union((event.start, event.end) for event in events if event.computes))
 
     @cached_property
-    def waits(self) -> list[float]:
-        """For each event, since when its rank had nothing to do but to wait for it; NaN if it never waited."""
+    def waits(self) -> list[float | None]:
+        """For each event, since when its rank had nothing to do but to wait for it; None if it never waited."""
         if not self.simulated:
             return [event.waited for event in self.events]
         return [_waited(event, self.blocked[event.rank]) for event in self.events]
@@ -186,6 +187,12 @@ class Trace:
         busy = zip(self.work, self.exposed_communication, strict=True)
         return [self.makespan - work - exposed for work, exposed in busy]
 
+    def compare(self, other: Trace) -> list[Difference]:
+        """The numbers that matter, of this trace and of another: of a prediction, and of what was measured, say."""
+        from microparallel.trace.compare import compare
+
+        return compare(self, other)
+
     # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def to_json(self) -> str:
@@ -220,7 +227,7 @@ class Trace:
         self.to_chrome(path / "trace-chrome.json")
 
 
-def _waited(event: Event, idle: list[Span]) -> float:
+def _waited(event: Event, idle: list[Span]) -> float | None:
     """Since when a simulated rank has waited for this: it is idle when the event ends.
 
     Nobody waits for a message to leave, but for those after the last computation: then there is nothing else to do.
@@ -228,7 +235,7 @@ def _waited(event: Event, idle: list[Span]) -> float:
     almost = event.end - 1e-12 - 1e-9 * abs(event.end)
     place = bisect_left(idle, (almost,)) - 1
     if event.computes or place < 0 or idle[place][1] < almost:
-        return math.nan
+        return None
     if event.kind == "send":
-        return max(idle[place][0], event.start) if place == len(idle) - 1 else math.nan
+        return max(idle[place][0], event.start) if place == len(idle) - 1 else None
     return idle[place][0]
