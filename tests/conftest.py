@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -34,6 +35,23 @@ settings.load_profile("microparallel")
 def pytest_addoption(parser):
     words = "run ranks, commands and labs as users do, in new interpreters: each has to import torch"
     parser.addoption("--fresh", action="store_true", help=words)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say what was skipped, and why: the reason names the command that enables it."""
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"skipped {count}: {reason.removeprefix('Skipped: ')}")
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """The browser that is installed here."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip("no browser to look at pages with; `apt-get install chromium` enables these tests")
+    return found
 
 
 class SharedNursery(Nursery):

@@ -31,10 +31,8 @@ class Browser(reporting["Browser"]):
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if reporting["CHROMIUM"] is None:
-        pytest.skip(f"no Chromium on this machine (none of {', '.join(reporting['NAMES'])}): apt-get install chromium")
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
+def browser(chromium, tmp_path_factory):
+    browser = Browser(chromium, tmp_path_factory.mktemp("chromium"))
     yield browser
     browser.close()
 

@@ -4,7 +4,6 @@ import base64
 import json
 import math
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -13,9 +12,6 @@ import pytest
 
 from microparallel.reporting import Run
 from microparallel.trace.recording import Recording, Span
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-CHROMIUM = next((path for path in map(shutil.which, NAMES) if path), None)
 
 
 def ddp_step(step=0, ranks=4, buckets=3, begin=0.0, slow=3):
@@ -121,7 +117,7 @@ COUNT = """
 class Browser:
     """Chromium without a window; it reads commands from file 3 and answers into file 4, a zero byte behind each."""
 
-    def __init__(self, folder):
+    def __init__(self, program, folder):
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         flags = [
@@ -135,7 +131,7 @@ class Browser:
         # Its files have to be 3 and 4, which the shell sees to.
         command = f'exec "$0" "$@" 3<&{commands} 4>&{answers}'
         self._process = subprocess.Popen(
-            ["bash", "-c", command, CHROMIUM, *flags, f"--user-data-dir={folder}", "about:blank"],
+            ["bash", "-c", command, program, *flags, f"--user-data-dir={folder}", "about:blank"],
             pass_fds=[commands, answers],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -235,9 +231,7 @@ class Browser:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if CHROMIUM is None:
-        pytest.skip(f"no Chromium on this machine (none of {', '.join(NAMES)}): apt-get install chromium")
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
+def browser(chromium, tmp_path_factory):
+    browser = Browser(chromium, tmp_path_factory.mktemp("chromium"))
     yield browser
     browser.close()
