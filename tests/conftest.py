@@ -6,8 +6,10 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +28,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # What ranks write down before a test kills them is left where it can be found, which is no place for tests.
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="microparallel-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
+
+sys.path.append(str(Path(__file__).parents[1] / "docs" / "tools"))
+from commands import program_of  # noqa: E402
 
 # How long an example takes says more about the machine than about the code; pytest's own timeout catches hangs.
 settings.register_profile("microparallel", deadline=None)
@@ -108,6 +113,84 @@ def warm_ranks(nursery):
 
     with WarmRanks() as ranks:
         yield ranks
+
+
+class Command:
+    """A process that runs a command, and what it has printed so far."""
+
+    def __init__(self, process, output, errors):
+        self._process, self._output, self._errors = process, output, errors
+        self.pid, self.poll, self.wait = process.pid, process.poll, process.wait
+
+    @property
+    def output(self):
+        return self._output.read_text("utf-8")
+
+    @property
+    def errors(self):
+        return self._errors.read_text("utf-8")
+
+    def close(self):
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
+
+
+@pytest.fixture
+def start(nursery, tmp_path, tmp_path_factory):
+    """Start `microparallel …` or `python script.py …` in a process of its own, which need not import torch again."""
+    started = []
+
+    def start(*words, module=(), **environment):
+        words = [str(word) for word in words]
+        environment = os.environ | {name: str(value) for name, value in environment.items()}
+        output, errors = (tmp_path_factory.mktemp("printed") / name for name in ("output", "errors"))
+        with contextlib.chdir(tmp_path), output.open("wb") as first, errors.open("wb") as second:
+            if isinstance(nursery, NoNursery) or module:
+                command = ["-m", *words] if words[0] == "microparallel" else words[1:]
+                process = subprocess.Popen(
+                    [sys.executable, *module, *command],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=first,
+                    stderr=second,
+                    process_group=0,
+                )
+            else:
+                process = nursery.fork([program_of(words, output, errors)], pass_fds=[], env=environment)
+        started.append(Command(process, output, errors))
+        return started[-1]
+
+    yield start
+    for command in started:
+        command.close()
+
+
+@pytest.fixture
+def torchrun(start, nursery):
+    """Run a command on ranks as torchrun starts them; torchrun itself does it if it must be `real`, or with --fresh."""
+
+    def run(ranks, *words, real=False):
+        if real or isinstance(nursery, NoNursery):
+            module = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+            commands = [start(*words, module=module)]
+        else:
+            import torch
+
+            store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            commands = [start(*words, **torchrun_s_environment(rank, ranks, store.port)) for rank in range(ranks)]
+        code = max((command.wait(55) for command in commands), key=abs)
+        printed = ("".join(getattr(command, name) for command in commands) for name in ("output", "errors"))
+        return subprocess.CompletedProcess(words, code, *printed)
+
+    return run
+
+
+def torchrun_s_environment(rank, ranks, port):
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0}
+    counts = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"], ranks)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    return numbers | counts | meeting | {"TORCHELASTIC_RUN_ID": "tests", "OMP_NUM_THREADS": 1}
 
 
 class CpuPool:

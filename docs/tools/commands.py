@@ -6,7 +6,6 @@ Quick commands are forked from a process that has imported torch already, and so
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import runpy
@@ -96,8 +95,8 @@ class Folder:
 
     def _warm(self, command: str, patience: float) -> tuple[int, str]:
         printed = self._runtime / "printed"
-        call = f"import commands; commands.become({words_of(command)!r}, {str(printed)!r})"
-        program = f"import sys; sys.path.append({str(HERE)!r}); {call}"
+        printed.write_bytes(b"")
+        program = program_of(words_of(command) or [], printed)
         with contextlib.chdir(self.folder):
             process = self._nursery.fork([program], pass_fds=[], env=self._environment())
         code = _ended(process, patience)
@@ -120,11 +119,16 @@ def _ended(process: Any, patience: float) -> int:
         raise TimeoutError(f"it had not ended after {patience:.0f} seconds") from None
 
 
-def become(words: list[str], printed: str) -> None:
+def program_of(words: list[str], *files: Path) -> str:
+    """What a fork of a nursery runs to be the process of this command."""
+    call = f"import commands; commands.become({words!r}, *{list(map(str, files))!r})"
+    return f"import sys; sys.path.append({str(HERE)!r}); {call}"
+
+
+def become(words: list[str], printed: str, errors: str = "") -> None:
     """Go on as the process that would have run this command: called in a process that was forked for it."""
-    file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    for number, file in ((1, printed), (2, errors or printed)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.path.remove(str(HERE))
     _fork_ranks()
@@ -158,23 +162,7 @@ def _fork_ranks() -> None:
     child = os.fork()
     if child == 0:
         ours.close()
-        _serve(lambda: nursery_process.main(theirs, ()))
+        nursery_process.run_and_end(lambda: nursery_process.main(theirs, ()))
     theirs.close()
     family = nursery.Nursery.of_process(ours, nursery.Fork(child))
     rank_process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": family.fork})  # type: ignore[assignment]
-
-
-def _serve(function: Any) -> None:
-    """Run a function as a whole process would, and end: what stands below in the stack is the parent's business."""
-    code = 0
-    try:
-        function()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "docs" / "tools"))
-
 reporting = runpy.run_path(str(ROOT / "tests" / "reporting" / "conftest.py"))
 
 
