@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -10,12 +11,12 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
 
 import microparallel as mp
+from microparallel.cli.app import VERBS
 from microparallel.topology import DO_NOT_SPIN
 from microparallel.world.nursery import NEEDED, Nursery, can_fork
 
@@ -30,7 +31,8 @@ os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="microparallel-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
 sys.path.append(str(Path(__file__).parents[1] / "docs" / "tools"))
-from commands import program_of  # noqa: E402
+import torch  # noqa: E402
+from commands import forking, program_of  # noqa: E402
 
 # How long an example takes says more about the machine than about the code; pytest's own timeout catches hangs.
 settings.register_profile("microparallel", deadline=None)
@@ -60,16 +62,17 @@ def chromium():
 
 
 class SharedNursery(Nursery):
-    """Also serves pools that were made without one, while it is asked to."""
+    """Also serves pools and referees that were made without one, while it is asked to."""
 
     @contextlib.contextmanager
     def starting_ranks(self):
-        """Within this block, `mp.launch` and pools start their ranks here."""
+        """Within this block, `mp.launch` and pools start their ranks here, and learners' answers are judged here."""
+        from microparallel.learn import checking
         from microparallel.world import rank_process
 
         with pytest.MonkeyPatch.context() as patch:
-            quick = SimpleNamespace(**vars(subprocess) | {"Popen": self.fork})
-            patch.setattr(rank_process, "subprocess", quick)
+            for module in (rank_process, checking):
+                patch.setattr(module, "subprocess", forking(self))
             yield
 
 
@@ -83,16 +86,27 @@ class NoNursery:
         pass
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models as small as those of the tests only wait for a second thread, and on a busy machine they wait long."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def fresh(request):
     """Whether everything should run in an interpreter of its own."""
     return request.config.getoption("--fresh")
 
 
+# What is imported once for all: the loop, and with it torch and all that ranks need; what commands need.
+WARM = ["microparallel.train.loop", *NEEDED, *(f"microparallel.cli.{verb}" for verb in VERBS)]
+WARM += ["microparallel.learn.referee", "microparallel.learn.sitting", "typer.rich_utils"]
+WARM += ["pydantic"] if importlib.util.find_spec("pydantic") else []  # newer versions of typer import it for every call
+
+
 @pytest.fixture(scope="session")
 def nursery(fresh):
-    # the loop, and with it torch and all that a rank of any test needs
-    nursery = SharedNursery(["microparallel.train.loop", *NEEDED]) if can_fork() and not fresh else NoNursery()
+    nursery = SharedNursery(WARM) if can_fork() and not fresh else NoNursery()
     yield nursery
     nursery.close()
 
@@ -168,15 +182,13 @@ def start(nursery, tmp_path, tmp_path_factory):
 
 @pytest.fixture
 def torchrun(start, nursery):
-    """Run a command on ranks as torchrun starts them; torchrun itself does it if it must be `real`, or with --fresh."""
+    """Run a command on ranks as torchrun starts them; with --fresh, torchrun itself starts them, as in the lessons."""
 
-    def run(ranks, *words, real=False):
-        if real or isinstance(nursery, NoNursery):
+    def run(ranks, *words):
+        if isinstance(nursery, NoNursery):
             module = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
             commands = [start(*words, module=module)]
         else:
-            import torch
-
             store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             commands = [start(*words, **torchrun_s_environment(rank, ranks, store.port)) for rank in range(ranks)]
         code = max((command.wait(55) for command in commands), key=abs)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,7 +132,7 @@ def become(words: list[str], printed: str, errors: str = "") -> None:
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.path.remove(str(HERE))
-    _fork_ranks()
+    start_in_forks()
     if words[0] == "microparallel":
         from microparallel.cli import main
 
@@ -154,8 +155,9 @@ def _show_as_usual(error: Exception) -> None:
     traceback.print_exception(error.with_traceback(frame))
 
 
-def _fork_ranks() -> None:
-    """Let this process's ranks be forked from a child of it that is as warm as it is itself."""
+def start_in_forks() -> None:
+    """Let what this process starts be forked from a child of it that is as warm as it is itself."""
+    from microparallel.learn import checking
     from microparallel.world import nursery, nursery_process, rank_process
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -164,5 +166,30 @@ def _fork_ranks() -> None:
         ours.close()
         nursery_process.run_and_end(lambda: nursery_process.main(theirs, ()))
     theirs.close()
-    family = nursery.Nursery.of_process(ours, nursery.Fork(child))
-    rank_process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": family.fork})  # type: ignore[assignment]
+    forks = forking(nursery.Nursery.of_process(ours, nursery.Fork(child)))
+    rank_process.subprocess = checking.subprocess = nursery.subprocess = forks
+
+
+def forking(nursery: Any) -> Any:
+    """What looks like the module `subprocess`, and forks interpreters from a nursery."""
+
+    def start(command: list[str], *, stdout: int | None = None, pass_fds: Sequence[int] = (), **settings: Any) -> Any:
+        program = command[-1] if "-c" in command else _module(command)
+        if stdout != subprocess.PIPE:
+            return nursery.fork([program], pass_fds=pass_fds, **settings)
+        ours, theirs = os.pipe()
+        into = f"import os; os.dup2({theirs}, 1); os.dup2({theirs}, 2); os.close({theirs})\n"
+        process = nursery.fork([into + program], pass_fds=[*pass_fds, theirs], **settings)
+        os.close(theirs)
+        process.stdout = os.fdopen(ours, "rb")
+        return process
+
+    return SimpleNamespace(**vars(subprocess) | {"Popen": start})
+
+
+def _module(command: list[str]) -> str:
+    """What `python -um MODULE …` runs. A referee starts ranks of its own, or rather what they are forked from."""
+    name, *arguments = command[command.index("-um") + 1 :]
+    family = f"sys.path.append({str(HERE)!r}); import commands; commands.start_in_forks()\n" * name.endswith("referee")
+    run = f"sys.argv = {[name, *arguments]!r}; runpy.run_module({name!r}, run_name='__main__')"
+    return f"import runpy, sys\n{family}sys.modules.pop({name!r}, None); {run}"
