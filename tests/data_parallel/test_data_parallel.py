@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from tests.data_parallel.test_hooks import (
+    CASES,
     OPTIMIZERS,
     RELATIVE,
     SAMPLES,
@@ -18,6 +19,7 @@ from tests.data_parallel.test_hooks import (
     learn,
     share,
 )
+from tests.pairwise import sample_and_whole
 from torch import nn
 from torch.nn.functional import mse_loss
 
@@ -25,6 +27,7 @@ import microparallel as mp
 from microparallel.data_parallel import replicas_are_identical
 from microparallel.program import Lane, OptimizerStep, lane
 
+WORLDS = [("shm", 1), ("gloo", 2), ("shm", 3), ("shm", 4)]
 SMALL = 6e-5  # megabytes: a bucket holds a few small gradients
 
 
@@ -54,11 +57,11 @@ def train(comms, case, dtype, optimizer):
     return learn(model, OPTIMIZERS[optimizer](model.parameters()), step, case), model.cpu()
 
 
-def everything_that_fails(comms, references):
+def everything_that_fails(comms, references, rows):
     failures = []
-    for (case, dtype, optimizer), reference in references.items():
+    for case, dtype, optimizer in rows:
         losses, model = train(comms, case, dtype, optimizer)
-        found = list(differences(losses, model, reference, RELATIVE[dtype]))
+        found = list(differences(losses, model, references[case, dtype, optimizer], RELATIVE[dtype]))
         if not replicas_are_identical(model, comms):
             found.append("the replicas from each other")
         failures += [f"{case}, {dtype}, {optimizer}: {what}" for what in found]
@@ -70,17 +73,20 @@ def references():
     return {setting: alone(*setting) for setting in SETTINGS if setting[0] != "unregistered"}
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "shm"), (2, "gloo"), (3, "shm"), (4, "shm")])
-def test_parity_with_one_process(pool, references, ranks, transport):
-    assert pool.run(everything_that_fails, ranks, references, transport=transport, timeout=55) == [[]] * ranks
+@pytest.mark.parametrize(("transport", "ranks"), WORLDS)
+@pytest.mark.parametrize("rows", sample_and_whole(WORLDS, CASES, RELATIVE, OPTIMIZERS))
+def test_parity_with_one_process(pool, references, ranks, transport, rows):
+    mine = [setting for world, *setting in rows if world == (transport, ranks)]
+    world = {"transport": transport, "timeout": 55}
+    assert pool.run(everything_that_fails, ranks, references, mine, **world) == [[]] * ranks
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "nccl"), (2, "gloo")])
 def test_parity_on_a_gpu(pool, references, ranks, transport):
-    exact = {setting: reference for setting, reference in references.items() if setting[1] == torch.float64}
+    exact = [setting for setting in references if setting[1] == torch.float64]
     world = {"transport": transport, "device": "cuda", "timeout": 55}
-    assert pool.run(everything_that_fails, ranks, exact, **world) == [[]] * ranks
+    assert pool.run(everything_that_fails, ranks, references, exact, **world) == [[]] * ranks
 
 
 # ── what backward leaves ────────────────────────────────────────────────────────────────────────────────────────────
