@@ -145,7 +145,7 @@ class DataParallel(nn.Module):
         together = torch.cat(bytes_of)
         self.comms.broadcast(together, src=source, operation=Broadcast(Named("buffers"), "dp", source))
         if source != self.comms.rank:
-            parts = together.split([len(one) for one in bytes_of])
+            parts = torch.split(together, [len(one) for one in bytes_of])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
