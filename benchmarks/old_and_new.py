@@ -1,9 +1,9 @@
 """Is this commit slower than another? All-reduces, a data-parallel step and a pipeline's step of two source trees in turns.
 
     git worktree add /tmp/old COMMIT
-    python benchmarks/old_and_new.py --old /tmp/old/src --rounds 10 --cores 0-3
+    python benchmarks/old_and_new.py --old /tmp/old/src --rounds 10 --cores 2,3,4,5
 
-Every round starts ranks on the old tree, on this one and on the old one again, all on the same cores, and takes the
+Every round starts ranks on the old tree, on this one and on the old one again, each rank on a core of its own, and takes the
 median of each piece of work. Printed are the medians over the rounds of new ÷ old, with half the distance between the
 quartiles, and of old ÷ old beside it: what a ratio can be off by on this machine.
 """
@@ -90,10 +90,10 @@ def run(source: str, ranks: int, cores: str) -> dict[str, float]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "PYTHONPATH": source}
-    pinned = ["taskset", "-c", cores] if cores else []
+    pins = [["taskset", "-c", core] for core in cores.split(",")] if cores else [[]] * ranks
     processes = [
         subprocess.Popen(
-            [*pinned, sys.executable, str(HERE), "--rank"],
+            [*pins[rank], sys.executable, str(HERE), "--rank"],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             text=True,
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--new", default=str(HERE.parent.parent / "src"), help="this tree's src folder")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--cores", default="", help="pin all ranks to these, such as 0-3")
+    parser.add_argument("--cores", default="", help="pin each rank to one of these, such as 2,3,4,5")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
