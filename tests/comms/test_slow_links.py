@@ -56,6 +56,7 @@ def every_collective(comms, exact):
         "gather": torch.cat(comms.gather(pieces[0], dst=last) or pieces[:1]),
         "scatter": comms.scatter(pieces if comms.rank == last else None, src=last),
         "reduce-scatter": comms.reduce_scatter(pieces),
+        "all-to-all": torch.cat(comms.all_to_all([piece[rank:] for rank, piece in enumerate(pieces)])),
         "its input": torch.cat(pieces),  # which stays as it was
         "message": exchanged(comms, pieces[0]),
     }
