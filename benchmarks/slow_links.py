@@ -10,6 +10,7 @@ walks through it with the same links. Adding and the real transfers, through sha
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -49,7 +50,7 @@ CASES = {
 
 
 def measure(comms: mp.Comms, cases: list[Case], link: mp.Link, rounds: int) -> list[list[float]]:
-    """The seconds of each case in each round, from the start of the last rank to the end of the last."""
+    """The seconds of each case in each round, from the start of the first rank to the end of the last."""
     slow = slow_down(comms, {frozenset(pair): link for pair in itertools.combinations(range(comms.world_size), 2)})
     pieces = [torch.ones(ELEMENTS) for _ in range(comms.world_size)]
     tensor = torch.cat(pieces)
@@ -67,10 +68,10 @@ def measure(comms: mp.Comms, cases: list[Case], link: mp.Link, rounds: int) -> l
             comms.barrier()
             begun = time.monotonic()  # the ranks of one machine share this clock
             calls[case.collective](case)
-            ends = torch.tensor([begun, time.monotonic()], dtype=torch.float64)
-            begun, ended = comms.all_reduce(ends, op="max").tolist()
+            mine = torch.tensor([-begun, time.monotonic()], dtype=torch.float64)
+            first, ended = comms.all_reduce(mine, op="max").tolist()
             if number >= WARM_UP:
-                times.append(ended - begun)
+                times.append(ended + first)
     slow.close()
     return seconds
 
@@ -92,7 +93,8 @@ def main(
     link = mp.Link(milliseconds / 1e3, 1 / (megabytes * 1e6))
     print(
         f"collectives over links of {milliseconds:g} ms and {megabytes:g} MB/s, {ELEMENTS * 4} bytes for each rank, on "
-        f"{available_cores()} cores,\ntorch {torch.__version__}; median and quickest of {rounds} rounds\n\n"
+        f"{available_cores()} cores,\ntorch {torch.__version__}, load average {os.getloadavg()[0]:.1f} before; "
+        f"median and quickest of {rounds} rounds\n\n"
         f"{'':<34}{'ranks':>6}{'predicted':>12}{'median':>12}{'ratio':>7}{'quickest':>12}{'ratio':>7}"
     )
     for transport, cases in CASES.items():

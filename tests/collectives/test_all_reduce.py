@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import microparallel as mp
-from microparallel.collectives import ALL_REDUCES, OTHERS, build
+from microparallel.collectives import ALGORITHMS, ALL_REDUCES, OTHERS, build, program_of, resolve
 from microparallel.program import Collective
 
 each_algorithm = pytest.mark.parametrize("name", ALL_REDUCES)
@@ -126,3 +126,25 @@ def test_the_other_collectives(name, ranks):
             assert torch.equal(tensor, total)
         elif kind == "scatter":
             assert tensor[rank] == before[0][rank]
+
+
+@pytest.mark.parametrize("name", ["broadcast", "direct-broadcast", "reduce", "direct-reduce", "scatter", "gather"])
+def test_any_rank_may_be_the_root(name):
+    for ranks in (1, 2, 3, 4, 6):
+        for root in range(ranks):
+            program = build(name, ranks, root=root)
+            assert program.goal.root == root
+            mp.verify(program)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "nccl"])
+@pytest.mark.parametrize("collective", ALGORITHMS)
+def test_auto_stands_for_an_algorithm_on_every_transport(collective, transport):
+    for size in (1, 2**30):
+        algorithm = resolve(collective, "auto", 4, size, transport)
+        assert resolve(collective, algorithm, 4, size, transport) == algorithm
+        program = program_of(collective, algorithm, 4)
+        assert program.goal.kind == collective
+        mp.verify(program)
+    with pytest.raises(mp.UsageError, match=f"there is no {collective} algorithm 'rink'; "):
+        resolve(collective, "rink", 4, 1, transport)

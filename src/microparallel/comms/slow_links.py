@@ -28,7 +28,7 @@ from microparallel.comms.checking import HEADER_TAG
 from microparallel.comms.comms import Comms
 from microparallel.comms.group import Group
 from microparallel.comms.message_group import MessageGroup, over
-from microparallel.errors import TransportTimeout
+from microparallel.errors import CommsError, TransportTimeout
 from microparallel.topology import Link
 from microparallel.transport.base import COMPLETE, Exchange, Loan, ReceivedCopy, Work
 from microparallel.transport.in_process import Pollable
@@ -45,8 +45,10 @@ _LINGER = 1.0  # seconds in which a receive may still be posted when the sender 
 def slow_down(comms: Comms, links: Links) -> Comms:
     """The same ranks, with slow links between some of them.
 
-    Collectives run by the algorithms by which they would run without: only time changes. Close either of the two to end
-    the threads; what was sent arrives before.
+    Collectives run by the algorithms by which they would run without: only time changes. (Shared memory cuts a tensor
+    of more than 4 MiB into blocks, and adds each by itself. Here it is one program, and three ranks or more may round
+    differently.) Ranks that make different calls are found in checked mode only. Close either of the two to end the
+    threads; what was sent arrives before.
 
     Args:
         comms: the ranks.
@@ -94,6 +96,7 @@ class SlowLinks:
         self._with_slow_links = frozenset(rank for ends in links for rank in ends)
         self._wires: dict[tuple[int, int], Wire] = {}
         self._starting = threading.Lock()  # held by a thread that looks for a wire
+        self._stopped = False
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Start sending; over slow links a copy leaves, so that no sender waits that would not have without them."""
@@ -118,9 +121,12 @@ class SlowLinks:
 
     def _send(self, tensor: torch.Tensor, to: int, tag: int) -> Leaving:
         with self._starting:
+            if self._stopped:
+                raise CommsError("the group was closed before this message could leave")
             if (to, tag) not in self._wires:
                 self._wires[to, tag] = Wire(self._group, self._port, to, tag)
-        return self._wires[to, tag].send(tensor, self._seconds(self.rank, to, tensor))
+            wire = self._wires[to, tag]
+        return wire.send(tensor, self._seconds(self.rank, to, tensor))
 
     def _takes_time(self, sender: int, tag: int) -> bool:
         """Whether a sender's messages wait for its port. What checked mode compares is no message of a program."""
@@ -133,6 +139,7 @@ class SlowLinks:
     def stop(self) -> None:
         """Send what is left, and let the threads end."""
         with self._starting:
+            self._stopped = True
             wires, self._wires = list(self._wires.values()), {}
         for wire in wires:
             wire.close()
@@ -196,8 +203,8 @@ class Leaving:
         self._through.set()
 
     def poll(self) -> bool:
-        """Whether it is known to be complete."""
-        return self._through.is_set() and cast("Pollable", self._sent).poll()
+        """Whether it is known to be complete; one that failed never is, so that somebody waits and learns why."""
+        return self._through.is_set() and self._error is None and cast("Pollable", self._sent).poll()
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when it is complete; without a timeout, the group's ends it."""
