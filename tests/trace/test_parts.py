@@ -1,6 +1,5 @@
 """Where the time went: every moment in one part, and waiting is never called communication."""
 
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
