@@ -2,6 +2,8 @@
 
 python benchmarks/torch_ddp.py --ranks 2 --rounds 30
 
+It needs nothing but torch and this repository: where the package is not installed, set PYTHONPATH=src.
+
 Every variant has its own replica of one model, wrapped by torch's DistributedDataParallel. In each round every variant
 takes its turn of a few steps, each round in another order. A turn is compared with that of "nothing" in the same round,
 so what the machine does meanwhile meets all of them. "nothing again" is the same variant a second time: its ratio (A/A)
@@ -19,7 +21,9 @@ hook end        a communication hook keeps the buckets, and reduces all of them 
 gloo            torch's own backend
 """
 
+import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,13 +31,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import typer
+import torch.multiprocessing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import microparallel as mp
+from microparallel._torch_entry import register
 from microparallel.comms.blocks import listed
 from microparallel.comms.plans import plan_of
+from microparallel.topology import threads_per_rank
 
 Tensors = torch.futures.Future[torch.Tensor]  # what torch wants from a hook, and as an annotation no text
 
@@ -200,24 +205,46 @@ def _switched(group: Any, *, hold: bool, move: bool) -> Iterator[None]:
         vars(group).pop("run_after_backward", None)
 
 
-def measure(
-    _: mp.Comms, names: list[str], width: int, depth: int, batch: int, views: bool, rounds: int, steps: int
-) -> Any:
-    """Every rank runs this; returns times for each variant and round, and whether weights equal those of the first."""
+def measure(rank: int, settings: argparse.Namespace, names: list[str], store: str) -> None:
+    """Every rank runs this; rank 0 prints."""
+    torch.set_num_threads(settings.threads or threads_per_rank(settings.ranks))
+    register()
+    dist.init_process_group(
+        "microparallel", store=dist.FileStore(store, settings.ranks), rank=rank, world_size=settings.ranks
+    )
     world: Any = dist.group.WORLD
     variants = []
     for name in names:
         torch.manual_seed(0)
-        variants.append(Variant(name, mlp(width, depth), views, batch, width, world.shared_memory))
+        model = mlp(settings.width, settings.depth)
+        variants.append(Variant(name, model, settings.views, settings.batch, settings.width, world.shared_memory))
     for variant in variants:
         variant.turn(_WARM_UP)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for number in range(rounds):
+    for number in range(settings.rounds):
         first = number % len(variants)
         turned = variants[first:] + variants[:first]
         for variant in turned if number % 2 else reversed(turned):
-            times[variant.name].append(variant.turn(steps))
-    return times, [torch.equal(variant.weights(), variants[0].weights()) for variant in variants]
+            times[variant.name].append(variant.turn(settings.steps))
+    if rank == 0:
+        report(settings, times, [torch.equal(variant.weights(), variants[0].weights()) for variant in variants])
+    dist.destroy_process_group()
+
+
+def report(settings: argparse.Namespace, times: dict[str, list[tuple[float, float]]], equal: list[bool]) -> None:
+    """Print, for each variant, milliseconds a step and its ratio to "nothing"."""
+    print(
+        f"torch's DDP, MLP of {settings.depth * settings.width**2 / 1e6:.1f} M parameters, batch {settings.batch}, "
+        f"{settings.ranks} ranks of {torch.get_num_threads()} threads, gradient_as_bucket_view={settings.views}; "
+        f"torch {torch.__version__}"
+    )
+    print(f"{'':14}{'ms a step':>10}   {'ratio, ± error (quartiles)':28}   {'of processor time':28}   same weights")
+    for (name, of_this), same in zip(times.items(), equal, strict=True):
+        clock, processor = (
+            ratio([one[which] for one in of_this], [one[which] for one in times["nothing"]]) for which in (0, 1)
+        )
+        middle = statistics.median(one[0] for one in of_this) * 1000
+        print(f"{name:14}{middle:10.2f}   {clock:28}   {processor:28}   {'yes' if same else 'no'}")
 
 
 def ratio(times: list[float], base: list[float]) -> str:
@@ -228,32 +255,19 @@ def ratio(times: list[float], base: list[float]) -> str:
     return f"{middle:.3f} ±{error:.3f} ({low:.3f}–{high:.3f})"
 
 
-def main(
-    ranks: int = 2,
-    width: int = 1024,
-    depth: int = 10,
-    batch: int = 32,
-    views: bool = False,
-    rounds: int = 20,
-    steps: int = 3,
-    variants: str = "",
-) -> None:
-    """Print, for each variant, milliseconds a step and its ratio to "nothing"."""
-    names = [name for name in NAMES if not variants or name in variants.split("/") or name.startswith("nothing")]
-    arguments = (names, width, depth, batch, views, rounds, steps)
-    times, equal = mp.launch(measure, ranks, *arguments, transport="shm")[0]
-    print(
-        f"torch's DDP, MLP of {depth * width**2 / 1e6:.1f} M parameters, batch {batch}, {ranks} ranks, "
-        f"gradient_as_bucket_view={views}; torch {torch.__version__}"
-    )
-    print(f"{'':14}{'ms a step':>10}   {'ratio, ± error (quartiles)':28}   {'of processor time':28}   same weights")
-    for name, same in zip(names, equal, strict=True):
-        clock, processor = (
-            ratio([one[which] for one in times[name]], [one[which] for one in times["nothing"]]) for which in (0, 1)
-        )
-        middle = statistics.median(one[0] for one in times[name]) * 1000
-        print(f"{name:14}{middle:10.2f}   {clock:28}   {processor:28}   {'yes' if same else 'no'}")
+def main() -> None:
+    """Read the settings, and start the ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in (("ranks", 2), ("width", 1024), ("depth", 10), ("batch", 32), ("rounds", 20), ("steps", 3)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--threads", type=int, default=0, help="of each rank; a fair share of the cores if left out")
+    parser.add_argument("--views", action="store_true", help="gradient_as_bucket_view=True")
+    parser.add_argument("--variants", default="/".join(NAMES), help="some of them, with / in between")
+    settings = parser.parse_args()
+    names = [name for name in NAMES if name in settings.variants.split("/") or name.startswith("nothing")]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(measure, (settings, names, f"{folder}/store"), nprocs=settings.ranks)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -53,7 +53,8 @@ def replicas(comms, kind, overlap):
                     with model.no_sync() if number < microbatches - 1 else nullcontext():
                         model(torch.ones(comms.rank + 2, WIDTH)).sum().backward()
             optimizer.step()
-    wrong = [wrong for step, program in enumerate(programs) for wrong in differences(recorder.trace.step(step), program)]
+    steps = [recorder.trace.step(number) for number in range(3)]
+    wrong = [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
     return wrong, [to_text(program) for program in programs]
 
 

@@ -55,6 +55,14 @@ def test_the_other_collectives_end_complete_where_they_promise(name, where):
                     assert complete(goal, ranks, index, symbol), (ranks, rank, index)
 
 
+def test_an_all_to_all_of_many_ranks_is_drawn_as_far_as_it_fits():
+    """It has p² slices, on each of p ranks, after each of p − 1 hops."""
+    text = mp.draw(mp.collectives.build("all-to-all", 24), width=100)
+    assert "23 hops" in text and "takes more room" in text
+    with pytest.raises(mp.UsageError, match=r"48 moments × 48 ranks × 2304 slices; draw fewer ranks"):
+        steps_of(mp.collectives.build("all-to-all", 48))
+
+
 def test_hops_are_those_of_the_formulas():
     assert len(hops_of(mp.collectives.build("ring", 5)).hops) == 2 * 4
     assert len(hops_of(mp.collectives.build("recursive-doubling", 8)).hops) == 3

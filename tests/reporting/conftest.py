@@ -3,7 +3,6 @@
 import base64
 import json
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -12,9 +11,6 @@ import pytest
 from tests.spans import recorded, span
 
 from microparallel.reporting import Run
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-CHROMIUM = next((path for path in map(shutil.which, NAMES) if path), None)
 
 
 def ddp_step(step=0, ranks=4, buckets=3, begin=0.0, slow=3):
@@ -122,7 +118,7 @@ COUNT = """
 class Browser:
     """Chromium without a window; it reads commands from file 3 and answers into file 4, a zero byte behind each."""
 
-    def __init__(self, folder):
+    def __init__(self, program, folder):
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         flags = [
@@ -136,7 +132,7 @@ class Browser:
         # Its files have to be 3 and 4, which the shell sees to.
         command = f'exec "$0" "$@" 3<&{commands} 4>&{answers}'
         self._process = subprocess.Popen(
-            ["bash", "-c", command, CHROMIUM, *flags, f"--user-data-dir={folder}", "about:blank"],
+            ["bash", "-c", command, program, *flags, f"--user-data-dir={folder}", "about:blank"],
             pass_fds=[commands, answers],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -236,9 +232,7 @@ class Browser:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if CHROMIUM is None:
-        pytest.skip(f"no Chromium on this machine (none of {', '.join(NAMES)}): apt-get install chromium")
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
+def browser(chromium, tmp_path_factory):
+    browser = Browser(chromium, tmp_path_factory.mktemp("chromium"))
     yield browser
     browser.close()

@@ -42,7 +42,7 @@ def own(sockets, status, monkeypatch):
 
 @pytest.fixture
 def theirs(sockets, status):
-    return TheirRegions(sockets[1], status)
+    return TheirRegions(0, sockets[1], status)
 
 
 def moved(own, tensor):
@@ -192,7 +192,7 @@ def test_memory_that_was_not_handed_over(theirs, sockets, status):
         theirs.bytes_of(1)
     status.tell()
     sockets[0].close()
-    with pytest.raises(CommsError, match="went away"):
+    with pytest.raises(PeerGone, match="rank 0 went away"):
         theirs.bytes_of(1)
 
 

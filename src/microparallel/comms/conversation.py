@@ -106,9 +106,7 @@ class Conversation:
             raise UsageError(f"{name}: {argument}={rank} is this rank itself; a message needs another one")
 
 
-def activity_of(
-    call: Call, group: Group, operation: Op | None = None, tensor: torch.Tensor | None = None
-) -> Activity:
+def activity_of(call: Call, group: Group, operation: Op | None = None, tensor: torch.Tensor | None = None) -> Activity:
     """A call as observers know it: by the operation of a program that it does, or by its own words."""
     world_ranks = group.world_ranks
     kind: Kind = "collective" if call.collective else "send" if call.sends else "receive"

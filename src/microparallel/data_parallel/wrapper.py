@@ -98,7 +98,8 @@ class DataParallel(nn.Module):
         self._reducer.prepare()
         self._forward_was_local = self._local > 0
         self._broadcast_buffers_before_forward()
-        outputs = self._watched_forward(*inputs, **named_inputs) if self.comms.observers else self.module(*inputs, **named_inputs)
+        call = self._watched_forward if self.comms.observers else self.module
+        outputs = call(*inputs, **named_inputs)
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
@@ -144,7 +145,7 @@ class DataParallel(nn.Module):
         together = torch.cat(bytes_of)
         self.comms.broadcast(together, src=source, operation=Broadcast(Named("buffers"), "dp", source))
         if source != self.comms.rank:
-            parts = together.split([len(one) for one in bytes_of])
+            parts = torch.split(together, [len(one) for one in bytes_of])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 

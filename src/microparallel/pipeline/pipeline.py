@@ -183,9 +183,7 @@ class Pipeline(Member):
     def _whole(self, microbatches: int) -> Program:
         return self._schedule.whole(microbatches, self.mesh.dp, self._shared_places, self._tied_places)
 
-    def _step(
-        self, inputs: Any, targets: Any, samples: int | None, allow_fewer: bool
-    ) -> tuple[torch.Tensor, int]:
+    def _step(self, inputs: Any, targets: Any, samples: int | None, allow_fewer: bool) -> tuple[torch.Tensor, int]:
         """The loss, and into how many micro-batches this rank's batch was cut."""
         self._require_batch("step", inputs, targets, samples)
         plan = self._agree(True, inputs, allow_fewer)
@@ -238,9 +236,7 @@ class Pipeline(Member):
             raise UsageError(f"rank {self.comms.rank} was given {samples} {what}, and the batch has {plan.samples}")
         return split_batch(batch, count, what) if count else []
 
-    def _run(
-        self, ops: Sequence[Op], worker: Worker, line: Sequence[Send | Recv] | None
-    ) -> None:
+    def _run(self, ops: Sequence[Op], worker: Worker, line: Sequence[Send | Recv] | None) -> None:
         interpreter = Interpreter(
             ops,
             worker,

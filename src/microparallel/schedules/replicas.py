@@ -88,10 +88,10 @@ def with_sums(
         algorithm: of the buckets' all-reduces.
     """
     whole = replicate(program, replicas, algorithm)
-    orders = []
+    orders: list[tuple[Op, ...]] = []
     for rank, ops in enumerate(whole.ranks):
         place = rank % program.world_size
-        before = [AllReduce(Named("samples"), "dp"), Join()] if replicas > 1 else []
+        before: list[Op] = [AllReduce(Named("samples"), "dp"), Join()] if replicas > 1 else []
         after: list[Op] = [Join()]
         if replicas > 1 and place in shared:
             after += [AllReduce(Named("shared"), "dp"), Join()]

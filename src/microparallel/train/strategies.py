@@ -71,7 +71,8 @@ def averaging(model: nn.Module, comms: Comms, loss_fn: LossFunction | None, micr
     def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
         mine = len(targets)
         loss = accumulate(model, cut(inputs, targets, micro_batches), loss_fn, samples=mine)
-        return comms.all_reduce(loss * (mine / samples), operation=LOSS)  # only to be told: nobody's training waits for this number
+        # Only to be told: nobody's training waits for this number.
+        return comms.all_reduce(loss * (mine / samples), operation=LOSS)
 
     return step
 

@@ -61,7 +61,7 @@ class SharedMemoryTransport:
         self.peers = Peers(rank, self.world_ranks, self._segments, connections)
         statuses = {member: Status(segment) for member, segment in self._segments.items()}
         self._regions = OwnRegions(connections, statuses[rank])
-        self._their_regions = {peer: TheirRegions(connections[peer], statuses[peer]) for peer in connections}
+        self._their_regions = {peer: TheirRegions(peer, connections[peer], statuses[peer]) for peer in connections}
         self._out = [[_channel(self._segment, peer, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._in = [[_channel(self._segments[peer], rank, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._staged: list[deque[Sent]] = [deque() for _ in range(LANES)]  # copies that may not have been read yet
