@@ -19,6 +19,7 @@ from microparallel.schedules import build
 from microparallel.schedules.replicas import shifted
 from microparallel.simulator import Costs, simulate
 from microparallel.trace import Trace, compare
+from microparallel.trace.meetings import meetings
 from microparallel.trace.parts import parts
 
 
@@ -120,6 +121,8 @@ def test_what_is_predicted_is_called_as_it_was_recorded():
     assert {event.name for event in found.events} == set(names)
     assert [event.bytes for event in found.by_rank[0] if event.kind == "collective"] == [32, 16]
     assert found.simulated and found.makespan == pytest.approx(measured.makespan)
+    assert predicted(found).makespan == pytest.approx(found.makespan)
+    assert [len(one) for one in meetings(found.events)] == [2, 2]
     numbers = {row.name: row for row in compare(found, measured)}
     assert numbers["makespan"].ratio == pytest.approx(1)
     assert numbers["work of the busiest rank"].ratio == pytest.approx(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -24,8 +25,14 @@ def predicted(measured: Trace) -> Trace:
     fitted = fit_step(measured)
     trace = fitted.simulate()
     name = _of_pipeline(fitted, measured) if isinstance(fitted, FittedPipeline) else _of_pieces(fitted, measured)
-    # A piece of work between two calls may be empty.
-    events = [event._replace(op=name(event)) for event in trace.events if event.duration or not event.computes]
+    numbers: Counter[object] = Counter()
+    events = []
+    for event in trace.events:
+        if event.kind == "collective":  # under one name, they are told apart by their numbers
+            event = event._replace(number=numbers[event.rank, event.group])  # noqa: PLW2901
+            numbers[event.rank, event.group] += 1
+        if event.duration or not event.computes:  # a piece of work between two calls may be empty
+            events.append(event._replace(op=name(event)))
     return replace(trace, events=events, program=None, about=measured.about)
 
 

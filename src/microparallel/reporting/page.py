@@ -159,7 +159,7 @@ def _prediction(measured: Measured) -> list[Markup]:
     rows = prediction_of(measured)
     if not rows:
         return []
-    heading = element("tr", *(element("th", name, scope="col") for name in ("", "predicted", "measured", "ratio")))
+    heading = element("tr", *(element("th", name, scope="col") for name in (" ", "predicted", "measured", "ratio")))
     body = [
         element("tr", element("th", name, scope="row"), *(element("td", value) for value in values))
         for name, *values in rows
