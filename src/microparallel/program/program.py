@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from microparallel.errors import ProgramError
-from microparallel.program.ops import AllReduce, GroupOp, Op, Recv, Send
+from microparallel.program.ops import AllReduce, Broadcast, GroupOp, Op, Recv, Send
 
 CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "scatter", "gather"]
 MOST_SLICES = 100_000
@@ -132,9 +132,8 @@ class Program:
         """
         together: dict[tuple[GroupOp, int], list[int]] = {}
         for rank, ops in enumerate(self.ranks):
-            for op in dict.fromkeys(ops):
-                if isinstance(op, GroupOp):
-                    together.setdefault((op, self.line(rank, op.axis)), []).append(rank)
+            for op in dict.fromkeys(op for op in ops if isinstance(op, (AllReduce, Broadcast))):  # many are neither
+                together.setdefault((op, self.line(rank, op.axis)), []).append(rank)
         return {(rank, op): tuple(ranks) for (op, _), ranks in together.items() for rank in ranks}
 
     def line(self, rank: int, axis: str) -> int:
