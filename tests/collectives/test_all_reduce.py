@@ -101,12 +101,12 @@ def test_messages_sent(ranks):
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("ranks", [1, 2, 5, 8])
 def test_the_other_collectives(name, ranks):
-    """Slice s of rank r starts as 10 r + s + 1; what ends where follows from the kind."""
+    """Slice s of rank r starts as 1000 r + s + 1; what ends where follows from the kind."""
     program = build(name, ranks)
     assert isinstance(program.goal, Collective) and program.goal.kind == name.removeprefix("direct-")
     kind = program.goal.kind
     slices = program.goal.slices
-    tensors = [torch.arange(slices) + 10 * rank + 1 for rank in range(ranks)]
+    tensors = [torch.arange(slices) + 1000 * rank + 1 for rank in range(ranks)]
     before = [tensor.clone() for tensor in tensors]
     mp.run_in_process(program, tensors)
     total = sum(before)
@@ -116,6 +116,10 @@ def test_the_other_collectives(name, ranks):
             assert tensor[rank] == total[rank]
         elif kind == "all-gather" or (kind == "gather" and rank == 0):
             assert torch.equal(tensor, own)
+        elif kind == "all-to-all":  # a row of a square before, and a column afterwards
+            assert tensor.view(ranks, ranks)[:, rank].tolist() == [
+                1000 * source + source * ranks + rank + 1 for source in range(ranks)
+            ]
         elif kind == "broadcast":
             assert torch.equal(tensor, before[0])
         elif kind == "reduce" and rank == 0:

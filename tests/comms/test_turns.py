@@ -8,7 +8,7 @@ import pytest
 
 from microparallel.comms import patience
 from microparallel.comms.turns import Line
-from microparallel.errors import CommsError
+from microparallel.errors import CommsError, TransportTimeout
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_waiting_gives_up(line):
     line.run_in_background()
     assert begun.wait(20)
     later = line.append(lambda _: None)
-    with pytest.raises(RuntimeError, match="timed out"):
+    with pytest.raises(TransportTimeout, match="timed out"):
         later.wait(0.01)
     gate.set()
     later.wait()

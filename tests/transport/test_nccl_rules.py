@@ -154,11 +154,14 @@ def promised(program: Program, before: list[torch.Tensor], rank: int) -> list[tu
         "reduce-scatter": total,
         "all-gather": [everything[index % len(before)][index] for index in range(goal.slices)],
         "gather": [everything[index % len(before)][index] for index in range(goal.slices)],
+        "all-to-all": [everything[index // len(before)][index] for index in range(goal.slices)],
         "broadcast": everything[0],
         "scatter": everything[0],
     }[goal.kind]
     if goal.kind in ("reduce", "gather") and rank != 0:
         return []
+    if goal.kind == "all-to-all":
+        return [(index, wanted[index]) for index in range(rank, goal.slices, len(before))]
     only_one = goal.kind in ("reduce-scatter", "scatter")
     return [(index, tensor) for index, tensor in enumerate(wanted) if index == rank or not only_one]
 

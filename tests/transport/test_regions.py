@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from microparallel.errors import CommsError
+from microparallel.errors import CommsError, PeerGone
 from microparallel.transport.shared_memory import regions
 from microparallel.transport.shared_memory.peers import Peers
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
@@ -41,7 +41,7 @@ def own(sockets, status):
 
 @pytest.fixture
 def theirs(sockets, status):
-    return TheirRegions(sockets[1], status)
+    return TheirRegions(0, sockets[1], status)
 
 
 def moved(own, tensor):
@@ -188,7 +188,7 @@ def test_memory_that_was_not_handed_over(theirs, sockets, status):
         theirs.bytes_of(1)
     status.tell()
     sockets[0].close()
-    with pytest.raises(CommsError, match="went away"):
+    with pytest.raises(PeerGone, match="rank 0 went away"):
         theirs.bytes_of(1)
 
 
@@ -198,5 +198,5 @@ def test_news_that_nobody_has_read_does_not_hide_that_a_peer_is_gone(own, socket
     assert moved(own, torch.zeros(LARGE))
     peers.require_alive(0)
     sockets[0].close()
-    with pytest.raises(RuntimeError, match="rank 0 went away"):
+    with pytest.raises(PeerGone, match="rank 0 went away"):
         peers.require_alive(0)

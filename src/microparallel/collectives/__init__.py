@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Literal
 
+from microparallel.collectives.all_to_all import all_to_all
 from microparallel.collectives.direct import (
     direct_all_gather,
     direct_all_reduce,
@@ -43,6 +44,7 @@ OTHERS: dict[str, Callable[..., Program]] = {
     "reduce": tree_reduce,
     "scatter": scatter,
     "gather": gather,
+    "all-to-all": all_to_all,
     "direct-reduce-scatter": direct_reduce_scatter,
     "direct-all-gather": direct_all_gather,
     "direct-broadcast": direct_broadcast,
@@ -63,9 +65,9 @@ def build(name: str, ranks: int, **options: int) -> Program:
     """Build a collective by name, for any number of ranks.
 
     `ring`, `tree` and the like are all-reduces; `hierarchical` takes `ranks_per_node`. The others are
-    `reduce-scatter`, `all-gather`, `broadcast`, `reduce`, `scatter` and `gather`; with `direct-` before the first four,
-    those that read straight from each other. `scatter`, `gather`, `broadcast`, `direct-broadcast`
-    and `direct-reduce` take `root`.
+    `reduce-scatter`, `all-gather`, `broadcast`, `reduce`, `scatter`, `gather` and `all-to-all`; with `direct-` before
+    the first four, those that read straight from each other. `scatter`, `gather`, `broadcast`, `direct-broadcast` and
+    `direct-reduce` take `root`.
     """
     builders = ALL_REDUCES | OTHERS
     if name not in builders:

@@ -16,6 +16,7 @@ from microparallel.comms.failures import named_failures
 from microparallel.comms.listening import Heard
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.turns import Turn
+from microparallel.errors import TransportTimeout
 from microparallel.flight import Entry, NoEntry
 from microparallel.transport.base import Work
 
@@ -146,7 +147,7 @@ class MessageWork(StartedWork):
 
     def _finish(self, timeout: float | None) -> None:
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
-            raise RuntimeError("timed out")
+            raise TransportTimeout("timed out: another thread waits for the same message")
         try:
             if not self._done:
                 self._receive(timeout)

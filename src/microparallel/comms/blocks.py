@@ -12,7 +12,7 @@ import torch
 
 from microparallel.comms.interpreter import Memory, Pieces
 from microparallel.errors import ProgramError
-from microparallel.program import Chunk, Part, Value
+from microparallel.program import Chunk, Value
 
 _BLOCK_BYTES = 4 * 2**20
 
@@ -64,19 +64,22 @@ class _Listed:
         return self._tensors[value.start]
 
 
-def personal(inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> Blocks:
+def personal(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rank: int) -> Blocks:
     """What a rank hands to each of the others, and what it gets from each; all at once."""
-    return lambda *_: iter([_Personal(inputs, outputs)])
+    return lambda *_: iter([Personal(inputs, outputs, rank)])
 
 
-class _Personal:
-    def __init__(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
+class Personal:
+    """One rank's tensors in an all-to-all: those it has for the others, and those it gets from them."""
+
+    def __init__(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], rank: int) -> None:
         self._inputs = inputs
         self._outputs = outputs
+        self._rank = rank
 
     def __getitem__(self, value: Value) -> torch.Tensor:
-        if isinstance(value, Part):
-            return self._outputs[value.rank]
-        if isinstance(value, Chunk) and len(value) == 1:
-            return self._inputs[value.start]
-        raise ProgramError(f"{value} is nothing that one rank hands to another")
+        """The tensor for, or from, another rank."""
+        if not isinstance(value, Chunk) or len(value) != 1:
+            raise ProgramError(f"{value} is nothing that one rank hands to another")
+        source, to = divmod(value.start, len(self._inputs))
+        return self._inputs[to] if source == self._rank else self._outputs[source]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from microparallel.collectives import all_reduce_program
-from microparallel.comms.calls import Call, describe, describe_list
+from microparallel.comms.calls import Call, describe, describe_content, describe_list
 from microparallel.comms.conversation import Conversation
 from microparallel.comms.failures import explain
 from microparallel.comms.group import Group
@@ -23,7 +23,7 @@ from microparallel.comms.mail import Mail
 from microparallel.comms.reductions import check_reduction, finish_reduction, stand_in, wire_reduction
 from microparallel.comms.request import Request
 from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
-from microparallel.errors import CommsError, UsageError
+from microparallel.errors import CommsError, Mismatch, TransportError, UsageError
 from microparallel.flight import Flight
 from microparallel.transport.base import Work
 
@@ -213,6 +213,73 @@ class Comms(Conversation):
         )
         return request.wait()
 
+    @overload
+    def all_to_all(
+        self,
+        tensors: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor] | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> list[torch.Tensor]: ...
+    @overload
+    def all_to_all(
+        self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = ..., *, async_op: Literal[True]
+    ) -> Request[list[torch.Tensor]]: ...
+    def all_to_all(
+        self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None, async_op: bool = False
+    ) -> list[torch.Tensor] | Request[list[torch.Tensor]]:
+        """Hand tensor r of the list to rank r, and return what each rank had for this one, in rank order.
+
+        The tensors may differ in shape and dtype: they are described to their receivers first, unless these know.
+
+        Args:
+            tensors: one for each rank, this one included.
+            into: tensors to receive into, for ranks that know what comes: then no descriptions are exchanged. Either
+                all ranks give them, or none does.
+            async_op: return a `Request` as soon as it is known what comes; its `wait()` returns the list.
+        """
+        for name, given in (("tensors", tensors), ("into", into)):
+            if given is not None and len(given) != self.world_size:
+                raise UsageError(
+                    f"all_to_all: {name} needs one tensor for each of {self.world_size} ranks, not {len(given)}"
+                )
+        wires = [to_wire(tensor, self._transport.carries) for tensor in tensors]
+        call = Call.of_all("all_to_all", *(["into"] if into is not None else []), size=_bytes(wires))
+        agreed = into is None or self._checker is not None
+        contents = self._exchange_headers(call, wires) if agreed else []
+        device = tensors[self.rank].device
+        if into is None:
+            outputs = [empty_on_wire(shape, dtype, device, self._transport.carries) for dtype, shape in contents]
+        else:
+            for tensor in into:
+                require_writable(tensor, "all_to_all")
+            _require_room(into, wires[self.rank], self.rank, contents)
+            outputs = [to_wire(tensor, self._transport.carries) for tensor in into]
+
+        def finish() -> list[torch.Tensor]:
+            if into is None:
+                return [output.to(device) for output in outputs]
+            return [from_wire(output, tensor) for output, tensor in zip(outputs, into, strict=True)]
+
+        start = self._start if agreed else self._collective
+        request = start(
+            call,
+            lambda: [self._transport.all_to_all([as_bytes(one) for one in outputs], [as_bytes(one) for one in wires])],
+            finish,
+        )
+        if not async_op:
+            return request.wait()
+        self._transport.run_in_background()
+        return request
+
+    def _exchange_headers(self, call: Call, wires: list[torch.Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
+        """Tell each rank what it will get, and hear what comes from each."""
+        mine = write_headers(wires, self.world_size)
+        theirs = torch.empty_like(mine)
+        self._collective(
+            call, lambda: [self._transport.all_to_all(list(theirs.unbind()), list(mine.unbind()))], lambda: None
+        ).wait()
+        return read_headers(theirs)
+
     # ── combining everybody's tensor ────────────────────────────────────────────────────────────────────────────
 
     def reduce(self, tensor: torch.Tensor, dst: int = 0, op: str = "sum") -> torch.Tensor:
@@ -326,9 +393,9 @@ class Comms(Conversation):
         """Whether a rank's messages run one after another, as NCCL's do: then none may be posted before its time."""
         return self.device.type == "cuda" and "cuda" in self._transport.carries
 
-    def explain(self, error: RuntimeError, call: str) -> CommsError:
+    def explain(self, error: TransportError, call: str) -> CommsError:
         """Turn a transport's failure in messages of one's own into an error that names the rank and the call."""
-        return error if isinstance(error, CommsError) else explain(error, Call(call, call), self._transport)
+        return explain(error, Call(call, call), self._transport)
 
     # ── smaller worlds ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -377,6 +444,20 @@ class Comms(Conversation):
 
     def __repr__(self) -> str:
         return f"<Comms rank {self.rank} of {self.world_size} on {self.device}>"
+
+
+def _require_room(
+    into: Sequence[torch.Tensor], own: torch.Tensor, rank: int, contents: list[tuple[torch.dtype, torch.Size]]
+) -> None:
+    """Refuse tensors that do not fit what is known to come: what a rank has for itself; in checked mode, everything."""
+    known = dict(enumerate(contents)) or {rank: (own.dtype, own.shape)}
+    for source, (dtype, shape) in known.items():
+        tensor = into[source]
+        if (tensor.dtype, tensor.numel()) != (dtype, shape.numel()):
+            raise Mismatch(
+                f"all_to_all: rank {source} has {describe_content(dtype, shape)} for rank {rank}, "
+                f"which receives it into {describe(tensor)}"
+            )
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

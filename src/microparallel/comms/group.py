@@ -55,6 +55,9 @@ class Group(Protocol):
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> Work:
         """Start combining the ranks' inputs position by position; rank r gets position r."""
 
+    def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
+        """Start handing input r to rank r, and getting one from each; sizes may differ from pair to pair."""
+
     def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Work:
         """Start combining everybody's tensor, in place, on every rank."""
 
@@ -70,9 +73,6 @@ class Group(Protocol):
 
     def subgroup(self, ranks: list[int]) -> Group | None:
         """Make a group of some of these ranks; only they need to call this. None on a rank that is not among them."""
-
-    def lost_peers(self) -> list[int]:
-        """The ranks that have gone, after a call has failed."""
 
     def close(self) -> None:
         """Leave the group."""

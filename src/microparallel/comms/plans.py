@@ -6,7 +6,7 @@ import functools
 
 from microparallel.collectives import build
 from microparallel.comms.interpreter import Round, rounds, slices_of
-from microparallel.program import Chunk, Part, Recv, Send
+from microparallel.program import Recv
 
 
 class Plan:
@@ -26,17 +26,3 @@ def plan_of(name: str, ranks: int, rank: int, root: int | None = None) -> Plan:
     heard = [{op.source for op in ops if isinstance(op, Recv)} for ops in program.ranks]
     all_meet = all(sources == set(range(ranks)) - {own} for own, sources in enumerate(heard))
     return Plan(name, slices_of(program), tuple(rounds(program.ranks[rank])), all_meet=all_meet)
-
-
-@functools.lru_cache(maxsize=64)
-def personal_plan(ranks: int, rank: int) -> Plan:
-    """Everybody has something of its own for everybody: it goes out as a chunk, and arrives as a part.
-
-    ```
-    rank 0: >C2@2 >C1@1 <P1@1 <P2@2
-    ```
-    """
-    distances = range(1, ranks)
-    sends = [Send(Chunk(to, to + 1), to) for to in ((rank - distance) % ranks for distance in distances)]
-    receives = [Recv(Part(source), source) for source in ((rank + distance) % ranks for distance in distances)]
-    return Plan("all-to-all", ranks, tuple(rounds([*sends, *receives])))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from microparallel.collectives import resolve
 from microparallel.comms.blocks import Blocks, listed, personal, whole
 from microparallel.comms.interpreter import COMBINE, perform
-from microparallel.comms.plans import Plan, personal_plan, plan_of
+from microparallel.comms.plans import Plan, plan_of
 from microparallel.comms.turns import Line, Turn
 from microparallel.errors import UsageError
 from microparallel.flight import Flight
@@ -135,7 +135,8 @@ class SharedMemoryGroup:
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Turn:
         """Hand input r to rank r, and get one from each; sizes may differ, as long as each pair of ranks agrees."""
         outputs[self.rank].copy_(inputs[self.rank])
-        return self._program(personal_plan(self.world_size, self.rank), personal(inputs, outputs))
+        plan = plan_of("all-to-all", self.world_size, self.rank)
+        return self._program(plan, personal(inputs, outputs, self.rank))
 
     def barrier(self) -> Turn:
         """Meet: nobody goes on before everybody has come."""
@@ -198,8 +199,13 @@ class SharedMemoryGroup:
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
         number = self.transport.peers.call()
-        ready = functools.partial(self.transport.peers.have_called, number)
-        return self._line.append(run, getattr(self._call, "timeout", None), ready)
+        peers = self.transport.peers
+        return self._line.append(
+            run,
+            getattr(self._call, "timeout", None),
+            ready=functools.partial(peers.have_called, number),
+            missing=functools.partial(peers.missing, number),
+        )
 
     # ── memory, smaller groups, the end ─────────────────────────────────────────────────────────────────────────
 
@@ -215,10 +221,6 @@ class SharedMemoryGroup:
         group: Any = make_group(self.process_group, world_ranks, "microparallel")
         shared: SharedMemoryGroup = group.shared_memory
         return shared
-
-    def lost_peers(self) -> list[int]:
-        """The ranks that were found to be gone."""
-        return self.transport.peers.lost
 
     def close(self) -> None:
         """Leave the group, and let torch forget it; its `shut_down` is called on the way."""

@@ -19,6 +19,7 @@ from microparallel.comms.comms import Comms
 from microparallel.comms.group import Group
 from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
 from microparallel.comms.turns import Line, Turn
+from microparallel.errors import TransportError
 from microparallel.topology import Link
 from microparallel.transport.base import COMPLETE, SeparateMessages, Work
 
@@ -120,7 +121,7 @@ class Wire:
             time.sleep(self._link.seconds(tensor.nbytes))
             try:
                 self._group.isend(tensor, self._to, tag).wait()
-            except RuntimeError:  # whoever waits for it finds out why
+            except TransportError:  # whoever waits for it finds out why
                 return
 
     def close(self) -> None:

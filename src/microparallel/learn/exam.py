@@ -127,9 +127,11 @@ class Exam:
         return lines[-1] if lines else None
 
     def _late(self, late: RanksTimedOut, timeout: float) -> str:
-        at = re.search(rf"rank (\d+): .*?{re.escape(self.file.name)}:(\d+)", str(late))
-        where = f", in line {at[2]}" if at else ""
-        rank = at[1] if at else late.ranks[0]
+        rank, where = late.ranks[0], ""
+        for standing, place in late.places.items():
+            if at := re.search(rf"{re.escape(self.file.name)}:(\d+)", place):
+                rank, where = standing, f", in line {at[1]}"
+                break
         return f"rank {rank} was still busy after {timeout:g} s{where}: does a loop there never end?"
 
     def _deadlock(self, waiting: list[Waiting], finished: list[int]) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
 from microparallel.comms.record import Recorder
-from microparallel.errors import CommsError, StageError, UsageError
+from microparallel.errors import TransportError, UsageError
 from microparallel.pipeline.cut_together import cut_together
 from microparallel.pipeline.interpreter import Interpreter
 from microparallel.pipeline.layers import NamedLayer
@@ -240,9 +240,7 @@ class Pipeline(Member):
             with telling.quietly():
                 for work in interpreter.run():
                     work.wait()
-        except (StageError, CommsError):
-            raise
-        except RuntimeError as error:
+        except TransportError as error:
             doing = _in_words(interpreter.now, self._row.world_ranks)
             raise self._row.explain(error, f"the pipeline's {doing}") from error
 
@@ -250,9 +248,7 @@ class Pipeline(Member):
         """Learn from the rank with the first stage what is coming."""
         try:
             return self._shapes[training].agree(inputs, self._schedule.microbatches, allow_fewer)
-        except CommsError:
-            raise
-        except RuntimeError as error:
+        except TransportError as error:
             raise self._row.explain(error, "the pipeline's talk about the batch's shapes") from error
 
     def _require_batch(self, call: str, inputs: Any, targets: Any, samples: int | None) -> None:

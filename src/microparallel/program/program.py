@@ -10,7 +10,9 @@ from typing import Literal
 from microparallel.errors import ProgramError
 from microparallel.program.ops import AllReduce, Broadcast, GroupOp, Op, Recv, Send
 
-CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "scatter", "gather"]
+CollectiveKind = Literal[
+    "all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "scatter", "gather", "all-to-all"
+]
 MOST_SLICES = 100_000
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 
@@ -28,6 +30,9 @@ class Collective:
     | `gather`         | rank r slice r                          | the root every slice                          |
     | `broadcast`      | the root every slice                    | every rank every slice                        |
     | `scatter`        | the root every slice                    | rank r slice r                                |
+    | `all-to-all`     | rank r slices r·p to r·p + p            | rank r slices r, p + r, 2p + r, …             |
+
+    In an all-to-all among p ranks there is a slice for each pair: number s·p + r is what rank s has for rank r.
     """
 
     kind: CollectiveKind
@@ -35,10 +40,15 @@ class Collective:
     root: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.slices <= MOST_SLICES:
+        if not 1 <= self.per_rank <= MOST_SLICES:
             raise ProgramError(f"a collective has 1 to {MOST_SLICES:,} slices, not {self.slices:,}")
         if (self.root is not None) != (self.kind in ROOTED):
             raise ProgramError(f"{self.kind} {'needs a' if self.kind in ROOTED else 'has no'} root")
+
+    @property
+    def per_rank(self) -> int:
+        """How many slices one rank's own tensor has: all there are; in an all-to-all, one for each rank."""
+        return math.isqrt(max(0, self.slices)) if self.kind == "all-to-all" else self.slices
 
     def __str__(self) -> str:
         root = "" if self.root is None else f", root {self.root}"
@@ -101,6 +111,13 @@ class Program:
             raise ProgramError(f"{self.name!r} is no name for a program; it needs letters, and neither # nor line ends")
         if not self.ranks:
             raise ProgramError(f"program {self.name!r} has no ranks; at least 1 is needed")
+        if isinstance(self.goal, Collective) and self.goal.kind == "all-to-all":
+            pairs = len(self.ranks) ** 2
+            if self.goal.slices != pairs:
+                raise ProgramError(
+                    f"an all-to-all among {len(self.ranks)} ranks has a slice for each pair, {pairs} in all, "
+                    f"not {self.goal.slices}"
+                )
         if self.mesh and math.prod(size for _, size in self.mesh) != len(self.ranks):
             grid = " × ".join(f"{axis} {size}" for axis, size in self.mesh)
             raise ProgramError(f"the mesh of program {self.name!r} is {grid}, and it has {len(self.ranks)} ranks")

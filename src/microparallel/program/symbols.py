@@ -26,6 +26,8 @@ def at_first(goal: Collective, rank: int, index: int) -> Symbol:
         holds = index == rank
     elif goal.kind in ("broadcast", "scatter"):
         holds = rank == goal.root
+    elif goal.kind == "all-to-all":
+        holds = index // goal.per_rank == rank
     return {(rank, index): 1} if holds else {}
 
 
@@ -34,6 +36,8 @@ def whole(goal: Collective, ranks: int, index: int) -> Symbol:
     if goal.kind in ("all-reduce", "reduce", "reduce-scatter"):
         return {(rank, index): 1 for rank in range(ranks)}
     source = index if goal.root is None or goal.kind == "gather" else goal.root
+    if goal.kind == "all-to-all":
+        source = index // goal.per_rank
     return {(source, index): 1}
 
 
@@ -41,6 +45,8 @@ def promised(goal: Collective, rank: int, index: int) -> bool:
     """Whether the goal promises a rank that it will have a whole slice."""
     if goal.kind in ("reduce", "gather"):
         return rank == goal.root
+    if goal.kind == "all-to-all":
+        return index % goal.per_rank == rank
     return goal.kind not in ("reduce-scatter", "scatter") or index == rank
 
 

@@ -44,8 +44,8 @@ class Costs:
         latency: what each message costs, however small; as long, it keeps its sender's and its receiver's port busy.
         seconds_per_byte: what each of its bytes costs.
         add_seconds_per_byte: what it costs to add a received byte to one's own.
-        bytes_per_value: the size of a collective's whole tensor, of a stage's output, or of a layer's gradients; or a
-            function from a value to its size. Without a function, named values (`:loss`) have none.
+        bytes_per_value: the size of a rank's whole tensor in a collective, of a stage's output, or of a layer's
+            gradients; or a function from a value to its size. Without a function, named values (`:loss`) have none.
         transport: what carries the messages; it decides by which algorithm an AllReduce or a Broadcast runs that names
             none (`collectives.resolve`).
         links: connections that differ from the others, by (sender, receiver); what a `Link` leaves out is as usual.
@@ -119,7 +119,7 @@ class Costs:
                 raise UsageError(f"Costs: bytes_per_value says that {value} has {size} bytes; it must be 0 or more")
             return size
         if isinstance(value, Chunk) and isinstance(goal, Collective):
-            return self.bytes_per_value * len(value) / goal.slices
+            return self.bytes_per_value * len(value) / goal.per_rank
         if isinstance(value, Bucket) and not isinstance(goal, Collective) and value.index < len(goal.buckets):
             start, stop = goal.buckets[value.index]
             return self.bytes_per_value * (stop - start)

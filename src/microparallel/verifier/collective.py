@@ -17,14 +17,12 @@ def check_collective(program: Program, goal: Collective) -> None:
         if not isinstance(op, Send | Recv | Add | Join):
             raise ProgramError(f"rank {cursor.rank} does {op}, which is no operation of a collective")
         ranks[cursor.rank].do(op, cursor.message)
-    for index in range(goal.slices):
-        wanted = whole(goal, program.world_size, index)
-        for rank, contents in enumerate(ranks):
-            if promised(goal, rank, index) and contents.slices[index] != wanted:
-                found = _words(contents.slices[index], index)
-                raise ProgramError(
-                    f"rank {rank} ends with {found} in slice {index}, and should have {_words(wanted, index)}"
-                )
+    wanted = [whole(goal, program.world_size, index) for index in range(goal.slices)]
+    for rank, contents in enumerate(ranks):
+        for index, symbol in enumerate(contents.slices):
+            if promised(goal, rank, index) and symbol != wanted[index]:
+                found, right = _words(symbol, index), _words(wanted[index], index)
+                raise ProgramError(f"rank {rank} ends with {found} in slice {index}, and should have {right}")
 
 
 def _words(symbol: Symbol, index: int) -> str:

@@ -25,11 +25,12 @@ from microparallel.comms.backend_flight import using
 from microparallel.comms.group import Group
 from microparallel.comms.torch_group import TorchGroup
 from microparallel.drawing.numbers import count
-from microparallel.errors import CommsTimeout, UsageError
+from microparallel.errors import AddressInUse, CommsTimeout, TransportTimeout, UsageError
 from microparallel.flight import Flight, agreed_folder
 from microparallel.topology import threads_per_rank
 from microparallel.topology.placement import Placement, find_placement
 from microparallel.transport.shared_memory import futex, this_machine
+from microparallel.transport.torch_distributed import TRANSLATED
 from microparallel.world.missing import notes_of, saying_who_is_missing
 
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
@@ -190,21 +191,19 @@ def _meet(placement: Placement, timeout: float) -> dist.Store:
 def _meeting_errors(placement: Placement, timeout: float) -> Iterator[None]:
     place = f"{placement.address}:{placement.port}"
     try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).lower()
-        if "eaddrinuse" in reason or "address already in use" in reason:
-            raise UsageError(
-                f"port {placement.port} on {placement.address} is in use by another program; "
-                "choose a free one with MASTER_PORT (or torchrun's --master-port)"
-            ) from error
-        if "timed out" in reason or "timeout" in reason:
-            raise CommsTimeout(
-                f"rank {placement.rank} waited {timeout:g} s at {place} "
-                f"for the other {count(placement.world_size - 1, 'rank')}; "
-                "were all of them started, and can they reach that address?"
-            ) from error
-        raise
+        with TRANSLATED:
+            yield
+    except AddressInUse as error:
+        raise UsageError(
+            f"port {placement.port} on {placement.address} is in use by another program; "
+            "choose a free one with MASTER_PORT (or torchrun's --master-port)"
+        ) from error
+    except TransportTimeout as error:
+        raise CommsTimeout(
+            f"rank {placement.rank} waited {timeout:g} s at {place} "
+            f"for the other {count(placement.world_size - 1, 'rank')}; "
+            "were all of them started, and can they reach that address?"
+        ) from error
 
 
 def require_possible(transport: str, device: str, placement: Placement) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 
 import torch
 
-from microparallel.errors import CommsError
+from microparallel.errors import CommsError, PeerGone
 from microparallel.topology import available_memory
 from microparallel.transport.shared_memory.arena import MARGIN
 from microparallel.transport.shared_memory.status import Status
@@ -103,7 +103,8 @@ class OwnRegions:
 class TheirRegions:
     """The storages that a peer has moved, as this rank maps them."""
 
-    def __init__(self, connection: socket.socket, status: Status) -> None:
+    def __init__(self, peer: int, connection: socket.socket, status: Status) -> None:
+        self._peer = peer
         self._connection = connection
         self._status = status
         self._read = 0
@@ -125,10 +126,12 @@ class TheirRegions:
     def _read_news(self) -> None:
         try:
             message, descriptors, _, _ = socket.recv_fds(self._connection, _NEWS.size, 1)
+        except ConnectionError as error:
+            raise PeerGone([self._peer]) from error
         except OSError as error:
             raise CommsError(f"a peer has not handed over what it told of: {error}") from error
         if len(message) != _NEWS.size:
-            raise CommsError("a peer went away while it handed over memory")
+            raise PeerGone([self._peer])
         number, size = _NEWS.unpack(message)
         if not size:
             self._regions.pop(number, None)
