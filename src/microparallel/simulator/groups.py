@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -51,10 +52,28 @@ class Groups:
         size = self._costs.size(op.value, self._goal)
         kind: GroupKind = "all-reduce" if isinstance(op, AllReduce) else "broadcast"
         algorithm = resolve(kind, op.algorithm, len(ranks), size, self._costs.transport)
+        if algorithm == "ring" and (link := self._only_link(ranks)) is not None:
+            return [self._ring(op, len(ranks), size, link)] * len(ranks)
         shape = _shape(kind, algorithm, len(ranks), None if isinstance(op, AllReduce) else ranks.index(op.root))
         measured = self._costs.together(op) if len(ranks) > 1 else 0
         seconds = self._simulated(shape, ranks, size) if measured is None else [measured] * len(ranks)
         return [Share(end, messages, part * size) for end, (messages, part) in zip(seconds, shape.sent, strict=True)]
+
+    def _only_link(self, ranks: tuple[int, ...]) -> Link | None:
+        """How neighbours in a ring are connected, if all are in the same way."""
+        links = {self._costs.link(*pair) for pair in itertools.pairwise((*ranks, ranks[0])) if len(ranks) > 1}
+        return links.pop() if len(links) == 1 else None
+
+    def _ring(self, op: GroupOp, count: int, size: float, link: Link) -> Share:
+        """Where all links are alike, all ranks do each step at the same time. So one rank's steps tell everything.
+
+        A ring of a thousand ranks has millions of operations.
+        """
+        messages = 2 * (count - 1)
+        adding = (count - 1) * size / count * self._costs.add_seconds_per_byte
+        measured = self._costs.together(op)
+        seconds = messages * link.seconds(size / count) + adding if measured is None else measured
+        return Share(seconds, messages, messages * size / count)
 
     def _simulated(self, shape: _Shape, ranks: tuple[int, ...], size: float) -> list[float]:
         links = tuple(self._costs.link(ranks[sender], ranks[receiver]) for sender, receiver in shape.channels)
