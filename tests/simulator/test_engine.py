@@ -215,6 +215,20 @@ def test_an_all_reduce_costs_what_its_program_costs(algorithm, ranks):
     assert trace.bytes_sent == pytest.approx(alone.bytes_sent)
 
 
+@pytest.mark.parametrize("ranks", range(2, 12))
+def test_a_ring_of_equal_links_is_not_simulated_and_costs_the_same(ranks):
+    costs = {name: Fraction(number, 7) for name, number in GROUP.items()}
+    trace = mp.simulate(mp.schedules.ddp(1, 1, ranks, algorithm="ring"), mp.Costs(**costs))
+    ring = mp.simulate(mp.collectives.build("ring", ranks), mp.Costs(**costs))
+    assert {times(trace, rank)["*U0@dp:ring"] for rank in range(ranks)} == {(3, 3 + ring.makespan)}
+    assert (trace.messages_sent, trace.bytes_sent) == (ring.messages_sent, ring.bytes_sent)
+
+
+def test_a_ring_of_many_ranks_is_quick():
+    trace = mp.simulate(mp.schedules.ddp(layers=2, buckets=2, ranks=1000), mp.Costs(seconds_per_byte=1))
+    assert trace.messages_sent == [2 * 2 * 999] * 1000
+
+
 def test_ranks_of_a_group_use_the_links_between_them():
     """Two columns of replicas: the slow link joins ranks 1 and 3, which are neighbours in the second column only."""
     program = mp.schedules.replicate(mp.schedules.build("gpipe", 2, 1), 2)

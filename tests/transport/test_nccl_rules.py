@@ -220,7 +220,7 @@ def test_a_program_that_stands_still_names_where():
         "program 'wrong' stands still: rank 0 stands at exchange 1 (receive of 2 × float32 from rank 1); "
         "rank 1 stands at exchange 1 (receive of 2 × float32 from rank 0)"
     )
-    with pytest.raises(mp.ProgramError, match="rank 0 waits for a message from rank 1; rank 1 waits for"):
+    with pytest.raises(mp.ProgramError, match="rank 0 waits for C0 from rank 1; rank 1 waits for C0 from"):
         mp.run_in_process(program, [torch.zeros(2), torch.zeros(2)])
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
-from microparallel.drawing.holdings import Held, walk
+from microparallel.drawing.holdings import Held, held_after_each
 from microparallel.errors import UsageError
 from microparallel.program import Collective, Op, Program, Recv, Send
 from microparallel.simulator import Costs, simulate
@@ -54,7 +54,7 @@ def hops_of(program: Program) -> Walkthrough:
     ticks = _ticks(trace)
     ops: list[list[list[Op]]] = [[[] for _ in program.ranks] for _ in range(round(trace.makespan))]
     held: list[list[Held]] = [[] for _ in range(len(ops) + 1)]
-    for rank, states in enumerate(walk(program, goal)):
+    for rank, states in enumerate(held_after_each(program, goal)):
         after = {0: states[0]}
         for op, state, tick in zip(program.ranks[rank], states[1:], ticks[rank], strict=False):
             if tick is not None:

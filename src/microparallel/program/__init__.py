@@ -23,9 +23,10 @@ from microparallel.program.ops import (
     lane,
 )
 from microparallel.program.program import Collective, Goal, Groups, Program, TrainingStep
-from microparallel.program.rules import Rules, halves, live_activations, peak_activations
+from microparallel.program.rules import OpenSends, Rules, halves, live_activations, peak_activations
 from microparallel.program.text import from_text, parse_op, to_text
 from microparallel.program.values import Act, Bucket, Chunk, Delta, Grad, Named, Part, Rest, Value, parse_value, touch
+from microparallel.program.walk import Cursor, Message, Policy, Queue, Sends, Wait, Walk
 
 __all__ = [
     "AUTO",
@@ -40,6 +41,7 @@ __all__ = [
     "Bucket",
     "Chunk",
     "Collective",
+    "Cursor",
     "Delta",
     "Forward",
     "ForwardBackward",
@@ -51,17 +53,24 @@ __all__ = [
     "Groups",
     "Join",
     "Lane",
+    "Message",
     "Named",
     "Op",
+    "OpenSends",
     "OptimizerStep",
     "Part",
+    "Policy",
     "Program",
+    "Queue",
     "Recv",
     "Rest",
     "Rules",
     "Send",
+    "Sends",
     "TrainingStep",
     "Value",
+    "Wait",
+    "Walk",
     "from_text",
     "halves",
     "lane",

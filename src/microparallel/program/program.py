@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from microparallel.errors import ProgramError
-from microparallel.program.ops import AllReduce, GroupOp, Op, Recv, Send
+from microparallel.program.ops import AllReduce, Broadcast, GroupOp, Op, Recv, Send
 
 CollectiveKind = Literal[
     "all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "scatter", "gather", "all-to-all"
@@ -111,11 +111,6 @@ class Program:
             raise ProgramError(f"{self.name!r} is no name for a program; it needs letters, and neither # nor line ends")
         if not self.ranks:
             raise ProgramError(f"program {self.name!r} has no ranks; at least 1 is needed")
-        if self.mesh and math.prod(size for _, size in self.mesh) != len(self.ranks):
-            grid = " × ".join(f"{axis} {size}" for axis, size in self.mesh)
-            raise ProgramError(f"the mesh of program {self.name!r} is {grid}, and it has {len(self.ranks)} ranks")
-        if len({axis for axis, _ in self.mesh}) < len(self.mesh):
-            raise ProgramError(f"the mesh of program {self.name!r} names an axis twice")
         if isinstance(self.goal, Collective) and self.goal.kind == "all-to-all":
             pairs = len(self.ranks) ** 2
             if self.goal.slices != pairs:
@@ -123,6 +118,11 @@ class Program:
                     f"an all-to-all among {len(self.ranks)} ranks has a slice for each pair, {pairs} in all, "
                     f"not {self.goal.slices}"
                 )
+        if self.mesh and math.prod(size for _, size in self.mesh) != len(self.ranks):
+            grid = " × ".join(f"{axis} {size}" for axis, size in self.mesh)
+            raise ProgramError(f"the mesh of program {self.name!r} is {grid}, and it has {len(self.ranks)} ranks")
+        if len({axis for axis, _ in self.mesh}) < len(self.mesh):
+            raise ProgramError(f"the mesh of program {self.name!r} names an axis twice")
 
     @property
     def world_size(self) -> int:
@@ -149,9 +149,8 @@ class Program:
         """
         together: dict[tuple[GroupOp, int], list[int]] = {}
         for rank, ops in enumerate(self.ranks):
-            for op in dict.fromkeys(ops):
-                if isinstance(op, GroupOp):
-                    together.setdefault((op, self.line(rank, op.axis)), []).append(rank)
+            for op in dict.fromkeys(op for op in ops if isinstance(op, (AllReduce, Broadcast))):  # many are neither
+                together.setdefault((op, self.line(rank, op.axis)), []).append(rank)
         return {(rank, op): tuple(ranks) for (op, _), ranks in together.items() for rank in ranks}
 
     def line(self, rank: int, axis: str) -> int:

@@ -19,19 +19,26 @@
 
 The first stage's input is the batch, which is always there, and its gradient is nobody's concern. The last stage makes
 its output's gradient itself, from the loss. A named value is whatever its rank says it is, so a Join stands where a
-lane must wait for one. This is the only place where the rule is written: the verifier, the
-simulator, the passes and the interpreters all read it here.
+lane must wait for one.
+
+The hazard: a Send carries its value as it was when it was issued, so as long as it is *open* (may still read), nobody
+may write to what it reads. An Add writes when it begins. A Recv writes from the moment it is posted; with `reduce`,
+only when the message has arrived, since that may arrive beside its place.
+
+This is the only place where these rules are written: the walk (`walk.py`), and so the verifier, the simulator and all
+that is a policy of it, the passes and the interpreters read them here.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
 
 from microparallel.errors import ProgramError
 from microparallel.program import ops as o
 from microparallel.program.program import Goal, TrainingStep
-from microparallel.program.values import Act, Bucket, Delta, Grad, Named, Rest, Value
+from microparallel.program.values import Act, Bucket, Chunk, Delta, Grad, Named, Rest, Value
 
 Compute = o.Forward | o.Backward | o.BackwardInput | o.BackwardWeight
 
@@ -150,6 +157,57 @@ def _kept(stage: int, microbatch: int) -> tuple[Value, ...]:
 
 def _passed_on(stage: int, microbatch: int) -> tuple[Value, ...]:
     return (Grad(stage - 1, microbatch),) if stage else ()
+
+
+def written(op: o.Recv | o.Add) -> Value:
+    """The memory that an operation changes, while its rank may still be sending what is there."""
+    return op.into if isinstance(op, o.Add) else op.value
+
+
+Sending = TypeVar("Sending")
+
+
+class OpenSends(Generic[Sending]):
+    """The sends of one rank that may still read what they carry, each with whatever stands for it.
+
+    They are kept by the memory they read, so that those in the way of a write are found without looking at all.
+    """
+
+    def __init__(self) -> None:
+        self._reading: dict[object, dict[Sending, Value]] = {}
+
+    def add(self, value: Value, sending: Sending) -> None:
+        """A send of a value has begun."""
+        for place in _memory(value):
+            self._reading.setdefault(place, {})[sending] = value
+
+    def conflicts(self, op: o.Recv | o.Add) -> dict[Sending, Value]:
+        """The sends that an operation must wait for before it writes, since they read it; and what each carries."""
+        if not self._reading:
+            return {}
+        found: dict[Sending, Value] = {}
+        for place in _memory(written(op)):
+            found |= self._reading.get(place, {})
+        return found
+
+    def close(self, value: Value, sending: Sending) -> None:
+        """A send of a value has read it."""
+        for place in _memory(value):
+            reading = self._reading[place]
+            del reading[sending]
+            if not reading:
+                del self._reading[place]
+
+    def __iter__(self) -> Iterator[Sending]:
+        """All of them, once each."""
+        return iter({sending: None for reading in self._reading.values() for sending in reading})
+
+
+def _memory(value: Value) -> Iterable[object]:
+    """The pieces of memory that a value names: two values share one if they touch."""
+    if not isinstance(value, Chunk):
+        return (value,)
+    return (value.start,) if value.stop == value.start + 1 else value.slices
 
 
 def live_activations(op: o.Op) -> tuple[int, int]:

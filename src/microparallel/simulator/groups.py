@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,8 +23,17 @@ class Share:
     bytes: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What can be said of an algorithm's program without costs."""
+
+    program: Program
+    channels: list[tuple[int, int]]  # (sender, receiver)
+    sent: list[tuple[int, float]]  # for each rank: how many messages, and how much of the whole tensor
+
+
 class Groups:
-    """Finds out what AllReduces and Broadcasts cost; simulates their programs, and what is alike only once.
+    """Finds out what AllReduces and Broadcasts cost: it simulates their programs, and what is alike only once.
 
     Args:
         costs: of the whole program.
@@ -35,46 +45,57 @@ class Groups:
         self._costs = costs
         self._goal = goal
         self._run = run
-        self._known: dict[tuple[type[GroupOp], str, int | None, tuple[int, ...], float], list[float]] = {}
+        self._known: dict[tuple[object, ...], list[float]] = {}
 
     def shares(self, op: GroupOp, ranks: tuple[int, ...]) -> list[Share]:
         """The share of each rank when all begin at the same time."""
         size = self._costs.size(op.value, self._goal)
         kind: GroupKind = "all-reduce" if isinstance(op, AllReduce) else "broadcast"
-        root = None if isinstance(op, AllReduce) else ranks.index(op.root)
         algorithm = resolve(kind, op.algorithm, len(ranks), size, self._costs.transport)
-        sent = _sent(kind, algorithm, len(ranks), root)
+        if algorithm == "ring" and (link := self._only_link(ranks)) is not None:
+            return [self._ring(op, len(ranks), size, link)] * len(ranks)
+        shape = _shape(kind, algorithm, len(ranks), None if isinstance(op, AllReduce) else ranks.index(op.root))
         measured = self._costs.together(op) if len(ranks) > 1 else 0
-        if measured is not None:
-            seconds = [measured] * len(ranks)
-        else:
-            key = (type(op), algorithm, root, ranks, size)
-            if key not in self._known:
-                program = program_of(kind, algorithm, len(ranks), root)
-                self._known[key] = self._seconds(program, ranks, size)
-            seconds = self._known[key]
-        return [
-            Share(end, messages, slices * size / of) for end, (messages, slices, of) in zip(seconds, sent, strict=True)
-        ]
+        seconds = self._simulated(shape, ranks, size) if measured is None else [measured] * len(ranks)
+        return [Share(end, messages, part * size) for end, (messages, part) in zip(seconds, shape.sent, strict=True)]
 
-    def _seconds(self, program: Program, ranks: tuple[int, ...], size: float) -> list[float]:
-        ends: list[float] = [0] * len(ranks)
-        for event in self._run(program, _Within(costs=self._costs, ranks=ranks, whole=size)):
-            ends[event.rank] = max(ends[event.rank], event.end)
-        return ends
+    def _only_link(self, ranks: tuple[int, ...]) -> Link | None:
+        """How neighbours in a ring are connected, if all are in the same way."""
+        links = {self._costs.link(*pair) for pair in itertools.pairwise((*ranks, ranks[0])) if len(ranks) > 1}
+        return links.pop() if len(links) == 1 else None
+
+    def _ring(self, op: GroupOp, count: int, size: float, link: Link) -> Share:
+        """Where all links are alike, all ranks do each step at the same time. So one rank's steps tell everything.
+
+        A ring of a thousand ranks has millions of operations.
+        """
+        messages = 2 * (count - 1)
+        adding = (count - 1) * size / count * self._costs.add_seconds_per_byte
+        measured = self._costs.together(op)
+        seconds = messages * link.seconds(size / count) + adding if measured is None else measured
+        return Share(seconds, messages, messages * size / count)
+
+    def _simulated(self, shape: _Shape, ranks: tuple[int, ...], size: float) -> list[float]:
+        links = tuple(self._costs.link(ranks[sender], ranks[receiver]) for sender, receiver in shape.channels)
+        key = (id(shape), links, size)
+        if key not in self._known:
+            ends: list[float] = [0] * len(ranks)
+            self._known[key] = ends
+            for event in self._run(shape.program, _Within(costs=self._costs, ranks=ranks, whole=size)):
+                ends[event.rank] = max(ends[event.rank], event.end)
+        return self._known[key]
 
 
 @functools.cache
-def _sent(kind: GroupKind, algorithm: str, ranks: int, root: int | None) -> list[tuple[int, int, int]]:
-    """For each rank: how many messages it sends, how many slices they hold, and how many the tensor has."""
+def _shape(kind: GroupKind, algorithm: str, ranks: int, root: int | None) -> _Shape:
     program = program_of(kind, algorithm, ranks, root)
     assert isinstance(program.goal, Collective)
     slices = program.goal.slices
-    sent = [[op.value for op in ops if isinstance(op, Send)] for ops in program.ranks]
-    return [
-        (len(values), sum(len(value) if isinstance(value, Chunk) else slices for value in values), slices)
-        for values in sent
-    ]
+    sends = [[op for op in ops if isinstance(op, Send)] for ops in program.ranks]
+    channels = dict.fromkeys((rank, op.to) for rank, mine in enumerate(sends) for op in mine)
+    held = [sum(len(op.value) if isinstance(op.value, Chunk) else slices for op in mine) for mine in sends]
+    sent = [(len(mine), count / slices) for mine, count in zip(sends, held, strict=True)]
+    return _Shape(program, list(channels), sent)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ its forward and its backward on every stage, once, on the rank that has the stag
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 
 from microparallel.collectives import require_algorithm
@@ -22,6 +23,7 @@ from microparallel.program import (
     Broadcast,
     Bucket,
     Chunk,
+    Cursor,
     Forward,
     Free,
     Grad,
@@ -37,9 +39,9 @@ from microparallel.program import (
     Send,
     TrainingStep,
     Value,
+    Walk,
     halves,
 )
-from microparallel.verifier.execution import Execution
 from microparallel.verifier.place import show_place
 
 Account = dict[tuple[int, int], list[int]]  # (stage, micro-batch) → the ranks that did it
@@ -90,10 +92,9 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
     lonely = program.sends_nothing and program.world_size > 1
     hint = "; nothing is sent: mp.schedules.lower(program) adds the messages" if lonely else ""
 
-    def visit(rank: int, place: int, op: Op) -> None:
-        def wrong(reason: str) -> ProgramError:
-            return ProgramError(f"rank {rank} does {op}, {reason}\n  {show_place(program, rank, place)}")
-
+    for cursor in Walk(program):
+        rank, op = cursor.rank, cursor.op
+        wrong = functools.partial(_wrong, program, cursor)
         for value in rules[rank].needs(op):
             if value not in held[rank]:
                 state = "has freed" if value in ever[rank] else "does not have"
@@ -111,9 +112,13 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
             if steps[rank] > 1:
                 raise wrong("its second in one training step")
 
-    Execution(program, "buffered").run(visit)
     if any(isinstance(op, Free) for ops in program.ranks for op in ops):
         _check_leaks(held)
+
+
+def _wrong(program: Program, cursor: Cursor, reason: str) -> ProgramError:
+    where = show_place(program, cursor.rank, cursor.place)
+    return ProgramError(f"rank {cursor.rank} does {cursor.op}, {reason}\n  {where}")
 
 
 def _check_leaks(held: list[set[Value]]) -> None:
