@@ -11,6 +11,7 @@ from collections import Counter, defaultdict, deque
 from microparallel.errors import ProgramError
 from microparallel.program import Add, Chunk, Collective, Join, Op, Part, Program, Recv, Send, Value
 from microparallel.verifier.execution import Execution
+from microparallel.verifier.findings import Unreached
 
 Symbol = Counter[tuple[int, int]]  # (contributing rank, slice) → how many times
 Content = list[Symbol]  # one for each slice
@@ -77,7 +78,8 @@ class _Memory:
             wanted = self._at_the_end(index)
             if wanted is not None and symbol != wanted:
                 found, promised = _words(symbol, index), _words(wanted, index)
-                raise ProgramError(f"rank {self._rank} ends with {found} in slice {index}, and should have {promised}")
+                words = f"rank {self._rank} ends with {found} in slice {index}, and should have {promised}"
+                raise Unreached(words, self._rank, index, symbol, wanted)
 
     def _at_first(self, index: int) -> Symbol:
         kind, root = self._goal.kind, self._goal.root

@@ -34,6 +34,7 @@ from microparallel.program import (
     halves,
 )
 from microparallel.verifier.execution import Execution
+from microparallel.verifier.findings import Miscounted, Missing, NeverReduced
 from microparallel.verifier.place import show_place
 
 Account = dict[tuple[int, int], list[int]]  # (stage, micro-batch) → the ranks that did it
@@ -82,17 +83,18 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
     hint = "; nothing is sent: mp.schedules.lower(program) adds the messages" if lonely else ""
 
     def visit(rank: int, place: int, op: Op) -> None:
-        def wrong(reason: str) -> ProgramError:
-            return ProgramError(f"rank {rank} does {op}, {reason}\n  {show_place(program, rank, place)}")
+        def words(reason: str) -> str:
+            return f"rank {rank} does {op}, {reason}\n  {show_place(program, rank, place)}"
 
         for value in rules[rank].needs(op):
             if value not in held[rank]:
                 state = "has freed" if value in ever[rank] else "does not have"
                 travels = isinstance(value, Act | Grad)
-                raise wrong(f"which needs {value}, and {state} it{hint if travels else ''}")
+                needs = words(f"which needs {value}, and {state} it{hint if travels else ''}")
+                raise Missing(needs, rank, place, op, value)
         for value in rules[rank].makes(op):
             if value in ever[rank]:
-                raise wrong(f"and has had {value} before")
+                raise ProgramError(words(f"and has had {value} before"))
             held[rank].add(value)
             ever[rank].add(value)
         if isinstance(op, Free):
@@ -100,7 +102,7 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
         if isinstance(op, OptimizerStep):
             steps[rank] += 1
             if steps[rank] > 1:
-                raise wrong("its second in one training step")
+                raise ProgramError(words("its second in one training step"))
 
     Execution(program, "buffered").run(visit)
     if any(isinstance(op, Free) for ops in program.ranks for op in ops):
@@ -131,10 +133,11 @@ def _check_once(done: Accounts, stage: int, microbatch: int) -> None:
     inputs, weights = done[BackwardInput].get(key, []), done[BackwardWeight].get(key, [])
     name = f"{stage}.{microbatch}"
     if len(forwards) != 1:
-        raise ProgramError(f"F{name} happens {_times(forwards)}; every micro-batch needs every stage's forward once")
+        words = f"F{name} happens {_times(forwards)}; every micro-batch needs every stage's forward once"
+        raise Miscounted(words, stage, microbatch)
     if len(whole) + len(inputs) != 1 or len(whole) + len(weights) != 1:
         counts = f"B{name} {_times(whole)}, I{name} {_times(inputs)}, W{name} {_times(weights)}"
-        raise ProgramError(f"{counts}; every forward needs one backward: B, or I and W")
+        raise Miscounted(f"{counts}; every forward needs one backward: B, or I and W", stage, microbatch)
     for letter, ranks in (("B", whole), ("I", inputs), ("W", weights)):
         if ranks and ranks != forwards:
             raise ProgramError(
@@ -165,7 +168,8 @@ def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> 
             for bucket in buckets:
                 _check_members(program, goal, bucket, rank, reduced)
                 if bucket not in reduced[rank]:
-                    raise ProgramError(f"rank {rank} runs stage {stage} and never all-reduces {bucket}, which holds it")
+                    words = f"rank {rank} runs stage {stage} and never all-reduces {bucket}, which holds it"
+                    raise NeverReduced(words, rank, stage, bucket)
 
 
 def _check_members(program: Program, goal: TrainingStep, bucket: Bucket, rank: int, reduced: list[set[Value]]) -> None:
