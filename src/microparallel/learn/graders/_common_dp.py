@@ -17,9 +17,11 @@ LEARNING_RATE = 0.1
 
 def small_model(seed: int = 0) -> nn.Sequential:
     """Three layers in float64 whose parameters all have different shapes, so that a shape says whose gradient it is."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    model = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    generator = torch.Generator().manual_seed(seed)  # ranks are threads, and torch's own is everybody's
+    for parameter in model.parameters():
+        parameter.data = 0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
 
 
 def batch(samples: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -41,30 +41,6 @@ def compare(found: Sequence[str], expected: Sequence[str], name: str) -> str:
     return f"\n  {'yours':<{width}}  {show(found, place)}\n  {name:<{width}}  {show(expected, place)}"
 
 
-def backwards(order: Sequence[str]) -> list[str]:
-    """The micro-batches of the backwards of one rank, in order."""
-    return [word.partition(".")[2] for word in order if word[0] == "B"]
-
-
-def require_pairs(orders: Sequence[Sequence[str]]) -> None:
-    """Refuse backwards that began with another micro-batch's gradient: they come in the order of the next rank."""
-    for rank in reversed(range(len(orders) - 1)):
-        mine, theirs = backwards(orders[rank]), backwards(orders[rank + 1])
-        for microbatch, gradient_of in zip(mine, theirs, strict=False):
-            if microbatch != gradient_of:
-                raise Wrong(
-                    f"rank {rank} does the backward of micro-batch {microbatch} with the gradient of micro-batch "
-                    f"{gradient_of}: gradients come in the order in which rank {rank + 1} sends them, so take the "
-                    f"activations in that order too{compare(orders[rank], _like(orders, rank), f'rank {rank + 1}')}"
-                )
-
-
-def _like(orders: Sequence[Sequence[str]], rank: int) -> list[str]:
-    """A rank's order with the backwards in the order of the next rank."""
-    following = iter(backwards(orders[rank + 1]))
-    return [f"B{rank}.{next(following, '?')}" if word[0] == "B" else word for word in orders[rank]]
-
-
 def require_freed(rank: int, most_kept: int) -> None:
     """Refuse outputs that are held after their backward; one or two may still have a name in some function."""
     if most_kept > 2:

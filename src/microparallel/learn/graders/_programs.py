@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from microparallel.comms import Comms
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._common_pp import (
@@ -18,7 +19,6 @@ from microparallel.learn.graders._common_pp import (
     mean_loss,
     require_gradients,
 )
-from microparallel.learn.guards import trusted
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, flat, require_equal, shown
 from microparallel.program import Program, TrainingStep, parse_op
@@ -142,7 +142,7 @@ def _name(value: re.Match[str]) -> str:
 def run_program(exam: Exam, program: Program) -> None:
     """Run it on real ranks, in two steps, and compare with one process."""
     assert isinstance(program.goal, TrainingStep)
-    results = exam.run(_run, program.world_size, program)
+    results = exam.run_on_processes(_run, program.world_size, program)
     expected = [in_one_process(make_layers(program.goal.stages), *make_batch(_SAMPLES, seed=step)) for step in (0, 1)]
     for rank, (losses, by_stage) in enumerate(results):
         for step, loss in enumerate(losses):
@@ -154,15 +154,14 @@ def run_program(exam: Exam, program: Program) -> None:
             require_gradients(found, both[own], f"stage {stage}, on rank {rank},", "no gradients", suspects)
 
 
-def _run(_: Any, comms: Any, program: Program) -> tuple[list[torch.Tensor], dict[int, list[torch.Tensor | None]]]:
+def _run(comms: Comms, program: Program) -> tuple[list[torch.Tensor], dict[int, list[torch.Tensor | None]]]:
     from microparallel.pipeline import Pipeline
 
     stages = program.goal.stages  # type: ignore[union-attr]
-    with trusted():
-        pipe = Pipeline(make_layers(stages), comms._real, program, loss_fn=mean_loss, balance=[1] * stages)
-        losses = [pipe.step(*make_batch(_SAMPLES, seed=step)) for step in (0, 1)]
-        found = {
-            index: [parameter.grad for module in stage.modules for parameter in module.parameters()]
-            for index, stage in pipe.stages.items()
-        }
+    pipe = Pipeline(make_layers(stages), comms, program, loss_fn=mean_loss, balance=[1] * stages)
+    losses = [pipe.step(*make_batch(_SAMPLES, seed=step)) for step in (0, 1)]
+    found = {
+        index: [parameter.grad for module in stage.modules for parameter in module.parameters()]
+        for index, stage in pipe.stages.items()
+    }
     return losses, found

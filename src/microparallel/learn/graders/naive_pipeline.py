@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._pipeline_steps import Truth, begun_with, do_steps
+from microparallel.learn.graders._pipeline_steps import Truth, begun_with, take_steps
 from microparallel.learn.words import Suspect
 
 _SAMPLES = 5
@@ -22,7 +22,7 @@ def check(exam: Exam) -> None:
 
 
 def _require_steps(exam: Exam, ranks: int, steps: int) -> None:
-    outcomes = exam.run(do_steps, ranks, steps, "naive_step", _SAMPLES)
+    outcomes, _ = take_steps(exam, ranks, steps, "naive_step", _SAMPLES)
     truth = Truth(ranks, _SAMPLES)
     truth.require(outcomes, lambda rank: _suspects(truth, rank))
 

@@ -148,7 +148,7 @@ def _one_after_another(learner: Any, comms: Any, tensors: list[torch.Tensor]) ->
 
 
 def _require_two_messages(sent: list[Any], number: int, tensor: torch.Tensor) -> None:
-    shapes = [entry.shape for entry in sent]
+    shapes = [call.shape for call in sent]
     if len(shapes) == 2 and shapes[1] != tuple(tensor.shape):
         raise Wrong(f"tensor {number} has shape {list(tensor.shape)}, and was sent as {list(shapes[1])}")
     if len(shapes) > 2:
@@ -177,7 +177,7 @@ def _down_the_line(learner: Any, comms: Any) -> None:
     found = learner.pass_down_the_line(tensor if comms.rank == 0 else None, comms)
     require_equal(found, tensor, f"what rank {comms.rank} of the line has")
     expected = [comms.rank + 1] * 2 if comms.rank + 1 < comms.world_size else []
-    if (sent := [entry.peer for entry in comms.sent()]) != expected:
+    if (sent := [call.peer for call in comms.sent()]) != expected:
         raise Wrong(
             f"down the line rank {comms.rank} sends {len(sent)} messages, and should send {len(expected)}: a header "
             "and a tensor to the rank after it, if there is one"
