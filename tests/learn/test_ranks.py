@@ -43,7 +43,7 @@ class Exam:
         return [(wait.rank, wait.deed, wait.on) for wait in self.world.stuck]
 
     def raised(self):
-        return self.world.failure[1]
+        return self.world.failures[min(self.world.failures)]
 
 
 def receives(comms):
@@ -140,7 +140,7 @@ def test_it_is_a_real_comms_and_takes_what_that_takes():
 def test_a_row_has_what_a_rank_did():
     exam = Exam(lambda comms: comms.send_tensor(torch.ones(3), 1), receives)
     [sent] = calls(exam.comms[0].row, *SENDS)
-    assert (sent.call, sent.peer, sent.bytes, sent.shape, sent.ended) == ("send_tensor", 1, 12, (3,), True)
+    assert (sent.call, sent.peer, sent.bytes, sent.ended) == ("send_tensor", 1, 12, True)
     assert sent.line == inspect.currentframe().f_lineno - 3
     assert [moment.phase for moment in exam.comms[1].row] == ["begins", "waits", "ends"]
 
@@ -213,7 +213,7 @@ def test_what_is_not_a_number_is_not_a_change():
         comms.all_reduce(torch.tensor([1.0, NAN]))
         receives(comms)
 
-    assert Exam(does, answers).world.failure is None
+    assert Exam(does, answers).world.failures == {}
 
 
 def test_to_ask_whether_there_is_a_call_is_no_crime():

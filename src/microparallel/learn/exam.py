@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from microparallel.errors import LaunchError, RankFailed, RanksTimedOut
-from microparallel.learn.log import RECEIVES, SENDS, Called, Row
+from microparallel.learn.log import RECEIVES, SENDS, Called, Row, waited_for
 from microparallel.learn.ranks import POINT_TO_POINT
 from microparallel.learn.sitting import Failure, Sitting, sit
 from microparallel.learn.verdict import Step, Wrong
@@ -63,17 +63,10 @@ class Exam:
         allowed: Sequence[str] = POINT_TO_POINT,
         timeout: float = _PATIENCE,
     ) -> list[Any]:
-        """Run `body(learner, comms, *arguments)` on that many ranks, threads of one process; `rows` says what they did.
+        """Run a grader's `body(learner, comms, *arguments)` on that many ranks, threads of one process.
 
-        Args:
-            body: a function of the grader's module.
-            ranks: how many.
-            arguments: handed to it.
-            allowed: the calls of `comms` that the learner may make.
-            timeout: seconds.
-
-        Returns:
-            What each of them returned.
+        Returns what each returned; `rows` says what they did. The learner may make those calls of `comms` that are
+        `allowed`, and has `timeout` seconds.
 
         Raises:
             Wrong: the learner's code raised, has ended its process, or called what it may not.
@@ -123,7 +116,7 @@ class Exam:
         return Wrong(f"rank {rank} stopped in line {line} with {kind}: {text.strip()}{code}")
 
     def _deadlock(self, sitting: Sitting) -> str:
-        waiting, finished = [sitting.rows[wait.rank][wait.place].op for wait in sitting.stuck], sitting.finished
+        waiting, finished = [waited_for(sitting.rows, wait) for wait in sitting.stuck], sitting.finished
         lines = [f"  {_in_words(call, finished)}" for call in waiting]
         if all(call.call in SENDS for call in waiting):
             head = f"deadlock: {_who(waiting)} in send, and nobody receives{self._on_deadlocks}"

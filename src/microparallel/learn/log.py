@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from microparallel.program import Op
+from microparallel.verifier import Wait
 
 SENDS = ("send_tensor", "isend")
 RECEIVES = ("recv_tensor", "irecv")
@@ -27,15 +28,19 @@ class Called:
     call: str
     rank: int
     line: int
+    place: int  # in the rank's row
     peer: int = -1
-    bytes: int = 0
-    shape: tuple[int, ...] = ()
     agreement: str = ""  # what the other end of a message, or every rank of a call of all, must say too
     address: int = 0  # of the tensor's first number, which tells what part of what it is
     asynchronous: bool = False
     waits_in: int = 0  # the line where it is waited for
     ended: bool = False
-    content: torch.Tensor | None = None  # of a message
+    content: torch.Tensor | None = None  # of what was sent, received or reduced
+
+    @property
+    def bytes(self) -> int:
+        """How large it was."""
+        return 0 if self.content is None else self.content.nbytes
 
 
 @dataclass(slots=True)
@@ -67,9 +72,9 @@ class Log:
         """Write down that its rank waits for a call, perhaps not for the first time."""
         self._note("waits", op, op.rank)
 
-    def ends(self, op: Called, bytes: int = 0) -> None:
+    def ends(self, op: Called, bytes: int = 0) -> None:  # noqa: ARG002
         """Write down that a call has ended."""
-        op.ended, op.bytes = True, bytes or op.bytes
+        op.ended = True
         self._note("ends", op, op.rank)
 
     def _note(self, phase: Literal["begins", "waits", "ends"], op: Called | Op, rank: int) -> None:
@@ -81,6 +86,13 @@ def calls(row: Sequence[Moment], *names: str) -> list[Called]:
     """The calls of those names that a rank has begun, in order; all of them if none is named."""
     begun = [moment.op for moment in row if moment.phase == "begins" and isinstance(moment.op, Called)]
     return [one for one in begun if not names or one.call in names]
+
+
+def waited_for(rows: Sequence[Row], wait: Wait) -> Called:
+    """The call in which a rank waits."""
+    call = rows[wait.rank][wait.place].op
+    assert isinstance(call, Called)
+    return call
 
 
 def computed(row: Sequence[Moment]) -> list[Op]:

@@ -24,7 +24,7 @@ from microparallel.comms.wire import as_bytes
 from microparallel.errors import Mismatch
 from microparallel.flight import Flight
 from microparallel.learn.guards import trusted
-from microparallel.learn.log import RECEIVES, SENDS, Called, Log, Row, calls
+from microparallel.learn.log import Called, Log, Row
 from microparallel.learn.verdict import NotAllowed, Wrong
 from microparallel.learn.words import shown
 from microparallel.transport.base import Work
@@ -54,20 +54,21 @@ class World:
     def __init__(self, ranks: int) -> None:
         self.log = Log(ranks)
         self.sent: dict[tuple[int, int], list[Message]] = defaultdict(list)  # by sender and receiver
-        self.asked_for: dict[tuple[int, int], int] = defaultdict(int)  # how many receives have begun
-        self.calls: dict[int, dict[int, Message]] = defaultdict(dict)  # by number of the call: every rank's tensor
+        self.asked_for: dict[tuple[int, int], list[Message]] = defaultdict(list)
+        self.calls: dict[int, list[Message]] = defaultdict(list)  # of all ranks, by rank
         self.results: dict[int, Any] = {}
-        self.failure: tuple[int, BaseException] | None = None
+        self.failures: dict[int, BaseException] = {}
         self.stuck: list[Wait] = []
         self._ranks = ranks
         self._waiting: dict[int, tuple[Called, Callable[[], int | None]]] = {}
         self._changed = threading.Condition()
 
-    def do(self, change: Callable[[], Any]) -> Any:
-        """Change something that others may wait for."""
+    def add(self, to: list[Message], message: Message) -> int:
+        """Add to what others may wait for; returns how many that makes."""
         with self._changed:
+            to.append(message)
             self._changed.notify_all()
-            return change()
+            return len(to)
 
     def wait(self, call: Called, missing: Callable[[], int | None]) -> None:
         """Wait, in a rank's thread, until no rank is missing."""
@@ -75,7 +76,7 @@ class World:
             self._waiting[call.rank] = (call, missing)
             self._look_around()
             while missing() is not None:
-                if self.failure is not None or self.stuck:
+                if self.failures or self.stuck:
                     raise Over
                 self._changed.wait()
             del self._waiting[call.rank]
@@ -87,46 +88,57 @@ class World:
             self._look_around()
 
     def fails(self, rank: int, error: BaseException) -> None:
-        """A rank has raised; the first one counts."""
+        """A rank has raised."""
         with self._changed:
-            self.failure = self.failure or (rank, error)
+            self.failures[rank] = error
             self._changed.notify_all()
 
     def _look_around(self) -> None:
         """See whether everybody waits, and nobody can go on."""
         on = {rank: missing() for rank, (_, missing) in self._waiting.items()}
         if len(on) + len(self.results) == self._ranks and None not in on.values():
-            self.stuck = [self._wait(rank, cast("int", on[rank])) for rank in sorted(on)]
+            stuck = [(self._waiting[rank][0], missing) for rank, missing in sorted(on.items()) if missing is not None]
+            self.stuck = [Wait(call.rank, call.place, call.call, missing) for call, missing in stuck]
         self._changed.notify_all()
-
-    def _wait(self, rank: int, on: int) -> Wait:
-        call = self._waiting[rank][0]
-        place = next(at for at, moment in enumerate(self.log.rows[rank]) if moment.op is call)
-        return Wait(rank, place, call.call, on)
 
     def join(self, timeout: float) -> bool:
         """Wait, in the main thread, until all have come to their end, one has failed, or nobody can go on."""
         with self._changed:
             return self._changed.wait_for(
-                lambda: len(self.results) == self._ranks or self.failure is not None or bool(self.stuck), timeout
+                lambda: len(self.results) == self._ranks or bool(self.failures or self.stuck), timeout
             )
 
 
 class _Transfer:
-    """Something under way: `check` is done before it is waited for, `finish` when nobody is missing any more."""
+    """Something under way; `finish` is done when nobody is missing any more."""
 
     def __init__(
-        self, world: World, call: Called, check: Callable[[], None], missing: Callable[[], int | None], finish: Any
+        self, world: World, call: Called, missing: Callable[[], int | None], finish: Callable[[], Any] = lambda: None
     ) -> None:
-        self._world, self._call, self._check, self._missing, self._finish = world, call, check, missing, finish
+        self._world, self._call, self._missing, self._finish = world, call, missing, finish
+        self._reads: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def reading(self, tensor: torch.Tensor, before: torch.Tensor) -> _Transfer:
+        """Refuse to be waited for when the tensor is not what it was."""
+        self._reads = tensor, before
+        return self
 
     def wait(self, timeout: float | None = None) -> None:  # noqa: ARG002
         """Come back when it is complete, however long that takes: whether it ever can be is known."""
-        self._check()
+        if self._reads and not torch.equal(*map(as_bytes, self._reads)):  # of bytes, since nan is not equal to itself
+            deed, what, why = _SENT if self._call.peer >= 0 else _REDUCED
+            raise Wrong(
+                f"the tensor that rank {self._call.rank} began to {deed} in line {self._call.line} was changed before "
+                f"the {what} was waited for: {why}"
+            )
         self._world.log.waits(self._call, self._call.peer)
         self._world.wait(self._call, self._missing)
         self._finish()
         self._world.log.ends(self._call)
+
+
+_SENT = "send", "send", "the receiver may get the new numbers; wait first, or send a clone"
+_REDUCED = "all-reduce", "request", "who writes into it meanwhile spoils the sum; wait first"
 
 
 class ThreadGroup:
@@ -140,7 +152,6 @@ class ThreadGroup:
         self.log = self.flight.group(self.world_ranks)
         self.world = world
         self.call: Called  # the one that is being made
-        self._joined = 0
 
     def announce(self, call: str) -> None:
         """Remember what both ends of a message, or all ranks, must agree about."""
@@ -151,30 +162,18 @@ class ThreadGroup:
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:  # noqa: ARG002
         """Start sending; complete when the receiver has asked for it."""
-        call, before, channel = self.call, tensor.clone(), self.world.sent[self.rank, to]
-        number = self.world.do(lambda: channel.append((call, before)) or len(channel))
-
-        def check() -> None:
-            if not torch.equal(tensor, before):
-                raise Wrong(
-                    f"the tensor that rank {self.rank} began to send in line {call.line} was changed before the send "
-                    "was waited for: the receiver may get the new numbers; wait first, or send a clone"
-                )
+        call, before, channel = self.call, tensor.clone(), (self.rank, to)
+        number = self.world.add(self.world.sent[channel], (call, before))
 
         def missing() -> int | None:
-            return None if self.world.asked_for[self.rank, to] >= number else to
+            return None if len(self.world.asked_for[channel]) >= number else to
 
-        return _Transfer(self.world, call, check, missing, lambda: None)
+        return _Transfer(self.world, call, missing).reading(tensor, before)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:  # noqa: ARG002
         """Start receiving; complete when that many have been sent."""
         call, channel = self.call, (source, self.rank)
-
-        def ask() -> int:
-            self.world.asked_for[channel] += 1
-            return self.world.asked_for[channel]
-
-        number = self.world.do(ask)
+        number = self.world.add(self.world.asked_for[channel], (call, tensor))
 
         def missing() -> int | None:
             return None if len(self.world.sent[channel]) >= number else source
@@ -185,7 +184,7 @@ class ThreadGroup:
             tensor.copy_(content)
             call.content = sent.content
 
-        return _Transfer(self.world, call, lambda: None, missing, finish)
+        return _Transfer(self.world, call, missing, finish)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Start copying the source's tensor over everybody else's."""
@@ -206,41 +205,34 @@ class ThreadGroup:
         return self._together(tensor, combine)
 
     def _together(self, tensor: torch.Tensor, finish: Callable[[list[torch.Tensor]], Any]) -> Work:
-        call, before, present = self.call, tensor.clone(), self.world.calls[self._joined]
-        self._joined += 1
-        self.world.do(lambda: present.setdefault(self.rank, (call, before)))
-
-        def check() -> None:
-            if not torch.equal(as_bytes(tensor), as_bytes(before)):  # what is not a number (nan) is the same as itself
-                raise Wrong(
-                    f"the tensor that rank {self.rank} began to all-reduce in line {call.line} was changed before the "
-                    "request was waited for: who writes into it meanwhile spoils the sum; wait first"
-                )
+        call, before, ranks = self.call, tensor.clone(), self.world_ranks
+        number = self.world.add(self.world.calls[self.rank], (call, before)) - 1
 
         def missing() -> int | None:
-            return next((rank for rank in self.world_ranks if rank not in present), None)
+            return next((rank for rank in ranks if len(self.world.calls[rank]) <= number), None)
 
         def complete() -> None:
-            for rank, (other, _) in present.items():
+            everybody = [self.world.calls[rank][number] for rank in ranks]
+            for other, _ in everybody:
                 if other.agreement != call.agreement:
-                    raise Mismatch(f"rank {rank} calls {other.agreement}, and rank {self.rank} {call.agreement}")
-            finish([present[rank][1] for rank in self.world_ranks])
+                    raise Mismatch(f"rank {other.rank} calls {other.agreement}, and rank {self.rank} {call.agreement}")
+            finish([content for _, content in everybody])
 
-        return _Transfer(self.world, call, check, missing, complete)
+        return _Transfer(self.world, call, missing, complete).reading(tensor, before)
 
 
 def _require_alike(sent: Called, received: Called) -> None:
-    if sent.agreement == received.agreement:
-        return
-    advice = (
-        "a receive expects float32 unless it is told the dtype"
-        if sent.agreement.partition("[")[0] != received.agreement.partition("[")[0]
-        else "a receive must be told the shape of what was sent"
-    )
-    raise Mismatch(
-        f"rank {sent.rank} sent {sent.agreement} in line {sent.line}, and rank {received.rank} asks for "
-        f"{received.agreement}\n  {advice}"
-    )
+    if sent.agreement != received.agreement:
+        dtype, other = (end.agreement.partition("[")[0] for end in (sent, received))
+        advice = (
+            "expects float32 unless it is told the dtype"
+            if dtype != other
+            else "must be told the shape of what was sent"
+        )
+        raise Mismatch(
+            f"rank {sent.rank} sent {sent.agreement} in line {sent.line}, and rank {received.rank} asks for "
+            f"{received.agreement}\n  a receive {advice}"
+        )
 
 
 class ExamComms(Comms):
@@ -264,14 +256,6 @@ class ExamComms(Comms):
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"comms has no {name!r}; it offers {', '.join(self._allowed)}")
 
-    def sent(self) -> list[Called]:
-        """Everything this rank has sent."""
-        return calls(self.row, *SENDS)
-
-    def received(self) -> list[Called]:
-        """Every receive that this rank has begun."""
-        return calls(self.row, *RECEIVES)
-
     def begin(self, name: str, arguments: dict[str, Any]) -> Called:
         """Refuse a call, or write it down."""
         line = self._line()
@@ -279,13 +263,12 @@ class ExamComms(Comms):
             offers = ", ".join(f"comms.{one}" for one in self._allowed) or "nothing of comms"
             self.refused.append(f"line {line}: comms.{name} is not for this exercise; write it with {offers}")
             raise NotAllowed(self.refused[-1])
-        call = Called(name, self.rank, line, asynchronous=arguments.get("async_op", False))
+        call = Called(name, self.rank, line, len(self.row), asynchronous=arguments.get("async_op", False))
         if "tensor" in arguments:
             tensor = arguments["tensor"]
             if not isinstance(tensor, torch.Tensor):
                 raise NoTensor(line, name, tensor)
-            call.bytes, call.shape, call.address = tensor.nbytes, tuple(tensor.shape), tensor.data_ptr()
-            call.content = tensor.detach().clone()
+            call.address, call.content = tensor.data_ptr(), tensor.detach().clone()
         for argument in ("dest", "src"):
             if name in POINT_TO_POINT and argument in arguments:
                 call.peer = arguments[argument]

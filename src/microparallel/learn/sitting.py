@@ -23,6 +23,7 @@ from microparallel.learn.verdict import NotAllowed, Wrong
 from microparallel.verifier import Wait
 
 _LONGEST = 4000  # characters of an error
+_GRACE = 0.5  # seconds for a rank to fail after another
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,11 @@ def sit(
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     failure = None if in_time else _still_busy(threads, finished, file)
-    if world.failure is not None:
-        failure = _raised(*world.failure, file)
+    if world.failures:
+        for thread in threads:  # nobody waits any more: of all that fail the first rank is named, whoever came first
+            thread.join(_GRACE)
+        rank = min(world.failures)
+        failure = _raised(rank, world.failures[rank], file)
     if failure is not None or world.stuck:
         _KEPT.append(guarded)
         return Sitting([], world.log.rows, failure, world.stuck, finished)

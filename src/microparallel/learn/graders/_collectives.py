@@ -33,13 +33,13 @@ def _operations(given: torch.Tensor, row: Row, found: torch.Tensor, slices: int)
         if isinstance(call, Called) and call.content is not None:
             if moment.phase == "begins" and call.call in SENDS:
                 value = _which(call.content, before, slices)
-                ops.append(value and Send(value, call.peer))
+                ops.append(None if value is None else Send(value, call.peer))
             elif moment.phase == "ends" and call.call in RECEIVES:
                 arrived.append(call)
         ops += _changes(before, after, arrived, slices)
     for call in arrived:  # it changed nothing, perhaps since the same numbers had been there
         place = None if call.content is None else _which(call.content, found, slices)
-        ops.append(place and Recv(place, call.peer))
+        ops.append(None if place is None else Recv(place, call.peer))
     return None if None in ops else [op for op in ops if op is not None]
 
 

@@ -151,18 +151,6 @@ def contribution(rank: int, shape: int | tuple[int, ...], dtype: torch.dtype = t
     return numbers.to(dtype).reshape(shape)
 
 
-def counted(found: torch.Tensor, own: Sequence[torch.Tensor]) -> list[int] | None:
-    """How often each rank's contribution is in what was found; None if it is no sum of them."""
-    if not found.numel():
-        return None
-    first = found.flatten()[0].item() / own[0].flatten()[0].item()
-    if not 0 <= first < 10 ** len(own) or first != int(first):  # which NaN is not either
-        return None
-    counts = [int(first) // 10**rank % 10 for rank in range(len(own))]
-    whole = combined([[one.double()] for one in own], [float(count) for count in counts])[0]
-    return counts if torch.equal(whole, found.double()) else None
-
-
 def counted_in_words(counts: Sequence[int]) -> str:
     """Who is in a sum: "ranks 0 and 2", "rank 1 twice"."""
     times = {2: " twice", 3: " three times"}

@@ -90,11 +90,6 @@ def require_gradients(
     require_equal(flat(found), flat(expected), f"{whose}'s row of gradients", suspects)
 
 
-def scaled(expected: Sequence[torch.Tensor], factor: float, words: str) -> Suspect:
-    """The suspicion that every gradient is so many times what it should be."""
-    return Suspect(flat(expected) * factor, words)
-
-
 def require_all_waited(comms: Any) -> None:
     """Refuse sends and receives that were begun and never waited for."""
     unfinished = [call for call in calls(comms.row) if not call.ended]

@@ -18,16 +18,8 @@ from microparallel.learn.graders._common_dp import LEARNING_RATE, batch, combine
 from microparallel.learn.log import Called, Row
 from microparallel.learn.ranks import NoTensor
 from microparallel.learn.verdict import NotAllowed, Wrong
-from microparallel.program import (
-    AllReduce,
-    Backward,
-    Bucket,
-    Forward,
-    Join,
-    Op,
-    Program,
-    TrainingStep,
-)
+from microparallel.program import Bucket, Program, TrainingStep
+from microparallel.program import ops as o
 
 Groups = list[list[str]]  # the parameters of each bucket
 
@@ -71,7 +63,7 @@ def watch(
     kind: str,
     steps: int,
     attach: Callable[[nn.Module], Any],
-    explain: Callable[[Pass], None] = lambda _: None,
+    explain: Callable[[Pass, Exception], None] = lambda _, __: None,
 ) -> list[Pass]:
     """Train with what the learner attaches to the model, take it off again, and do one more backward.
 
@@ -150,15 +142,15 @@ class Pass:
 
     Attributes:
         names: the parameters that get gradients; a parameter's place is its stage.
-        ops: a Backward for each gradient that came, an AllReduce where one began (with the number of those before it in
-            the place of a bucket's), a Join where one was waited for.
+        ops: a Backward for each gradient that came, an AllReduce where one began (with the number of those before it
+            in the place of a bucket's), a Join where one was waited for.
         over: how many of them came before backward was over.
         old: how many requests of an earlier pass were waited for.
         views: whether gradients lie in what was all-reduced.
     """
 
     names: list[str]
-    ops: list[Op]
+    ops: list[o.Op]
     over: int
     old: int
     reduces: list[Reduce]
@@ -167,12 +159,12 @@ class Pass:
 
     def came(self, until: int | None = None) -> list[str]:
         """The parameters whose gradients had come after so many operations, in that order."""
-        return [self.names[op.stage] for op in self.ops[:until] if isinstance(op, Backward)]
+        return [self.names[op.stage] for op in self.ops[:until] if isinstance(op, o.Backward)]
 
     @property
     def begun(self) -> list[int]:
         """The places where all-reduces began."""
-        return [place for place, op in enumerate(self.ops) if isinstance(op, AllReduce)]
+        return [place for place, op in enumerate(self.ops) if isinstance(op, o.AllReduce)]
 
 
 def program_of(passes: Sequence[Pass], groups: Groups, bucket: Callable[[Pass, int], int] = lambda _, n: n) -> Program:
@@ -181,13 +173,13 @@ def program_of(passes: Sequence[Pass], groups: Groups, bucket: Callable[[Pass, i
     stages = [sorted(names.index(name) for name in group) for group in groups]
     goal = TrainingStep(len(names), len(passes), tuple((mine[0], mine[-1] + 1) for mine in stages))
 
-    def named(op: Op, one: Pass, rank: int) -> Op:
-        if isinstance(op, AllReduce) and isinstance(op.value, Bucket):
-            return AllReduce(Bucket(bucket(one, op.value.index)), "dp")
-        return Backward(op.stage, rank) if isinstance(op, Backward) else op
+    def named(op: o.Op, one: Pass, rank: int) -> o.Op:
+        if isinstance(op, o.AllReduce) and isinstance(op.value, Bucket):
+            return o.AllReduce(Bucket(bucket(one, op.value.index)), "dp")
+        return o.Backward(op.stage, rank) if isinstance(op, o.Backward) else op
 
     ranks = [
-        (*(Forward(stage, rank) for stage in range(len(names))), *(named(op, one, rank) for op in one.ops))
+        (*(o.Forward(stage, rank) for stage in range(len(names))), *(named(op, one, rank) for op in one.ops))
         for rank, one in enumerate(passes)
     ]
     return Program("your step", goal, tuple(ranks))
@@ -196,7 +188,7 @@ def program_of(passes: Sequence[Pass], groups: Groups, bucket: Callable[[Pass, i
 class _Watcher:
     """Hooks of the grader, which are called before the learner's."""
 
-    def __init__(self, comms: Any, model: nn.Module, more: Callable[[Pass], None]) -> None:
+    def __init__(self, comms: Any, model: nn.Module, more: Callable[[Pass, Exception], None]) -> None:
         self._comms, self._model, self._more = comms, model, more
         self._places: dict[int, str] = {}  # where each gradient lies
         self._stages = {parameter: stage for stage, parameter in enumerate(trainable(model).values())}
@@ -207,7 +199,7 @@ class _Watcher:
         stage = self._stages[parameter]  # type: ignore[index]
         if parameter.grad is not None:
             self._places[parameter.grad.data_ptr()] = list(trainable(self._model))[stage]
-        self._comms.log.begins(Backward(stage, self._comms.rank), self._comms.rank)
+        self._comms.log.begins(o.Backward(stage, self._comms.rank), self._comms.rank)
 
     def backward(self, step: int, finish: Callable[[], None]) -> Pass:
         """One pass, and what the learner does after it."""
@@ -228,10 +220,11 @@ class _Watcher:
         except (Wrong, AttributeError) as error:  # perhaps what happened before has a better word for it
             one = self._pass(row[begin:over], row[over:] if over else [])
             if isinstance(error, NoTensor) and error.value is None:
-                raise Wrong(_no_gradient(one)) from None
+                late = "wants another parameter's gradient, which is not there yet"
+                raise Wrong(_OTHER.format(one.came()[-1], late) if one.came() else _TOO_EARLY) from None
             require_hooks_fit(one)
             require_asynchronous(one)
-            self._more(one)
+            self._more(one, error)
             raise
         return self._pass(row[begin:over], row[over:])
 
@@ -245,10 +238,10 @@ class _Watcher:
                 one.ops.append(call)
             elif moment.phase == "begins":
                 gradient_of, parameter = self._places.get(call.address, ""), parameters.get(call.address, "")
-                one.ops.append(AllReduce(Bucket(len(one.reduces)), "dp"))
+                one.ops.append(o.AllReduce(Bucket(len(one.reduces)), "dp"))
                 one.reduces.append(Reduce(call, gradient_of, parameter))
             elif moment.phase == "waits" and any(reduce.call is call for reduce in one.reduces):
-                one.ops.append(Join())
+                one.ops.append(o.Join())
             elif moment.phase == "waits":
                 one.old += 1
             if number < len(during):
@@ -256,7 +249,7 @@ class _Watcher:
         ranges = [(reduce.call.address, reduce.call.address + reduce.call.bytes) for reduce in one.reduces]
         present = [gradient for gradient in gradients.values() if gradient is not None]
         one.views = any(start <= gradient.data_ptr() < end for gradient in present for start, end in ranges)
-        one.gradients = {name: None if one is None else one.detach().clone() for name, one in gradients.items()}
+        one.gradients = {name: None if own is None else own.detach().clone() for name, own in gradients.items()}
         return one
 
 
@@ -265,7 +258,7 @@ class _Watcher:
 
 def achieved(one: Pass) -> str:
     """How much of the communication overlaps with backward."""
-    last = max(place for place, op in enumerate(one.ops) if isinstance(op, Backward))
+    last = max(place for place, op in enumerate(one.ops) if isinstance(op, o.Backward))
     early = sum(place < last for place in one.begun)
     return f"{early} of {len(one.reduces)} all-reduces begin before the last gradient is ready"
 
@@ -300,13 +293,6 @@ _OTHER = (
 )
 
 
-def _no_gradient(one: Pass) -> str:
-    """Why a hook found None where a gradient should be."""
-    if not one.came():
-        return _TOO_EARLY
-    return _OTHER.format(one.came()[-1], "wants another parameter's gradient, which is not there yet")
-
-
 def require_asynchronous(one: Pass) -> None:
     """Refuse all-reduces that backward waits for."""
     for reduce in one.reduces:
@@ -315,8 +301,8 @@ def require_asynchronous(one: Pass) -> None:
                 f"line {reduce.call.line} waits for its all-reduce, and so does backward: nothing travels meanwhile. "
                 "Start it with async_op=True, and wait in finish()"
             )
-    if Join() in one.ops[: one.over]:
-        ready, total = len(one.came(one.ops.index(Join()))), len(one.came())
+    if o.Join() in one.ops[: one.over]:
+        ready, total = len(one.came(one.ops.index(o.Join()))), len(one.came())
         raise Wrong(
             f"a request is waited for during backward, after {ready} of {total} gradients: backward stops there, and "
             "nothing overlaps; wait in finish()"

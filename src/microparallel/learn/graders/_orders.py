@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from microparallel.learn.verdict import Wrong
@@ -17,10 +18,8 @@ def tokens(program: Program, rank: int) -> list[str]:
 
 def part(found: Sequence[str], expected: Sequence[str]) -> int | None:
     """The first place where two orders differ; None if nowhere."""
-    for place in range(max(len(found), len(expected))):
-        if list(found[place : place + 1]) != list(expected[place : place + 1]):
-            return place
-    return None
+    pairs = enumerate(itertools.zip_longest(found, expected))
+    return next((place for place, (mine, wanted) in pairs if mine != wanted), None)
 
 
 def show(order: Sequence[str], place: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,19 +28,8 @@ from microparallel.learn.graders._orders import compare, tokens
 from microparallel.learn.log import RECEIVES, SENDS, Called, Row, calls, computed
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, flat, listed, require_equal, require_number, shown
-from microparallel.program import (
-    Act,
-    Backward,
-    Forward,
-    Grad,
-    Op,
-    OptimizerStep,
-    Program,
-    Recv,
-    Send,
-    TrainingStep,
-    halves,
-)
+from microparallel.program import Act, Grad, Program, TrainingStep, halves
+from microparallel.program import ops as o
 from microparallel.verifier import Missing, Unmatched, verify
 
 _STEPS = 2
@@ -59,27 +49,6 @@ def share(depth: int, rank: int, ranks: int) -> range:
     """A rank's layers."""
     parts = torch.arange(depth).tensor_split(ranks)
     return range(int(parts[rank][0]), int(parts[rank][-1]) + 1)
-
-
-def take_steps(
-    exam: Exam,
-    ranks: int,
-    steps: int,
-    function: str,
-    samples: int,
-    *options: int,
-    body: Callable[..., Outcome] | None = None,
-) -> tuple[list[Outcome], list[Program]]:
-    """Let ranks do some steps: what each found, and the program of every step, verified."""
-    microbatches = options[0] if options else 1
-    try:
-        outcomes = exam.run(body or do_steps, ranks, steps, function, samples, *options)
-    except Stuck as stuck:
-        for rank in stuck.finished:  # they may have left out what the others wait for
-            _require_each_once(operations(exam.rows[rank]), rank, microbatches)
-        raise
-    rows = [in_steps(row) for row in exam.rows]
-    return outcomes, [_verified([mine[step] for mine in rows], samples, microbatches) for step in range(steps)]
 
 
 def do_steps(learner: Any, comms: Any, steps: int, function: str, samples: int, *options: Any) -> Outcome:
@@ -104,9 +73,8 @@ def do_steps(learner: Any, comms: Any, steps: int, function: str, samples: int, 
             ) from None
         except RuntimeError as error:
             raise _in_words(error, rank, ranks) from None
-        comms.log.begins(OptimizerStep(), rank)
+        comms.log.begins(o.OptimizerStep(), rank)
         require_all_waited(comms)
-        _require_no_graph(loss, rank)
         _require_proper_loss(loss, rank, ranks)
         outcome.losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
         outcome.gradients.append(gradients(stage))
@@ -115,32 +83,52 @@ def do_steps(learner: Any, comms: Any, steps: int, function: str, samples: int, 
     return outcome
 
 
+def take_steps(
+    exam: Exam,
+    ranks: int,
+    samples: int,
+    *options: int,
+    steps: int,
+    function: str,
+    suspects: Callable[[Truth, int], list[Suspect]],
+    body: Callable[..., Outcome] = do_steps,
+) -> tuple[list[Outcome], list[Program]]:
+    """Let ranks do some steps: what each found, held against one process, and the program of every step, verified."""
+    microbatches = options[0] if options else 1
+    try:
+        outcomes = exam.run(body, ranks, steps, function, samples, *options)
+    except Stuck as stuck:
+        for rank in stuck.finished:  # they may have left out what the others wait for
+            _require_each_once(operations(exam.rows[rank]), rank, microbatches)
+        raise
+    rows = [in_steps(row) for row in exam.rows]
+    programs = [_verified([mine[step] for mine in rows], samples, microbatches) for step in range(steps)]
+    truth = Truth(ranks, samples, microbatches)
+    truth.require(outcomes, lambda rank: suspects(truth, rank))
+    return outcomes, programs
+
+
 # ── the program of a step ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def in_steps(row: Row) -> list[Row]:
     """A rank's row, cut behind every optimizer step."""
-    steps: list[Row] = [[]]
-    for moment in row:
-        steps[-1].append(moment)
-        if moment.op == OptimizerStep():
-            steps.append([])
-    return steps
+    ends = [place + 1 for place, moment in enumerate(row) if moment.op == o.OptimizerStep()]
+    return [row[start:end] for start, end in itertools.pairwise([0, *ends, None])]
 
 
 def operations(row: Row) -> list[str]:
-    """The forwards and backwards of a rank's last step, or of the one it is in, in text."""
-    steps = [step for step in in_steps(row) if step]
-    return [str(op) for op in computed(steps[-1]) if halves(op)] if steps else []
+    """The forwards and backwards of a rank, in text: those of its last step, or of the one it is in."""
+    last = next(filter(None, reversed(in_steps(row))), [])
+    return [str(op) for op in computed(last) if halves(op)]
 
 
 def _verified(rows: Sequence[Row], samples: int, microbatches: int) -> Program:
     """The program of one step, refused in words where it is not right."""
-    ranks = len(rows)
     for rank, row in enumerate(rows):
-        _require_each_once([str(op) for op in computed(row) if halves(op)], rank, microbatches)
+        _require_each_once(operations(row), rank, microbatches)
     sizes = {len(part) * WIDTH for part in torch.arange(samples).tensor_split(microbatches)}
-    program = Program("your step", TrainingStep(ranks, microbatches), tuple(_named(row, sizes) for row in rows))
+    program = Program("your step", TrainingStep(len(rows), microbatches), tuple(_named(row, sizes) for row in rows))
     try:
         verify(program)
     except Missing as error:
@@ -152,15 +140,15 @@ def _verified(rows: Sequence[Row], samples: int, microbatches: int) -> Program:
     return program
 
 
-def _named(row: Row, sizes: set[int]) -> tuple[Op, ...]:
+def _named(row: Row, sizes: set[int]) -> tuple[o.Op, ...]:
     """A rank's operations, where the n-th message belongs to the n-th forward or backward.
 
     What is not as large as a micro-batch is none of them: somebody may send a header before each.
     """
     done = computed(row)
-    forwards, backwards = ([op.microbatch for op in done if isinstance(op, kind)] for kind in (Forward, Backward))
+    forwards, backwards = ([op.microbatch for op in done if isinstance(op, kind)] for kind in (o.Forward, o.Backward))
     counts: Counter[tuple[bool, int]] = Counter()
-    ops: list[Op] = []
+    ops: list[o.Op] = []
     for moment in row:
         call = moment.op
         if not isinstance(call, Called):
@@ -171,13 +159,11 @@ def _named(row: Row, sizes: set[int]) -> tuple[Op, ...]:
             continue
         if call.content.numel() not in sizes or not call.content.is_floating_point():
             continue
-        goes_down = call.peer > call.rank if is_send else call.peer < call.rank
-        order = forwards if goes_down else backwards
+        kind, order = (Act, forwards) if is_send == (call.peer > call.rank) else (Grad, backwards)
         number = counts[is_send, call.peer]
         counts[is_send, call.peer] += 1
-        microbatch = order[number] if number < len(order) else number
-        value = Act(min(call.rank, call.peer), microbatch) if goes_down else Grad(min(call.rank, call.peer), microbatch)
-        ops.append(Send(value, call.peer) if is_send else Recv(value, call.peer))
+        value = kind(min(call.rank, call.peer), order[number] if number < len(order) else number)
+        ops.append(o.Send(value, call.peer) if is_send else o.Recv(value, call.peer))
     return tuple(ops)
 
 
@@ -210,8 +196,8 @@ def _require_messages(error: Missing, row: Row, microbatches: int) -> None:
 def _require_pairs(program: Program) -> None:
     """Refuse backwards that began with another micro-batch's gradient, from the last rank on, where gradients begin."""
     for rank in reversed(range(program.world_size - 1)):
-        came = [op.value for op in program.ranks[rank] if isinstance(op, Recv) and isinstance(op.value, Grad)]
-        sent = [op.value for op in program.ranks[rank + 1] if isinstance(op, Send) and isinstance(op.value, Grad)]
+        came = [op.value for op in program.ranks[rank] if isinstance(op, o.Recv) and isinstance(op.value, Grad)]
+        sent = [op.value for op in program.ranks[rank + 1] if isinstance(op, o.Send) and isinstance(op.value, Grad)]
         for mine, theirs in zip(came, sent, strict=False):
             if mine != theirs:
                 order, following = tokens(program, rank), (f"B{rank}.{value.microbatch}" for value in sent)
@@ -235,15 +221,12 @@ def _are(microbatches: int) -> str:
     return f"are {microbatches} micro-batches" if microbatches > 1 else "is 1 batch"
 
 
-def _require_no_graph(loss: Any, rank: int) -> None:
+def _require_proper_loss(loss: Any, rank: int, ranks: int) -> None:
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         raise Wrong(
             f"the loss that rank {rank} returns still hangs on its graph, and with it everything that was computed: "
             "add up losses without their graphs (detach)"
         )
-
-
-def _require_proper_loss(loss: Any, rank: int, ranks: int) -> None:
     if rank < ranks - 1 and loss is not None:
         raise Wrong(f"rank {rank} returns {shown(loss)} as the loss: only the last rank knows it")
     if rank == ranks - 1 and loss is not None and not isinstance(loss, torch.Tensor):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
@@ -107,35 +106,16 @@ def _require_groups(found: Groups, numbers: int) -> None:
 
 
 def _watch(learner: Any, comms: Any, kind: str, steps: int, numbers: int) -> list[Pass]:
-    def explain(one: Pass) -> None:
+    def explain(one: Pass, error: Exception) -> None:
         if kind == "plain" and len(one.reduces) <= len(_right_groups(numbers)):
             _require_full([one], _right_groups(numbers))
+        if isinstance(error, AttributeError) and error.name == "wait" and error.obj is None:
+            raise Wrong(
+                "finish() waits for a bucket that never left: it was not full, since one of its parameters had no "
+                "gradient in this step; let it leave in finish()"
+            )
 
-    def attach(model: nn.Module) -> _Careful:
-        return _Careful(learner.BucketHooks(model, comms, numbers))
-
-    return during.watch(comms, kind, steps, attach, explain)
-
-
-class _Careful:
-    """The learner's hooks; says what it means to wait for a request that is not there."""
-
-    def __init__(self, hooks: Any) -> None:
-        self._hooks = hooks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._hooks, name)
-
-    def finish(self) -> None:
-        try:
-            self._hooks.finish()
-        except AttributeError as error:
-            if "NoneType" in str(error) and "wait" in str(error):
-                raise Wrong(
-                    "finish() waits for a bucket that never left: it was not full, since one of its parameters had no "
-                    "gradient in this step; let it leave in finish()"
-                ) from None
-            raise
+    return during.watch(comms, kind, steps, lambda model: learner.BucketHooks(model, comms, numbers), explain)
 
 
 def _require_order(passes: list[Pass]) -> None:
@@ -228,36 +208,10 @@ def _require_step(watched: list[list[Pass]], kind: str, step: int) -> None:
         wrong = [
             place
             for place, gradient in enumerate(found)
-            if not (_is_zero(right.mean[place]) if gradient is None else same([gradient], [right.mean[place]]))
+            if (right.mean[place].any() if gradient is None else not same([gradient], [right.mean[place]]))
         ]
         if wrong:
-            names = [list(one.gradients)[place] for place in wrong]
-            _explain(_Case(found, right, before, wrong, rank, step), names, one.views)
-
-
-def _is_zero(tensor: torch.Tensor) -> bool:
-    return not tensor.any()
-
-
-class _Case:
-    """Gradients that are wrong, and what they could be."""
-
-    def __init__(
-        self,
-        found: list[torch.Tensor | None],
-        right: Averages,
-        before: list[torch.Tensor] | None,
-        wrong: list[int],
-        rank: int,
-        step: int,
-    ) -> None:
-        self.found, self.right, self.before, self.wrong, self.rank, self.step = found, right, before, wrong, rank, step
-
-    def all_are(self, others: list[torch.Tensor] | None) -> bool:
-        """Whether every wrong gradient is one of these, and not just zero."""
-        if others is None:
-            return False
-        return same([self.found[place] for place in self.wrong], [others[place] for place in self.wrong])
+            _explain(one, wrong, right, before, rank, step)
 
 
 _ZEROS = "zeros: the gradient was never put into its bucket"
@@ -267,31 +221,27 @@ _ZEROS_IN_VIEWS = (
 )
 
 
-def _explain(case: _Case, names: list[str], views: bool) -> None:
-    ranks, rank = len(case.right.own), case.rank
-    where = f"step {case.step}, rank {rank}: {', '.join(names)}"
-    whole = len(names) == len(case.found)
-    place = case.wrong[0]
-    if case.found[place] is None:
+def _explain(
+    one: Pass, wrong: list[int], right: Averages, before: list[torch.Tensor] | None, rank: int, step: int
+) -> None:
+    """Name what the gradients in these places are."""
+    names, ranks = [one.names[place] for place in wrong], len(right.own)
+    found = [one.gradients[name] for name in names]
+    where = f"step {step}, rank {rank}: {', '.join(names)}"
+    if found[0] is None:
         raise Wrong(f"{where}: no gradient any more; finish() is to give every parameter its average")
-    if case.all_are(case.right.own[rank]):
-        advice = (
-            "nothing came back from the buckets: copy the averages out of them, after the wait"
-            if whole
-            else "its bucket did not leave; one whose parameters were not all used must leave in finish()"
-        )
-        raise Wrong(f"{where}: still rank {rank}'s own gradient; {advice}")
+    not_left = "its bucket did not leave; one whose parameters were not all used must leave in finish()"
+    nothing = "nothing came back from the buckets: copy the averages out of them, after the wait"
+    own = f"still rank {rank}'s own gradient; {nothing if len(names) == len(one.names) else not_left}"
     table = [
-        (combined(case.right.own, [1.0] * ranks), 'this is the sum: divide by the world size, or use op="mean"'),
-        (combined([case.right.mean], [1 / ranks]), 'divided twice by the world size: op="mean" has done it already'),
-        ([torch.zeros_like(one) for one in case.right.mean], _ZEROS_IN_VIEWS if views else _ZEROS),
-        (case.right.weights, "these are the weights: it is parameter.grad that goes into the bucket"),
-        (case.before, "this is the average of the step before: the bucket was not emptied, or did not leave again"),
+        (right.own[rank], own),
+        (combined(right.own, [1.0] * ranks), 'this is the sum: divide by the world size, or use op="mean"'),
+        (combined([right.mean], [1 / ranks]), 'divided twice by the world size: op="mean" has done it already'),
+        ([torch.zeros_like(gradient) for gradient in right.mean], _ZEROS_IN_VIEWS if one.views else _ZEROS),
+        (right.weights, "these are the weights: it is parameter.grad that goes into the bucket"),
+        (before, "this is the average of the step before: the bucket was not emptied, or did not leave again"),
     ]
     for value, words in table:
-        if case.all_are(value):
+        if value is not None and same(found, [value[place] for place in wrong]):
             raise Wrong(f"{where}: {words}")
-    found = case.found[place]
-    assert found is not None
-    differs = first_difference(found, case.right.mean[place])
-    raise Wrong(f"{where}: not the average\n  {names[0]}{differs}")
+    raise Wrong(f"{where}: not the average\n  {names[0]}{first_difference(found[0], right.mean[wrong[0]])}")

@@ -11,6 +11,7 @@ import torch
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._collectives import program_of
+from microparallel.learn.graders._common_pp import many
 from microparallel.learn.log import RECEIVES, SENDS, Called, Row, calls
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, require_equal, require_like, shown
@@ -69,7 +70,8 @@ def _require_broadcast(exam: Exam, src: int, dtype: torch.dtype, notes: list[str
     _require_few_messages("broadcast", exam.rows, notes)
     for rank, row in enumerate(exam.rows):
         if (received := len(calls(row, *RECEIVES))) != (rank != src):
-            raise Wrong(f"broadcast from rank {src}: {_counted(rank, 'received', received, int(rank != src))}")
+            counts = f"rank {rank} received {many(received, 'message')}, and should receive {int(rank != src)}"
+            raise Wrong(f"broadcast from rank {src}: {counts}")
     given = [_tensor(rank, dtype) for rank in range(_RANKS)]
     program = program_of(Collective("broadcast", 1, src), given, exam.rows, found)
     try:
@@ -108,12 +110,8 @@ def _require_gather(exam: Exam, dst: int, dtype: torch.dtype, notes: list[str]) 
     _require_few_messages("gather", exam.rows, notes)
     for rank, row in enumerate(exam.rows):
         if (sent := len(calls(row, *SENDS))) != (rank != dst):
-            raise Wrong(f"gather to rank {dst}: {_counted(rank, 'sent', sent, int(rank != dst))}")
-
-
-def _counted(rank: int, deed: str, found: int, right: int) -> str:
-    should = {"received": "receive", "sent": "send"}[deed]
-    return f"rank {rank} {deed} {found} message{'s' * (found != 1)}, and should {should} {right}"
+            should = int(rank != dst)
+            raise Wrong(f"gather to rank {dst}: rank {rank} sent {many(sent, 'message')}, and should send {should}")
 
 
 def _require_list(found: Any, who: str, owner: int, dtype: torch.dtype, ranks: int = _RANKS) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._microbatches import suspects
 from microparallel.learn.graders._orders import compare, require_freed, tokens
-from microparallel.learn.graders._pipeline_steps import Outcome, Truth, take_steps
+from microparallel.learn.graders._pipeline_steps import take_steps
 from microparallel.learn.verdict import Wrong
 from microparallel.program import Program, peak_activations
 from microparallel.schedules import gpipe
+
+_require_steps = functools.partial(take_steps, function="gpipe_step", suspects=suspects)
 
 
 def check(exam: Exam) -> None:
@@ -27,15 +31,6 @@ def check(exam: Exam) -> None:
     with exam.step("three and four ranks, two steps, fewer micro-batches than ranks, and one rank alone"):
         for ranks, samples, microbatches in ((3, 8, 4), (4, 6, 2), (2, 4, 1), (1, 5, 3)):
             _require_order(_require_steps(exam, ranks, samples, microbatches, steps=2)[1], microbatches)
-
-
-def _require_steps(
-    exam: Exam, ranks: int, samples: int, microbatches: int, steps: int
-) -> tuple[list[Outcome], list[Program]]:
-    outcomes, programs = take_steps(exam, ranks, steps, "gpipe_step", samples, microbatches)
-    truth = Truth(ranks, samples, microbatches)
-    truth.require(outcomes, lambda rank: suspects(truth, rank))
-    return outcomes, programs
 
 
 def _require_order(programs: list[Program], microbatches: int) -> None:

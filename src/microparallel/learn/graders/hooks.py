@@ -20,7 +20,11 @@ def check(exam: Exam) -> None:
     with exam.step("every hook averages the gradient it was called for"):
         watched = exam.run(_watch, 2, "plain", 2, allowed=("all_reduce",))
         for rank, mine in enumerate(watched):
-            _require_own_gradient(mine[0], rank)
+            if not mine[0].reduces:
+                raise Wrong(
+                    f"rank {rank} still holds its own gradient: nothing was averaged, since no hook began an all-reduce"
+                )
+            during.require_hooks_fit(mine[0])
     with exam.step("all-reduces begin during backward, and are waited for in finish()") as notes:
         for rank, mine in enumerate(watched):
             _require_overlap(mine[0], rank)
@@ -42,14 +46,6 @@ def check(exam: Exam) -> None:
 
 def _watch(learner: Any, comms: Any, kind: str, steps: int) -> list[Pass]:
     return during.watch(comms, kind, steps, lambda model: learner.GradientHooks(model, comms))
-
-
-def _require_own_gradient(one: Pass, rank: int) -> None:
-    if not one.reduces:
-        raise Wrong(
-            f"rank {rank} still holds its own gradient: nothing was averaged, since no hook began an all-reduce"
-        )
-    during.require_hooks_fit(one)
 
 
 def _require_overlap(one: Pass, rank: int) -> None:

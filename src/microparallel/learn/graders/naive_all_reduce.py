@@ -10,7 +10,7 @@ from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._collectives import program_of
 from microparallel.learn.graders._common_dp import contribution, counted_in_words
-from microparallel.learn.log import SENDS, Called, Row, calls
+from microparallel.learn.log import SENDS, Row, calls
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, require_equal, require_like
 from microparallel.program import Collective
@@ -123,12 +123,9 @@ def _require_few_messages(rows: list[Row], size: int, notes: list[str]) -> None:
                 "which adds up"
             )
         if peers != ([0] if rank else list(range(1, ranks))) or any(one.bytes != size for one in sent[rank]):
+            messages_sent = ", ".join(f"{one.bytes} bytes to rank {one.peer}" for one in sent[rank])
             raise Wrong(
-                f"the sum is right, but rank {rank} sends {', '.join(map(_message, sent[rank]))}: one whole tensor, "
-                f"{size} bytes, goes to rank 0 from everybody, and one back"
+                f"the sum is right, but rank {rank} sends {messages_sent}: one whole tensor, {size} bytes, goes to "
+                "rank 0 from everybody, and one back"
             )
     notes.append(f"rank 0 sends {total[0]} bytes, each of the others {total[1]}")
-
-
-def _message(call: Called) -> str:
-    return f"{call.bytes} bytes to rank {call.peer}"

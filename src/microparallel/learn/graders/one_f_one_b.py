@@ -8,8 +8,8 @@ from microparallel.learn.exam import Exam, Stuck
 from microparallel.learn.graders._common_pp import many
 from microparallel.learn.graders._microbatches import suspects
 from microparallel.learn.graders._orders import compare, require_freed, tokens
-from microparallel.learn.graders._pipeline_steps import Outcome, Truth, do_steps, operations, take_steps
-from microparallel.learn.log import RECEIVES, Called, Row
+from microparallel.learn.graders._pipeline_steps import Outcome, do_steps, operations, take_steps
+from microparallel.learn.log import RECEIVES, Row, waited_for
 from microparallel.learn.verdict import Wrong
 from microparallel.program import Program, peak_activations
 from microparallel.schedules import one_f_one_b
@@ -54,19 +54,17 @@ def _require_steps(
     exam: Exam, ranks: int, samples: int, microbatches: int, steps: int
 ) -> tuple[list[Outcome], list[Program]]:
     try:
-        outcomes, programs = take_steps(exam, ranks, steps, "one_f_one_b_step", samples, microbatches, body=_do_steps)
+        named = {"steps": steps, "function": "one_f_one_b_step", "suspects": suspects, "body": _do_steps}
+        return take_steps(exam, ranks, samples, microbatches, **named)  # type: ignore[arg-type]
     except Stuck as stuck:
         raise _with_place(stuck, exam.rows, one_f_one_b(ranks, microbatches)) from None
-    truth = Truth(ranks, samples, microbatches)
-    truth.require(outcomes, lambda rank: suspects(truth, rank))
-    return outcomes, programs
 
 
 def _with_place(stuck: Stuck, rows: list[Row], program: Program) -> Wrong:
     """Add to a deadlock who waits for what 1F1B does not need yet."""
     for wait in stuck.waits:
-        call, done, expected = rows[wait.rank][wait.place].op, operations(rows[wait.rank]), tokens(program, wait.rank)
-        if not isinstance(call, Called) or call.call not in RECEIVES:
+        call, done, expected = waited_for(rows, wait), operations(rows[wait.rank]), tokens(program, wait.rank)
+        if call.call not in RECEIVES:
             continue
         kind, name = ("F", "an activation") if call.peer < call.rank else ("B", "a gradient")
         if done == expected[: len(done)] and len(done) < len(expected) and expected[len(done)][0] != kind:

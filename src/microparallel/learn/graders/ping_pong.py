@@ -53,7 +53,7 @@ def _play(learner: Any, comms: Any, rounds: int, dtype: torch.dtype, shape: tupl
         )
     if found is None:
         raise Wrong(f"rank {comms.rank} returned nothing: return the ball as it was last")
-    for call in comms.sent():
+    for call in calls(comms.row, *SENDS):
         if call.bytes != before.nbytes:
             raise Wrong(
                 f"rank {comms.rank}, line {call.line}: a message of {call.bytes} bytes, and the ball has "

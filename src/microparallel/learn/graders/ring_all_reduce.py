@@ -10,6 +10,7 @@ from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._collectives import program_of
 from microparallel.learn.graders._common_dp import contribution, counted_in_words
+from microparallel.learn.graders._common_pp import require_all_waited
 from microparallel.learn.log import SENDS, Called, calls
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, listed, require_equal, require_like
@@ -39,12 +40,7 @@ def _reduce(learner: Any, comms: Any, size: int, dtype: torch.dtype, divisor: in
     comms.log.watched[comms.rank] = tensor
     learner.ring_all_reduce(tensor, comms)
     require_like(tensor, contribution(comms.rank, size, dtype), f"rank {comms.rank}'s tensor")
-    unfinished = [call.line for call in calls(comms.row) if not call.ended]
-    if unfinished:
-        raise Wrong(
-            f"rank {comms.rank} began a send or receive in line {unfinished[0]} and never waited for it: keep the "
-            "request, and wait before the tensor is written to again"
-        )
+    require_all_waited(comms)
     return tensor
 
 
