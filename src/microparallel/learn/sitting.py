@@ -1,4 +1,4 @@
-"""One rank of an exam: load the learner's file, and let the grader try it."""
+"""An exam in one process: load the learner's file for every rank, and let the grader try it on threads."""
 
 from __future__ import annotations
 
@@ -7,25 +7,53 @@ import functools
 import inspect
 import linecache
 import sys
+import threading
+import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from microparallel.comms import Comms
-from microparallel.learn.board import Board, State
-from microparallel.learn.exam_comms import ExamComms
-from microparallel.learn.guards import Guards
+from microparallel.learn.guards import Guards, trusted
+from microparallel.learn.log import Row
+from microparallel.learn.ranks import ExamComms, Over, ThreadGroup, World
 from microparallel.learn.verdict import NotAllowed, Wrong
+from microparallel.verifier import Wait
+
+_LONGEST = 4000  # characters of an error
+_GRACE = 0.5  # seconds for a rank to fail after another
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that raised, or was still busy when the time was up (then there is no error)."""
+
+    rank: int
+    line: int | None  # of the learner's file, the innermost
+    kind: str = ""
+    text: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Sitting:
+    """What came of it: what each rank returned and did; and what went wrong, if something did."""
+
+    results: list[Any]
+    rows: list[Row]
+    failure: Failure | None = None
+    stuck: Sequence[Wait] = ()
+    finished: Sequence[int] = ()
 
 
 class Learner:
-    """The learner's module, by the names that the exercise asks for; and what has happened, in order."""
+    """The learner's module, by the names that the exercise asks for."""
 
     def __init__(self, module: types.ModuleType, file: str) -> None:
         self._module = module
         self.file = file
-        self.happened: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -35,10 +63,6 @@ class Learner:
         if not callable(found):
             raise Wrong(f"{name} should be a function, and is {found!r:.80}")
         return found if isinstance(found, type) else functools.partial(_call, name, found)
-
-    def happens(self, what: str) -> None:
-        """Write down that something happened."""
-        self.happened.append(what)
 
 
 def _call(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
@@ -51,20 +75,66 @@ def _call(name: str, function: Callable[..., Any], *arguments: Any, **named: Any
 
 
 def sit(
-    comms: Comms, body: Callable[..., Any], file: str, board_path: str, allowed: Sequence[str], *arguments: Any
-) -> Any:
-    """Run a grader's `body(learner, comms, *arguments)` on this rank."""
-    board = Board(Path(board_path), comms.world_size)
-    with Guards() as guards, _printing_at_once():
-        module = _load(file)
-        learner = Learner(module, file)
-        exam_comms = ExamComms(comms, board, file, allowed, learner.happens)
-        board.says(comms.rank, State.RUNNING)
-        result = body(learner, exam_comms, *arguments)
-        if refused := guards.refused + exam_comms.refused:  # and the learner's code caught it
-            raise NotAllowed(refused[0])
-    board.says(comms.rank, State.FINISHED)
-    return result
+    _: Comms, body: Callable[..., Any], file: str, ranks: int, allowed: Sequence[str], patience: float, *arguments: Any
+) -> Sitting:
+    """Run a grader's `body(learner, comms, *arguments)` on every rank: a thread each, of this process."""
+    world, guarded = World(ranks), contextlib.ExitStack()
+    guards = guarded.enter_context(Guards())
+    guarded.enter_context(trusted())  # this thread
+
+    def take_part(rank: int) -> None:
+        try:
+            comms = ExamComms(ThreadGroup(rank, ranks, world), file, allowed)
+            result = body(Learner(_load(file), file), comms, *arguments)
+            if refused := guards.refused + comms.refused:  # and the learner's code caught it
+                raise NotAllowed(refused[0])
+            world.ends(rank, result)
+        except Over:
+            pass
+        except BaseException as error:
+            world.fails(rank, error)
+
+    threads = [threading.Thread(target=take_part, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    in_time, finished = world.join(patience), sorted(world.results)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    failure = None if in_time else _still_busy(threads, finished, file)
+    if world.failures:
+        for thread in threads:  # nobody waits any more: of all that fail the first rank is named, whoever came first
+            thread.join(_GRACE)
+        rank = min(world.failures)
+        failure = _raised(rank, world.failures[rank], file)
+    if failure is not None or world.stuck:
+        _KEPT.append(guarded)
+        return Sitting([], world.log.rows, failure, world.stuck, finished)
+    with guarded:
+        return Sitting([world.results[rank] for rank in range(ranks)], world.log.rows)
+
+
+_KEPT: list[contextlib.ExitStack] = []  # guards of ranks that may still run; the process ends soon
+
+
+def _still_busy(threads: Sequence[threading.Thread], finished: Sequence[int], file: str) -> Failure:
+    """Where the first rank that computes is; those that wait for it are not to blame."""
+    frames = sys._current_frames()
+    places = []
+    for rank, thread in enumerate(threads):
+        frame = frames.get(thread.ident or 0)
+        waits = frame is not None and frame.f_code.co_filename == threading.__file__
+        lines = [line for found, line in traceback.walk_stack(frame) if found.f_code.co_filename == file]
+        if rank not in finished:
+            places.append((waits, rank, lines[0] if lines else None))
+    _, rank, line = min(places, key=lambda place: place[:2])
+    return Failure(rank, line)
+
+
+def _raised(rank: int, error: BaseException, file: str) -> Failure:
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    text = str(error)[:_LONGEST]
+    written = "".join(traceback.format_exception(error))[-_LONGEST:]
+    return Failure(rank, lines[-1] if lines else None, type(error).__name__, text, written)
 
 
 def _load(file: str) -> types.ModuleType:
@@ -75,12 +145,3 @@ def _load(file: str) -> types.ModuleType:
     sys.modules["exercise"] = module
     exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)  # bytes: they say in which encoding they are
     return module
-
-
-@contextlib.contextmanager
-def _printing_at_once() -> Iterator[None]:
-    try:
-        yield
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from microparallel.errors import ProgramError, UsageError
-from microparallel.program import Collective, Program, Sends, peak_activations
+from microparallel.program import Collective, Program, Sends, Wait, peak_activations
 from microparallel.verifier.collective import check_collective
+from microparallel.verifier.findings import Deadlock, Miscounted, Missing, NeverReduced, Unmatched, Unreached
 from microparallel.verifier.matching import check_matching
 from microparallel.verifier.order import check_order
 from microparallel.verifier.training import check_training_step
 
-__all__ = ["Sends", "verify"]
+__all__ = ["Deadlock", "Miscounted", "Missing", "NeverReduced", "Sends", "Unmatched", "Unreached", "Wait", "verify"]
 
 
 def verify(program: Program, sends: Sends = "rendezvous", max_activations: int | None = None) -> None:
-    """Raise `ProgramError` unless a program is right, with the place that is wrong.
+    """Raise `ProgramError` unless a program is right, with the place that is wrong (`findings.py` has its kinds).
 
     Every send must have its receive, in the same order on each channel; no rank may wait for ever; and at the end the
     program's goal must be reached, which is found by running it on symbols: after a collective every rank holds what

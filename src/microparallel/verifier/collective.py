@@ -5,6 +5,7 @@ from __future__ import annotations
 from microparallel.errors import ProgramError
 from microparallel.program import Add, Collective, Join, Program, Recv, Send, Walk
 from microparallel.program.symbols import Contents, Symbol, promised, whole
+from microparallel.verifier.findings import Unreached
 
 
 def check_collective(program: Program, goal: Collective) -> None:
@@ -22,7 +23,8 @@ def check_collective(program: Program, goal: Collective) -> None:
         for index, symbol in enumerate(contents.slices):
             if promised(goal, rank, index) and symbol != wanted[index]:
                 found, right = _words(symbol, index), _words(wanted[index], index)
-                raise ProgramError(f"rank {rank} ends with {found} in slice {index}, and should have {right}")
+                words = f"rank {rank} ends with {found} in slice {index}, and should have {right}"
+                raise Unreached(words, rank, index, symbol, wanted[index])
 
 
 def _words(symbol: Symbol, index: int) -> str:

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from microparallel.errors import ProgramError
 from microparallel.program import Chunk, Collective, Part, Program, Recv, Send, Value
+from microparallel.verifier.findings import Unmatched
 
 Channel = tuple[int, int]  # sender, receiver
 
@@ -30,13 +31,18 @@ def _check_channel(program: Program, channel: Channel, sent: list[Send], receive
     sender, receiver = channel
     for number, (send, receive) in enumerate(zip(sent, received, strict=False), start=1):
         if not _same_content(program, send.value, receive.value, sender):
-            raise ProgramError(
+            words = (
                 f"message {number} from rank {sender} to rank {receiver} is sent as {send} and received as {receive}"
             )
+            raise Unmatched(words, sender, receiver, number, send, receive)
     if len(sent) > len(received):
-        raise ProgramError(f"rank {sender} does {sent[len(received)]}, which rank {receiver} never receives")
+        send, number = sent[len(received)], len(received) + 1
+        words = f"rank {sender} does {send}, which rank {receiver} never receives"
+        raise Unmatched(words, sender, receiver, number, send, None)
     if len(received) > len(sent):
-        raise ProgramError(f"rank {receiver} does {received[len(sent)]}, which rank {sender} never sends")
+        receive, number = received[len(sent)], len(sent) + 1
+        words = f"rank {receiver} does {receive}, which rank {sender} never sends"
+        raise Unmatched(words, sender, receiver, number, None, receive)
 
 
 def _same_content(program: Program, sent: Value, received: Value, sender: int) -> bool:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from microparallel.errors import ProgramError
 from microparallel.program import Policy, Program, Sends, Wait, Walk
+from microparallel.verifier.findings import Deadlock
 from microparallel.verifier.place import show_place
 
 
 def check_order(program: Program, sends: Sends) -> None:
-    """Raise `ProgramError` when ranks wait for each other for ever, naming the circle and drawing where they stand."""
+    """Raise `Deadlock` when ranks wait for each other for ever, naming the circle and drawing where they stand."""
     walk = Walk(program, Policy(sends))
     deque(walk, maxlen=0)
     waits = walk.waits()
@@ -19,7 +19,7 @@ def check_order(program: Program, sends: Sends) -> None:
     circle, last = find_circle(waits)
     end = "" if last is None else f", and rank {last} has finished"
     where = "".join(f"\n  {show_place(program, wait.rank, wait.place)}" for wait in circle)
-    raise ProgramError(f"deadlock under {sends} sends: {', '.join(map(str, circle))}{end}{where}")
+    raise Deadlock(f"deadlock under {sends} sends: {', '.join(map(str, circle))}{end}{where}", waits)
 
 
 def find_circle(waits: list[Wait]) -> tuple[list[Wait], int | None]:

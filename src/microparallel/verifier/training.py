@@ -42,6 +42,7 @@ from microparallel.program import (
     Walk,
     halves,
 )
+from microparallel.verifier.findings import Miscounted, Missing, NeverReduced
 from microparallel.verifier.place import show_place
 
 Account = dict[tuple[int, int], list[int]]  # (stage, micro-batch) → the ranks that did it
@@ -94,15 +95,16 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
 
     for cursor in Walk(program):
         rank, op = cursor.rank, cursor.op
-        wrong = functools.partial(_wrong, program, cursor)
+        words = functools.partial(_words, program, cursor)
         for value in rules[rank].needs(op):
             if value not in held[rank]:
                 state = "has freed" if value in ever[rank] else "does not have"
                 travels = isinstance(value, Act | Grad)
-                raise wrong(f"which needs {value}, and {state} it{hint if travels else ''}")
+                needs = words(f"which needs {value}, and {state} it{hint if travels else ''}")
+                raise Missing(needs, rank, cursor.place, op, value)
         for value in rules[rank].makes(op):
             if value in ever[rank] and not isinstance(value, Named):
-                raise wrong(f"and has had {value} before")
+                raise ProgramError(words(f"and has had {value} before"))
             held[rank].add(value)
             ever[rank].add(value)
         if isinstance(op, Free):
@@ -110,15 +112,14 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
         if isinstance(op, OptimizerStep):
             steps[rank] += 1
             if steps[rank] > 1:
-                raise wrong("its second in one training step")
+                raise ProgramError(words("its second in one training step"))
 
     if any(isinstance(op, Free) for ops in program.ranks for op in ops):
         _check_leaks(held)
 
 
-def _wrong(program: Program, cursor: Cursor, reason: str) -> ProgramError:
-    where = show_place(program, cursor.rank, cursor.place)
-    return ProgramError(f"rank {cursor.rank} does {cursor.op}, {reason}\n  {where}")
+def _words(program: Program, cursor: Cursor, reason: str) -> str:
+    return f"rank {cursor.rank} does {cursor.op}, {reason}\n  {show_place(program, cursor.rank, cursor.place)}"
 
 
 def _check_leaks(held: list[set[Value]]) -> None:
@@ -145,10 +146,11 @@ def _check_once(done: Accounts, stage: int, microbatch: int) -> None:
     inputs, weights = done[BackwardInput].get(key, []), done[BackwardWeight].get(key, [])
     name = f"{stage}.{microbatch}"
     if len(forwards) != 1:
-        raise ProgramError(f"F{name} happens {_times(forwards)}; every micro-batch needs every stage's forward once")
+        words = f"F{name} happens {_times(forwards)}; every micro-batch needs every stage's forward once"
+        raise Miscounted(words, stage, microbatch)
     if len(whole) + len(inputs) != 1 or len(whole) + len(weights) != 1:
         counts = f"B{name} {_times(whole)}, I{name} {_times(inputs)}, W{name} {_times(weights)}"
-        raise ProgramError(f"{counts}; every forward needs one backward: B, or I and W")
+        raise Miscounted(f"{counts}; every forward needs one backward: B, or I and W", stage, microbatch)
     for letter, ranks in (("B", whole), ("I", inputs), ("W", weights)):
         if ranks and ranks != forwards:
             raise ProgramError(
@@ -179,7 +181,8 @@ def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> 
             for bucket in buckets:
                 _check_members(program, goal, bucket, rank, reduced)
                 if bucket not in reduced[rank]:
-                    raise ProgramError(f"rank {rank} runs stage {stage} and never all-reduces {bucket}, which holds it")
+                    words = f"rank {rank} runs stage {stage} and never all-reduces {bucket}, which holds it"
+                    raise NeverReduced(words, rank, stage, bucket)
 
 
 def _check_members(program: Program, goal: TrainingStep, bucket: Bucket, rank: int, reduced: list[set[Value]]) -> None:

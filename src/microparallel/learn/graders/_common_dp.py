@@ -17,9 +17,11 @@ LEARNING_RATE = 0.1
 
 def small_model(seed: int = 0) -> nn.Sequential:
     """Three layers in float64 whose parameters all have different shapes, so that a shape says whose gradient it is."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    model = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    generator = torch.Generator().manual_seed(seed)  # ranks are threads, and torch's own is everybody's
+    for parameter in model.parameters():
+        parameter.data = 0.4 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return model
 
 
 def batch(samples: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,18 +149,6 @@ def contribution(rank: int, shape: int | tuple[int, ...], dtype: torch.dtype = t
     """What a rank puts into a sum: 1, 2, 3, … times 10 to the rank, so that every sum tells who is in it, how often."""
     numbers: torch.Tensor = torch.arange(1, torch.zeros(shape).numel() + 1) * 10**rank
     return numbers.to(dtype).reshape(shape)
-
-
-def counted(found: torch.Tensor, own: Sequence[torch.Tensor]) -> list[int] | None:
-    """How often each rank's contribution is in what was found; None if it is no sum of them."""
-    if not found.numel():
-        return None
-    first = found.flatten()[0].item() / own[0].flatten()[0].item()
-    if not 0 <= first < 10 ** len(own) or first != int(first):  # which NaN is not either
-        return None
-    counts = [int(first) // 10**rank % 10 for rank in range(len(own))]
-    whole = combined([[one.double()] for one in own], [float(count) for count in counts])[0]
-    return counts if torch.equal(whole, found.double()) else None
 
 
 def counted_in_words(counts: Sequence[int]) -> str:

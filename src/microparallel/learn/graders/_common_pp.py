@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from microparallel.learn.log import calls
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, flat, require_equal
 
@@ -89,14 +90,9 @@ def require_gradients(
     require_equal(flat(found), flat(expected), f"{whose}'s row of gradients", suspects)
 
 
-def scaled(expected: Sequence[torch.Tensor], factor: float, words: str) -> Suspect:
-    """The suspicion that every gradient is so many times what it should be."""
-    return Suspect(flat(expected) * factor, words)
-
-
 def require_all_waited(comms: Any) -> None:
     """Refuse sends and receives that were begun and never waited for."""
-    unfinished = [entry for entry in comms.log if not entry.waited]
+    unfinished = [call for call in calls(comms.row) if not call.ended]
     if unfinished:
         raise Wrong(
             f"rank {comms.rank} began {unfinished[0].call} in line {unfinished[0].line} and never waited for it: keep "

@@ -4,66 +4,56 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from microparallel.learn.graders._common_pp import WIDTH
+from microparallel.learn.log import Log
 from microparallel.learn.verdict import Wrong
+from microparallel.program import Backward, Forward
 
 
 class CountedStage(nn.Module):
-    """Some layers, on one rank.
+    """Some layers, on one rank, which tell a log of every forward and backward.
 
     Attributes:
-        order: what was computed in this step: `F0.2` is the forward of micro-batch 2 on rank 0, `B0.2` its backward.
-        most_held: the most micro-batches at once whose forward was done and whose backward was not.
         most_kept: the most micro-batches at once whose backward was done and whose outputs somebody still held.
     """
 
     width = WIDTH
 
-    def __init__(self, layers: Sequence[nn.Module], rank: int, diary: Path | None = None) -> None:
+    def __init__(self, layers: Sequence[nn.Module], rank: int, log: Log) -> None:
         super().__init__()
-        self._diary = diary  # where the order is to be found if this rank never comes to its end
         self.layers = nn.Sequential(*layers)
         self.rank = rank
+        self._log = log
         self._alive: weakref.WeakSet[_Work] = weakref.WeakSet()
         self.begin()
 
     def begin(self) -> None:
         """Begin a new step."""
-        self.order: list[str] = []
-        self.most_held = self.most_kept = 0
+        self.most_kept = 0
         self._forwards = 0
         self._alive.clear()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute, and count."""
+        """Compute, and tell."""
         self._require_proper(inputs)
         work = _Work(self._forwards)
         self._forwards += 1
         self._look_around()
         self._alive.add(work)
-        self._write_down(f"F{self.rank}.{work.microbatch}")
-        self.most_held = max(self.most_held, sum(not one.done for one in self._alive))
+        self._log.begins(Forward(self.rank, work.microbatch), self.rank)
         outputs: torch.Tensor = _Meter.apply(self.layers(inputs), self, work)  # type: ignore[no-untyped-call]
         return outputs
 
     def backward_begins(self, work: _Work) -> None:
         """Note that the gradient of a micro-batch's outputs has come."""
-        if work.done:
-            raise Wrong(f"rank {self.rank} does the backward of micro-batch {work.microbatch} twice")
         self._look_around()
         work.done = True
-        self._write_down(f"B{self.rank}.{work.microbatch}")
-
-    def _write_down(self, word: str) -> None:
-        self.order.append(word)
-        if self._diary is not None:
-            self._diary.write_text(" ".join(self.order))
+        self._log.begins(Backward(self.rank, work.microbatch), self.rank)
 
     def _look_around(self) -> None:
         self.most_kept = max(self.most_kept, sum(one.done for one in self._alive))

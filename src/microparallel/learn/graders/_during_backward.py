@@ -1,11 +1,12 @@
 """Watch what happens during backward: when gradients are ready, when all-reduces begin, and when they are waited for.
 
-All from the order of events, and nothing from clocks: a slow machine is judged like a fast one.
+All from the order of operations, and nothing from clocks: a slow machine is judged like a fast one. In a pass's program
+every parameter is a stage, and a rank's own samples are a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,13 @@ from torch import nn
 
 from microparallel.errors import Mismatch
 from microparallel.learn.graders._common_dp import LEARNING_RATE, batch, combined, mean_gradients, small_model
-from microparallel.learn.graders._passes import (
-    OVER,
-    Pass,
-    Reduce,
-    no_gradient,
-    require_asynchronous,
-    require_hooks_fit,
-)
+from microparallel.learn.log import Called, Row
+from microparallel.learn.ranks import NoTensor
 from microparallel.learn.verdict import NotAllowed, Wrong
+from microparallel.program import Bucket, Program, TrainingStep
+from microparallel.program import ops as o
+
+Groups = list[list[str]]  # the parameters of each bucket
 
 
 class Spared(nn.Module):
@@ -60,19 +59,18 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def watch(
-    learner: Any,
     comms: Any,
     kind: str,
     steps: int,
     attach: Callable[[nn.Module], Any],
-    explain: Callable[[Pass], None] = lambda _: None,
+    explain: Callable[[Pass, Exception], None] = lambda _, __: None,
 ) -> list[Pass]:
     """Train with what the learner attaches to the model, take it off again, and do one more backward.
 
     When a pass fails, `explain` is shown what has happened until then, and may know a better word for it.
     """
     model = make_model(kind)
-    watcher = _Watcher(learner, comms, model, explain)
+    watcher = _Watcher(comms, model, explain)
     attached = attach(model)
     for name in ("finish", "remove"):
         if not callable(getattr(attached, name, None)):
@@ -126,71 +124,205 @@ def averages(kind: str, ranks: int, steps: int) -> list[Averages]:
     return found
 
 
+# ── one backward pass ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Reduce:
+    """An all-reduce that was begun."""
+
+    call: Called
+    gradient_of: str  # whose gradient it was given, where it is one; else ""
+    parameter: str  # which parameter it was given instead of a gradient; else ""
+
+
+@dataclass
+class Pass:
+    """One backward pass of one rank, and what came after it.
+
+    Attributes:
+        names: the parameters that get gradients; a parameter's place is its stage.
+        ops: a Backward for each gradient that came, an AllReduce where one began (with the number of those before it
+            in the place of a bucket's), a Join where one was waited for.
+        over: how many of them came before backward was over.
+        old: how many requests of an earlier pass were waited for.
+        views: whether gradients lie in what was all-reduced.
+    """
+
+    names: list[str]
+    ops: list[o.Op]
+    over: int
+    old: int
+    reduces: list[Reduce]
+    gradients: dict[str, torch.Tensor | None]
+    views: bool
+
+    def came(self, until: int | None = None) -> list[str]:
+        """The parameters whose gradients had come after so many operations, in that order."""
+        return [self.names[op.stage] for op in self.ops[:until] if isinstance(op, o.Backward)]
+
+    @property
+    def begun(self) -> list[int]:
+        """The places where all-reduces began."""
+        return [place for place, op in enumerate(self.ops) if isinstance(op, o.AllReduce)]
+
+
+def program_of(passes: Sequence[Pass], groups: Groups, bucket: Callable[[Pass, int], int] = lambda _, n: n) -> Program:
+    """The step in which every rank did its pass; `bucket` says which one an all-reduce took, by default its number."""
+    names = passes[0].names
+    stages = [sorted(names.index(name) for name in group) for group in groups]
+    goal = TrainingStep(len(names), len(passes), tuple((mine[0], mine[-1] + 1) for mine in stages))
+
+    def named(op: o.Op, one: Pass, rank: int) -> o.Op:
+        if isinstance(op, o.AllReduce) and isinstance(op.value, Bucket):
+            return o.AllReduce(Bucket(bucket(one, op.value.index)), "dp")
+        return o.Backward(op.stage, rank) if isinstance(op, o.Backward) else op
+
+    ranks = [
+        (*(o.Forward(stage, rank) for stage in range(len(names))), *(named(op, one, rank) for op in one.ops))
+        for rank, one in enumerate(passes)
+    ]
+    return Program("your step", goal, tuple(ranks))
+
+
 class _Watcher:
     """Hooks of the grader, which are called before the learner's."""
 
-    def __init__(self, learner: Any, comms: Any, model: nn.Module, more: Callable[[Pass], None]) -> None:
-        self._learner, self._comms, self._model, self._more = learner, comms, model, more
+    def __init__(self, comms: Any, model: nn.Module, more: Callable[[Pass, Exception], None]) -> None:
+        self._comms, self._model, self._more = comms, model, more
         self._places: dict[int, str] = {}  # where each gradient lies
-        self._names = {parameter: name for name, parameter in model.named_parameters()}
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
+        self._stages = {parameter: stage for stage, parameter in enumerate(trainable(model).values())}
+        for parameter in self._stages:
+            parameter.register_post_accumulate_grad_hook(self._ready)  # type: ignore[no-untyped-call]
 
     def _ready(self, parameter: torch.Tensor) -> None:
-        name = self._names[parameter]  # type: ignore[index]
+        stage = self._stages[parameter]  # type: ignore[index]
         if parameter.grad is not None:
-            self._places[parameter.grad.data_ptr()] = name
-        self._learner.happens(f"ready {name}")
+            self._places[parameter.grad.data_ptr()] = list(trainable(self._model))[stage]
+        self._comms.log.begins(o.Backward(stage, self._comms.rank), self._comms.rank)
 
     def backward(self, step: int, finish: Callable[[], None]) -> Pass:
         """One pass, and what the learner does after it."""
         if isinstance(self._model, Spared):
             self._model.used = step == 0
         inputs, targets = _batch(self._comms.rank, step)
-        happened = self._learner.happened
-        happened.clear()
-        self._comms.log.clear()
+        row, begin, over = self._comms.row, len(self._comms.row), None
         self._places.clear()
         loss = nn.functional.mse_loss(self._model(inputs), targets)
         try:
             loss.backward()  # type: ignore[no-untyped-call]
-            self._learner.happens(OVER)
+            over = len(row)
             finish()
         except NotAllowed:
             raise
         except Mismatch:
             raise Wrong(_NOT_IN_STEP.format(self._comms.rank)) from None
         except (Wrong, AttributeError) as error:  # perhaps what happened before has a better word for it
-            if "given None" in str(error):
-                raise Wrong(no_gradient(happened)) from None
-            self._explain(self._pass())
+            one = self._pass(row[begin:over], row[over:] if over else [])
+            if isinstance(error, NoTensor) and error.value is None:
+                late = "wants another parameter's gradient, which is not there yet"
+                raise Wrong(_OTHER.format(one.came()[-1], late) if one.came() else _TOO_EARLY) from None
+            require_hooks_fit(one)
+            require_asynchronous(one)
+            self._more(one, error)
             raise
-        return self._pass()
+        return self._pass(row[begin:over], row[over:])
 
-    def _explain(self, one: Pass) -> None:
-        require_hooks_fit(one)
-        require_asynchronous(one)
-        self._more(one)
-
-    def _pass(self) -> Pass:
-        log = self._comms.log
-        reduces = [self._reduce(entry) for entry in log if entry.call.startswith("all_reduce")]
+    def _pass(self, during: Row, after: Row) -> Pass:
+        parameters = {parameter.data_ptr(): name for name, parameter in self._model.named_parameters()}
         gradients = {name: parameter.grad for name, parameter in trainable(self._model).items()}
-        ranges = [(entry.address, entry.address + entry.bytes) for entry in log]
-        views = any(
-            start <= one.data_ptr() < end for one in gradients.values() if one is not None for start, end in ranges
-        )
-        found = {name: None if one is None else one.detach().clone() for name, one in gradients.items()}
-        return Pass(list(self._learner.happened), reduces, found, views)
+        one = Pass(list(gradients), [], 0, 0, [], {}, False)
+        for number, moment in enumerate([*during, *after]):
+            call = moment.op
+            if not isinstance(call, Called):
+                one.ops.append(call)
+            elif moment.phase == "begins":
+                gradient_of, parameter = self._places.get(call.address, ""), parameters.get(call.address, "")
+                one.ops.append(o.AllReduce(Bucket(len(one.reduces)), "dp"))
+                one.reduces.append(Reduce(call, gradient_of, parameter))
+            elif moment.phase == "waits" and any(reduce.call is call for reduce in one.reduces):
+                one.ops.append(o.Join())
+            elif moment.phase == "waits":
+                one.old += 1
+            if number < len(during):
+                one.over = len(one.ops)
+        ranges = [(reduce.call.address, reduce.call.address + reduce.call.bytes) for reduce in one.reduces]
+        present = [gradient for gradient in gradients.values() if gradient is not None]
+        one.views = any(start <= gradient.data_ptr() < end for gradient in present for start, end in ranges)
+        one.gradients = {name: None if own is None else own.detach().clone() for name, own in gradients.items()}
+        return one
 
-    def _reduce(self, entry: Any) -> Reduce:
-        parameters = {parameter.data_ptr(): name for parameter, name in self._names.items()}
-        return Reduce(
-            entry.line,
-            torch.Size(entry.shape).numel(),
-            entry.asynchronous,
-            entry.waited,
-            self._places.get(entry.address, ""),
-            parameters.get(entry.address, ""),
+
+# ── the words about it that hooks and buckets share ─────────────────────────────────────────────────────────────────
+
+
+def achieved(one: Pass) -> str:
+    """How much of the communication overlaps with backward."""
+    last = max(place for place, op in enumerate(one.ops) if isinstance(op, o.Backward))
+    early = sum(place < last for place in one.begun)
+    return f"{early} of {len(one.reduces)} all-reduces begin before the last gradient is ready"
+
+
+def require_hooks_fit(one: Pass) -> None:
+    """Refuse hooks that average something else than the gradient for which they were called."""
+    for reduce in one.reduces:
+        if reduce.parameter:
+            raise Wrong(
+                f"line {reduce.call.line} all-reduces {reduce.parameter} itself: the hook is handed the parameter, and "
+                "it is the gradient that is averaged, parameter.grad"
+            )
+    for place, reduce in zip(one.begun, one.reduces, strict=True):
+        if place >= one.over:
+            break
+        if not one.came(place):
+            raise Wrong(_TOO_EARLY)
+        ready, reduced = one.came(place)[-1], reduce.gradient_of
+        if reduced and reduced != ready:
+            always = all(other.gradient_of == reduced for other in one.reduces)
+            which = f"averages the gradient of {reduced}"
+            raise Wrong(_OTHER.format(ready, which) if always else f"the hook that was called for {ready} {which}")
+
+
+_TOO_EARLY = (
+    "the hook is called before the gradient is in parameter.grad: register_hook fires before it is accumulated; use "
+    "register_post_accumulate_grad_hook"
+)
+_OTHER = (
+    "the hook that was called for {} {}: a function made in a loop sees the loop's *last* parameter, since it looks "
+    "the name up when it is called. Use the parameter that the hook is handed"
+)
+
+
+def require_asynchronous(one: Pass) -> None:
+    """Refuse all-reduces that backward waits for."""
+    for reduce in one.reduces:
+        if not reduce.call.asynchronous:
+            raise Wrong(
+                f"line {reduce.call.line} waits for its all-reduce, and so does backward: nothing travels meanwhile. "
+                "Start it with async_op=True, and wait in finish()"
+            )
+    if o.Join() in one.ops[: one.over]:
+        ready, total = len(one.came(one.ops.index(o.Join()))), len(one.came())
+        raise Wrong(
+            f"a request is waited for during backward, after {ready} of {total} gradients: backward stops there, and "
+            "nothing overlaps; wait in finish()"
+        )
+
+
+def require_waited(one: Pass, rank: int) -> None:
+    """Refuse all-reduces that nobody has waited for."""
+    left = [reduce.call for reduce in one.reduces if not reduce.call.ended]
+    if left:
+        raise Wrong(
+            f"rank {rank}: finish() came back while {len(left)} of {len(one.reduces)} all-reduces were under way "
+            f"(begun in line {left[0].line}): keep every request, and wait for each of them"
+        )
+
+
+def require_old_requests_gone(one: Pass, number: int) -> None:
+    """Refuse requests of an earlier step that are waited for again."""
+    if one.old:
+        raise Wrong(
+            f"step {number}: finish() waited for requests of the step before, which are long over ({one.old} of them): "
+            "forget each request when it has been waited for"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from microparallel.learn.verdict import Wrong
@@ -17,10 +18,8 @@ def tokens(program: Program, rank: int) -> list[str]:
 
 def part(found: Sequence[str], expected: Sequence[str]) -> int | None:
     """The first place where two orders differ; None if nowhere."""
-    for place in range(max(len(found), len(expected))):
-        if list(found[place : place + 1]) != list(expected[place : place + 1]):
-            return place
-    return None
+    pairs = enumerate(itertools.zip_longest(found, expected))
+    return next((place for place, (mine, wanted) in pairs if mine != wanted), None)
 
 
 def show(order: Sequence[str], place: int) -> str:
@@ -39,30 +38,6 @@ def compare(found: Sequence[str], expected: Sequence[str], name: str) -> str:
         return ""
     width = max(len("yours"), len(name))
     return f"\n  {'yours':<{width}}  {show(found, place)}\n  {name:<{width}}  {show(expected, place)}"
-
-
-def backwards(order: Sequence[str]) -> list[str]:
-    """The micro-batches of the backwards of one rank, in order."""
-    return [word.partition(".")[2] for word in order if word[0] == "B"]
-
-
-def require_pairs(orders: Sequence[Sequence[str]]) -> None:
-    """Refuse backwards that began with another micro-batch's gradient: they come in the order of the next rank."""
-    for rank in reversed(range(len(orders) - 1)):
-        mine, theirs = backwards(orders[rank]), backwards(orders[rank + 1])
-        for microbatch, gradient_of in zip(mine, theirs, strict=False):
-            if microbatch != gradient_of:
-                raise Wrong(
-                    f"rank {rank} does the backward of micro-batch {microbatch} with the gradient of micro-batch "
-                    f"{gradient_of}: gradients come in the order in which rank {rank + 1} sends them, so take the "
-                    f"activations in that order too{compare(orders[rank], _like(orders, rank), f'rank {rank + 1}')}"
-                )
-
-
-def _like(orders: Sequence[Sequence[str]], rank: int) -> list[str]:
-    """A rank's order with the backwards in the order of the next rank."""
-    following = iter(backwards(orders[rank + 1]))
-    return [f"B{rank}.{next(following, '?')}" if word[0] == "B" else word for word in orders[rank]]
 
 
 def require_freed(rank: int, most_kept: int) -> None:

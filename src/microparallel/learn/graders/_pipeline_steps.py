@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from microparallel.errors import Mismatch
+from microparallel.errors import Mismatch, ProgramError
+from microparallel.learn.exam import Exam, Stuck
 from microparallel.learn.graders._common_pp import (
+    WIDTH,
     gradients,
     make_batch,
     make_layers,
@@ -21,8 +24,13 @@ from microparallel.learn.graders._common_pp import (
     require_gradients,
 )
 from microparallel.learn.graders._counted_stage import CountedStage
+from microparallel.learn.graders._orders import compare, tokens
+from microparallel.learn.log import RECEIVES, SENDS, Called, Row, calls, computed
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, flat, require_equal, require_number, shown
+from microparallel.learn.words import Suspect, flat, listed, require_equal, require_number, shown
+from microparallel.program import Act, Grad, Program, TrainingStep, halves
+from microparallel.program import ops as o
+from microparallel.verifier import Missing, Unmatched, verify
 
 _STEPS = 2
 _RATE = 0.5
@@ -34,8 +42,6 @@ class Outcome:
 
     losses: list[Any]
     gradients: list[list[torch.Tensor | None]]
-    orders: list[list[str]]
-    most_held: int
     most_kept: int
 
 
@@ -45,113 +51,186 @@ def share(depth: int, rank: int, ranks: int) -> range:
     return range(int(parts[rank][0]), int(parts[rank][-1]) + 1)
 
 
-def do_steps(
-    learner: Any, comms: Any, steps: int, function: str, samples: int, *options: Any, diaries: Path | None = None
-) -> Outcome:
+def do_steps(learner: Any, comms: Any, steps: int, function: str, samples: int, *options: Any) -> Outcome:
     """Some steps of this rank; gradients are added up over all, and the weights change in between."""
     comms.line_of_ranks = True
     ranks, rank = comms.world_size, comms.rank
     own = share(ranks + 1, rank, ranks)
-    stage = CountedStage(make_layers(ranks + 1)[own.start : own.stop], rank, diaries and diaries / str(rank))
-    outcome = Outcome([], [], [], 0, 0)
+    stage = CountedStage(make_layers(ranks + 1)[own.start : own.stop], rank, comms.log)
+    outcome = Outcome([], [], 0)
     for step in range(steps):
         inputs, targets = make_batch(samples, seed=step)
         inputs = inputs if rank == 0 else torch.full_like(inputs, torch.nan)
         targets = targets if rank == ranks - 1 else torch.full_like(targets, torch.nan)
         stage.begin()
-        before = len(comms.log)
         loss_function = _loss_of_the_last(rank, ranks)
         try:
             loss = getattr(learner, function)(stage, comms, inputs, targets, loss_function, *options)
         except Mismatch:
             raise Wrong(
-                f"rank {rank}, line {comms.log[-1].line}: what one rank sends is not what the other asks for. Both "
-                "must mean the same shape and dtype (recv_tensor expects float32 unless it is told)"
+                f"rank {rank}, line {calls(comms.row)[-1].line}: what one rank sends is not what the other asks for. "
+                "Both must mean the same shape and dtype (recv_tensor expects float32 unless it is told)"
             ) from None
         except RuntimeError as error:
             raise _in_words(error, rank, ranks) from None
-        _require_each_once(stage, options[0] if options else 1)
+        comms.log.begins(o.OptimizerStep(), rank)
         require_all_waited(comms)
-        _require_messages(comms, comms.log[before:], options[0] if options else 1, inputs.nbytes)
-        _require_no_graph(loss, rank)
         _require_proper_loss(loss, rank, ranks)
-        _note(outcome, stage, loss)
+        outcome.losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
+        outcome.gradients.append(gradients(stage))
+        outcome.most_kept = max(outcome.most_kept, stage.most_kept)
         _update(stage)
     return outcome
 
 
-def _note(outcome: Outcome, stage: CountedStage, loss: Any) -> None:
-    outcome.losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
-    outcome.gradients.append(gradients(stage))
-    outcome.orders.append(list(stage.order))
-    outcome.most_held = max(outcome.most_held, stage.most_held)
-    outcome.most_kept = max(outcome.most_kept, stage.most_kept)
+def take_steps(
+    exam: Exam,
+    ranks: int,
+    samples: int,
+    *options: int,
+    steps: int,
+    function: str,
+    suspects: Callable[[Truth, int], list[Suspect]],
+    body: Callable[..., Outcome] = do_steps,
+) -> tuple[list[Outcome], list[Program]]:
+    """Let ranks do some steps: what each found, held against one process, and the program of every step, verified."""
+    microbatches = options[0] if options else 1
+    try:
+        outcomes = exam.run(body, ranks, steps, function, samples, *options)
+    except Stuck as stuck:
+        for rank in stuck.finished:  # they may have left out what the others wait for
+            _require_each_once(operations(exam.rows[rank]), rank, microbatches)
+        raise
+    rows = [in_steps(row) for row in exam.rows]
+    programs = [_verified([mine[step] for mine in rows], samples, microbatches) for step in range(steps)]
+    truth = Truth(ranks, samples, microbatches)
+    truth.require(outcomes, lambda rank: suspects(truth, rank))
+    return outcomes, programs
 
 
-def _require_each_once(stage: CountedStage, microbatches: int) -> None:
-    """Say so at once: other ranks may wait for what this one leaves out."""
-    forwards, backwards = (sum(word[0] == kind for word in stage.order) for kind in "FB")
+# ── the program of a step ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def in_steps(row: Row) -> list[Row]:
+    """A rank's row, cut behind every optimizer step."""
+    ends = [place + 1 for place, moment in enumerate(row) if moment.op == o.OptimizerStep()]
+    return [row[start:end] for start, end in itertools.pairwise([0, *ends, None])]
+
+
+def operations(row: Row) -> list[str]:
+    """The forwards and backwards of a rank, in text: those of its last step, or of the one it is in."""
+    last = next(filter(None, reversed(in_steps(row))), [])
+    return [str(op) for op in computed(last) if halves(op)]
+
+
+def _verified(rows: Sequence[Row], samples: int, microbatches: int) -> Program:
+    """The program of one step, refused in words where it is not right."""
+    for rank, row in enumerate(rows):
+        _require_each_once(operations(row), rank, microbatches)
+    sizes = {len(part) * WIDTH for part in torch.arange(samples).tensor_split(microbatches)}
+    program = Program("your step", TrainingStep(len(rows), microbatches), tuple(_named(row, sizes) for row in rows))
+    try:
+        verify(program)
+    except Missing as error:
+        _require_messages(error, rows[error.rank], microbatches)
+    except ProgramError as error:
+        if isinstance(error, Unmatched):
+            _require_pairs(program)
+        raise Wrong(str(error)) from None
+    return program
+
+
+def _named(row: Row, sizes: set[int]) -> tuple[o.Op, ...]:
+    """A rank's operations, where the n-th message belongs to the n-th forward or backward.
+
+    What is not as large as a micro-batch is none of them: somebody may send a header before each.
+    """
+    done = computed(row)
+    forwards, backwards = ([op.microbatch for op in done if isinstance(op, kind)] for kind in (o.Forward, o.Backward))
+    counts: Counter[tuple[bool, int]] = Counter()
+    ops: list[o.Op] = []
+    for moment in row:
+        call = moment.op
+        if not isinstance(call, Called):
+            ops.append(call)
+            continue
+        is_send = call.call in SENDS
+        if moment.phase != ("begins" if is_send else "ends") or call.content is None:
+            continue
+        if call.content.numel() not in sizes or not call.content.is_floating_point():
+            continue
+        kind, order = (Act, forwards) if is_send == (call.peer > call.rank) else (Grad, backwards)
+        number = counts[is_send, call.peer]
+        counts[is_send, call.peer] += 1
+        value = kind(min(call.rank, call.peer), order[number] if number < len(order) else number)
+        ops.append(o.Send(value, call.peer) if is_send else o.Recv(value, call.peer))
+    return tuple(ops)
+
+
+def _require_each_once(order: Sequence[str], rank: int, microbatches: int) -> None:
+    forwards, backwards = (sum(word[0] == kind for word in order) for kind in "FB")
     if forwards != microbatches:
-        raise Wrong(f"rank {stage.rank} does {many(forwards, 'forward')}, and there {_are(microbatches)}: one for each")
-    if backwards < microbatches:
+        raise Wrong(f"rank {rank} does {many(forwards, 'forward')}, and there {_are(microbatches)}: one for each")
+    if backwards != microbatches:
+        missing = [number for number in range(microbatches) if f"B{rank}.{number}" not in order]
         raise Wrong(
-            f"rank {stage.rank} does {many(backwards, 'backward')}, and there {_are(microbatches)}: one for each"
-            f"{_which_are_missing(stage, microbatches)}"
+            f"rank {rank} does {many(backwards, 'backward')}, and there {_are(microbatches)}: one for each"
+            f"{_which_are_missing(missing, microbatches)}"
         )
 
 
-def _which_are_missing(stage: CountedStage, microbatches: int) -> str:
-    missing = [number for number in range(microbatches) if f"B{stage.rank}.{number}" not in stage.order]
+def _require_messages(error: Missing, row: Row, microbatches: int) -> None:
+    """Refuse a rank that got too few; if it got as many in another form, their numbers decide."""
+    value, rank = error.value, error.rank
+    if not isinstance(value, Act | Grad) or value == Act(rank, value.microbatch):
+        raise Wrong(str(error))
+    peer, what = (rank - 1, "activation") if isinstance(value, Act) else (rank + 1, "gradient")
+    received = sum(call.peer == peer for call in calls(row, *RECEIVES))
+    if received < microbatches:
+        raise Wrong(
+            f"rank {rank} receives {many(received, 'message')} from rank {peer} in a step, and there "
+            f"{_are(microbatches)}: one {what} for each"
+        )
+
+
+def _require_pairs(program: Program) -> None:
+    """Refuse backwards that began with another micro-batch's gradient, from the last rank on, where gradients begin."""
+    for rank in reversed(range(program.world_size - 1)):
+        came = [op.value for op in program.ranks[rank] if isinstance(op, o.Recv) and isinstance(op.value, Grad)]
+        sent = [op.value for op in program.ranks[rank + 1] if isinstance(op, o.Send) and isinstance(op.value, Grad)]
+        for mine, theirs in zip(came, sent, strict=False):
+            if mine != theirs:
+                order, following = tokens(program, rank), (f"B{rank}.{value.microbatch}" for value in sent)
+                like = [next(following, "B?") if word[0] == "B" else word for word in order]
+                raise Wrong(
+                    f"rank {rank} does the backward of micro-batch {mine.microbatch} with the gradient of micro-batch "
+                    f"{theirs.microbatch}: gradients come in the order in which rank {rank + 1} sends them, so take "
+                    f"the activations in that order too{compare(order, like, f'rank {rank + 1}')}"
+                )
+
+
+def _which_are_missing(missing: Sequence[int], microbatches: int) -> str:
     if microbatches == 1 or not missing:
         return ""
     if 0 < missing[0] == microbatches - len(missing):
         return ". Those of the last ones are still to be done when no forward is left"
-    return f". Micro-batch {', '.join(map(str, missing))} has none"
+    return f". Micro-batch {listed(missing)} has none"
 
 
 def _are(microbatches: int) -> str:
     return f"are {microbatches} micro-batches" if microbatches > 1 else "is 1 batch"
 
 
-def _require_no_graph(loss: Any, rank: int) -> None:
+def _require_proper_loss(loss: Any, rank: int, ranks: int) -> None:
     if isinstance(loss, torch.Tensor) and loss.requires_grad:
         raise Wrong(
             f"the loss that rank {rank} returns still hangs on its graph, and with it everything that was computed: "
             "add up losses without their graphs (detach)"
         )
-
-
-def _require_proper_loss(loss: Any, rank: int, ranks: int) -> None:
     if rank < ranks - 1 and loss is not None:
         raise Wrong(f"rank {rank} returns {shown(loss)} as the loss: only the last rank knows it")
     if rank == ranks - 1 and loss is not None and not isinstance(loss, torch.Tensor):
         require_number(loss, f"the loss that rank {rank} returns")
-
-
-def _require_messages(comms: Any, log: Sequence[Any], microbatches: int, size: int) -> None:
-    """Refuse a step in which not every micro-batch has sent its activation one way and its gradient the other.
-
-    There may be more messages: somebody may send a header before each. And what was never sent is found on the other
-    side, by a rank that waits for it or has not received it.
-    """
-    rank, needed = comms.rank, f"in a step, and there {_are(microbatches)}"
-    for peer in (rank - 1, rank + 1):
-        if not 0 <= peer < comms.world_size:
-            continue
-        comes, goes = ("activation", "gradient") if peer < rank else ("gradient", "activation")
-        received = sum(entry.peer == peer and entry.call in ("recv_tensor", "irecv") for entry in log)
-        if received < microbatches:
-            raise Wrong(
-                f"rank {rank} receives {many(received, 'message')} from rank {peer} {needed}: one {comes} for each"
-            )
-        sent = [entry.bytes for entry in log if entry.peer == peer and entry.call in ("send_tensor", "isend")]
-        if sent and not microbatches <= len(sent) <= 2 * microbatches:
-            raise Wrong(
-                f"rank {rank} sends {many(len(sent), 'message')} to rank {peer} {needed}: one {goes} for each, as soon "
-                "as it is there"
-            )
-        if sent and sum(sent) < size:
-            raise Wrong(f"rank {rank} sends {sum(sent)} bytes to rank {peer}, and the {goes}s of the batch have {size}")
 
 
 def _in_words(error: RuntimeError, rank: int, ranks: int) -> Exception:

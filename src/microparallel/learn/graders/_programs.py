@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from microparallel.comms import Comms
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._common_pp import (
@@ -18,16 +19,14 @@ from microparallel.learn.graders._common_pp import (
     mean_loss,
     require_gradients,
 )
-from microparallel.learn.guards import trusted
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, flat, require_equal, shown
-from microparallel.program import Program, TrainingStep, parse_op
+from microparallel.program import Act, Grad, Program, TrainingStep, halves, parse_op
 from microparallel.schedules import lower
-from microparallel.verifier import verify
+from microparallel.verifier import Deadlock, Missing, Wait, verify
 
 _SAMPLES = 8
 _WORD = re.compile(r"([FBIW])(\d+)\.(\d+)")
-_VALUE = re.compile(r"\b([AG])(\d+)\.(\d+)\b")
 Orders = list[list[str]]  # a rank's operations, for all ranks
 
 
@@ -72,77 +71,55 @@ def split(word: str) -> tuple[str, int, int]:
 def require_complete(orders: Orders, rank: int, expected: Sequence[str]) -> None:
     """Refuse a rank that leaves something out or does it twice."""
     counts = Counter(orders[rank])
-    twice = [word for word, count in counts.items() if count > 1]
+    twice = [f"does {word} {count} times" for word, count in counts.items() if count > 1]
     missing = [word for word in expected if word not in counts]
     strange = [word for word in counts if word not in set(expected)]
-    if twice and missing:
-        raise Wrong(
-            f"rank {rank} does {twice[0]} {counts[twice[0]]} times and {missing[0]} never: every micro-batch once, on "
-            "every stage of the rank"
-        )
-    if twice:
-        raise Wrong(f"rank {rank} does {twice[0]} {counts[twice[0]]} times: once is enough")
     if strange:
         raise Wrong(f"rank {rank} does {strange[0]}, and there is no such stage or micro-batch on it")
+    if twice:
+        never = f" and {missing[0]} never" if missing else ""
+        raise Wrong(f"rank {rank} {twice[0]}{never}: every micro-batch once, on every stage of the rank")
     if missing:
         raise Wrong(f"rank {rank} never does {missing[0]}: every micro-batch needs all its operations on every stage")
 
 
-def require_forward_first(order: Sequence[str], rank: int) -> None:
-    """Refuse a backward before its own forward, and a W before its own I."""
-    seen: set[tuple[str, int, int]] = set()
-    before = {"B": "F", "I": "F", "W": "I"}
-    for word in order:
-        kind, stage, microbatch = split(word)
-        needs = before.get(kind)
-        if needs and (needs, stage, microbatch) not in seen:
-            raise Wrong(
-                f"rank {rank} does {word} before {needs}{stage}.{microbatch}, which makes what it needs"
-                f"\n  yours  {' '.join(order[: list(order).index(word)][-6:])} [{word}] …"
-            )
-        seen.add((kind, stage, microbatch))
-
-
 def make_program(name: str, orders: Orders, stages: int, microbatches: int) -> Program:
-    """The program, with its messages; refused in words if ranks would wait for each other for ever."""
+    """The program, with its messages; refused in words if an operation lacks what it needs, or ranks wait for ever."""
     ranks = tuple(tuple(parse_op(word) for word in order) for order in orders)
+    program = Program(name, TrainingStep(stages, microbatches), ranks)
     try:
-        program = lower(Program(name, TrainingStep(stages, microbatches), ranks))
+        program = lower(program)
         verify(program)
+    except Deadlock as error:
+        waits = "".join(f"\n  {_waiting(program, wait)}" for wait in error.waits)
+        raise Wrong(
+            f"in this order the ranks wait for each other for ever (the verifier says so, nothing was run){waits}"
+        ) from None
+    except Missing as error:
+        maker = str(error.value).replace("A", "F").replace("R", "I")
+        done = " ".join(str(op) for op in program.ranks[error.rank][: error.place] if halves(op))
+        words = f"rank {error.rank} does {error.op} before {maker}, which makes what it needs"
+        raise Wrong(f"{words}\n  yours  {done} [{error.op}] …") from None
     except ProgramError as error:
-        raise Wrong(_in_words(str(error))) from None
+        raise Wrong(f"the verifier refuses this program: {error}") from None
     return program
 
 
-def _in_words(text: str) -> str:
-    """The verifier's findings, without its shorthand."""
-    first, *places = text.splitlines()
-    if first.startswith("deadlock"):
-        circle = first.partition(": ")[2].replace(", rank", ";\n  rank")
-        where = "\n".join(f"  {_without_messages(place)}" for place in places)
-        return (
-            "in this order the ranks wait for each other for ever (the verifier says so, nothing was run)\n  "
-            f"{_VALUE.sub(_name, circle)}\n{where}"
-        )
-    return f"the verifier refuses this program: {_VALUE.sub(_name, text)}"
-
-
-def _without_messages(place: str) -> str:
-    """`rank 0: F0.0 >A0.0@1 [<G0.1@1] B0.1` without what the learner has not written."""
-    head, _, rest = place.strip().partition(": ")
-    words = [word for word in rest.split() if word[0] not in "<>!"]
-    return f"{head}: " + " ".join("[waits]" if word.startswith("[") else word for word in words)
-
-
-def _name(value: re.Match[str]) -> str:
-    what = "what stage {} returns" if value[1] == "A" else "the gradient of what stage {} returns"
-    return f"{what.format(value[2])} for micro-batch {value[3]}"
+def _waiting(program: Program, wait: Wait) -> str:
+    """What a rank waits for, and where in its order: of the messages, the learner has not written any."""
+    ops, value = program.ranks[wait.rank], getattr(program.ranks[wait.rank][wait.place], "value", None)
+    done, to_do = ([str(op) for op in some if halves(op)] for some in (ops[: wait.place], ops[wait.place :]))
+    what = ""
+    if isinstance(value, Act | Grad):
+        what = f"{'the gradient of ' * isinstance(value, Grad)}what stage {value.stage} returns for micro-batch "
+        what += f"{value.microbatch}, from "
+    return f"rank {wait.rank}: {' '.join([*done[-3:], '[waits]', *to_do[:3]])}, for {what}rank {wait.on}"
 
 
 def run_program(exam: Exam, program: Program) -> None:
     """Run it on real ranks, in two steps, and compare with one process."""
     assert isinstance(program.goal, TrainingStep)
-    results = exam.run(_run, program.world_size, program)
+    results = exam.run_on_processes(_run, program.world_size, program)
     expected = [in_one_process(make_layers(program.goal.stages), *make_batch(_SAMPLES, seed=step)) for step in (0, 1)]
     for rank, (losses, by_stage) in enumerate(results):
         for step, loss in enumerate(losses):
@@ -154,15 +131,14 @@ def run_program(exam: Exam, program: Program) -> None:
             require_gradients(found, both[own], f"stage {stage}, on rank {rank},", "no gradients", suspects)
 
 
-def _run(_: Any, comms: Any, program: Program) -> tuple[list[torch.Tensor], dict[int, list[torch.Tensor | None]]]:
+def _run(comms: Comms, program: Program) -> tuple[list[torch.Tensor], dict[int, list[torch.Tensor | None]]]:
     from microparallel.pipeline import Pipeline
 
     stages = program.goal.stages  # type: ignore[union-attr]
-    with trusted():
-        pipe = Pipeline(make_layers(stages), comms._real, program, loss_fn=mean_loss, balance=[1] * stages)
-        losses = [pipe.step(*make_batch(_SAMPLES, seed=step)) for step in (0, 1)]
-        found = {
-            index: [parameter.grad for module in stage.modules for parameter in module.parameters()]
-            for index, stage in pipe.stages.items()
-        }
+    pipe = Pipeline(make_layers(stages), comms, program, loss_fn=mean_loss, balance=[1] * stages)
+    losses = [pipe.step(*make_batch(_SAMPLES, seed=step)) for step in (0, 1)]
+    found = {
+        index: [parameter.grad for module in stage.modules for parameter in module.parameters()]
+        for index, stage in pipe.stages.items()
+    }
     return losses, found

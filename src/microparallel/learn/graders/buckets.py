@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
+from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders import _during_backward as during
-from microparallel.learn.graders import _passes as passes
 from microparallel.learn.graders._common_dp import combined, same, small_model
-from microparallel.learn.graders._during_backward import Averages
-from microparallel.learn.graders._passes import Pass
+from microparallel.learn.graders._common_pp import many
+from microparallel.learn.graders._during_backward import Averages, Groups, Pass
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import first_difference, shown
+from microparallel.program import AllReduce, Bucket, Delta
+from microparallel.verifier import Missing, verify
 
 _ALLOWED = ("all_reduce",)
 _NUMBERS = 12  # in a bucket: three of them for the small model, of different sizes
@@ -28,16 +29,15 @@ def check(exam: Exam) -> None:
             _require_groups(exam.run(_share, 1, numbers, allowed=_ALLOWED)[0], numbers)
     with exam.step("a bucket leaves when it is full, while backward goes on") as notes:
         watched = exam.run(_watch, 2, "plain", 2, _NUMBERS, allowed=_ALLOWED)
-        for rank, mine in enumerate(watched):
-            _require_overlap(mine[0], rank, _right_groups(_NUMBERS))
         first = watched[0][0]
-        readies = sum(event.startswith("ready") for event in first.events)
-        notes.append(f"{passes.achieved(first)}; {len(first.reduces)} messages for {readies} gradients")
+        _require_order([mine[0] for mine in watched])
+        notes.append(f"{during.achieved(first)}; {len(first.reduces)} messages for {len(first.came())} gradients")
     with exam.step("every gradient is the average"):
         _require_step(watched, "plain", 1)
     with exam.step("the second step is as good as the first"):
         for rank, mine in enumerate(watched):
             _require_as_before(mine[1], rank, _right_groups(_NUMBERS))
+        _require_order([mine[1] for mine in watched])
         _require_step(watched, "plain", 2)
     with exam.step("three ranks, and a layer that is used in the first step and not in the second"):
         for numbers in (_MORE, 1):  # the layer shares a bucket with others, or has two of them to itself
@@ -59,8 +59,8 @@ def _share(learner: Any, _comms: Any, numbers: int) -> Any:
         raise Wrong(f"in_buckets shall return a list of lists of parameters, and returned {shown(groups)}") from None
 
 
-def _right_groups(numbers: int) -> list[list[str]]:
-    groups: list[list[str]] = []
+def _right_groups(numbers: int) -> Groups:
+    groups: Groups = []
     size = numbers
     for name, parameter in reversed(during.trainable(small_model()).items()):
         if size >= numbers:
@@ -71,7 +71,7 @@ def _right_groups(numbers: int) -> list[list[str]]:
     return groups
 
 
-def _require_groups(found: list[list[str]], numbers: int) -> None:
+def _require_groups(found: Groups, numbers: int) -> None:
     right = _right_groups(numbers)
     if found == right:
         return
@@ -106,76 +106,63 @@ def _require_groups(found: list[list[str]], numbers: int) -> None:
 
 
 def _watch(learner: Any, comms: Any, kind: str, steps: int, numbers: int) -> list[Pass]:
-    def explain(one: Pass) -> None:
-        if kind == "plain":
-            _require_full(one.events, _right_groups(numbers))
+    def explain(one: Pass, error: Exception) -> None:
+        if kind == "plain" and len(one.reduces) <= len(_right_groups(numbers)):
+            _require_full([one], _right_groups(numbers))
+        if isinstance(error, AttributeError) and error.name == "wait" and error.obj is None:
+            raise Wrong(
+                "finish() waits for a bucket that never left: it was not full, since one of its parameters had no "
+                "gradient in this step; let it leave in finish()"
+            )
 
-    def attach(model: nn.Module) -> _Careful:
-        return _Careful(learner.BucketHooks(model, comms, numbers))
-
-    return during.watch(learner, comms, kind, steps, attach, explain)
-
-
-class _Careful:
-    """The learner's hooks; says what it means to wait for a request that is not there."""
-
-    def __init__(self, hooks: Any) -> None:
-        self._hooks = hooks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._hooks, name)
-
-    def finish(self) -> None:
-        try:
-            self._hooks.finish()
-        except AttributeError as error:
-            if "NoneType" in str(error) and "wait" in str(error):
-                raise Wrong(
-                    "finish() waits for a bucket that never left: it was not full, since one of its parameters had no "
-                    "gradient in this step; let it leave in finish()"
-                ) from None
-            raise
+    return during.watch(comms, kind, steps, lambda model: learner.BucketHooks(model, comms, numbers), explain)
 
 
-def _require_overlap(one: Pass, rank: int, groups: list[list[str]]) -> None:
-    """From the order of events: each bucket leaves right after its last gradient, and is waited for after backward."""
-    passes.require_hooks_fit(one)
+def _require_order(passes: list[Pass]) -> None:
+    groups = _right_groups(_NUMBERS)
+    for rank, one in enumerate(passes):
+        _require_overlap(one, rank, groups)
+    _require_full(passes, groups)
+    for one in passes:
+        _require_at_once(one, groups)
+
+
+def _require_overlap(one: Pass, rank: int, groups: Groups) -> None:
+    """From the order of operations: buckets leave during backward, as one message each, and are waited for after it."""
+    during.require_hooks_fit(one)
     if not one.reduces:
         raise Wrong(f"rank {rank}: no bucket has left, so nothing was averaged: all-reduce the buffer of each bucket")
-    if "all_reduce" not in one.during:
+    if one.begun[0] >= one.over:
         raise Wrong(
             "the first bucket leaves after backward is over: then nothing travels while it computes; let a bucket "
             "leave in the hook, when its last gradient has come"
         )
-    passes.require_asynchronous(one)
+    during.require_asynchronous(one)
     if len(one.reduces) != len(groups):
         _require_few_messages(one, rank, groups)
-    passes.require_waited(one, rank)
-    _require_full(one.events, groups)
-    _require_at_once(one.events, groups)
+    during.require_waited(one, rank)
 
 
-def _require_full(events: list[str], groups: list[list[str]]) -> None:
-    """Refuse a bucket that leaves before all its gradients have come."""
-    ready: list[str] = []
-    left = 0
-    for event in events:
-        if event.startswith("ready "):
-            ready.append(event.removeprefix("ready "))
-        elif event == "all_reduce":
-            missing = [name for name in groups[left] if name not in ready] if left < len(groups) else []
-            if missing:
-                count = f"{len(ready)} gradient{'s' * (len(ready) != 1)}"
-                raise Wrong(f"bucket {left} leaves after {count}, before {missing[0]} has come: count what is in it")
-            left += 1
+def _require_full(passes: list[Pass], groups: Groups) -> None:
+    """Refuse a bucket that leaves before all its gradients have come, and one that is full and does not leave."""
+    try:
+        verify(during.program_of(passes, groups))
+    except Missing as error:
+        if isinstance(error.op, AllReduce) and isinstance(error.op.value, Bucket) and isinstance(error.value, Delta):
+            one, number = passes[error.rank], error.op.value.index
+            missing = one.names[error.value.stage]
+            count = many(len(one.came(one.begun[number])), "gradient")
+            raise Wrong(
+                f"bucket {number} leaves after {count}, before {missing} has come: count what is in it"
+            ) from None
+    except ProgramError:
+        pass  # a pass that broke off; what it lacks is said elsewhere
 
 
-def _require_at_once(events: list[str], groups: list[list[str]]) -> None:
-    """Refuse a bucket that is full and does not leave."""
-    leaves = [place for place, event in enumerate(events) if event == "all_reduce"]
+def _require_at_once(one: Pass, groups: Groups) -> None:
     for number, group in enumerate(groups):
-        full = max(events.index(f"ready {name}") for name in group)
-        complete, now = (sum(event.startswith("ready") for event in events[:end]) for end in (full + 1, leaves[number]))
+        complete = max(one.came().index(name) for name in group) + 1
+        now = len(one.came(one.begun[number]))
         if now > complete:
             raise Wrong(
                 f"bucket {number} is full after {complete} gradients, and leaves only after {now}: let it leave at "
@@ -183,8 +170,8 @@ def _require_at_once(events: list[str], groups: list[list[str]]) -> None:
             )
 
 
-def _require_few_messages(one: Pass, rank: int, groups: list[list[str]]) -> None:
-    readies = sum(event.startswith("ready") for event in one.events)
+def _require_few_messages(one: Pass, rank: int, groups: Groups) -> None:
+    readies = len(one.came())
     why = (
         "a bucket leaves when its *last* gradient has come, not with each of them"
         if len(one.reduces) == readies
@@ -196,16 +183,15 @@ def _require_few_messages(one: Pass, rank: int, groups: list[list[str]]) -> None
     )
 
 
-def _require_as_before(one: Pass, rank: int, groups: list[list[str]]) -> None:
+def _require_as_before(one: Pass, rank: int, groups: Groups) -> None:
     """The second step, when the first was right: what differs was not reset."""
-    begun = one.during.count("all_reduce")
+    begun = sum(place < one.over for place in one.begun)
     if begun < len(groups):
         raise Wrong(
             f"in step 2 rank {rank} lets {begun} of {len(groups)} buckets leave during backward, and in step 1 all of "
             "them: something of step 1 is still in the bucket (ready? request?); finish() must set it back"
         )
-    passes.require_old_requests_gone(one, 2)
-    _require_overlap(one, rank, groups)
+    during.require_old_requests_gone(one, 2)
 
 
 # ── what comes back ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -216,42 +202,16 @@ def _require_step(watched: list[list[Pass]], kind: str, step: int) -> None:
     right, before = every[-1], every[-2].mean if step > 1 else None
     for rank, mine in enumerate(watched):
         one = mine[step - 1]
-        passes.require_waited(one, rank)
-        passes.require_old_requests_gone(one, step)
+        during.require_waited(one, rank)
+        during.require_old_requests_gone(one, step)
         found = list(one.gradients.values())
         wrong = [
             place
             for place, gradient in enumerate(found)
-            if not (_is_zero(right.mean[place]) if gradient is None else same([gradient], [right.mean[place]]))
+            if (right.mean[place].any() if gradient is None else not same([gradient], [right.mean[place]]))
         ]
         if wrong:
-            names = [list(one.gradients)[place] for place in wrong]
-            _explain(_Case(found, right, before, wrong, rank, step), names, one.views)
-
-
-def _is_zero(tensor: torch.Tensor) -> bool:
-    return not tensor.any()
-
-
-class _Case:
-    """Gradients that are wrong, and what they could be."""
-
-    def __init__(
-        self,
-        found: list[torch.Tensor | None],
-        right: Averages,
-        before: list[torch.Tensor] | None,
-        wrong: list[int],
-        rank: int,
-        step: int,
-    ) -> None:
-        self.found, self.right, self.before, self.wrong, self.rank, self.step = found, right, before, wrong, rank, step
-
-    def all_are(self, others: list[torch.Tensor] | None) -> bool:
-        """Whether every wrong gradient is one of these, and not just zero."""
-        if others is None:
-            return False
-        return same([self.found[place] for place in self.wrong], [others[place] for place in self.wrong])
+            _explain(one, wrong, right, before, rank, step)
 
 
 _ZEROS = "zeros: the gradient was never put into its bucket"
@@ -261,31 +221,27 @@ _ZEROS_IN_VIEWS = (
 )
 
 
-def _explain(case: _Case, names: list[str], views: bool) -> None:
-    ranks, rank = len(case.right.own), case.rank
-    where = f"step {case.step}, rank {rank}: {', '.join(names)}"
-    whole = len(names) == len(case.found)
-    place = case.wrong[0]
-    if case.found[place] is None:
+def _explain(
+    one: Pass, wrong: list[int], right: Averages, before: list[torch.Tensor] | None, rank: int, step: int
+) -> None:
+    """Name what the gradients in these places are."""
+    names, ranks = [one.names[place] for place in wrong], len(right.own)
+    found = [one.gradients[name] for name in names]
+    where = f"step {step}, rank {rank}: {', '.join(names)}"
+    if found[0] is None:
         raise Wrong(f"{where}: no gradient any more; finish() is to give every parameter its average")
-    if case.all_are(case.right.own[rank]):
-        advice = (
-            "nothing came back from the buckets: copy the averages out of them, after the wait"
-            if whole
-            else "its bucket did not leave; one whose parameters were not all used must leave in finish()"
-        )
-        raise Wrong(f"{where}: still rank {rank}'s own gradient; {advice}")
+    not_left = "its bucket did not leave; one whose parameters were not all used must leave in finish()"
+    nothing = "nothing came back from the buckets: copy the averages out of them, after the wait"
+    own = f"still rank {rank}'s own gradient; {nothing if len(names) == len(one.names) else not_left}"
     table = [
-        (combined(case.right.own, [1.0] * ranks), 'this is the sum: divide by the world size, or use op="mean"'),
-        (combined([case.right.mean], [1 / ranks]), 'divided twice by the world size: op="mean" has done it already'),
-        ([torch.zeros_like(one) for one in case.right.mean], _ZEROS_IN_VIEWS if views else _ZEROS),
-        (case.right.weights, "these are the weights: it is parameter.grad that goes into the bucket"),
-        (case.before, "this is the average of the step before: the bucket was not emptied, or did not leave again"),
+        (right.own[rank], own),
+        (combined(right.own, [1.0] * ranks), 'this is the sum: divide by the world size, or use op="mean"'),
+        (combined([right.mean], [1 / ranks]), 'divided twice by the world size: op="mean" has done it already'),
+        ([torch.zeros_like(gradient) for gradient in right.mean], _ZEROS_IN_VIEWS if one.views else _ZEROS),
+        (right.weights, "these are the weights: it is parameter.grad that goes into the bucket"),
+        (before, "this is the average of the step before: the bucket was not emptied, or did not leave again"),
     ]
     for value, words in table:
-        if case.all_are(value):
+        if value is not None and same(found, [value[place] for place in wrong]):
             raise Wrong(f"{where}: {words}")
-    found = case.found[place]
-    assert found is not None
-    differs = first_difference(found, case.right.mean[place])
-    raise Wrong(f"{where}: not the average\n  {names[0]}{differs}")
+    raise Wrong(f"{where}: not the average\n  {names[0]}{first_difference(found[0], right.mean[wrong[0]])}")

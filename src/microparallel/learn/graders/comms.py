@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+import itertools
+from collections import defaultdict, deque
 from typing import Any
 
 import torch
 
+from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
+from microparallel.learn.graders._collectives import program_of
+from microparallel.learn.graders._common_pp import many
+from microparallel.learn.log import RECEIVES, SENDS, Called, Row, calls
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, require_equal, require_like, shown
+from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+from microparallel.verifier import Unreached, verify
 
 _ALLOWED = ("send_tensor", "recv_tensor")
 _RANKS = 4
@@ -40,17 +46,17 @@ def _tensor(rank: int, dtype: torch.dtype) -> torch.Tensor:
 # ── broadcast ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _broadcast(learner: Any, comms: Any, src: int, dtype: torch.dtype) -> tuple[torch.Tensor, int, int]:
+def _broadcast(learner: Any, comms: Any, src: int, dtype: torch.dtype) -> torch.Tensor:
     tensor = _tensor(comms.rank, dtype)
+    comms.log.watched[comms.rank] = tensor
     learner.broadcast(tensor, src, comms)
-    return tensor, len(comms.sent()), len(comms.received())
+    return tensor
 
 
 def _require_broadcast(exam: Exam, src: int, dtype: torch.dtype, notes: list[str]) -> None:
-    results = exam.run(_broadcast, _RANKS, src, dtype, allowed=_ALLOWED)
+    found = exam.run(_broadcast, _RANKS, src, dtype, allowed=_ALLOWED)
     expected = _tensor(src, dtype)
     for rank in [src, *(other for other in range(_RANKS) if other != src)]:
-        found = results[rank][0]
         suspects = [
             Suspect(
                 _tensor(rank, dtype),
@@ -60,11 +66,19 @@ def _require_broadcast(exam: Exam, src: int, dtype: torch.dtype, notes: list[str
             *_from_wrong_rank(rank, src, dtype),
             Suspect(_tensor(src, dtype) + _tensor(rank, dtype), "the tensor was added: a broadcast replaces"),
         ]
-        require_equal(found, expected, f"broadcast from rank {src}: rank {rank}'s tensor", suspects)
-    _require_few_messages("broadcast", [sent for _, sent, _ in results], notes)
-    for rank, (_, _, received) in enumerate(results):
-        if received != (rank != src):
-            raise Wrong(f"broadcast from rank {src}: {_counted(rank, 'received', received, int(rank != src))}")
+        require_equal(found[rank], expected, f"broadcast from rank {src}: rank {rank}'s tensor", suspects)
+    _require_few_messages("broadcast", exam.rows, notes)
+    for rank, row in enumerate(exam.rows):
+        if (received := len(calls(row, *RECEIVES))) != (rank != src):
+            counts = f"rank {rank} received {many(received, 'message')}, and should receive {int(rank != src)}"
+            raise Wrong(f"broadcast from rank {src}: {counts}")
+    given = [_tensor(rank, dtype) for rank in range(_RANKS)]
+    program = program_of(Collective("broadcast", 1, src), given, exam.rows, found)
+    try:
+        if program is not None:
+            verify(program)
+    except ProgramError as error:
+        raise Wrong(f"everybody has the right tensor, but not by what was sent: {error}") from None
 
 
 def _from_wrong_rank(rank: int, src: int, dtype: torch.dtype) -> list[Suspect]:
@@ -76,8 +90,8 @@ def _from_wrong_rank(rank: int, src: int, dtype: torch.dtype) -> list[Suspect]:
 # ── gather ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _gather(learner: Any, comms: Any, dst: int, dtype: torch.dtype) -> int:
-    """Returns how many messages the rank has sent; what the learner returns is looked at here."""
+def _gather(learner: Any, comms: Any, dst: int, dtype: torch.dtype) -> None:
+    """What the learner returns is looked at here."""
     tensor = _tensor(comms.rank, dtype)
     found = learner.gather(tensor, dst, comms)
     if not torch.equal(require_like(tensor, _tensor(comms.rank, dtype), _PASSED), _tensor(comms.rank, dtype)):
@@ -86,23 +100,18 @@ def _gather(learner: Any, comms: Any, dst: int, dtype: torch.dtype) -> int:
         raise Wrong(f"gather to rank {dst}: rank {comms.rank} shall return None, and returned {shown(found)}")
     if comms.rank == dst:
         _require_list(found, f"gather: rank {dst}", dst, dtype)
-    return len(comms.sent())
 
 
 _PASSED = "the tensor that was passed to gather"
 
 
 def _require_gather(exam: Exam, dst: int, dtype: torch.dtype, notes: list[str]) -> None:
-    messages = exam.run(_gather, _RANKS, dst, dtype, allowed=_ALLOWED)
-    _require_few_messages("gather", messages, notes)
-    for rank, sent in enumerate(messages):
-        if sent != (rank != dst):
-            raise Wrong(f"gather to rank {dst}: {_counted(rank, 'sent', sent, int(rank != dst))}")
-
-
-def _counted(rank: int, deed: str, found: int, right: int) -> str:
-    should = {"received": "receive", "sent": "send"}[deed]
-    return f"rank {rank} {deed} {found} message{'s' * (found != 1)}, and should {should} {right}"
+    exam.run(_gather, _RANKS, dst, dtype, allowed=_ALLOWED)
+    _require_few_messages("gather", exam.rows, notes)
+    for rank, row in enumerate(exam.rows):
+        if (sent := len(calls(row, *SENDS))) != (rank != dst):
+            should = int(rank != dst)
+            raise Wrong(f"gather to rank {dst}: rank {rank} sent {many(sent, 'message')}, and should send {should}")
 
 
 def _require_list(found: Any, who: str, owner: int, dtype: torch.dtype, ranks: int = _RANKS) -> None:
@@ -130,8 +139,8 @@ def _whose(tensor: Any, dtype: torch.dtype, ranks: int) -> int | None:
     return None
 
 
-def _require_few_messages(name: str, sent: list[int], notes: list[str]) -> None:
-    least = _RANKS - 1
+def _require_few_messages(name: str, rows: list[Row], notes: list[str]) -> None:
+    least, sent = _RANKS - 1, [len(calls(row, *SENDS)) for row in rows]
     if sum(sent) > least:
         most = max(range(_RANKS), key=sent.__getitem__)
         raise Wrong(
@@ -144,43 +153,62 @@ def _require_few_messages(name: str, sent: list[int], notes: list[str]) -> None:
 # ── barrier ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass
-class _Visit:
-    """When a rank arrived at the barrier and left it, and its messages in between."""
-
-    arrived: float
-    left: float
-    sent: list[int]  # to whom
-    received: int
-
-
-def _barrier(learner: Any, comms: Any, late: int, eager: bool) -> _Visit:
-    """Rank `late` arrives when all others wait for it, or have left."""
-    comms.eager = eager
-    if comms.rank == late:
-        comms.until_others_rest()
-    arrived = time.monotonic()  # the same clock in all processes
+def _barrier(learner: Any, comms: Any) -> None:
     learner.barrier(comms)
-    left = time.monotonic()
-    comms.deliver()
-    return _Visit(arrived, left, [entry.peer for entry in comms.sent()], len(comms.received()))
 
 
 def _require_barrier(exam: Exam, notes: list[str]) -> None:
-    """Sends wait for their receiver, or come back at once, as those of a token do: it must be right either way."""
-    for late, eager in ((_RANKS - 1, False), *((rank, True) for rank in reversed(range(_RANKS)))):
-        visits = exam.run(_barrier, _RANKS, late, eager, allowed=_ALLOWED)
-        for rank, visit in enumerate(visits):
-            if visit.left < visits[late].arrived:
-                raise Wrong(f"rank {rank} left the barrier before rank {late} had arrived: {_why(rank, visits)}")
-    notes.append(f"{sum(len(visit.sent) for visit in visits)} messages for {_RANKS} ranks")
+    """Whoever leaves must have heard, from whomever, that everybody has arrived: an all-gather of what ranks know.
+
+    A send that comes back says that its receiver has arrived, unless the message was so small that it left before: so
+    it must be right with such answers, and without.
+    """
+    exam.run(_barrier, _RANKS, allowed=_ALLOWED)
+    for answered in (True, False):
+        try:
+            verify(_knowledge(exam.rows, answered))
+        except Unreached as error:
+            raise Wrong(
+                f"rank {error.rank} left the barrier before rank {error.index} had arrived: "
+                f"{_why(error.rank, exam.rows)}"
+            ) from None
+    notes.append(f"{sum(len(calls(row, *SENDS)) for row in exam.rows)} messages for {_RANKS} ranks")
 
 
-def _why(rank: int, visits: list[_Visit]) -> str:
-    visit, middle = visits[rank], visits[0]
-    if not any(one.sent for one in visits):
+def _knowledge(rows: list[Row], answered: bool) -> Program:
+    """The program in which every message carries what its sender knows and its receiver does not.
+
+    Slice r is that rank r has arrived. A receive that begins is an answer to its sender.
+    """
+    known = [{rank} for rank in range(len(rows))]
+    ops: list[list[list[Op]]] = [[] for _ in rows]  # those of a message are known when it arrives
+    under_way: dict[tuple[int, int, bool], deque[tuple[set[int], list[Op]]]] = defaultdict(deque)
+    for moment in sorted(itertools.chain(*rows), key=lambda moment: moment.number):
+        call = moment.op
+        if not isinstance(call, Called) or moment.phase == "waits":
+            continue
+        rank, peer, is_answer = call.rank, call.peer, (call.call in SENDS) == (moment.phase == "ends")
+        ops[rank].append([])
+        if is_answer and not answered:
+            continue
+        if moment.phase == "begins":
+            under_way[rank, peer, is_answer].append((set(known[rank]), ops[rank][-1]))
+        else:
+            told, sends = under_way[peer, rank, is_answer].popleft()
+            for one in sorted(told - known[rank]):
+                sends.append(Send(Chunk(one, one + 1), rank))
+                ops[rank][-1].append(Recv(Chunk(one, one + 1), peer))
+            known[rank] |= told
+    flat = tuple(tuple(itertools.chain(*mine)) for mine in ops)
+    return Program("your barrier", Collective("all-gather", len(rows)), flat)
+
+
+def _why(rank: int, rows: list[Row]) -> str:
+    sent = [[call.peer for call in calls(row, *SENDS)] for row in rows]
+    received = [len(calls(row, *RECEIVES)) for row in rows]
+    if not any(sent):
         return "no rank has sent anything, so none can know about another"
-    if all(one.sent == [(other + 1) % _RANKS] for other, one in enumerate(visits)):
+    if all(peers == [(other + 1) % _RANKS] for other, peers in enumerate(sent)):
         return (
             "when a token comes round, those before you have arrived, and those after you perhaps not; the token must "
             "go round a second time"
@@ -190,9 +218,9 @@ def _why(rank: int, visits: list[_Visit]) -> str:
             "rank 0 may only go on when it has heard from everybody; that its sends came back says nothing, since a "
             "small tensor may leave before its receiver asks for it"
         )
-    if not visit.received:
+    if not received[rank]:
         return "to tell the others that you are there is not enough, you must also wait for leave to go on"
-    if middle.received < _RANKS - 1:
+    if received[0] < _RANKS - 1:
         return "leave was given, but rank 0 never heard from everybody; it must know that all have arrived"
     return "rank 0 may give leave only after it has heard from everybody"
 

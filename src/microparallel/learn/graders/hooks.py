@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders import _during_backward as during
-from microparallel.learn.graders import _passes as passes
 from microparallel.learn.graders._common_dp import combined, require_gradients
-from microparallel.learn.graders._passes import Pass
+from microparallel.learn.graders._during_backward import Pass
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, flat, require_equal
+from microparallel.program import AllReduce, Bucket
+from microparallel.verifier import NeverReduced, verify
 
 
 def check(exam: Exam) -> None:
@@ -18,50 +20,62 @@ def check(exam: Exam) -> None:
     with exam.step("every hook averages the gradient it was called for"):
         watched = exam.run(_watch, 2, "plain", 2, allowed=("all_reduce",))
         for rank, mine in enumerate(watched):
-            _require_own_gradient(mine[0], rank)
+            if not mine[0].reduces:
+                raise Wrong(
+                    f"rank {rank} still holds its own gradient: nothing was averaged, since no hook began an all-reduce"
+                )
+            during.require_hooks_fit(mine[0])
     with exam.step("all-reduces begin during backward, and are waited for in finish()") as notes:
         for rank, mine in enumerate(watched):
             _require_overlap(mine[0], rank)
-        notes.append(passes.achieved(watched[0][0]))
+        _require_all_averaged([mine[0] for mine in watched])
+        notes.append(during.achieved(watched[0][0]))
     with exam.step("the gradients are those of one process, in two steps"):
         _require_steps(watched, "plain")
     with exam.step("after remove() the hooks are gone"):
         for mine in watched:
-            passes.require_removed(mine[-1])
+            if left := len(mine[-1].reduces):
+                raise Wrong(
+                    f"after remove() a backward still began {left} all-reduces: keep the handle of every hook, and "
+                    "remove each of them"
+                )
     with exam.step("three ranks, and a parameter that is frozen"):
         more = exam.run(_watch, 3, "frozen", 2, allowed=("all_reduce",))
         _require_steps(more, "frozen")
 
 
 def _watch(learner: Any, comms: Any, kind: str, steps: int) -> list[Pass]:
-    return during.watch(learner, comms, kind, steps, lambda model: learner.GradientHooks(model, comms))
+    return during.watch(comms, kind, steps, lambda model: learner.GradientHooks(model, comms))
 
 
-def _require_own_gradient(one: Pass, rank: int) -> None:
-    if not one.reduces:
-        raise Wrong(
-            f"rank {rank} still holds its own gradient: nothing was averaged, since no hook began an all-reduce"
-        )
-    passes.require_hooks_fit(one)
-
-
-def _require_during(one: Pass) -> None:
-    if "all_reduce" not in one.during:
+def _require_overlap(one: Pass, rank: int) -> None:
+    if one.begun[0] >= one.over:
         raise Wrong(
             "the first all-reduce begins after backward is over: then nothing travels while it computes; start each "
             "one in its hook"
         )
+    during.require_asynchronous(one)
+    during.require_waited(one, rank)
 
 
-def _require_overlap(one: Pass, rank: int) -> None:
-    _require_during(one)
-    passes.require_asynchronous(one)
-    passes.require_waited(one, rank)
-    readies = [event.removeprefix("ready ") for event in one.events if event.startswith("ready ")]
-    reduced = [reduce.gradient_of for reduce in one.reduces]
-    missing = [name for name in readies if name not in reduced]
-    if missing and all(reduced):
-        raise Wrong(f"rank {rank}: nobody averages the gradient of {', '.join(missing)}: every parameter needs a hook")
+def _require_all_averaged(passes: list[Pass]) -> None:
+    """Every parameter is a bucket of its own, and an all-reduce takes the one that was ready last, if not another."""
+    groups = [[name] for name in passes[0].names]
+
+    def bucket(one: Pass, number: int) -> int:
+        return one.names.index(one.reduces[number].gradient_of or one.came(one.begun[number])[-1])
+
+    program = during.program_of(passes, groups, bucket)
+    try:
+        verify(program)
+    except NeverReduced as error:
+        averaged = {op.value for op in program.ranks[error.rank] if isinstance(op, AllReduce)}
+        missing = [name for name in passes[error.rank].came() if Bucket(groups.index([name])) not in averaged]
+        raise Wrong(
+            f"rank {error.rank}: nobody averages the gradient of {', '.join(missing)}: every parameter needs a hook"
+        ) from None
+    except ProgramError as error:
+        raise Wrong(str(error)) from None
 
 
 def _require_steps(watched: list[list[Pass]], kind: str) -> None:
@@ -69,8 +83,8 @@ def _require_steps(watched: list[list[Pass]], kind: str) -> None:
     for number, right in enumerate(during.averages(kind, len(watched), steps), 1):
         for rank, mine in enumerate(watched):
             one = mine[number - 1]
-            passes.require_waited(one, rank)
-            passes.require_old_requests_gone(one, number)
+            during.require_waited(one, rank)
+            during.require_old_requests_gone(one, number)
             found = flat(one.gradients.values())
             require_gradients(list(one.gradients.values()), list(one.gradients), f"step {number}: rank {rank}")
             require_equal(found, flat(right.mean), f"step {number}: rank {rank}'s gradient", _suspects(right, rank))

@@ -10,7 +10,6 @@ from microparallel.learn.graders._programs import (
     ask_for_orders,
     make_program,
     require_complete,
-    require_forward_first,
     run_program,
     split,
 )
@@ -39,15 +38,15 @@ def check(exam: Exam) -> None:
             programs.append(_verified(case, orders))
         notes.append(f"{len(programs)} programs verified")
     with exam.step("the bubble is that of 1F1B, divided by the chunks") as notes:
-        for case, orders in zip(_CASES, answers, strict=True):
-            _require_bubble(case, orders, notes)
+        for one in zip(_CASES, answers, programs, strict=True):
+            _require_bubble(*one, notes)
     with exam.step("no rank holds more activations than its warm-up has forwards, and one") as notes:
-        for case, orders in zip(_CASES, answers, strict=True):
-            _require_few(case, orders)
+        for one in zip(_CASES, answers, programs, strict=True):
+            _require_few(*one)
         notes.append("two ranks, two chunks: 5 and 3, of chunks half as large")
     with exam.step("also when messages take time, no rank waits longer than it must"):
-        for case, orders in zip(_CASES, answers, strict=True):
-            _require_patience(case, orders)
+        for one in zip(_CASES, answers, programs, strict=True):
+            _require_patience(*one)
     with exam.step("on real ranks it finds the loss and gradients of one process"):
         run_program(exam, programs[0])
         run_program(exam, programs[1])
@@ -60,8 +59,6 @@ def _named(case: Case) -> str:
 
 def _verified(case: Case, orders: Orders) -> Program:
     try:
-        for rank, order in enumerate(orders):
-            require_forward_first(order, rank)
         return make_program("interleaved", orders, case[0] * case[2], case[1])
     except Wrong as wrong:
         raise Wrong(f"{_named(case)}: {wrong}\n{_reason(case, orders)}") from None
@@ -108,10 +105,9 @@ def _require_backwards_from_the_end(case: Case, orders: Orders) -> None:
             )
 
 
-def _require_bubble(case: Case, orders: Orders, notes: list[str]) -> None:
+def _require_bubble(case: Case, orders: Orders, program: Program, notes: list[str]) -> None:
     """A forward takes 1, a backward 2; the bubble is what one rank waits."""
     ranks, microbatches, chunks = case
-    program = make_program("interleaved", orders, ranks * chunks, microbatches)
     work, best = 3 * microbatches * chunks, 3 * (ranks - 1)
     bubble = simulate(program).makespan - work
     if bubble > best:
@@ -123,11 +119,11 @@ def _require_bubble(case: Case, orders: Orders, notes: list[str]) -> None:
         notes.append(f"{_named(case)}: waits {bubble:g} of {work + bubble:g}, 1F1B would wait {best * chunks}")
 
 
-def _require_patience(case: Case, orders: Orders) -> None:
+def _require_patience(case: Case, orders: Orders, program: Program) -> None:
     """Messages that take a fifth of a forward: a warm-up that is just long enough for free ones leaves gaps."""
     ranks, microbatches, chunks = case
     best = simulate(lower(interleaved(ranks, microbatches, chunks)), _WITH_MESSAGES).makespan
-    found = simulate(make_program("interleaved", orders, ranks * chunks, microbatches), _WITH_MESSAGES).makespan
+    found = simulate(program, _WITH_MESSAGES).makespan
     if found > best + 1e-6:
         work = 3 * microbatches * chunks
         raise Wrong(
@@ -157,9 +153,8 @@ def _before_first_backward(order: list[str]) -> int:
     return next(place for place, word in enumerate(order) if word[0] == "B")
 
 
-def _require_few(case: Case, orders: Orders) -> None:
+def _require_few(case: Case, orders: Orders, program: Program) -> None:
     ranks, microbatches, chunks = case
-    program = make_program("interleaved", orders, ranks * chunks, microbatches)
     for rank, ops in enumerate(program.ranks):
         most = min(microbatches * chunks, (chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1)
         found = peak_activations(ops)

@@ -15,7 +15,6 @@ from microparallel.learn.graders._common_pp import (
     make_layers,
     mean_loss,
     require_gradients,
-    scaled,
 )
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, flat, require_equal, require_tensor
@@ -136,10 +135,9 @@ def _suspects(layers: list[nn.Module], cut: int, expected: list[torch.Tensor]) -
             "part 1's backward began with the activation itself: what must come back over the cut is its gradient, "
             "received.grad",
         ),
-        scaled(expected, 2, "part 1 has its gradient twice: its backward was done twice"),
-        scaled(
-            expected,
-            1 / _SAMPLES,
+        Suspect(flat(expected) * 2, "part 1 has its gradient twice: its backward was done twice"),
+        Suspect(
+            flat(expected) / _SAMPLES,
             "part 1's gradient was divided by the number of samples: the loss is a mean already",
         ),
     ]

@@ -22,6 +22,7 @@ from microparallel.learn.graders._common_dp import (
     steps_of_one_process,
     weights,
 )
+from microparallel.learn.log import calls
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, flat, require_equal, require_number, shown
 
@@ -136,7 +137,7 @@ def _train(learner: Any, comms: Any, samples: int, steps: int) -> list[_Found]:
     for step in range(steps):
         loss = learner.train_step(model, optimizer, *batch(samples, step), comms)
         value = require_number(loss, "the mean loss that train_step returns")
-        lines = [entry.line for entry in comms.log if entry.call.startswith("all_reduce") and entry.address in places]
+        lines = [one.line for one in calls(comms.row, "all_reduce", "all_reduce_mean") if one.address in places]
         found.append(_Found(gradients(model), weights(model), value, sum(seen), lines[0] if lines else 0))
         seen.clear()
     return found

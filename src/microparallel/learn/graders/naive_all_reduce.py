@@ -6,13 +6,18 @@ from typing import Any
 
 import torch
 
+from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._common_dp import contribution, counted, counted_in_words
+from microparallel.learn.graders._collectives import program_of
+from microparallel.learn.graders._common_dp import contribution, counted_in_words
+from microparallel.learn.log import SENDS, Row, calls
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, require_equal, require_like
+from microparallel.program import Collective
+from microparallel.verifier import Unreached, verify
 
 _ALLOWED = ("send_tensor", "recv_tensor")
-Message = tuple[int, int]  # to whom, and how many bytes
+_GOAL = Collective("all-reduce", 1)
 
 
 def check(exam: Exam) -> None:
@@ -20,95 +25,86 @@ def check(exam: Exam) -> None:
     with exam.step("two ranks have the sum"):
         _require_sum(exam, 2, (4,), torch.float32)
     with exam.step("so have four ranks, of a matrix, in float64") as notes:
-        sent = _require_sum(exam, 4, (2, 3), torch.float64)
-        _require_few_messages(sent, 6 * 8, notes)
+        _require_few_messages(_require_sum(exam, 4, (2, 3), torch.float64), 6 * 8, notes)
     with exam.step("of integers, and in a world of one"):
         _require_sum(exam, 3, (5,), torch.int64)
         _require_sum(exam, 1, (5,), torch.int64)
 
 
-def _reduce(
-    learner: Any, comms: Any, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, list[Message]]:
+def _reduce(learner: Any, comms: Any, shape: tuple[int, ...], dtype: torch.dtype) -> list[tuple[torch.Tensor, Row]]:
     """All-reduce twice: a sum, and after it another one."""
-    first, second = contribution(comms.rank, shape, dtype), contribution(comms.rank, shape, dtype)
-    learner.naive_all_reduce(first, comms)
-    sent = [(entry.peer, entry.bytes) for entry in comms.sent()]
-    learner.naive_all_reduce(second, comms)
-    for one in (first, second):
-        require_like(one, contribution(comms.rank, shape, dtype), f"rank {comms.rank}'s tensor")
-    return first, second, sent
+    found = []
+    for _ in range(2):
+        tensor, before = contribution(comms.rank, shape, dtype), len(comms.row)
+        comms.log.watched[comms.rank] = tensor
+        learner.naive_all_reduce(tensor, comms)
+        require_like(tensor, contribution(comms.rank, shape, dtype), f"rank {comms.rank}'s tensor")
+        found.append((tensor, comms.row[before:]))
+    return found
 
 
-def _require_sum(exam: Exam, ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[list[Message]]:
-    """Refuse what is not the sum; returns the messages that each rank has sent."""
+def _require_sum(exam: Exam, ranks: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Row]:
+    """Refuse what is not the sum; returns what the ranks did."""
     results = exam.run(_reduce, ranks, shape, dtype, allowed=_ALLOWED)
     own = [contribution(rank, shape, dtype) for rank in range(ranks)]
-    expected = torch.stack(own).sum(0)
-    _require_added(results[0][0], own)
-    for rank in [*range(1, ranks), 0]:  # rank 0's mistakes show on the others first, and clearer
-        first, second, _ = results[rank]
-        what = f"rank {rank}'s tensor, {ranks} ranks,"
-        require_equal(first, expected, what, _suspects(first, own, rank, results[0][0]))
-        require_equal(second, expected, f"the second all-reduce: {what}", _suspects(second, own, rank, results[0][1]))
-    return [sent for _, _, sent in results]
+    total = torch.stack(own).sum(0)
+    for number, which in enumerate(("", "the second all-reduce: ")):
+        found, rows = [mine[number][0] for mine in results], [mine[number][1] for mine in results]
+        right = [torch.equal(one, total) for one in found]
+        program = program_of(_GOAL, own, rows, found)
+        try:
+            if program is not None:
+                verify(program)
+        except Unreached as error:
+            if not all(right):
+                raise Wrong(which + _in_words(error.rank, [error.found[rank, 0] for rank in range(ranks)])) from None
+            _require_few_messages(rows, total.nbytes, [])
+        except ProgramError as error:
+            raise Wrong(f"{which}{error}") from None
+        for rank in [*range(1, ranks), 0]:  # rank 0's mistakes show on the others first, and clearer
+            suspects = [
+                Suspect(
+                    total / ranks, "this is the mean: an all-reduce adds up, and whoever wants a mean divides later"
+                ),
+                Suspect(own[rank], _in_words(rank, [int(other == rank) for other in range(ranks)], right[0])),
+            ]
+            require_equal(found[rank], total, f"{which}rank {rank}'s tensor, {ranks} ranks,", suspects)
+    return [mine[0][1] for mine in results]
 
 
-def _require_added(middle: torch.Tensor, own: list[torch.Tensor]) -> None:
-    """Refuse a rank 0 that has kept only what came last."""
-    if len(own) > 1 and torch.equal(middle, own[-1]):
-        raise Wrong(
-            f"rank 0 has what came last, rank {len(own) - 1}'s numbers, and nothing else: add what comes "
+def _in_words(rank: int, counts: list[int], complete: bool = True) -> str:
+    """The mistake that leaves this on a rank: how often everybody is in its sum. Rank 0 is looked at first."""
+    if counts == [int(other == rank) for other in range(len(counts))]:
+        if rank == 0:
+            return (
+                "rank 0 still holds its own numbers: nothing was added in place (tensor.add_); `tensor = tensor + …` "
+                "only gives a new tensor that name"
+            )
+        back = ", though rank 0 has the sum: it must come back to everybody" if complete else ": nothing was added"
+        return f"rank {rank} still holds its own numbers{back}"
+    if rank == 0 and sum(counts) == counts[-1] == 1:
+        return (
+            f"rank 0 has what came last, rank {len(counts) - 1}'s numbers, and nothing else: add what comes "
             "(tensor.add_), and do not replace what is there"
         )
-
-
-def _suspects(found: torch.Tensor, own: list[torch.Tensor], rank: int, middle: torch.Tensor) -> list[Suspect]:
-    """The mistakes that leave this on a rank, when `middle` is what rank 0 has."""
-    ranks, total = len(own), torch.stack(own).sum(0)
-    complete = torch.equal(middle, total)
-    suspects = [
-        Suspect(total / ranks, "this is the mean: an all-reduce adds up, and whoever wants a mean divides later"),
-        Suspect(own[rank], _own_numbers(rank, complete)),
-    ]
-    if rank:
-        suspects += [
-            Suspect(own[0], f"rank {rank} has rank 0's own numbers: it was sent them before anything had been added"),
-            Suspect(
-                total + own[rank],
-                f"rank {rank} added the sum to its own numbers, which are in it already: replace them (tensor.copy_)",
-            ),
-        ]
-    counts = counted(found, own)
-    if counts:
-        suspects.append(Suspect(found, _partial(rank, counts, complete)))
-    return suspects
-
-
-def _own_numbers(rank: int, complete: bool) -> str:
-    if rank == 0:
-        return (
-            "rank 0 still holds its own numbers: nothing was added in place (tensor.add_); `tensor = tensor + …` only "
-            "gives a new tensor that name"
-        )
-    if complete:
-        return f"rank {rank} still holds its own numbers, though rank 0 has the sum: it must come back to everybody"
-    return f"rank {rank} still holds its own numbers: nothing was added"
-
-
-def _partial(rank: int, counts: list[int], complete: bool) -> str:
-    who = f"in rank {rank}'s sum there is only what {counted_in_words(counts)} put in"
+    if rank and sum(counts) == counts[0] == 1:
+        return f"rank {rank} has rank 0's own numbers: it was sent them before anything had been added"
+    if counts == [1 + (other == rank) for other in range(len(counts))]:
+        return f"rank {rank} added the sum to its own numbers, which are in it already: replace them (tensor.copy_)"
     if max(counts) > 1:
         return f"in rank {rank}'s sum there is what {counted_in_words(counts)} put in: everybody counts once"
-    if complete:
-        return f"{who}, though rank 0 has the whole sum: send it only when the last tensor has come"
-    return f"{who}: did rank 0 receive from everybody before it sent the sum?"
+    why = (
+        ", though rank 0 has the whole sum: send it only when the last tensor has come"
+        if rank
+        else ": did rank 0 receive from everybody before it sent the sum?"
+    )
+    return f"in rank {rank}'s sum there is only what {counted_in_words(counts)} put in{why}"
 
 
-def _require_few_messages(sent: list[list[Message]], size: int, notes: list[str]) -> None:
-    ranks = len(sent)
+def _require_few_messages(rows: list[Row], size: int, notes: list[str]) -> None:
+    ranks, sent = len(rows), [calls(row, *SENDS) for row in rows]
     messages, most = sum(map(len, sent)), 2 * (ranks - 1)
-    total = [sum(size for _, size in mine) for mine in sent]
+    total = [sum(one.bytes for one in mine) for mine in sent]
     if messages > most:
         raise Wrong(
             f"the sum is right, but {messages} messages were sent, {sum(total)} bytes; through rank 0, "
@@ -120,20 +116,16 @@ def _require_few_messages(sent: list[list[Message]], size: int, notes: list[str]
             "0, and one back"
         )
     for rank in reversed(range(ranks)):  # who sends past rank 0 is not rank 0
-        mine = sent[rank]
-        peers = sorted(peer for peer, _ in mine)
+        peers = sorted(one.peer for one in sent[rank])
         if rank and any(peers):
             raise Wrong(
                 f"the sum is right, but rank {rank} sends to rank {max(peers)}: here everything goes through rank 0, "
                 "which adds up"
             )
-        if peers != ([0] if rank else list(range(1, ranks))) or any(bytes_ != size for _, bytes_ in mine):
+        if peers != ([0] if rank else list(range(1, ranks))) or any(one.bytes != size for one in sent[rank]):
+            messages_sent = ", ".join(f"{one.bytes} bytes to rank {one.peer}" for one in sent[rank])
             raise Wrong(
-                f"the sum is right, but rank {rank} sends {', '.join(map(_in_words, mine))}: one whole tensor, "
-                f"{size} bytes, goes to rank 0 from everybody, and one back"
+                f"the sum is right, but rank {rank} sends {messages_sent}: one whole tensor, {size} bytes, goes to "
+                "rank 0 from everybody, and one back"
             )
     notes.append(f"rank 0 sends {total[0]} bytes, each of the others {total[1]}")
-
-
-def _in_words(message: Message) -> str:
-    return f"{message[1]} bytes to rank {message[0]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._pipeline_steps import Truth, begun_with, do_steps
+from microparallel.learn.graders._pipeline_steps import Truth, begun_with, take_steps
 from microparallel.learn.words import Suspect
 
 _SAMPLES = 5
@@ -12,19 +12,17 @@ _SAMPLES = 5
 def check(exam: Exam) -> None:
     """One step on three ranks; several steps; other numbers of ranks."""
     with exam.step("a batch goes through three ranks and back, and they find the gradients of one process"):
-        _require_steps(exam, 3, steps=1)
+        _require_steps(exam, 3, 1)
     with exam.step("a second step adds its own gradients"):
-        _require_steps(exam, 3, steps=2)
+        _require_steps(exam, 3, 2)
     with exam.step("also on two ranks, on four, and on one, which has nobody to send to"):
-        _require_steps(exam, 2, steps=2)
-        _require_steps(exam, 4, steps=1)
-        _require_steps(exam, 1, steps=2)
+        _require_steps(exam, 2, 2)
+        _require_steps(exam, 4, 1)
+        _require_steps(exam, 1, 2)
 
 
 def _require_steps(exam: Exam, ranks: int, steps: int) -> None:
-    outcomes = exam.run(do_steps, ranks, steps, "naive_step", _SAMPLES)
-    truth = Truth(ranks, _SAMPLES)
-    truth.require(outcomes, lambda rank: _suspects(truth, rank))
+    take_steps(exam, ranks, _SAMPLES, steps=steps, function="naive_step", suspects=_suspects)
 
 
 def _suspects(truth: Truth, rank: int) -> list[Suspect]:

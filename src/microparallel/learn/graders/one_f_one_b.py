@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import re
-import tempfile
-from pathlib import Path
 from typing import Any
 
-from microparallel.learn.exam import Exam
+from microparallel.learn.exam import Exam, Stuck
 from microparallel.learn.graders._common_pp import many
 from microparallel.learn.graders._microbatches import suspects
-from microparallel.learn.graders._orders import compare, require_freed, require_pairs, tokens
-from microparallel.learn.graders._pipeline_steps import Outcome, Truth, do_steps
+from microparallel.learn.graders._orders import compare, require_freed, tokens
+from microparallel.learn.graders._pipeline_steps import Outcome, do_steps, operations, take_steps
+from microparallel.learn.log import RECEIVES, Row, waited_for
 from microparallel.learn.verdict import Wrong
-from microparallel.program import Program
+from microparallel.program import Program, peak_activations
 from microparallel.schedules import one_f_one_b
-
-_WAITS = re.compile(r"rank (?P<rank>\d+) waits in receive .*for rank (?P<peer>\d+) to send")
 
 
 def check(exam: Exam) -> None:
     """Gradients; order; activations; fewer micro-batches than ranks; other shapes."""
     with exam.step("three ranks and five micro-batches: the gradients of the whole batch"):
-        outcomes = _require_steps(exam, 3, 10, 5, steps=1)
+        outcomes, programs = _require_steps(exam, 3, 10, 5, steps=1)
     with exam.step("in 1F1B's order"):
-        _require_order(outcomes, 5)
+        _require_order(programs, 5)
     with exam.step("rank r of p holds at most p − r activations") as notes:
-        notes.append(_require_few(outcomes, 5))
+        notes.append(_require_few(outcomes, programs, 5))
     with exam.step("fewer micro-batches than ranks"):
         for ranks, samples, microbatches in ((4, 4, 2), (3, 2, 1)):
             _require_all(exam, ranks, samples, microbatches, steps=1)
@@ -35,9 +31,9 @@ def check(exam: Exam) -> None:
             _require_all(exam, ranks, samples, microbatches, steps=2)
 
 
-def _do_steps(learner: Any, comms: Any, steps: int, samples: int, microbatches: int, diaries: Path) -> Outcome:
+def _do_steps(learner: Any, comms: Any, steps: int, function: str, samples: int, microbatches: int) -> Outcome:
     try:
-        return do_steps(learner, comms, steps, "one_f_one_b_step", samples, microbatches, diaries=diaries)
+        return do_steps(learner, comms, steps, function, samples, microbatches)
     except IndexError as error:
         if "tuple" not in str(error):  # which is what tensor_split returns
             raise
@@ -54,44 +50,41 @@ def _do_steps(learner: Any, comms: Any, steps: int, samples: int, microbatches: 
         ) from None
 
 
-def _require_steps(exam: Exam, ranks: int, samples: int, microbatches: int, steps: int) -> list[Outcome]:
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            outcomes: list[Outcome] = exam.run(_do_steps, ranks, steps, samples, microbatches, Path(folder))
-        except Wrong as wrong:
-            raise _with_place(wrong, Path(folder), one_f_one_b(ranks, microbatches)) from None
-    truth = Truth(ranks, samples, microbatches)
-    require_pairs([outcome.orders[0] for outcome in outcomes])
-    truth.require(outcomes, lambda rank: suspects(truth, rank))
-    return outcomes
+def _require_steps(
+    exam: Exam, ranks: int, samples: int, microbatches: int, steps: int
+) -> tuple[list[Outcome], list[Program]]:
+    try:
+        named = {"steps": steps, "function": "one_f_one_b_step", "suspects": suspects, "body": _do_steps}
+        return take_steps(exam, ranks, samples, microbatches, **named)  # type: ignore[arg-type]
+    except Stuck as stuck:
+        raise _with_place(stuck, exam.rows, one_f_one_b(ranks, microbatches)) from None
 
 
-def _with_place(wrong: Wrong, diaries: Path, program: Program) -> Wrong:
+def _with_place(stuck: Stuck, rows: list[Row], program: Program) -> Wrong:
     """Add to a deadlock who waits for what 1F1B does not need yet."""
-    for waiting in _WAITS.finditer(str(wrong)):
-        rank, peer = int(waiting["rank"]), int(waiting["peer"])
-        diary = diaries / str(rank)
-        done, expected = diary.read_text().split() if diary.exists() else [], tokens(program, rank)
-        kind, name = ("F", "an activation") if peer < rank else ("B", "a gradient")
+    for wait in stuck.waits:
+        call, done, expected = waited_for(rows, wait), operations(rows[wait.rank]), tokens(program, wait.rank)
+        if call.call not in RECEIVES:
+            continue
+        kind, name = ("F", "an activation") if call.peer < call.rank else ("B", "a gradient")
         if done == expected[: len(done)] and len(done) < len(expected) and expected[len(done)][0] != kind:
             after = f"after {done[-1]}" if done else "at first"
-            words = f"rank {rank} waits for {name} {after}, where 1F1B goes on with {expected[len(done)]}"
-            return Wrong(f"{words}: is its warm-up right?\n{wrong}")
-    return wrong
+            words = f"rank {call.rank} waits for {name} {after}, where 1F1B goes on with {expected[len(done)]}"
+            return Wrong(f"{words}: is its warm-up right?\n{stuck}")
+    return stuck
 
 
 def _require_all(exam: Exam, ranks: int, samples: int, microbatches: int, steps: int) -> None:
-    outcomes = _require_steps(exam, ranks, samples, microbatches, steps)
-    _require_order(outcomes, microbatches)
-    _require_few(outcomes, microbatches)
+    outcomes, programs = _require_steps(exam, ranks, samples, microbatches, steps)
+    _require_order(programs, microbatches)
+    _require_few(outcomes, programs, microbatches)
 
 
-def _require_order(outcomes: list[Outcome], microbatches: int) -> None:
-    ranks = len(outcomes)
-    program = one_f_one_b(ranks, microbatches)
-    for rank, outcome in enumerate(outcomes):
-        expected = tokens(program, rank)
-        for order in outcome.orders:
+def _require_order(programs: list[Program], microbatches: int) -> None:
+    for program in programs:
+        ranks = program.world_size
+        for rank in range(ranks):
+            order, expected = tokens(program, rank), tokens(one_f_one_b(ranks, microbatches), rank)
             if order != expected:
                 words = _warm_up_mistake(order, rank, ranks, microbatches) or (
                     f"rank {rank} leaves 1F1B's order: after the warm-up, one forward and one backward in turn"
@@ -120,12 +113,12 @@ def _warm_up_mistake(order: list[str], rank: int, ranks: int, microbatches: int)
     return ""
 
 
-def _require_few(outcomes: list[Outcome], microbatches: int) -> str:
-    ranks = len(outcomes)
+def _require_few(outcomes: list[Outcome], programs: list[Program], microbatches: int) -> str:
+    held: list[int] = []
     for rank, outcome in enumerate(outcomes):
-        most = min(microbatches, ranks - rank)
-        if outcome.most_held > most:
-            raise Wrong(f"rank {rank} holds {outcome.most_held} activations at once, and {most} are enough")
+        most = min(microbatches, len(outcomes) - rank)
+        held.append(max(peak_activations(program.ranks[rank]) for program in programs))
+        if held[-1] > most:
+            raise Wrong(f"rank {rank} holds {held[-1]} activations at once, and {most} are enough")
         require_freed(rank, outcome.most_kept)
-    held = " ".join(str(outcome.most_held) for outcome in outcomes)
-    return f"{held} on ranks 0 to {ranks - 1}; GPipe holds {microbatches} on each"
+    return f"{' '.join(map(str, held))} on ranks 0 to {len(outcomes) - 1}; GPipe holds {microbatches} on each"

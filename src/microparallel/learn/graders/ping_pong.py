@@ -9,6 +9,7 @@ import torch
 from microparallel.errors import Mismatch
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._common_pp import require_all_waited
+from microparallel.learn.log import SENDS, calls
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, require_equal, require_like
 
@@ -33,15 +34,13 @@ def _ball(rank: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor
     return (numbers if rank == 0 else torch.full(shape, _STRANGE)).to(dtype)
 
 
-def _play(
-    learner: Any, comms: Any, rounds: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> tuple[torch.Tensor, int]:
+def _play(learner: Any, comms: Any, rounds: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     ball = _ball(comms.rank, dtype, shape)
     before = ball.clone()
     try:
         found = learner.ping_pong(ball, rounds, comms)
     except Mismatch:
-        line = comms.log[-1].line
+        line = calls(comms.row)[-1].line
         raise Wrong(
             f"rank {comms.rank}, line {line}: what was sent and what the receiver asks for are not alike; a ball has "
             "one shape and one dtype on its whole way (recv_tensor expects float32 unless it is told)"
@@ -54,27 +53,27 @@ def _play(
         )
     if found is None:
         raise Wrong(f"rank {comms.rank} returned nothing: return the ball as it was last")
-    for entry in comms.sent():
-        if entry.bytes != before.nbytes:
+    for call in calls(comms.row, *SENDS):
+        if call.bytes != before.nbytes:
             raise Wrong(
-                f"rank {comms.rank}, line {entry.line}: a message of {entry.bytes} bytes, and the ball has "
+                f"rank {comms.rank}, line {call.line}: a message of {call.bytes} bytes, and the ball has "
                 f"{before.nbytes}: it is the ball that goes back and forth"
             )
-    return require_like(found, before, f"what rank {comms.rank} returns").detach(), len(comms.sent())
+    return require_like(found, before, f"what rank {comms.rank} returns").detach()
 
 
 def _require_rounds(exam: Exam, rounds: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (3,)) -> None:
     results = exam.run(_play, 2, rounds, dtype, shape)
     start = _ball(0, dtype, shape)
     many = f"{rounds} round{'s' * (rounds != 1)}"
-    for rank, (_, messages) in enumerate(results):
-        if messages != rounds:
+    for rank, row in enumerate(exam.rows):
+        if (messages := len(calls(row, *SENDS))) != rounds:
             raise Wrong(
                 f"rank {rank} sent {messages} messages in {many}: in every round one goes there and one comes back"
             )
     expected = [start + 2 * rounds, start + 2 * rounds - 1 if rounds else _ball(1, dtype, shape)]
     for rank in (1, 0):
-        found = results[rank][0]
+        found = results[rank]
         suspects = _suspects(rank, rounds, start, expected[rank], found)
         require_equal(found, expected[rank], f"rank {rank}'s ball after {many}", suspects)
 

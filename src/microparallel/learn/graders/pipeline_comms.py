@@ -9,6 +9,7 @@ import torch
 from microparallel.errors import Mismatch
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._common_pp import require_all_waited
+from microparallel.learn.log import RECEIVES, SENDS, calls
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import require_equal, require_tensor, require_type, shown
 
@@ -135,9 +136,9 @@ def _one_after_another(learner: Any, comms: Any, tensors: list[torch.Tensor]) ->
     for number, tensor in enumerate(tensors):
         what = f"tensor {number} ({str(tensor.dtype).removeprefix('torch.')}, shape {list(tensor.shape)})"
         if comms.rank == 0:
-            before = len(comms.sent())
+            before = len(calls(comms.row, *SENDS))
             learner.send(tensor, 1, comms)
-            _require_two_messages(comms.sent()[before:], number, tensor)
+            _require_two_messages(calls(comms.row, *SENDS)[before:], number, tensor)
         else:
             try:
                 found = learner.receive(0, comms)
@@ -148,7 +149,7 @@ def _one_after_another(learner: Any, comms: Any, tensors: list[torch.Tensor]) ->
 
 
 def _require_two_messages(sent: list[Any], number: int, tensor: torch.Tensor) -> None:
-    shapes = [entry.shape for entry in sent]
+    shapes = [tuple(call.content.shape) for call in sent]
     if len(shapes) == 2 and shapes[1] != tuple(tensor.shape):
         raise Wrong(f"tensor {number} has shape {list(tensor.shape)}, and was sent as {list(shapes[1])}")
     if len(shapes) > 2:
@@ -162,7 +163,7 @@ def _require_two_messages(sent: list[Any], number: int, tensor: torch.Tensor) ->
 
 def _mismatch(comms: Any, number: int, what: str) -> Wrong:
     """What arrived is not what was asked for: which of the two messages was it?"""
-    receives = comms.received()
+    receives = calls(comms.row, *RECEIVES)
     if len(receives) == 2 * number + 1:
         return Wrong(f"the first message of {what} {_NO_HEADER} (received in line {receives[-1].line})")
     return Wrong(
@@ -177,7 +178,7 @@ def _down_the_line(learner: Any, comms: Any) -> None:
     found = learner.pass_down_the_line(tensor if comms.rank == 0 else None, comms)
     require_equal(found, tensor, f"what rank {comms.rank} of the line has")
     expected = [comms.rank + 1] * 2 if comms.rank + 1 < comms.world_size else []
-    if (sent := [entry.peer for entry in comms.sent()]) != expected:
+    if (sent := [call.peer for call in calls(comms.row, *SENDS)]) != expected:
         raise Wrong(
             f"down the line rank {comms.rank} sends {len(sent)} messages, and should send {len(expected)}: a header "
             "and a tensor to the rank after it, if there is one"

@@ -1,0 +1,77 @@
+"""The program of a collective that a learner wrote: which slice each rank sent, and what it did with what came.
+
+A rank's tensor is looked at whenever it communicates. What it sends is the slice that has the same numbers; and what
+has changed since it received something says where that went, and whether it was added or replaced what was there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from microparallel.learn.log import RECEIVES, SENDS, Called, Row
+from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+
+
+def program_of(
+    goal: Collective, given: Sequence[torch.Tensor], rows: Sequence[Row], found: Sequence[torch.Tensor]
+) -> Program | None:
+    """What the ranks did from what they were given to what was found; None if no program can say it."""
+    ranks = [_operations(*one, goal.slices) for one in zip(given, rows, found, strict=True)]
+    whole = [tuple(ops) for ops in ranks if ops is not None]
+    return Program(f"your {goal.kind}", goal, tuple(whole)) if len(whole) == len(ranks) else None
+
+
+def _operations(given: torch.Tensor, row: Row, found: torch.Tensor, slices: int) -> list[Op] | None:
+    arrived: list[Called] = []  # and not yet put anywhere
+    seen = [*(moment.tensor for moment in row if moment.tensor is not None), found]
+    ops = _changes(given, seen[0], arrived, slices)
+    for moment, before, after in zip(row, seen[:-1], seen[1:], strict=True):
+        call = moment.op
+        if isinstance(call, Called) and call.content is not None:
+            if moment.phase == "begins" and call.call in SENDS:
+                value = _which(call.content, before, slices)
+                ops.append(None if value is None else Send(value, call.peer))
+            elif moment.phase == "ends" and call.call in RECEIVES:
+                arrived.append(call)
+        ops += _changes(before, after, arrived, slices)
+    for call in arrived:  # it changed nothing, perhaps since the same numbers had been there
+        place = None if call.content is None else _which(call.content, found, slices)
+        ops.append(None if place is None else Recv(place, call.peer))
+    return None if None in ops else [op for op in ops if op is not None]
+
+
+def _which(content: torch.Tensor, tensor: torch.Tensor, slices: int) -> Chunk | None:
+    """The slices of a tensor that have these numbers."""
+    parts = _split(tensor, slices)
+    for start, stop in itertools.combinations(range(slices + 1), 2):
+        if torch.equal(torch.cat(parts[start:stop]), content.flatten()):
+            return Chunk(start, stop)
+    return None
+
+
+def _changes(before: torch.Tensor, after: torch.Tensor, arrived: list[Called], slices: int) -> list[Op | None]:
+    """The receives that explain what has changed in a tensor; None where nothing that arrived explains it."""
+    ops: list[Op | None] = []
+    used: list[Called] = []
+    for index, (old, new) in enumerate(zip(_split(before, slices), _split(after, slices), strict=True)):
+        if torch.equal(old, new):
+            continue
+        ops.append(None)
+        for call in reversed(arrived):
+            assert call.content is not None
+            content = call.content.flatten()
+            came = content if content.shape == old.shape else _split(content, slices)[index]
+            added = came.shape == old.shape and torch.equal(new, old + came)
+            if added or torch.equal(new, came):
+                ops[-1] = Recv(Chunk(index, index + 1), call.peer, reduce=added)
+                used.append(call)
+                break
+    arrived[:] = [call for call in arrived if call not in used]
+    return ops
+
+
+def _split(tensor: torch.Tensor, slices: int) -> list[torch.Tensor]:
+    return list(tensor.flatten().tensor_split(slices))

@@ -1,0 +1,342 @@
+"""The ranks of an exam: threads of one process, whose sends wait until they are asked for.
+
+The Comms that a learner's code is given is a real one; what carries its messages is here. A send is complete when its
+receive has begun, as that of every large message is: what would hang one day with a larger model hangs here. All
+waiting goes through one lock, so that it is known when nobody can go on, at once and without a clock.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, cast
+
+import torch
+
+from microparallel.comms import Comms
+from microparallel.comms.group import Group
+from microparallel.comms.interpreter import COMBINE
+from microparallel.comms.wire import as_bytes
+from microparallel.errors import Mismatch
+from microparallel.flight import Flight
+from microparallel.learn.guards import trusted
+from microparallel.learn.log import Called, Log, Row
+from microparallel.learn.verdict import NotAllowed, Wrong
+from microparallel.learn.words import shown
+from microparallel.transport.base import Work
+from microparallel.verifier import Wait
+
+POINT_TO_POINT = ("send_tensor", "recv_tensor", "isend", "irecv")
+Message = tuple[Called, torch.Tensor]  # as it was when it was sent
+
+
+class Over(BaseException):
+    """The exam is over for this rank, since another one has failed; no `except Exception` of a learner's stops it."""
+
+
+class NoTensor(Wrong):
+    """A call that was given something else than a tensor."""
+
+    def __init__(self, line: int, call: str, value: object) -> None:
+        no_gradient = "None: a gradient is None until backward has made it"
+        found = no_gradient if value is None else f"{shown(value)}, and no tensor"
+        super().__init__(f"line {line}: {call} was given {found}")
+        self.value = value
+
+
+class World:
+    """What the ranks share: messages, calls of all, and who waits for what. Everything is guarded by one lock."""
+
+    def __init__(self, ranks: int) -> None:
+        self.log = Log(ranks)
+        self.sent: dict[tuple[int, int], list[Message]] = defaultdict(list)  # by sender and receiver
+        self.asked_for: dict[tuple[int, int], list[Message]] = defaultdict(list)
+        self.calls: dict[int, list[Message]] = defaultdict(list)  # of all ranks, by rank
+        self.results: dict[int, Any] = {}
+        self.failures: dict[int, BaseException] = {}
+        self.stuck: list[Wait] = []
+        self._ranks = ranks
+        self._waiting: dict[int, tuple[Called, Callable[[], int | None]]] = {}
+        self._changed = threading.Condition()
+
+    def add(self, to: list[Message], message: Message) -> int:
+        """Add to what others may wait for; returns how many that makes."""
+        with self._changed:
+            to.append(message)
+            self._changed.notify_all()
+            return len(to)
+
+    def wait(self, call: Called, missing: Callable[[], int | None]) -> None:
+        """Wait, in a rank's thread, until no rank is missing."""
+        with self._changed:
+            self._waiting[call.rank] = (call, missing)
+            self._look_around()
+            while missing() is not None:
+                if self.failures or self.stuck:
+                    raise Over
+                self._changed.wait()
+            del self._waiting[call.rank]
+
+    def ends(self, rank: int, result: Any) -> None:
+        """A rank has come to its end."""
+        with self._changed:
+            self.results[rank] = result
+            self._look_around()
+
+    def fails(self, rank: int, error: BaseException) -> None:
+        """A rank has raised."""
+        with self._changed:
+            self.failures[rank] = error
+            self._changed.notify_all()
+
+    def _look_around(self) -> None:
+        """See whether everybody waits, and nobody can go on."""
+        on = {rank: missing() for rank, (_, missing) in self._waiting.items()}
+        if len(on) + len(self.results) == self._ranks and None not in on.values():
+            stuck = [(self._waiting[rank][0], missing) for rank, missing in sorted(on.items()) if missing is not None]
+            self.stuck = [Wait(call.rank, call.place, call.call, missing) for call, missing in stuck]
+        self._changed.notify_all()
+
+    def join(self, timeout: float) -> bool:
+        """Wait, in the main thread, until all have come to their end, one has failed, or nobody can go on."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: len(self.results) == self._ranks or bool(self.failures or self.stuck), timeout
+            )
+
+
+class _Transfer:
+    """Something under way; `finish` is done when nobody is missing any more."""
+
+    def __init__(
+        self, world: World, call: Called, missing: Callable[[], int | None], finish: Callable[[], Any] = lambda: None
+    ) -> None:
+        self._world, self._call, self._missing, self._finish = world, call, missing, finish
+        self._reads: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def reading(self, tensor: torch.Tensor, before: torch.Tensor) -> _Transfer:
+        """Refuse to be waited for when the tensor is not what it was."""
+        self._reads = tensor, before
+        return self
+
+    def wait(self, timeout: float | None = None) -> None:  # noqa: ARG002
+        """Come back when it is complete, however long that takes: whether it ever can be is known."""
+        if self._reads and not torch.equal(*map(as_bytes, self._reads)):  # of bytes, since nan is not equal to itself
+            deed, what, why = _SENT if self._call.peer >= 0 else _REDUCED
+            raise Wrong(
+                f"the tensor that rank {self._call.rank} began to {deed} in line {self._call.line} was changed before "
+                f"the {what} was waited for: {why}"
+            )
+        self._world.log.waits(self._call, self._call.peer)
+        self._world.wait(self._call, self._missing)
+        self._finish()
+        self._world.log.ends(self._call)
+
+
+_SENT = "send", "send", "the receiver may get the new numbers; wait first, or send a clone"
+_REDUCED = "all-reduce", "request", "who writes into it meanwhile spoils the sum; wait first"
+
+
+class ThreadGroup:
+    """One rank's place among threads: a `Group`, without the calls that no exercise allows."""
+
+    carries = frozenset({"cpu"})
+
+    def __init__(self, rank: int, ranks: int, world: World) -> None:
+        self.rank, self.world_size, self.world_ranks = rank, ranks, tuple(range(ranks))
+        self.flight = Flight(None)
+        self.log = self.flight.group(self.world_ranks)
+        self.world = world
+        self.call: Called  # the one that is being made
+
+    def announce(self, call: str) -> None:
+        """Remember what both ends of a message, or all ranks, must agree about."""
+        self.call.agreement = call
+
+    def run_in_background(self) -> None:
+        """Nothing needs help: what is under way is complete when it is waited for."""
+
+    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:  # noqa: ARG002
+        """Start sending; complete when the receiver has asked for it."""
+        call, before, channel = self.call, tensor.clone(), (self.rank, to)
+        number = self.world.add(self.world.sent[channel], (call, before))
+
+        def missing() -> int | None:
+            return None if len(self.world.asked_for[channel]) >= number else to
+
+        return _Transfer(self.world, call, missing).reading(tensor, before)
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:  # noqa: ARG002
+        """Start receiving; complete when that many have been sent."""
+        call, channel = self.call, (source, self.rank)
+        number = self.world.add(self.world.asked_for[channel], (call, tensor))
+
+        def missing() -> int | None:
+            return None if len(self.world.sent[channel]) >= number else source
+
+        def finish() -> None:
+            sent, content = self.world.sent[channel][number - 1]
+            _require_alike(sent, call)
+            tensor.copy_(content)
+            call.content = sent.content
+
+        return _Transfer(self.world, call, missing, finish)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
+        """Start copying the source's tensor over everybody else's."""
+        return self._together(tensor, lambda everybody: tensor.copy_(everybody[source]))
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Work:  # noqa: ARG002
+        """Start combining everybody's tensor, in the order of ranks: the algorithm would only round otherwise.
+
+        The tensor changes when it is waited for: so whoever reads too early always sees the old numbers, and whoever
+        writes too early is always found.
+        """
+
+        def combine(everybody: list[torch.Tensor]) -> None:
+            tensor.copy_(everybody[0])
+            for other in everybody[1:]:
+                COMBINE[op](tensor, other)
+
+        return self._together(tensor, combine)
+
+    def _together(self, tensor: torch.Tensor, finish: Callable[[list[torch.Tensor]], Any]) -> Work:
+        call, before, ranks = self.call, tensor.clone(), self.world_ranks
+        number = self.world.add(self.world.calls[self.rank], (call, before)) - 1
+
+        def missing() -> int | None:
+            return next((rank for rank in ranks if len(self.world.calls[rank]) <= number), None)
+
+        def complete() -> None:
+            everybody = [self.world.calls[rank][number] for rank in ranks]
+            for other, _ in everybody:
+                if other.agreement != call.agreement:
+                    raise Mismatch(f"rank {other.rank} calls {other.agreement}, and rank {self.rank} {call.agreement}")
+            finish([content for _, content in everybody])
+
+        return _Transfer(self.world, call, missing, complete).reading(tensor, before)
+
+
+def _require_alike(sent: Called, received: Called) -> None:
+    if sent.agreement != received.agreement:
+        dtype, other = (end.agreement.partition("[")[0] for end in (sent, received))
+        advice = (
+            "expects float32 unless it is told the dtype"
+            if dtype != other
+            else "must be told the shape of what was sent"
+        )
+        raise Mismatch(
+            f"rank {sent.rank} sent {sent.agreement} in line {sent.line}, and rank {received.rank} asks for "
+            f"{received.agreement}\n  a receive {advice}"
+        )
+
+
+class ExamComms(Comms):
+    """The Comms that a learner's code is given: a real one that refuses what is not for the exercise, and says where.
+
+    Attributes:
+        refused: calls that were made all the same.
+        line_of_ranks: whether only neighbours may talk to each other, as in a pipeline.
+        row: what this rank has done.
+    """
+
+    def __init__(self, group: ThreadGroup, file: str, allowed: Sequence[str]) -> None:
+        super().__init__(cast("Group", group), device=torch.device("cpu"), local_rank=group.rank)
+        self.refused: list[str] = []
+        self.line_of_ranks = False
+        self.log: Log = group.world.log
+        self.row: Row = self.log.rows[group.rank]
+        self._group, self._file, self._allowed = group, file, allowed
+        self._inside = False  # a call that was begun makes others
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"comms has no {name!r}; it offers {', '.join(self._allowed)}")
+
+    def begin(self, name: str, arguments: dict[str, Any]) -> Called:
+        """Refuse a call, or write it down."""
+        line = self._line()
+        if name not in self._allowed:
+            offers = ", ".join(f"comms.{one}" for one in self._allowed) or "nothing of comms"
+            self.refused.append(f"line {line}: comms.{name} is not for this exercise; write it with {offers}")
+            raise NotAllowed(self.refused[-1])
+        call = Called(name, self.rank, line, len(self.row), asynchronous=arguments.get("async_op", False))
+        if "tensor" in arguments:
+            tensor = arguments["tensor"]
+            if not isinstance(tensor, torch.Tensor):
+                raise NoTensor(line, name, tensor)
+            call.address, call.content = tensor.data_ptr(), tensor.detach().clone()
+        for argument in ("dest", "src"):
+            if name in POINT_TO_POINT and argument in arguments:
+                call.peer = arguments[argument]
+                self._require_other(call, argument)
+        self._group.call = call
+        self.log.begins(call, self.rank)
+        return call
+
+    def _require_other(self, call: Called, argument: str) -> None:
+        peer, rank = call.peer, self.rank
+        if peer == rank:
+            raise Wrong(
+                f"line {call.line}: rank {peer} calls {call.call} with {argument}={peer}, which is itself: what a rank "
+                "has, it need not send; leave yourself out"
+            )
+        if self.line_of_ranks and not (peer in (rank - 1, rank + 1) and 0 <= peer < self.world_size):
+            end = "the first" if rank == 0 else "the last" if rank == self.world_size - 1 else "in the middle"
+            does = "sends to" if argument == "dest" else "receives from"
+            raise Wrong(
+                f"line {call.line}: rank {rank} {does} rank {peer}, which is not its neighbour: the ranks stand in a "
+                f"line with two ends, and rank {rank} is {end}"
+            )
+
+    def _line(self) -> int:
+        """The line of the learner's file that called."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_filename == self._file:
+                return int(frame.f_lineno)
+            frame = frame.f_back
+        return 0
+
+
+class _Watched:
+    """A request that also tells of being waited for again, which the real one tells nobody."""
+
+    def __init__(self, comms: ExamComms, request: Any, call: Called) -> None:
+        self._comms, self._request, self._call = comms, request, call
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Come back with what the request brings."""
+        self._call.waits_in = self._comms._line()
+        if self._call.ended:
+            self._comms.log.waits(self._call, None)
+        with trusted():
+            return self._request.wait(timeout)
+
+
+def _of_exam(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of Comms, for a learner: it may be refused, and is written down."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def method(self: ExamComms, *arguments: Any, **named: Any) -> Any:
+        if self._inside:
+            return original(self, *arguments, **named)
+        call = self.begin(name, signature.bind(self, *arguments, **named).arguments)
+        self._inside = True
+        try:
+            with trusted():
+                found = original(self, *arguments, **named)
+        finally:
+            self._inside = False
+        return _Watched(self, found, call) if name in ("isend", "irecv") or call.asynchronous else found
+
+    return method
+
+
+for _name, _method in inspect.getmembers(Comms, inspect.isfunction):
+    if not _name.startswith("_"):
+        setattr(ExamComms, _name, _of_exam(_name, _method))

@@ -1,0 +1,61 @@
+"""What the verifier finds, each kind with its own fields: for those who say it in other words (the graders do)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from microparallel.errors import ProgramError
+from microparallel.program import Bucket, Op, Recv, Send, Value
+
+if TYPE_CHECKING:
+    from microparallel.program import Wait
+    from microparallel.program.symbols import Symbol
+
+
+class Unmatched(ProgramError):
+    """The two ends of a message differ, or there is only one: message `number` of a channel, counted from 1."""
+
+    def __init__(self, message: str, sender: int, receiver: int, number: int, send: Send | None, recv: Recv | None):
+        super().__init__(message)
+        self.sender, self.receiver, self.number, self.send, self.recv = sender, receiver, number, send, recv
+
+
+class Deadlock(ProgramError):
+    """Ranks that wait for ever: all of them, each with the place in its list."""
+
+    def __init__(self, message: str, waits: Sequence[Wait]):
+        super().__init__(message)
+        self.waits = tuple(waits)
+
+
+class Missing(ProgramError):
+    """A rank begins an operation without a value that it needs."""
+
+    def __init__(self, message: str, rank: int, place: int, op: Op, value: Value):
+        super().__init__(message)
+        self.rank, self.place, self.op, self.value = rank, place, op, value
+
+
+class Miscounted(ProgramError):
+    """A forward or backward of a micro-batch that does not happen once."""
+
+    def __init__(self, message: str, stage: int, microbatch: int):
+        super().__init__(message)
+        self.stage, self.microbatch = stage, microbatch
+
+
+class NeverReduced(ProgramError):
+    """A rank that keeps the gradients of a stage to itself, though others have that stage too."""
+
+    def __init__(self, message: str, rank: int, stage: int, bucket: Bucket):
+        super().__init__(message)
+        self.rank, self.stage, self.bucket = rank, stage, bucket
+
+
+class Unreached(ProgramError):
+    """A slice of a collective that ends with other contributions than promised: (rank, slice) → how many times."""
+
+    def __init__(self, message: str, rank: int, index: int, found: Symbol, wanted: Symbol):
+        super().__init__(message)
+        self.rank, self.index, self.found, self.wanted = rank, index, found, wanted

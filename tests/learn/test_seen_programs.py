@@ -1,0 +1,94 @@
+"""What ranks were seen to do is the program that the library itself has for it."""
+
+import pytest
+import torch
+
+from microparallel import collectives
+from microparallel.learn.catalogue import find_exercise
+from microparallel.learn.exam import Exam
+from microparallel.learn.graders import buckets, comms, ring_all_reduce
+from microparallel.learn.graders._collectives import program_of
+from microparallel.learn.graders._common_dp import contribution
+from microparallel.learn.graders._during_backward import program_of as program_of_passes
+from microparallel.learn.graders._microbatches import suspects
+from microparallel.learn.graders._pipeline_steps import take_steps
+from microparallel.learn.holes import solved
+from microparallel.program import Collective, Free, Join, OptimizerStep, Recv, Send, halves
+from microparallel.schedules import ddp, gpipe, lower, one_f_one_b
+from microparallel.verifier import verify
+
+
+@pytest.fixture
+def exam(warm_ranks, tmp_path):
+    def of(name, change=lambda text: text):
+        exercise = find_exercise(name)
+        file = tmp_path / exercise.file
+        file.write_text(change(solved(exercise.solution.read_text("utf-8"))), "utf-8")
+        return Exam(file, warm_ranks)
+
+    yield of
+    warm_ranks.replace_ranks()
+
+
+def ring(exam, ranks):
+    found = exam.run(ring_all_reduce._reduce, ranks, 2 * ranks, torch.float64)
+    given = [contribution(rank, 2 * ranks) for rank in range(ranks)]
+    return program_of(Collective("all-reduce", ranks), given, exam.rows, found)
+
+
+def test_the_ring(exam):
+    assert ring(exam("ring-all-reduce"), 4).ranks == collectives.build("ring", 4).ranks
+
+
+def test_copies_that_are_sent_are_known_by_their_numbers(exam):
+    seen = ring(
+        exam(
+            "ring-all-reduce",
+            lambda text: text.replace("slices[send % ranks], after", "slices[send % ranks].clone(), after"),
+        ),
+        3,
+    )
+    assert seen.ranks == collectives.build("ring", 3).ranks
+
+
+def test_what_no_program_can_say_makes_none(exam):
+    seen = ring(
+        exam(
+            "ring-all-reduce",
+            lambda text: text.replace("        request.wait()\n", "        request.wait()\n        tensor.add_(0.5)\n"),
+        ),
+        2,
+    )
+    assert seen is None
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "schedule"), [("1f1b", "one_f_one_b_step", one_f_one_b), ("gpipe", "gpipe_step", gpipe)]
+)
+def test_a_pipeline_s_step(exam, name, function, schedule):
+    _, [program] = take_steps(exam(name), 3, 10, 5, steps=1, function=function, suspects=suspects)
+    for mine, wanted in zip(program.ranks, lower(schedule(3, 5)).ranks, strict=True):
+        assert list(mine) == [*(op for op in wanted if not isinstance(op, Free)), OptimizerStep()]
+
+
+def test_buckets(exam):
+    watched = exam("buckets").run(buckets._watch, 2, "plain", 1, 1, allowed=("all_reduce",))
+    passes = [mine[0] for mine in watched]
+    program = program_of_passes(passes, buckets._right_groups(1))
+    verify(program)
+    for mine, wanted in zip(program.ranks, ddp(6, 6, 2).ranks, strict=True):
+        assert [op for op in mine if op != Join()] == [op for op in wanted if op != OptimizerStep()]
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_barrier_tells_everybody_of_everybody(exam, answered):
+    one = exam("comms")
+    one.run(comms._barrier, 4, allowed=("send_tensor", "recv_tensor"))
+    program = comms._knowledge(one.rows, answered)
+    verify(program)
+    received = [
+        {op.value.start for op in ops if isinstance(op, Recv)} | {rank} for rank, ops in enumerate(program.ranks)
+    ]
+    assert received == [{0, 1, 2, 3}] * 4
+    assert not any(halves(op) for ops in program.ranks for op in ops)
+    assert sum(isinstance(op, Send) for ops in program.ranks for op in ops) == 12
