@@ -55,7 +55,7 @@ def run_and_end(function: Callable[[], Any]) -> NoReturn:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
     except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        sys.excepthook(*sys.exc_info())
         code = 1
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
     atexit._run_exitfuncs()
