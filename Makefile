@@ -12,7 +12,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEV_TOOLS := pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter nbclient ipykernel
 # Few tests keep two cores busy from beginning to end.
-TWO_FILES_AT_A_TIME := -n 2 --dist loadfile
+TWO_FILES_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 DOCS_TOOLS := mkdocs mkdocs-material mkdocstrings[python]
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
