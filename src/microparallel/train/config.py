@@ -95,7 +95,7 @@ class TrainConfig:
     transport: str = "auto"
     slow_rank: str | None = None  # 2=3x: rank 2 computes three times slower; several have spaces between them
     slow_link: str | None = (
-        None  # 0-1=5ms,100Mbit: all messages between those ranks take that long, those of collectives too
+        None  # 0-1=5ms,100Mbit: every message between them takes that long
     )
     validate_every: int | None = None  # steps; None: once an epoch and at the end
     save_every: int | None = None  # steps; None: only at the end
