@@ -89,9 +89,13 @@ class StepView:
             "spans": [self._row(place, names, places) for place in kept],
             "left_out": len(self.trace.events) - len(kept),
             "blocked": [list(row) for row in sorted(blocked)],
-            "parts": [[round(1e6 * part, 1) for part in astuple(rank)] for rank in parts(self.trace)],
+            "parts": self._parts,
             **self._arrivals(names),
         }
+
+    @cached_property
+    def _parts(self) -> list[list[float]]:
+        return [[round(1e6 * part, 1) for part in astuple(rank)] for rank in parts(self.trace)]
 
     def outline(self, names: Table, most: int) -> dict[str, Any]:
         """Only who did what when: what the page shows of a prediction, in that many of the longest bars."""

@@ -117,7 +117,7 @@ class Trace:
 
     # ── measures ────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @property
+    @cached_property
     def bounds(self) -> Span:
         """When the first rank came to something, and when the last was done."""
         if not self.events:
