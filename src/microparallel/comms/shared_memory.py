@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microparallel.collectives import resolve
+from microparallel.collectives import ALGORITHMS, resolve
 from microparallel.comms.blocks import Blocks, listed, personal, whole
 from microparallel.comms.interpreter import COMBINE, perform
 from microparallel.comms.plans import Plan, plan_of
@@ -101,7 +101,9 @@ class SharedMemoryGroup:
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Turn:
         """Copy the source's tensor over everybody else's."""
-        return self._program(plan_of("direct-broadcast", self.world_size, self.rank, source), whole(tensor))
+        algorithm = resolve("broadcast", "auto", self.world_size, tensor.numel() * tensor.element_size(), "shm")
+        name = ALGORITHMS["broadcast"][algorithm]
+        return self._program(plan_of(name, self.world_size, self.rank, source), whole(tensor))
 
     def reduce(self, tensor: torch.Tensor, to: int, op: str) -> Turn:
         """Combine everybody's tensor on one rank."""

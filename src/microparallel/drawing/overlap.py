@@ -22,7 +22,7 @@ from microparallel.drawing.lines import NARROWEST, Line, Segment, coloured, flow
 from microparallel.drawing.numbers import percent, round_step, short
 from microparallel.drawing.rows import from_zero
 from microparallel.errors import UsageError
-from microparallel.program import AllReduce, Backward, Bucket, Forward, TrainingStep
+from microparallel.program import AllReduce, Backward, Bucket, Forward, Lane, TrainingStep
 from microparallel.trace import Event, Trace
 from microparallel.trace.intervals import Span, outside, union
 from microparallel.trace.overlap import communication, hidden_share
@@ -124,14 +124,14 @@ def _computed(events: list[Event]) -> list[Computed]:
     forwards = [event for event in events if isinstance(event.op, Forward) and event.duration > 0]
     stretches = [Computed("forward", FORWARD, forwards[0].start, max(f.end for f in forwards))] if forwards else []
     for event in events:
-        if event.duration > 0 and not isinstance(event.op, Forward | AllReduce):
+        if event.duration > 0 and event.lane is Lane.COMPUTE and not isinstance(event.op, Forward):
             name = f"B{event.op.stage}" if isinstance(event.op, Backward) else str(event.op)
             stretches.append(Computed(name, kind_of(event.op), event.start, event.end))
     return stretches
 
 
 def _buckets(events: list[Event], goal: TrainingStep) -> list[BucketRow]:
-    computing = union((event.start, event.end) for event in events if not isinstance(event.op, AllReduce))
+    computing = union((event.start, event.end) for event in events if event.lane is Lane.COMPUTE)
     ready = {event.op.stage: event.end for event in events if isinstance(event.op, Backward)}
     rows = []
     for event in events:
