@@ -4,8 +4,8 @@
     python benchmarks/old_and_new.py --old /tmp/old/src --rounds 10 --cores 2,3,4,5
 
 Every round starts ranks on the old tree, on this one and on the old one again, each rank on a core of its own, and
-takes the median of each piece of work. Printed are the medians over the rounds of new ÷ old, with half the distance between the
-quartiles, and of old ÷ old beside it: what a ratio can be off by on this machine.
+takes the median of each piece of work. Printed are the medians over the rounds of new ÷ old, with half the distance
+between the quartiles, and of old ÷ old beside it: what a ratio can be off by on this machine.
 """
 
 from __future__ import annotations

@@ -104,3 +104,11 @@ def test_what_cannot_be_drawn_is_refused():
         mp.draw_overlap(simulated(), "html")
     with pytest.raises(mp.UsageError, match="at least 40"):
         mp.draw_overlap(simulated(), width=39)
+
+
+def test_what_is_broadcast_is_no_computation():
+    ranks = [f"^:w@dp/0 = F0.{rank} B0.{rank} *U0@dp" for rank in (0, 1)]
+    text = "program step\ngoal: training step of 1 stage, 2 micro-batches, buckets 0:1\n"
+    step = mp.program.from_text(text + "\n".join(f"rank {rank}: {ops}" for rank, ops in enumerate(ranks)))
+    (rows,) = rows_by_bucket(mp.simulate(step, mp.Costs(latency=1)), rank=0)
+    assert [(part.name, part.start, part.end) for part in rows.computed] == [("forward", 1, 2), ("B0", 2, 4)]

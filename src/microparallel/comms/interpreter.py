@@ -137,8 +137,9 @@ def perform(steps: Iterable[Round], memory: Pieces, transport: Transport, combin
 def _before_writing(op: Add | Recv, under_way: OpenSends[Work]) -> Mapping[Work, Value]:
     """The sends to wait for before an operation writes: what is being sent must leave first."""
     conflicts = under_way.conflicts(op)
-    for work, value in conflicts.items():
-        under_way.close(value, work)
+    if conflicts:
+        for work, value in conflicts.items():
+            under_way.close(value, work)
     return conflicts
 
 

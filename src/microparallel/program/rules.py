@@ -179,7 +179,10 @@ class OpenSends(Generic[Sending]):
     def add(self, value: Value, sending: Sending) -> None:
         """A send of a value has begun."""
         for place in _memory(value):
-            self._reading.setdefault(place, {})[sending] = value
+            if place in self._reading:
+                self._reading[place][sending] = value
+            else:
+                self._reading[place] = {sending: value}
 
     def conflicts(self, op: o.Recv | o.Add) -> dict[Sending, Value]:
         """The sends that an operation must wait for before it writes, since they read it; and what each carries."""
@@ -187,7 +190,8 @@ class OpenSends(Generic[Sending]):
             return {}
         found: dict[Sending, Value] = {}
         for place in _memory(written(op)):
-            found |= self._reading.get(place, {})
+            if place in self._reading:
+                found |= self._reading[place]
         return found
 
     def close(self, value: Value, sending: Sending) -> None:
