@@ -130,7 +130,7 @@ def _computed(events: list[Event]) -> list[Computed]:
 
 
 def _buckets(events: list[Event], goal: TrainingStep) -> list[BucketRow]:
-    computing = union((event.start, event.end) for event in events if event.lane is Lane.COMPUTE)
+    computing = union((event.start, event.end) for event in events if event.computes)
     ready = {event.op.stage: event.end for event in events if isinstance(event.op, Backward)}
     rows = []
     for event in events:
