@@ -9,7 +9,7 @@ from microparallel.drawing.kinds import Kind, kind_of
 from microparallel.drawing.lines import Line, Segment
 from microparallel.drawing.numbers import count, percent, short
 from microparallel.drawing.rows import Rows
-from microparallel.program import Collective, Forward, Program, TrainingStep
+from microparallel.program import Collective, Forward, ForwardStages, Program, TrainingStep
 from microparallel.program.rules import halves
 from microparallel.trace import Trace
 
@@ -22,7 +22,9 @@ def title_of(program: Program) -> str:
     if isinstance(goal, Collective):
         return f"{program.name} · {goal} · {ranks}"
     if goal.buckets and _whole_model_on_every_rank(program):
-        return f"{program.name} · {ranks} · {count(goal.stages, 'layer')} · {count(len(goal.buckets), 'bucket')}"
+        # Where one forward goes through all stages, these are the buckets themselves, as in `DataParallel`.
+        layers = f" · {count(goal.stages, 'layer')}" if _one_by_one(program) else ""
+        return f"{program.name} · {ranks}{layers} · {count(len(goal.buckets), 'bucket')}"
     stages = f" · {goal.stages} stages" if goal.stages != program.world_size else ""
     return f"{program.name} · {ranks}{stages} · {count(goal.microbatches, 'micro-batch', 'es')}"
 
@@ -31,6 +33,10 @@ def _whole_model_on_every_rank(program: Program) -> bool:
     """Whether this is data parallelism alone: with pipelines, a rank has some of the stages."""
     stages = {half.stage for op in program.ranks[0] for half in halves(op) if isinstance(half, Forward)}
     return len(stages) == program.goal.stages if isinstance(program.goal, TrainingStep) else False
+
+
+def _one_by_one(program: Program) -> bool:
+    return not any(isinstance(op, ForwardStages) for op in program.ranks[0])
 
 
 def metrics_of(trace: Trace) -> dict[str, str]:
