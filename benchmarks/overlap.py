@@ -20,7 +20,6 @@ import typer
 
 import microparallel as mp
 from microparallel.topology import available_cores
-from microparallel.trace.overlap import hidden_share
 
 WIDTH, LAYERS, BATCH = 256, 10, 512  # a bucket for each layer
 LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * 4
@@ -144,7 +143,7 @@ def main(
         over = "" if kind == "none" else f"{(medians[kind] - medians['none']) * 1e3:.1f} ms"
         hidden = exposed = ""
         if kind in traces:
-            hidden = f"{100 * hidden_share(traces[kind]):.0f} %"
+            hidden = f"{100 * traces[kind].hidden_share:.0f} %"
             exposed = f"{max(traces[kind].exposed_communication) * 1e3:.1f} ms"
         print(f"{name:<44}{medians[kind] * 1e3:>6.1f} ms{over:>12}{exposed:>11}{hidden:>9}".rstrip())
     print(

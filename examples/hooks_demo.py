@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 import microparallel as mp
-from microparallel.trace.overlap import hidden_share
 
 
 def show(comms: mp.Comms, options: argparse.Namespace) -> dict[str, mp.Trace]:
@@ -64,7 +63,7 @@ def main() -> None:
         options.svg.mkdir(parents=True, exist_ok=True)
         for way, trace in traces.items():
             (options.svg / f"{way}.svg").write_text(mp.draw_overlap(trace, "svg", seconds=True))
-    if hidden_share(traces["manual"]) > 0 or hidden_share(traces["hooks"]) == 0:
+    if traces["manual"].hidden_share > 0 or traces["hooks"].hidden_share == 0:
         sys.exit("\nby hand nothing can be hidden, and with hooks something should be: is the machine busy?")
     exposed = {way: 1e3 * max(trace.exposed_communication) for way, trace in traces.items()}
     buckets = len(traces["buckets"].program.all_reduces())

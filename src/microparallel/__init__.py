@@ -26,7 +26,6 @@ _HOMES = {
     "Request": "microparallel.comms",
     "record": "microparallel.comms.record",
     "DDPPerformanceAnalyzer": "microparallel.performance.analyzer",
-    "Recording": "microparallel.trace.recording",
     "Pool": "microparallel.world",
     "connect": "microparallel.world",
     "launch": "microparallel.world",

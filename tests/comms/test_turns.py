@@ -152,8 +152,16 @@ def test_a_thread_that_holds_back_can_be_hurried(line):
     turn = line.append(lambda _: ran.set())
     line.run_in_background(patience=1000)
     assert not turn.done
-    line.run_in_background()
+    line.hurry()
     assert ran.wait(20)
+
+
+def test_hurrying_wakes_nobody_who_does_not_hold_back(line):
+    turn = line.append(lambda _: None)
+    for _ in range(3):  # as one who polls
+        line.hurry()
+    assert not turn.done
+    turn.wait()
 
 
 @pytest.mark.usefixtures("computing")

@@ -40,6 +40,7 @@ CANNOT = {
 }
 LONG = "too long for every run of the tests; `make test-full` runs it as it stands"
 TOO_LONG = {
+    TORCHRUN.format(0): Instead("two hosts; a lesson starts torchrun on one"),
     "microparallel bench allreduce --ranks 2": Instead(
         LONG, "microparallel bench allreduce --sizes 4KB,1MB --repeats 3"
     ),

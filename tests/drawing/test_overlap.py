@@ -88,7 +88,7 @@ def test_times_in_seconds_are_shown_in_milliseconds():
 def test_a_trace_in_which_nothing_took_time_is_drawn_too():
     program = Program("nothing", TrainingStep(1, 1, ((0, 1),)), ((),))
     for as_ in ("text", "svg"):
-        assert "nothing" in mp.draw_overlap(mp.Trace(program, []), as_)
+        assert "nothing" in mp.draw_overlap(mp.Trace([], program), as_)
     at_once = mp.simulate(mp.schedules.ddp(2, 2, 2), mp.Costs(forward=0, backward_input=0, backward_weight=0))
     assert at_once.makespan == 0
     for as_ in ("text", "svg"):

@@ -121,7 +121,6 @@ def in_a_process_of_its_own(call, folder):
 def call_here(tmp_path, monkeypatch, capfd, quick_ranks):
     """Call a lab in this process, in an empty folder; the answer is what `subprocess.run` would give."""
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
 
     def call(command):
         script, *arguments = command.split()
@@ -136,8 +135,7 @@ def call_here(tmp_path, monkeypatch, capfd, quick_ranks):
         output, errors = capfd.readouterr()
         return subprocess.CompletedProcess(command, code, output, errors + words)
 
-    yield call
-    torch.set_num_threads(threads)
+    return call
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

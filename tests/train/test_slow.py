@@ -1,12 +1,12 @@
-"""A rank that is slow on purpose: the others wait for it, learn the same, and the recording says so."""
+"""A rank that is slow on purpose: the others wait for it, learn the same, and the trace says so."""
 
 import json
 
 import pytest
 from torch import nn
 
+from microparallel.trace import Trace
 from microparallel.trace.parts import parts
-from microparallel.trace.recording import Recording
 from microparallel.train.config import TrainConfig
 from microparallel.train.loop import train
 
@@ -27,11 +27,11 @@ def test_others_wait_for_a_slow_rank(pool, tmp_path, layout):
     run(pool, tmp_path / "plain", **layout)
     run(pool, tmp_path / "slow", slow_rank="1=6x", **layout)
     assert losses(tmp_path / "slow") == losses(tmp_path / "plain")
-    recording = Recording.from_json((tmp_path / "slow" / "trace.json").read_text())
-    assert recording.ranks == 2 and recording.about["model"] == "mlp"
+    trace = Trace.from_json((tmp_path / "slow" / "trace.json").read_text())
+    assert trace.ranks == 2 and trace.about["model"] == "mlp"
     quick = slow = 0.0
-    for step in recording.steps:
-        first, second = parts(recording.step(step))
+    for step in trace.steps:
+        first, second = parts(trace.step(step))
         quick += first.waiting
         slow += second.waiting
     assert quick > slow  # seen over all steps: it is rank 0 that waits

@@ -35,7 +35,8 @@ def status():
 
 
 @pytest.fixture
-def own(sockets, status):
+def own(sockets, status, monkeypatch):
+    monkeypatch.setenv("MICROPARALLEL_MOVE", "1")
     return OwnRegions({1: sockets[0]}, status)
 
 
@@ -156,8 +157,11 @@ def test_news_is_read_in_order_by_whoever_is_late(own, theirs):
     assert not theirs.bytes_of(number).any()
 
 
-def test_nothing_is_moved_if_the_environment_says_so(sockets, status, monkeypatch):
-    monkeypatch.setenv("MICROPARALLEL_MOVE", "0")
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_nothing_is_moved_unless_the_environment_says_so(sockets, status, monkeypatch, value):
+    monkeypatch.delenv("MICROPARALLEL_MOVE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MICROPARALLEL_MOVE", value)
     assert not moved(OwnRegions({1: sockets[0]}, status), torch.zeros(LARGE))
 
 

@@ -51,11 +51,30 @@ OTHERS: dict[str, Callable[..., Program]] = {
     "direct-reduce": direct_reduce,
 }
 
-GroupKind = Literal["all-reduce", "broadcast"]
+GroupKind = Literal[
+    "all-reduce", "broadcast", "reduce", "all-gather", "reduce-scatter", "scatter", "gather", "all-to-all"
+]
 # What a group does together, and by which algorithms: under each stands the name by which `build` knows its program.
 ALGORITHMS: dict[GroupKind, dict[str, str]] = {
     "all-reduce": {name: name for name in ALL_REDUCES},
     "broadcast": {"tree": "broadcast", "direct": "direct-broadcast"},
+    "reduce": {"tree": "reduce", "direct": "direct-reduce"},
+    "all-gather": {"ring": "all-gather", "direct": "direct-all-gather"},
+    "reduce-scatter": {"ring": "reduce-scatter", "direct": "direct-reduce-scatter"},
+    "scatter": {"direct": "scatter"},
+    "gather": {"direct": "gather"},
+    "all-to-all": {"direct": "all-to-all"},
+}
+# What "auto" stands for where messages cross a network.
+_ON_A_NETWORK: dict[GroupKind, str] = {
+    "all-reduce": "ring",
+    "broadcast": "tree",
+    "reduce": "tree",
+    "all-gather": "ring",
+    "reduce-scatter": "ring",
+    "scatter": "direct",
+    "gather": "direct",
+    "all-to-all": "direct",
 }
 # Up to here one meeting of the ranks (gather-add) beats two (direct), though each rank adds more.
 _LITTLE_BYTES = 512 * 2**10
@@ -66,8 +85,8 @@ def build(name: str, ranks: int, **options: int) -> Program:
 
     `ring`, `tree` and the like are all-reduces; `hierarchical` takes `ranks_per_node`. The others are
     `reduce-scatter`, `all-gather`, `broadcast`, `reduce`, `scatter`, `gather` and `all-to-all`; with `direct-` before
-    the first four, those that read straight from each other. `scatter`, `gather`, `broadcast`, `direct-broadcast` and
-    `direct-reduce` take `root`.
+    the first four, those that read straight from each other. `scatter`, `gather`, `broadcast`, `reduce`,
+    `direct-broadcast` and `direct-reduce` take `root`.
     """
     builders = ALL_REDUCES | OTHERS
     if name not in builders:
@@ -93,7 +112,7 @@ def all_reduce_program(name: str, ranks: int) -> Program:
 
 @functools.cache
 def program_of(collective: GroupKind, algorithm: str, ranks: int, root: int | None = None) -> Program:
-    """Build the program of a collective by its algorithm, once; a broadcast has a root."""
+    """Build the program of a collective by its algorithm, once; some, such as a broadcast, have a root."""
     require_algorithm(collective, algorithm)
     name = ALGORITHMS[collective][algorithm]
     return build(name, ranks) if root is None else build(name, ranks, root=root)
@@ -102,11 +121,15 @@ def program_of(collective: GroupKind, algorithm: str, ranks: int, root: int | No
 def resolve(collective: GroupKind, algorithm: str, ranks: int, size: float, transport: str) -> str:
     """Which algorithm a collective runs by: the one that is named, or the one that "auto" stands for.
 
-    | "auto" on  | all-reduce                                                     | broadcast |
-    |------------|----------------------------------------------------------------|-----------|
-    | `shm`      | gather-add while there is little to add, since meeting costs   | direct    |
-    |            | more than adding; then direct                                  |           |
-    | all others | ring: gloo's only one, and NCCL's for large values             | tree      |
+    | "auto" on  | all-reduce                                  | broadcast,  | all-gather,    | scatter,   |
+    |            |                                             | reduce      | reduce-scatter | gather,    |
+    |            |                                             |             |                | all-to-all |
+    |------------|---------------------------------------------|-------------|----------------|------------|
+    | `shm`      | gather-add while there is little to add,    | direct      | direct         | direct     |
+    |            | since meeting costs more than adding; then  |             |                |            |
+    |            | direct                                      |             |                |            |
+    | all others | ring: gloo's only one, and NCCL's for large | tree        | ring           | direct     |
+    |            | values                                      |             |                |            |
 
     Whoever runs a collective and whoever simulates it ask here.
 
@@ -121,10 +144,9 @@ def resolve(collective: GroupKind, algorithm: str, ranks: int, size: float, tran
         require_algorithm(collective, algorithm)
         return algorithm
     if transport != "shm":
-        return "ring" if collective == "all-reduce" else "tree"
-    if collective == "broadcast":
-        return "direct"
-    return "gather-add" if size * (ranks - 1) <= _LITTLE_BYTES else "direct"
+        return _ON_A_NETWORK[collective]
+    little = collective == "all-reduce" and size * (ranks - 1) <= _LITTLE_BYTES
+    return "gather-add" if little else "direct"
 
 
 def require_algorithm(collective: GroupKind, algorithm: str) -> None:

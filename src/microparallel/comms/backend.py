@@ -24,14 +24,7 @@ from microparallel.comms.backend_flight import flight_for
 from microparallel.comms.backend_options import Options
 from microparallel.comms.backend_reductions import Reduction
 from microparallel.comms.backend_sparse import Contribution, require_sum
-from microparallel.comms.backend_tensors import (
-    bring_back,
-    called_by_reducer,
-    flat_pieces,
-    in_words,
-    pieces,
-    plain,
-)
+from microparallel.comms.backend_tensors import bring_back, flat_pieces, in_words, pieces, plain
 from microparallel.comms.backend_work import MessageWork
 from microparallel.comms.calls import Call, describe, describe_list
 from microparallel.comms.failures import named_failures
@@ -39,6 +32,7 @@ from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.turns import Turn
 from microparallel.errors import UsageError
 from microparallel.flight import Entry, NoEntry
+from microparallel.torch_private import number_of_backward
 from microparallel.transport.base import Work
 from microparallel.transport.shared_memory import SharedMemoryTransport, futex, this_machine
 
@@ -82,15 +76,14 @@ class MicroparallelGroup(CallingGroup):
         call, turns = _NOTHING, []
         if any(tensor.layout is torch.sparse_coo for tensor in tensors):
             return self._sparse_all_reduce(tensors, options)
-        is_bucket = called_by_reducer(frames=1)  # `on_cpu` stands between
         for tensor in tensors:
             reduction = Reduction(options.op, tensor.dtype, self.size())
             call = self._announce(options, "all_reduce", describe(tensor), f"op={reduction.name}")
             wire = plain(tensor)
             reduction.before(wire)
-            turns.append(self._group.all_reduce(wire, reduction.together, movable=is_bucket))
+            turns.append(self._group.all_reduce(wire, reduction.together))
             turns += self._finish([wire], [tensor], reduction)
-        return self._work(call, turns, tensors, options, after_backward=is_bucket)
+        return self._work(call, turns, tensors, options, after_backward=number_of_backward() is not None)
 
     def _sparse_all_reduce(self, tensors: list[torch.Tensor], options: Options) -> dist.Work:
         """Add up sparse tensors: everybody gets everybody's indices and values, and adds them in rank order."""
@@ -370,10 +363,8 @@ class MicroparallelGroup(CallingGroup):
         receipt = MessageWork(self._group, call, entry, work, [tensor], lambda: bring_back([wire], [tensor]))
         return self._remember(receipt)
 
-    # The names that torch used before 2.13, as in `BEFORE_2_13`.
-    _allgather_base = all_gather_single
+    # The names that torch used before 2.13, as in `torch_private.BEFORE_2_13`, which leads the others here.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 

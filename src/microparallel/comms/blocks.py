@@ -14,16 +14,16 @@ from microparallel.comms.interpreter import Memory, Pieces
 from microparallel.errors import ProgramError
 from microparallel.program import Chunk, Value
 
-_BLOCK_BYTES = 4 * 2**20
+BLOCK_BYTES = 4 * 2**20  # of what is copied, to be found in the cache
 
 # Given the number of slices, and whether to go on in blocks: the tensors of each block.
 Blocks = Callable[[int, Callable[[], bool]], Iterator[Pieces]]
 
 
-def whole(tensor: torch.Tensor) -> Blocks:
+def whole(tensor: torch.Tensor, block_bytes: int | None = BLOCK_BYTES) -> Blocks:
     """One tensor, cut by the program; a large one block after block, or one block and then the rest."""
     flat = tensor.view(-1)
-    step = max(1, _BLOCK_BYTES // tensor.element_size())
+    step = _elements(block_bytes, flat)
 
     def blocks(slices: int, in_blocks: Callable[[], bool]) -> Iterator[Pieces]:
         if flat.numel() <= step:
@@ -39,11 +39,11 @@ def whole(tensor: torch.Tensor) -> Blocks:
     return blocks
 
 
-def listed(tensors: list[torch.Tensor]) -> Blocks:
+def listed(tensors: list[torch.Tensor], block_bytes: int | None = BLOCK_BYTES) -> Blocks:
     """A tensor for each slice, all of one size; large ones block after block."""
     flat = [tensor.view(-1) for tensor in tensors]
     size = flat[0].numel()
-    step = max(1, _BLOCK_BYTES // len(tensors) // tensors[0].element_size())
+    step = _elements(None if block_bytes is None else block_bytes // len(tensors), flat[0])
 
     def blocks(slices: int, _: Callable[[], bool]) -> Iterator[Pieces]:
         if slices != len(tensors):
@@ -52,6 +52,11 @@ def listed(tensors: list[torch.Tensor]) -> Blocks:
             yield _Listed([tensor[start : start + step] for tensor in flat])
 
     return blocks
+
+
+def _elements(block_bytes: int | None, tensor: torch.Tensor) -> int:
+    """How many elements of a tensor make a block; None: all of them do."""
+    return max(1, tensor.numel() if block_bytes is None else block_bytes // tensor.element_size())
 
 
 class _Listed:

@@ -25,6 +25,7 @@ from microparallel.comms.request import Request
 from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
 from microparallel.errors import CommsError, Mismatch, TransportError, UsageError
 from microparallel.flight import Flight
+from microparallel.program import Op
 from microparallel.transport.base import Work
 
 
@@ -146,14 +147,20 @@ class Comms(Conversation):
         if token.is_cuda:
             torch.cuda.synchronize(self.device)
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Copy the tensor of `src` over everybody else's, in place."""
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, *, operation: Op | None = None) -> torch.Tensor:
+        """Copy the tensor of `src` over everybody else's, in place.
+
+        Args:
+            tensor: what is copied, or overwritten.
+            src: whose it is.
+            operation: what this call is in the program that its caller follows; observers are told so.
+        """
         self._require_rank("broadcast", "src", src)
         require_writable(tensor, "broadcast")
         wire = to_wire(tensor, self._transport.carries)
         call = Call.of_all("broadcast", self._content(wire), f"src={src}", size=wire.nbytes)
         request = self._collective(
-            call, lambda: [self._transport.broadcast(as_bytes(wire), src)], lambda: from_wire(wire, tensor)
+            call, lambda: [self._transport.broadcast(as_bytes(wire), src)], lambda: from_wire(wire, tensor), operation
         )
         return request.wait()
 
@@ -332,14 +339,32 @@ class Comms(Conversation):
 
     @overload
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = ..., algorithm: str = ..., async_op: Literal[False] = ...
+        self,
+        tensor: torch.Tensor,
+        op: str = ...,
+        algorithm: str = ...,
+        async_op: Literal[False] = ...,
+        *,
+        operation: Op | None = ...,
     ) -> torch.Tensor: ...
     @overload
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = ..., algorithm: str = ..., *, async_op: Literal[True]
+        self,
+        tensor: torch.Tensor,
+        op: str = ...,
+        algorithm: str = ...,
+        *,
+        async_op: Literal[True],
+        operation: Op | None = ...,
     ) -> Request[torch.Tensor]: ...
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        algorithm: str = "auto",
+        async_op: bool = False,
+        *,
+        operation: Op | None = None,
     ) -> torch.Tensor | Request[torch.Tensor]:
         """Combine everybody's tensor, in place, on every rank, with bit-identical results.
 
@@ -349,12 +374,13 @@ class Comms(Conversation):
             algorithm: "auto" leaves the choice to the transport; a name such as "ring" or "tree" runs that program of
                 `mp.collectives` over point-to-point messages.
             async_op: return a `Request` at once; its `wait()` returns the tensor.
+            operation: what this call is in the program that its caller follows; observers are told so.
         """
         chosen = "" if algorithm == "auto" else f", algorithm={algorithm!r}"
         call = Call.of_all("all_reduce", describe(tensor), f"op={op!r}{chosen}", size=_bytes([tensor]))
         if algorithm != "auto":
             all_reduce_program(algorithm, self.world_size)  # says so if there is none
-        request = self._all_reduce(call, tensor, op, algorithm)
+        request = self._all_reduce(call, tensor, op, algorithm, operation)
         if not async_op:
             return request.wait()
         self._transport.run_in_background()
@@ -364,7 +390,9 @@ class Comms(Conversation):
         """Average everybody's tensor, in place, on every rank."""
         return self.all_reduce(tensor, op="mean")
 
-    def _all_reduce(self, call: Call, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Request[torch.Tensor]:
+    def _all_reduce(
+        self, call: Call, tensor: torch.Tensor, op: str, algorithm: str = "auto", operation: Op | None = None
+    ) -> Request[torch.Tensor]:
         check_reduction(op, tensor.dtype, "all_reduce")
         require_writable(tensor, "all_reduce")
         wire = to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype))
@@ -372,6 +400,8 @@ class Comms(Conversation):
             call,
             lambda: [self._transport.all_reduce(wire, wire_reduction(op), algorithm)],
             lambda: from_wire(finish_reduction(wire, op, self.world_size), tensor),
+            operation,
+            tensor,
         )
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:

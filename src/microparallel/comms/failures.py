@@ -9,10 +9,11 @@ from microparallel.comms.calls import Call
 from microparallel.comms.group import Group
 from microparallel.errors import CommsError, CommsTimeout, PeerGone, PeerLost, TransportError, TransportTimeout
 from microparallel.flight import Entry, NoEntry
+from microparallel.observe import Watched
 
 
 @contextlib.contextmanager
-def named_failures(call: Call, transport: Group, entry: Entry | NoEntry) -> Iterator[None]:
+def named_failures(call: Call, transport: Group, entry: Entry | NoEntry | Watched) -> Iterator[None]:
     """Within this block, whatever the transport raises becomes an error that names the call, and says why it failed."""
     try:
         yield

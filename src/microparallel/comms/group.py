@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from microparallel.flight import Flight, GroupLog, NoLog
-from microparallel.transport.base import Work
+from microparallel.transport.base import Exchange, Work
 
 
 class Group(Protocol):
@@ -21,6 +21,7 @@ class Group(Protocol):
     world_size: int
     world_ranks: tuple[int, ...]
     carries: frozenset[str]
+    transport_name: str  # what "auto" is resolved for
     flight: Flight
     log: GroupLog | NoLog  # the flight recorder's, of this group's calls
 
@@ -36,6 +37,9 @@ class Group(Protocol):
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Start receiving."""
+
+    def exchange(self, tag: int = 0) -> Exchange:
+        """Open an exchange, to which messages are added."""
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Start copying the source's tensor over everybody else's."""

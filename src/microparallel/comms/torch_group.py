@@ -25,6 +25,7 @@ class TorchGroup(TorchTransport):
         self, group: dist.ProcessGroup, store: dist.Store | None, carries: frozenset[str], flight: Flight | None = None
     ) -> None:
         super().__init__(group, store, carries)
+        self.transport_name = "nccl" if "cuda" in carries else "gloo"
         self.flight = Flight(None) if flight is None else flight
         self.log = self.flight.group(self.world_ranks)
 
@@ -57,7 +58,7 @@ class TorchGroup(TorchTransport):
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
         """Start handing input r to rank r, and getting one from each, by messages that are all under way at once."""
         outputs[self.rank].copy_(inputs[self.rank])
-        plan = plan_of("all-to-all", self.world_size, self.rank)
+        plan = plan_of("all-to-all", "direct", self.world_size, self.rank)
         return Performed(perform(plan.rounds, Personal(inputs, outputs, self.rank), self, COMBINE["sum"]))
 
     @property

@@ -167,6 +167,11 @@ class Line:
         self._require_thread()
         self._wakeups.put(None)
 
+    def hurry(self) -> None:
+        """Let the thread hold back no longer: the caller asks for a result, and may do so again and again."""
+        if self._patience.granted:
+            self.run_in_background()
+
     def _require_thread(self) -> None:
         with self._counting:
             if self._available == 0 and not self._closed:

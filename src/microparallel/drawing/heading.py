@@ -36,8 +36,8 @@ def _whole_model_on_every_rank(program: Program) -> bool:
 def metrics_of(trace: Trace) -> dict[str, str]:
     """What is measured on a trace, by name, ready to be read."""
     metrics = {"makespan": short(trace.makespan)}
-    if isinstance(trace.program.goal, TrainingStep):
-        if not trace.program.goal.buckets:  # in data parallelism, gaps are communication
+    if isinstance(trace.followed.goal, TrainingStep):
+        if not trace.followed.goal.buckets:  # in data parallelism, gaps are communication
             metrics["bubble"] = percent(trace.bubble_fraction)
         if any(trace.exposed_communication):
             metrics["exposed communication"] = short(max(trace.exposed_communication))
@@ -49,7 +49,7 @@ def metrics_of(trace: Trace) -> dict[str, str]:
 
 def head_of(trace: Trace) -> str:
     """The first line of a drawing."""
-    return " · ".join([title_of(trace.program), *(f"{name} {value}" for name, value in metrics_of(trace).items())])
+    return " · ".join([title_of(trace.followed), *(f"{name} {value}" for name, value in metrics_of(trace).items())])
 
 
 def per_rank(numbers: list[int]) -> str:
@@ -90,7 +90,7 @@ def notes_of(rows: Rows) -> list[str]:
     """What a drawing of these rows leaves out, in words."""
     notes = [] if rows.trace.events else ["nothing happens: no rank has anything to do"]
     if rows.instant:
-        kinds = Counter(kind_of(event.op).word for event in rows.instant)
+        kinds = Counter(kind_of(event.operation).word for event in rows.instant)
         notes.append("takes no time here: " + ", ".join(f"{count} × {word}" for word, count in kinds.items()))
     if rows.missing:
         rank, op = rows.missing[0]

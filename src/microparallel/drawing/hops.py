@@ -70,10 +70,10 @@ def _ticks(trace: Trace) -> list[list[int | None]]:
     """For each operation of each rank: the tick in which it happens; None if it never does."""
     begun: dict[tuple[int, Op], deque[int]] = defaultdict(deque)  # of a rank's equal operations, in their order
     for event in sorted(trace.events, key=lambda event: event.start):
-        begun[event.rank, event.op].append(round(event.start))
+        begun[event.rank, event.operation].append(round(event.start))
     last = max(0, round(trace.makespan) - 1)
     ticks: list[list[int | None]] = []
-    for rank, ops in enumerate(trace.program.ranks):
+    for rank, ops in enumerate(trace.followed.ranks):
         mine: list[int | None] = []
         at = 0
         for op in ops:

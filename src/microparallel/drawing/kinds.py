@@ -17,6 +17,7 @@ from microparallel.program import (
     Broadcast,
     Forward,
     ForwardBackward,
+    ForwardStages,
     Op,
     OptimizerStep,
     Recv,
@@ -70,6 +71,7 @@ KINDS = (
 
 _KIND_OF: dict[type, Kind] = {
     Forward: FORWARD,
+    ForwardStages: FORWARD,
     Backward: BACKWARD,
     BackwardInput: INPUT_HALF,
     BackwardWeight: WEIGHT_HALF,

@@ -10,6 +10,7 @@ from microparallel.program import (
     Bucket,
     Collective,
     ForwardBackward,
+    ForwardStages,
     Grad,
     GroupOp,
     Op,
@@ -46,6 +47,8 @@ class Naming:
             return f"{forward[0]}&{backward[0]}", f"{forward[1]}&{backward[1]}"
         if isinstance(op, Compute):
             return self._stage_op(op)
+        if isinstance(op, ForwardStages):
+            return (f"F{op.microbatch}" if self.several_microbatches else "F",) * 2
         if isinstance(op, GroupOp):
             return str(op.value), str(op.value)
         if not isinstance(op, Send | Recv):

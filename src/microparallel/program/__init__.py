@@ -2,6 +2,7 @@
 
 from microparallel.program.ops import (
     AUTO,
+    WORLD,
     Add,
     AllReduce,
     Backward,
@@ -10,6 +11,7 @@ from microparallel.program.ops import (
     Broadcast,
     Forward,
     ForwardBackward,
+    ForwardStages,
     Free,
     GroupOp,
     Join,
@@ -28,6 +30,7 @@ from microparallel.program.walk import Cursor, Message, Policy, Queue, Sends, Wa
 
 __all__ = [
     "AUTO",
+    "WORLD",
     "Act",
     "Add",
     "AllReduce",
@@ -42,6 +45,7 @@ __all__ = [
     "Delta",
     "Forward",
     "ForwardBackward",
+    "ForwardStages",
     "Free",
     "Goal",
     "Grad",

@@ -3,6 +3,7 @@
 | operation                     | text        | meaning                                                              |
 |-------------------------------|-------------|----------------------------------------------------------------------|
 | `Forward(0, 3)`               | `F0.3`      | forward of stage 0 on micro-batch 3                                  |
+| `ForwardStages(0, 4, 3)`      | `F0:4.3`    | forward of stages 0 to 3 on micro-batch 3, as one operation          |
 | `Backward(0, 3)`              | `B0.3`      | its full backward                                                    |
 | `BackwardInput(0, 3)`         | `I0.3`      | the half that gives the gradient of the stage's input                |
 | `BackwardWeight(0, 3)`        | `W0.3`      | the half that gives the gradients of its weights                     |
@@ -30,8 +31,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from microparallel.errors import ProgramError
 from microparallel.program.values import Value
 
+WORLD = "world"  # the axis that holds all ranks, whatever the mesh
 AUTO = "auto"  # the algorithm of an AllReduce or a Broadcast that leaves the choice open
 
 
@@ -51,6 +54,22 @@ class Forward:
 
     def __str__(self) -> str:
         return f"F{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStages:
+    """Compute the outputs of stages `start` to `stop` - 1, one after another, as one operation."""
+
+    start: int
+    stop: int
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ProgramError(f"{self} has no stages; the first must be below {self.stop}")
+
+    def __str__(self) -> str:
+        return f"F{self.start}:{self.stop}.{self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +207,7 @@ class Join:
 
 Op = (
     Forward
+    | ForwardStages
     | Backward
     | BackwardInput
     | BackwardWeight

@@ -98,7 +98,7 @@ class Program:
         ranks: each rank's operations.
         mesh: the axes along which the ranks form a grid, with their sizes, the last one running fastest:
             `(("dp", 2), ("pp", 3))` puts ranks 0, 1, 2 into one pipeline and ranks 0, 3 into one group of replicas.
-            Without it every axis holds all ranks.
+            Without it every axis holds all ranks, and the axis `world` always does.
     """
 
     name: str

@@ -3,6 +3,7 @@
 | operation           | needs                                             | makes                              |
 |---------------------|---------------------------------------------------|------------------------------------|
 | F s.m               | the output of the stage before                    | its own output                     |
+| F s:t.m             | the output of the stage before s                  | the outputs of stages s to t-1     |
 | B s.m               | the stage's input, its output and its gradient    | the input's gradient, the weights' |
 | I s.m               | the same                                          | the input's gradient, the rest     |
 | W s.m               | the stage's input, its output and the rest        | the weights' gradients             |
@@ -43,9 +44,14 @@ Compute = o.Forward | o.Backward | o.BackwardInput | o.BackwardWeight
 
 
 def halves(op: o.Op) -> tuple[Compute, ...]:
-    """The stage operations that an operation consists of: two for a pair, one for itself, else none."""
+    """The stage operations that an operation consists of: two for a pair, one for itself, else none.
+
+    Several stages' forward is as many forwards.
+    """
     if isinstance(op, o.ForwardBackward):
         return (op.forward, op.backward)
+    if isinstance(op, o.ForwardStages):
+        return tuple(o.Forward(stage, op.microbatch) for stage in range(op.start, op.stop))
     return (op,) if isinstance(op, Compute) else ()
 
 
@@ -63,7 +69,7 @@ class Rules:
     def needs(self, op: o.Op) -> tuple[Value, ...]:
         """The values that must be there before an operation begins."""
         match op:
-            case o.Forward(stage, microbatch):
+            case o.Forward(stage, microbatch) | o.ForwardStages(stage, _, microbatch):
                 return (Act(stage - 1, microbatch),) if stage else ()
             case o.Backward(stage, microbatch) | o.BackwardInput(stage, microbatch):
                 given = () if stage == self._last else (Grad(stage, microbatch),)
@@ -89,6 +95,8 @@ class Rules:
         match op:
             case o.Forward(stage, microbatch):
                 return (Act(stage, microbatch),)
+            case o.ForwardStages(start, stop, microbatch):
+                return tuple(Act(stage, microbatch) for stage in range(start, stop))
             case o.Backward(stage, microbatch):
                 return (*_passed_on(stage, microbatch), Delta(stage, microbatch))
             case o.BackwardInput(stage, microbatch):

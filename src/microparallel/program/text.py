@@ -30,6 +30,7 @@ _COMPUTE: dict[str, Callable[[int, int], o.Op]] = {
 _N = "[0-9]{1,9}"
 _RANK = re.compile(_N)
 _STAGE_OP = re.compile(rf"([FBIW])({_N})\.({_N})")
+_STAGES_OP = re.compile(rf"F({_N}):({_N})\.({_N})")
 _PAIR = re.compile(rf"F({_N})\.({_N})&B({_N})\.({_N})")
 _COLLECTIVE = re.compile(rf"({'|'.join(get_args(CollectiveKind))}) of ({_N}) slices?(?:, root ({_N}))?")
 _BUCKETS = rf"(?:, buckets((?: {_N}:{_N})+))?"
@@ -105,6 +106,8 @@ def parse_op(text: str) -> o.Op:
         return o.Join()
     if match := _STAGE_OP.fullmatch(text):
         return _COMPUTE[match[1]](int(match[2]), int(match[3]))
+    if match := _STAGES_OP.fullmatch(text):
+        return o.ForwardStages(*map(int, match.groups()))
     if match := _PAIR.fullmatch(text):
         numbers = [int(number) for number in match.groups()]
         return o.ForwardBackward(o.Forward(*numbers[:2]), o.Backward(*numbers[2:]))

@@ -9,7 +9,7 @@ from typing import Any
 
 from microparallel.errors import UsageError
 from microparallel.program import Program
-from microparallel.schedules.data_parallel import ddp, ddp_naive
+from microparallel.schedules.data_parallel import data_parallel_step, ddp, ddp_naive
 from microparallel.schedules.dualpipe import dualpipev
 from microparallel.schedules.forwards import forwards_only
 from microparallel.schedules.gpipe import gpipe
@@ -17,7 +17,7 @@ from microparallel.schedules.interleaved import interleaved
 from microparallel.schedules.lowering import free_dead_values, insert_sends, lower
 from microparallel.schedules.naive import naive
 from microparallel.schedules.one_f_one_b import one_f_one_b
-from microparallel.schedules.replicas import replicate
+from microparallel.schedules.replicas import replicate, with_sums
 from microparallel.schedules.zero_bubble import zb_h1, zb_h2, zbv
 
 PIPELINES: dict[str, Callable[..., Program]] = {
@@ -88,6 +88,7 @@ __all__ = [
     "DATA_PARALLEL",
     "PIPELINES",
     "build",
+    "data_parallel_step",
     "ddp",
     "ddp_naive",
     "dualpipev",
@@ -100,6 +101,7 @@ __all__ = [
     "naive",
     "one_f_one_b",
     "replicate",
+    "with_sums",
     "zb_h1",
     "zb_h2",
     "zbv",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from microparallel.errors import ProgramError
 from microparallel.program import (
     AUTO,
+    WORLD,
     Act,
     AllReduce,
     Backward,
@@ -18,6 +19,8 @@ from microparallel.program import (
     ForwardBackward,
     Free,
     Grad,
+    Join,
+    Named,
     Op,
     Program,
     Recv,
@@ -57,6 +60,45 @@ def replicate(program: Program, replicas: int, algorithm: str = AUTO) -> Program
     whole = TrainingStep(goal.stages, goal.microbatches * replicas, buckets)
     mesh = (("dp", replicas), *(program.mesh or (("pp", program.world_size),)))
     return replace(program, name=f"{program.name} × {replicas}", goal=whole, ranks=tuple(ranks), mesh=mesh)
+
+
+def with_sums(
+    program: Program,
+    replicas: int = 1,
+    *,
+    shared: Collection[int] = (),
+    ties: Sequence[Collection[int]] = (),
+    algorithm: str = AUTO,
+) -> Program:
+    """The whole step of a pipeline, or of several side by side: with all that its ranks sum up.
+
+    ```
+    1f1b, 2 ranks, 1 micro-batch, twice, with an embedding that the first and the last stage share
+    rank 0  *:samples@dp = F0.0 >A0.0@1 <G0.0@1 B0.0 *U0@dp = *:tied0@pp *:loss@world
+    ```
+
+    Replicas count their samples first, since each one's gradients count for its share. In the end, when every gradient
+    has been added up over the replicas, copies of a parameter on different ranks get their sum, and all learn the loss.
+
+    Args:
+        program: of one pipeline.
+        replicas: how many there are.
+        shared: the ranks of a pipeline several of whose stages use the same parameter: that is summed last.
+        ties: for each parameter that stages on different ranks share, those ranks of a pipeline.
+        algorithm: of the buckets' all-reduces.
+    """
+    whole = replicate(program, replicas, algorithm)
+    orders: list[tuple[Op, ...]] = []
+    for rank, ops in enumerate(whole.ranks):
+        place = rank % program.world_size
+        before: list[Op] = [AllReduce(Named("samples"), "dp"), Join()] if replicas > 1 else []
+        after: list[Op] = [Join()]
+        if replicas > 1 and place in shared:
+            after += [AllReduce(Named("shared"), "dp"), Join()]
+        after += [AllReduce(Named(f"tied{index}"), "pp") for index, ranks in enumerate(ties) if place in ranks]
+        orders.append((*before, *ops, *after, AllReduce(Named("loss"), WORLD)))
+    mesh = whole.mesh or (("pp", program.world_size),)
+    return replace(whole, ranks=tuple(orders), mesh=mesh)
 
 
 def with_reductions(ops: Sequence[Op], algorithm: str = AUTO) -> list[Op]:

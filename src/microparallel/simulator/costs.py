@@ -18,13 +18,16 @@ from microparallel.program import (
     Collective,
     Forward,
     ForwardBackward,
+    ForwardStages,
     Goal,
     GroupOp,
     Named,
     Op,
     OptimizerStep,
     Program,
+    Send,
     Value,
+    halves,
 )
 from microparallel.topology import Link
 
@@ -87,25 +90,30 @@ class Costs:
             if isinstance(value, Sequence) and len(value) != stages:
                 raise UsageError(f"Costs: {name} has {len(value)} numbers, and the program has {stages} stages")
 
-    def of(self, op: Op) -> float:
-        """How long a computation takes."""
+    def of(self, op: Op, rank: int = 0) -> float:
+        """How long a computation takes on a rank; here all ranks are alike."""
         match op:
             case Forward(stage):
                 return _at(self.forward, stage)
+            case ForwardStages():
+                return sum(self.of(forward, rank) for forward in halves(op))
             case BackwardInput(stage):
                 return _at(self.backward_input, stage)
             case BackwardWeight(stage):
                 return _at(self.backward_weight, stage)
             case Backward(stage):
-                halves = _at(self.backward_input, stage)
-                return halves + _at(self.backward_weight, stage)
+                return _at(self.backward_input, stage) + _at(self.backward_weight, stage)
             case ForwardBackward(forward, backward):
                 if self.forward_backward is not None:
                     return _at(self.forward_backward, forward.stage)
-                return self.of(forward) + self.of(backward)
+                return self.of(forward, rank) + self.of(backward, rank)
             case OptimizerStep():
                 return self.optimizer
         return 0
+
+    def transfer(self, send: Send) -> float | None:  # noqa: ARG002
+        """How long a message takes where that was measured; else its size and its link say so."""
+        return None
 
     def together(self, op: GroupOp) -> float | None:  # noqa: ARG002
         """How long an AllReduce or a Broadcast takes where that was measured; else its program is simulated."""

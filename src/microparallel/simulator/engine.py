@@ -48,7 +48,7 @@ class Simulation(Policy):
             op = cursor.op
             if cursor.lane is Lane.COMPUTE:
                 if type(op) is not Join:
-                    end = cursor.ready + self._costs.of(op)
+                    end = cursor.ready + self._costs.of(op, cursor.rank)
                     self._events.append(Event(cursor.rank, Lane.COMPUTE, op, cursor.ready, end))
                     cursor.time = end
             elif isinstance(op, Send):
@@ -83,9 +83,15 @@ class Simulation(Policy):
         assert message.send is not None
         size = self._costs.size(message.send.value, self._program.goal)
         message.start = max(time, self._port_free[message.sender])
-        end = message.start + self._link(message.sender, message.receiver).seconds(size)
+        seconds = self._costs.transfer(message.send)
+        if seconds is None:
+            seconds = self._link(message.sender, message.receiver).seconds(size)
+        end = message.start + seconds
         message.end = self._port_free[message.sender] = end
-        self._events.append(Event(message.sender, Lane.COMM, message.send, message.start, end, 1, size))
+        peer, number = message.receiver, message.index
+        self._events.append(
+            Event(message.sender, Lane.COMM, message.send, message.start, end, 1, size, size, peer=peer, number=number)
+        )
         return message
 
     def _receive(self, cursor: Cursor, op: Recv) -> None:
@@ -94,10 +100,10 @@ class Simulation(Policy):
         start, end = message.start, message.end
         if op.reduce:
             if cursor.ready > end:  # it has arrived, and waits to be added: waiting is not communication
-                self._events.append(Event(cursor.rank, Lane.COMM, op, start, end))
+                self._events.append(_arrival(message, op, start, end))
                 start = cursor.ready
             end = cursor.ready + self._seconds_to_add(op.value)
-        self._events.append(Event(cursor.rank, Lane.COMM, op, start, end))
+        self._events.append(_arrival(message, op, start, end))
         cursor.time = end
 
     def _seconds_to_add(self, value: Value) -> float:
@@ -114,7 +120,10 @@ class Simulation(Policy):
         start, of_rank = meeting.content
         share: Share = of_rank[cursor.rank]
         cursor.time = end = start + share.seconds
-        self._events.append(Event(cursor.rank, Lane.COMM, op, start, end, share.messages, share.bytes))
+        size = self._costs.size(op.value, self._program.goal)
+        event = Event(cursor.rank, Lane.COMM, op, start, end, share.messages, share.bytes, size)
+        asked = meeting.arrived[cursor.rank]
+        self._events.append(event._replace(issued=asked, group=meeting.ranks, number=meeting.number))
 
     def _require_end(self, walk: Walk) -> None:
         lost = walk.lost()
@@ -129,3 +138,7 @@ class Simulation(Policy):
                 f"program {self._program.name!r} does not come to its end: rank {cursor.rank} stands at "
                 f"{cursor.op} for ever; mp.verify says why{hint}"
             )
+
+
+def _arrival(message: Message, op: Recv, start: float, end: float) -> Event:
+    return Event(message.receiver, Lane.COMM, op, start, end, peer=message.sender, number=message.index)

@@ -79,6 +79,12 @@ class TorchWork:
         """Whether the transfer is known to be complete."""
         return self._work is None or self._work.is_completed()
 
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call this when it is complete, in a thread of torch's, where torch can say so; else never."""
+        if self._work is not None and all(tensor.device.type == "cpu" for tensor in self._tensors):
+            with contextlib.suppress(RuntimeError):  # not every backend has futures
+                self._work.get_future().then(lambda _: callback())
+
     def wait(self, timeout: float | None = None) -> None:
         """Return when the transfer is complete (on CUDA: when the current stream may rely on it)."""
         if self._work is None:

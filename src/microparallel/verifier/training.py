@@ -13,6 +13,7 @@ from microparallel.collectives import require_algorithm
 from microparallel.errors import ProgramError, UsageError
 from microparallel.program import (
     AUTO,
+    WORLD,
     Act,
     Add,
     AllReduce,
@@ -222,7 +223,7 @@ def _check_groups(program: Program) -> None:
     alike: dict[object, tuple[int, GroupOp]] = {}
     groups = program.groups()
     for (rank, op), members in groups.items():
-        if named and op.axis not in named:
+        if named and op.axis not in (WORLD, *named):
             raise ProgramError(f"rank {rank} does {op}, and the mesh has the axes {', '.join(named)}")
         try:
             if op.algorithm != AUTO:

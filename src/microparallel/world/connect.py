@@ -16,7 +16,6 @@ import torch.distributed as dist
 # Its functions have the world as a default argument. Imported while there is a world (making an optimizer does that),
 # they would hold it for ever: its threads would outlive `close()`, and now and then crash the process as Python ends.
 import torch.distributed.nn.functional
-from torch.distributed import distributed_c10d
 
 from microparallel._torch_entry import register
 from microparallel.comms import Comms
@@ -29,6 +28,7 @@ from microparallel.errors import AddressInUse, CommsTimeout, TransportTimeout, U
 from microparallel.flight import Flight, agreed_folder
 from microparallel.topology import threads_per_rank
 from microparallel.topology.placement import Placement, find_placement
+from microparallel.torch_private import store_of_the_world
 from microparallel.transport.shared_memory import futex, this_machine
 from microparallel.transport.torch_distributed import TRANSLATED
 from microparallel.world.missing import notes_of, saying_who_is_missing
@@ -122,7 +122,7 @@ def _adopted_flight(placement: Placement) -> Flight:
     if isinstance(world, MicroparallelGroup):
         return world.shared_memory.flight
     if world not in _flights:
-        folder = agreed_folder(distributed_c10d._get_default_store())
+        folder = agreed_folder(store_of_the_world())
         flight = Flight.open(folder, placement.rank, placement.world_size, placement.local_world_size)
         _flights[world] = flight
         finalize(world, flight.close).atexit = False  # it ends with the process by itself

@@ -91,7 +91,7 @@ class SharedMemoryTransport:
             regions.refresh()
 
     def move_what_comes_again(self, tensor: torch.Tensor) -> None:
-        """Move a large tensor to where peers can read it, if collectives have met it before."""
+        """Move a large tensor to where peers can read it, if the user wants that and collectives have met it before."""
         self._regions.move_what_comes_again(tensor)
 
     def borrow(self, source: int, timeout: float | None = None) -> Borrowed:
