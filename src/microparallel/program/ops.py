@@ -38,10 +38,6 @@ WORLD = "world"  # the axis that holds all ranks, whatever the mesh
 AUTO = "auto"  # the algorithm of an AllReduce or a Broadcast that leaves the choice open
 
 
-WORLD = "world"  # the axis that holds all ranks, whatever the mesh
-AUTO = "auto"  # the algorithm of an AllReduce or a Broadcast that leaves the choice open
-
-
 class Lane(StrEnum):
     """What an operation keeps busy: a rank may compute and communicate at the same time."""
 

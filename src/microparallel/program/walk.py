@@ -68,6 +68,7 @@ class Message:
     carried: bool = False  # it has left, and it has arrived
     content: Any = ()  # whatever a policy lets it carry
     number: int = 0  # of its Send, among all
+    index: int = 0  # among those of its channel
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +77,7 @@ class Meeting:
 
     op: GroupOp
     ranks: tuple[int, ...]
+    number: int  # of the meetings at which these ranks do the same
     arrived: dict[int, float] = field(default_factory=dict)
     content: Any = None  # whatever a policy notes
 
@@ -159,6 +161,7 @@ class Walk:
         self._queue = policy.queue()
         self._open_sends: list[OpenSends[Message]] = [OpenSends() for _ in program.ranks]
         self._channels: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)  # one side is there
+        self._opened: Counter[tuple[int, int]] = Counter()  # how many messages each channel has had
         # In a collective every value is there from the beginning, and is written again and again. In a training step
         # each is made once.
         self._overwrites = isinstance(program.goal, Collective)
@@ -314,16 +317,21 @@ class Walk:
         channel = self._channels[sender, receiver]
         if channel and channel[0].send is None:
             return channel.popleft()
-        channel.append(Message(sender, receiver))
-        return channel[-1]
+        return self._new(sender, receiver)
 
     def _incoming(self, sender: int, receiver: int) -> Message:
         """The next message that a rank receives from another: one that was sent, or a new one."""
         channel = self._channels[sender, receiver]
         if channel and channel[0].send is not None:
             return channel.popleft()
-        channel.append(Message(sender, receiver))
-        return channel[-1]
+        return self._new(sender, receiver)
+
+    def _new(self, sender: int, receiver: int) -> Message:
+        channel = sender, receiver
+        message = Message(sender, receiver, index=self._opened[channel])
+        self._opened[channel] += 1
+        self._channels[channel].append(message)
+        return message
 
     # ── what a group does together ──────────────────────────────────────────────────────────────────────────────
 
@@ -334,7 +342,7 @@ class Walk:
                 return False
             group = self._groups[cursor.rank, op]
             times = self._met[cursor.rank, op]
-            meeting = self._meetings.setdefault((op, group[0], times), Meeting(op, group))
+            meeting = self._meetings.setdefault((op, group[0], times), Meeting(op, group, times))
             cursor.meeting = meeting
             meeting.arrived[cursor.rank] = cursor.ready
             if len(meeting.arrived) == len(group):

@@ -17,9 +17,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import itertools
-from collections import defaultdict
-from collections.abc import Iterator
 
 from microparallel.errors import ProgramError
 from microparallel.program import Add, Cursor, GroupOp, Join, Lane, Message, Policy, Program, Recv, Send, Value, Walk
@@ -43,7 +40,6 @@ class Simulation(Policy):
         self._eligible: list[tuple[float, int, Message]] = []  # transfers that can begin, by time
         self._port_free: list[float] = [0] * program.world_size
         self._count = 0  # of Sends
-        self._numbers: dict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)  # of a group's meetings
 
     def run(self) -> list[Event]:
         """Walk to the end."""
@@ -87,10 +83,13 @@ class Simulation(Policy):
         assert message.send is not None
         size = self._costs.size(message.send.value, self._program.goal)
         message.start = max(time, self._port_free[message.sender])
-        end = message.start + self._link(message.sender, message.receiver).seconds(size)
+        seconds = self._costs.transfer(message.send)
+        if seconds is None:
+            seconds = self._link(message.sender, message.receiver).seconds(size)
+        end = message.start + seconds
         message.end = self._port_free[message.sender] = end
-        event = Event(message.sender, Lane.COMM, message.send, message.start, end, 1, size, size)
-        self._events.append(event._replace(peer=message.receiver, number=message.number))
+        sent = (1, size, size, 0, None, None, (), message.index, message.receiver)  # names would cost more than the rest
+        self._events.append(Event(message.sender, Lane.COMM, message.send, message.start, end, *sent))
         return message
 
     def _receive(self, cursor: Cursor, op: Recv) -> None:
@@ -115,15 +114,14 @@ class Simulation(Policy):
         assert meeting is not None
         if meeting.content is None:
             shares = self._groups.shares(op, meeting.ranks)
-            number = next(self._numbers[meeting.ranks])
-            meeting.content = max(meeting.arrived.values()), number, dict(zip(meeting.ranks, shares, strict=True))
-        start, number, of_rank = meeting.content
+            meeting.content = max(meeting.arrived.values()), dict(zip(meeting.ranks, shares, strict=True))
+        start, of_rank = meeting.content
         share: Share = of_rank[cursor.rank]
         cursor.time = end = start + share.seconds
         size = self._costs.size(op.value, self._program.goal)
-        event = Event(cursor.rank, Lane.COMM, op, start, end, share.messages, share.bytes, size)
-        asked = meeting.arrived[cursor.rank]
-        self._events.append(event._replace(issued=asked, group=meeting.ranks, number=number))
+        traffic = (share.messages, share.bytes, size, 0)
+        met = (meeting.arrived[cursor.rank], None, meeting.ranks, meeting.number)
+        self._events.append(Event(cursor.rank, Lane.COMM, op, start, end, *traffic, *met))
 
     def _require_end(self, walk: Walk) -> None:
         lost = walk.lost()
@@ -141,4 +139,5 @@ class Simulation(Policy):
 
 
 def _arrival(message: Message, op: Recv, start: float, end: float) -> Event:
-    return Event(message.receiver, Lane.COMM, op, start, end, peer=message.sender, number=message.number)
+    received = (0, 0, 0, 0, None, None, (), message.index, message.sender)
+    return Event(message.receiver, Lane.COMM, op, start, end, *received)
