@@ -88,7 +88,7 @@ class Simulation(Policy):
             seconds = self._link(message.sender, message.receiver).seconds(size)
         end = message.start + seconds
         message.end = self._port_free[message.sender] = end
-        sent = (1, size, size, 0, None, None, (), message.index, message.receiver)  # names would cost more than the rest
+        sent = (1, size, size, 0, None, None, (), message.index, message.receiver)  # names would be slow
         self._events.append(Event(message.sender, Lane.COMM, message.send, message.start, end, *sent))
         return message
 

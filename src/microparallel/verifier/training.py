@@ -171,6 +171,9 @@ def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> 
         homes[stage].update(doers)
     _check_axes(program)
     reduced = [{op.value for op in ops if isinstance(op, AllReduce)} for ops in program.ranks]
+    stages_of = [sorted({half.stage for op in ops for half in halves(op)}) for ops in program.ranks]
+    for index, bounds in enumerate(goal.buckets):
+        _check_members(Bucket(index), bounds, reduced, stages_of)
     for stage, ranks in sorted(homes.items()):
         buckets = [Bucket(index) for index, (start, stop) in enumerate(goal.buckets) if start <= stage < stop]
         if len(ranks) > 1 and not buckets:
@@ -179,25 +182,22 @@ def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> 
             )
         for rank in sorted(ranks):
             for bucket in buckets:
-                _check_members(program, goal, bucket, rank, reduced)
                 if bucket not in reduced[rank]:
                     words = f"rank {rank} runs stage {stage} and never all-reduces {bucket}, which holds it"
                     raise NeverReduced(words, rank, stage, bucket)
 
 
-def _check_members(program: Program, goal: TrainingStep, bucket: Bucket, rank: int, reduced: list[set[Value]]) -> None:
+def _check_members(
+    bucket: Bucket, bounds: tuple[int, int], reduced: list[set[Value]], stages_of: list[list[int]]
+) -> None:
     """Ranks that sum a bucket must mean the same stages by it."""
-    start, stop = goal.buckets[bucket.index]
-    mine = _stages_within(program, rank, start, stop)
-    for other, buckets in enumerate(reduced):
-        theirs = _stages_within(program, other, start, stop)
-        if bucket in buckets and theirs != mine:
-            raise ProgramError(f"{bucket} holds stages {mine} on rank {rank} and stages {theirs} on rank {other}")
-
-
-def _stages_within(program: Program, rank: int, start: int, stop: int) -> list[int]:
-    stages = {half.stage for op in program.ranks[rank] for half in halves(op)}
-    return sorted(stage for stage in stages if start <= stage < stop)
+    start, stop = bounds
+    members = [rank for rank, values in enumerate(reduced) if bucket in values]
+    meant = {rank: [stage for stage in stages_of[rank] if start <= stage < stop] for rank in members}
+    for rank, theirs in meant.items():
+        if theirs != meant[members[0]]:
+            mine = meant[members[0]]
+            raise ProgramError(f"{bucket} holds stages {mine} on rank {members[0]} and stages {theirs} on rank {rank}")
 
 
 def _check_updates(program: Program) -> None:
