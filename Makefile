@@ -10,7 +10,9 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Linux without a GPU: `make train TORCH_INDEX=…` takes torch's small CPU build; the README says which address.
 PIP := $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-DEV_TOOLS := pytest pytest-timeout hypothesis ruff mypy import-linter nbclient ipykernel
+DEV_TOOLS := pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter nbclient ipykernel
+# Few tests keep two cores busy from beginning to end.
+TWO_FILES_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 DOCS_TOOLS := mkdocs mkdocs-material mkdocstrings[python]
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
@@ -22,7 +24,7 @@ train: $(VENV)/.installed ## Train the 16-layer MLP on handwritten digits with 4
 	@$(BIN)/microparallel train $(if $(ARGS),$(ARGS),--ranks 4)
 
 test: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Run the tests
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(or $(ARGS),$(TWO_FILES_AT_A_TIME))
 
 test-full: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Run the tests and the slow ones, with everything in processes of its own
 	@$(BIN)/python -m pytest -m 'slow or not slow' --fresh $(ARGS)

@@ -1,11 +1,11 @@
-"""Is overlap real? Every all-reduce gets 20 ms of latency, and a model has ten buckets: what does a step take?
+"""Is overlap real? Every message takes 2 ms, and a model has ten buckets: what does a step take?
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py > benchmarks/results/overlap-2-cores.txt
 
-Latency is played by a Comms that gives a result back no earlier than 20 ms after its all-reduce was started. Latencies
-of several run at the same time, as they do on a network. Hidden behind backward, all but the last one vanish, so a
-step takes the computation and 20 ms. With each bucket waited for before the next (overlap=False), it is ten times 20.
+The network is slowed down by `slow_network`: a rank sends one message at a time, and each takes 2 ms, whatever the
+cores do meanwhile. So ten buckets take 20 ms at least. As far as backward computes for longer than that, overlap hides
+all of them but the last; with each bucket waited for before the next (overlap=False), none of them is hidden.
 """
 
 from __future__ import annotations
@@ -13,58 +13,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import torch
 import typer
 
 import microparallel as mp
+from microparallel.comms.slow_links import slow_network
 from microparallel.topology import available_cores
-from microparallel.trace.overlap import hidden_share
 
 WIDTH, LAYERS, BATCH = 256, 10, 512  # a bucket for each layer
 LAYER_BYTES = (WIDTH * WIDTH + WIDTH) * 4
 WARM_UP = 3
-
-
-class DelayedRequest:
-    """An all-reduce under way whose result is there no earlier than at a given time."""
-
-    def __init__(self, request: mp.Request[torch.Tensor], ready: float) -> None:
-        self._request = request
-        self._ready = ready
-
-    def wait(self, timeout: float | None = None) -> torch.Tensor:
-        """Return the result when it is there, and its time has come."""
-        result = self._request.wait(timeout)
-        time.sleep(max(0.0, self._ready - time.perf_counter()))
-        return result
-
-
-class DelayedComms:
-    """Stands before a Comms and passes everything on; every all-reduce takes at least `delay` seconds.
-
-    Args:
-        comms: the one that does the work.
-        delay: seconds from the start of an all-reduce to its result; those of several run at the same time.
-    """
-
-    can_overlap = True  # as on a network, where the delay keeps no core busy
-
-    def __init__(self, comms: mp.Comms, delay: float) -> None:
-        self._comms = comms
-        self._delay = delay
-
-    def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False
-    ) -> torch.Tensor | DelayedRequest:
-        """Combine everybody's tensor, late: see `Comms.all_reduce`."""
-        ready = time.perf_counter() + self._delay
-        request = DelayedRequest(self._comms.all_reduce(tensor, op, algorithm, async_op=True), ready)
-        return request if async_op else request.wait()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comms, name)
 
 
 def measure(comms: mp.Comms, delay: float, steps: int) -> tuple[dict[str, float], dict[str, mp.Trace], int]:
@@ -72,12 +32,10 @@ def measure(comms: mp.Comms, delay: float, steps: int) -> tuple[dict[str, float]
     inputs, targets = torch.randn(BATCH, WIDTH), torch.randint(WIDTH, (BATCH,))
     torch.manual_seed(0)
     models = {kind: mp.models.FullMLP(WIDTH, LAYERS, out_features=WIDTH) for kind in ("none", "ddp", "naive", "turns")}
-    trackers = {
-        kind: mp.HookTracker(models[kind], cast(mp.Comms, DelayedComms(comms, delay))) for kind in ("ddp", "naive")
-    }
+    trackers = {kind: mp.HookTracker(models[kind], comms, delay) for kind in ("ddp", "naive")}
     bucket_mb = LAYER_BYTES / 2**20
     ddp = mp.DataParallel(models["ddp"], trackers["ddp"].comms, bucket_mb)
-    turns = mp.DataParallel(models["turns"], cast(mp.Comms, DelayedComms(comms, delay)), bucket_mb, overlap=False)
+    turns = mp.DataParallel(models["turns"], slow_network(comms, delay), bucket_mb, overlap=False)
     samples = BATCH * comms.world_size
     kinds: dict[str, Callable[[], object]] = {
         "none": lambda: models["none"](inputs, targets).backward(),
@@ -121,7 +79,7 @@ def timed(step: Callable[[], object], tracker: mp.HookTracker | None) -> float:
 def main(
     ranks: int = 2,
     steps: Annotated[int, typer.Option(help="How many of each kind, in turns.")] = 20,
-    milliseconds: Annotated[float, typer.Option(help="The latency of every all-reduce.")] = 20.0,
+    milliseconds: Annotated[float, typer.Option(help="The latency of every message.")] = 2.0,
     transport: str = "auto",
 ) -> None:
     """Measure, draw a typical step, and say what latency costs."""
@@ -130,10 +88,9 @@ def main(
     print(
         f"forward and backward of {LAYERS} layers of width {WIDTH}, {BATCH} samples a rank, {ranks} ranks on "
         f"{available_cores()} cores, torch {torch.__version__};\n"
-        f"{buckets} buckets, {milliseconds:g} ms of latency for every all-reduce; median of {steps} steps\n"
+        f"{buckets} buckets, {milliseconds:g} ms of latency for every message; median of {steps} steps\n"
     )
     print(mp.draw_overlap(traces["ddp"], rank=0, seconds=True))
-    print("(one all-reduce is drawn after the other; their latencies run side by side)")
     print(f"\n{'':<44}{'step':>9}{'− compute':>12}{'exposed':>11}{'hidden':>9}")
     for kind, name in {
         "none": "compute alone",
@@ -144,7 +101,7 @@ def main(
         over = "" if kind == "none" else f"{(medians[kind] - medians['none']) * 1e3:.1f} ms"
         hidden = exposed = ""
         if kind in traces:
-            hidden = f"{100 * hidden_share(traces[kind]):.0f} %"
+            hidden = f"{100 * traces[kind].hidden_share:.0f} %"
             exposed = f"{max(traces[kind].exposed_communication) * 1e3:.1f} ms"
         print(f"{name:<44}{medians[kind] * 1e3:>6.1f} ms{over:>12}{exposed:>11}{hidden:>9}".rstrip())
     print(

@@ -13,23 +13,21 @@ from pathlib import Path
 import typer
 from tests.reporting.conftest import Browser, ddp_step
 from tests.reporting.test_browser import bars_of_one_step
+from tests.spans import recorded
 
 from microparallel.reporting import Run, report_page
-from microparallel.trace.recording import Recording
 
 _SHOWN = "Number(document.documentElement.dataset.shownMs)"
 
 
 def runs() -> dict[str, Run]:
-    """Four ranks: a recording of ten steps with forty buckets each, and one step with very many bars."""
+    """Four ranks: a trace of ten steps with forty buckets each, and one step with very many bars."""
     steps = [ddp_step(number, buckets=40, begin=250 * number) for number in range(10)]
     metrics = [{"step": step, "loss": 3 / step, "samples_per_second": 900.0} for step in range(1, 1001)]
-    spans = [span for step in steps for span in step]
-    usual = Run("usual", {"model": "gpt", "ranks": 4}, metrics, {}, Recording(4, spans))
+    events = [event for step in steps for event in step]
+    usual = Run("usual", {"model": "gpt", "ranks": 4}, metrics, {}, recorded(4, events))
     many = {f"{bars} bars in a step": bars_of_one_step(bars) for bars in (1_000, 10_000, 100_000)}
-    return {"10 steps of 40 buckets": usual} | {
-        name: replace(usual, recording=recording) for name, recording in many.items()
-    }
+    return {"10 steps of 40 buckets": usual} | {name: replace(usual, trace=trace) for name, trace in many.items()}
 
 
 def main(times: int = 15) -> None:

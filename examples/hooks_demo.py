@@ -5,7 +5,7 @@ Question   Backward makes one gradient after another, and nobody needs them befo
 Look at    the dots: a gradient is ready, the last layer's first. By hand, all of them wait for the
            end of backward (a long line, then a light bar: nobody computes). With hooks they leave
            at once, behind computation (a dark bar); in buckets there are few journeys instead of
-           many. The network is played slower than your machine: every all-reduce takes --link ms
+           many. The network is played slower than your machine: every message takes --link ms
            longer.
 Try        python examples/hooks_demo.py --link 0       your machine as it is
            python examples/hooks_demo.py --bucket 100   one bucket for all: what is hidden?
@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 import microparallel as mp
-from microparallel.trace.overlap import hidden_share
 
 
 def show(comms: mp.Comms, options: argparse.Namespace) -> dict[str, mp.Trace]:
@@ -47,7 +46,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=8, help="layers (default 8)")
     parser.add_argument("--batch", type=int, default=256, help="samples of each rank (default 256)")
     parser.add_argument("--bucket", type=float, default=0.5, help="MiB of gradients in a bucket (default 0.5)")
-    parser.add_argument("--link", type=float, default=1.0, help="ms that every all-reduce takes longer (default 1)")
+    parser.add_argument("--link", type=float, default=1.0, help="ms that every message takes longer (default 1)")
     parser.add_argument("--steps", type=int, default=5, help="measured steps of each kind (default 5)")
     parser.add_argument("--svg", type=Path, help="a folder for the drawings of all ranks, as figures")
     options = parser.parse_args()
@@ -64,7 +63,7 @@ def main() -> None:
         options.svg.mkdir(parents=True, exist_ok=True)
         for way, trace in traces.items():
             (options.svg / f"{way}.svg").write_text(mp.draw_overlap(trace, "svg", seconds=True))
-    if hidden_share(traces["manual"]) > 0 or hidden_share(traces["hooks"]) == 0:
+    if traces["manual"].hidden_share > 0 or traces["hooks"].hidden_share == 0:
         sys.exit("\nby hand nothing can be hidden, and with hooks something should be: is the machine busy?")
     exposed = {way: 1e3 * max(trace.exposed_communication) for way, trace in traces.items()}
     buckets = len(traces["buckets"].program.all_reduces())

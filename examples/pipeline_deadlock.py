@@ -25,8 +25,7 @@ import torch
 from torch import nn
 
 import microparallel as mp
-from microparallel.program import Act, Backward, Forward, Free, Grad, Op, Program, Recv, Send
-from microparallel.verifier.execution import Wait
+from microparallel.program import Act, Backward, Forward, Free, Grad, Op, Program, Recv, Send, Wait
 from microparallel.verifier.order import find_circle
 
 SHAPE = (4, 16)  # of what crosses from stage to stage: samples, width

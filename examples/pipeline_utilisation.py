@@ -122,7 +122,7 @@ def computation(trace: mp.Trace) -> mp.Trace:
     ranks = tuple(tuple(op for op in ops if lane(op) is Lane.COMPUTE) for ops in trace.program.ranks)
     events = [event for event in trace.events if event.lane is Lane.COMPUTE and event.duration > 0]
     in_milliseconds = [event._replace(start=1e3 * event.start, end=1e3 * event.end) for event in events]
-    return mp.Trace(dataclasses.replace(trace.program, ranks=ranks), in_milliseconds)
+    return mp.Trace(in_milliseconds, dataclasses.replace(trace.program, ranks=ranks))
 
 
 def mean_computing(trace: mp.Trace) -> float:

@@ -2,17 +2,21 @@
 
 import atexit
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
-from types import SimpleNamespace
+from collections import Counter
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 import microparallel as mp
+from microparallel.cli.app import VERBS
 from microparallel.topology import DO_NOT_SPIN
 from microparallel.world.nursery import NEEDED, Nursery, can_fork
 
@@ -26,6 +30,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 os.environ["XDG_RUNTIME_DIR"] = tempfile.mkdtemp(prefix="microparallel-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True)
 
+sys.path.append(str(Path(__file__).parents[1] / "docs" / "tools"))
+import torch  # noqa: E402
+from commands import forking, program_of  # noqa: E402
+
 # How long an example takes says more about the machine than about the code; pytest's own timeout catches hangs.
 settings.register_profile("microparallel", deadline=None)
 settings.load_profile("microparallel")
@@ -36,17 +44,35 @@ def pytest_addoption(parser):
     parser.addoption("--fresh", action="store_true", help=words)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Say what was skipped, and why: the reason names the command that enables it."""
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.getreports("skipped"))
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"skipped {count}: {reason.removeprefix('Skipped: ')}")
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """The browser that is installed here."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    found = next(filter(None, map(shutil.which, names)), None)
+    if found is None:
+        pytest.skip("no browser to look at pages with; `apt-get install chromium` enables these tests")
+    return found
+
+
 class SharedNursery(Nursery):
-    """Also serves pools that were made without one, while it is asked to."""
+    """Also serves pools and referees that were made without one, while it is asked to."""
 
     @contextlib.contextmanager
     def starting_ranks(self):
-        """Within this block, `mp.launch` and pools start their ranks here."""
+        """Within this block, `mp.launch` and pools start their ranks here, and learners' answers are judged here."""
+        from microparallel.learn import checking
         from microparallel.world import rank_process
 
         with pytest.MonkeyPatch.context() as patch:
-            quick = SimpleNamespace(**vars(subprocess) | {"Popen": self.fork})
-            patch.setattr(rank_process, "subprocess", quick)
+            for module in (rank_process, checking):
+                patch.setattr(module, "subprocess", forking(self))
             yield
 
 
@@ -60,16 +86,27 @@ class NoNursery:
         pass
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models as small as those of the tests only wait for a second thread, and on a busy machine they wait long."""
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def fresh(request):
     """Whether everything should run in an interpreter of its own."""
     return request.config.getoption("--fresh")
 
 
+# What is imported once for all: the loop, and with it torch and all that ranks need; what commands need.
+WARM = ["microparallel.train.loop", *NEEDED, *(f"microparallel.cli.{verb}" for verb in VERBS)]
+WARM += ["microparallel.learn.referee", "microparallel.learn.sitting", "typer.rich_utils"]
+WARM += ["pydantic"] if importlib.util.find_spec("pydantic") else []  # newer versions of typer import it for every call
+
+
 @pytest.fixture(scope="session")
 def nursery(fresh):
-    # the loop, and with it torch and all that a rank of any test needs
-    nursery = SharedNursery(["microparallel.train.loop", *NEEDED]) if can_fork() and not fresh else NoNursery()
+    nursery = SharedNursery(WARM) if can_fork() and not fresh else NoNursery()
     yield nursery
     nursery.close()
 
@@ -90,6 +127,82 @@ def warm_ranks(nursery):
 
     with WarmRanks() as ranks:
         yield ranks
+
+
+class Command:
+    """A process that runs a command, and what it has printed so far."""
+
+    def __init__(self, process, output, errors):
+        self._process, self._output, self._errors = process, output, errors
+        self.pid, self.poll, self.wait = process.pid, process.poll, process.wait
+
+    @property
+    def output(self):
+        return self._output.read_text("utf-8")
+
+    @property
+    def errors(self):
+        return self._errors.read_text("utf-8")
+
+    def close(self):
+        if self.poll() is None:
+            os.killpg(self.pid, signal.SIGKILL)
+            self.wait()
+
+
+@pytest.fixture
+def start(nursery, tmp_path, tmp_path_factory):
+    """Start `microparallel …` or `python script.py …` in a process of its own, which need not import torch again."""
+    started = []
+
+    def start(*words, module=(), **environment):
+        words = [str(word) for word in words]
+        environment = os.environ | {name: str(value) for name, value in environment.items()}
+        output, errors = (tmp_path_factory.mktemp("printed") / name for name in ("output", "errors"))
+        with contextlib.chdir(tmp_path), output.open("wb") as first, errors.open("wb") as second:
+            if isinstance(nursery, NoNursery) or module:
+                command = ["-m", *words] if words[0] == "microparallel" else words[1:]
+                process = subprocess.Popen(
+                    [sys.executable, *module, *command],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=first,
+                    stderr=second,
+                    process_group=0,
+                )
+            else:
+                process = nursery.fork([program_of(words, output, errors)], pass_fds=[], env=environment)
+        started.append(Command(process, output, errors))
+        return started[-1]
+
+    yield start
+    for command in started:
+        command.close()
+
+
+@pytest.fixture
+def torchrun(start, nursery):
+    """Run a command on ranks as torchrun starts them; with --fresh, torchrun itself starts them, as in the lessons."""
+
+    def run(ranks, *words):
+        if isinstance(nursery, NoNursery):
+            module = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+            commands = [start(*words, module=module)]
+        else:
+            store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            commands = [start(*words, **torchrun_s_environment(rank, ranks, store.port)) for rank in range(ranks)]
+        code = max((command.wait(55) for command in commands), key=abs)
+        printed = ("".join(getattr(command, name) for command in commands) for name in ("output", "errors"))
+        return subprocess.CompletedProcess(words, code, *printed)
+
+    return run
+
+
+def torchrun_s_environment(rank, ranks, port):
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0}
+    counts = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"], ranks)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    return numbers | counts | meeting | {"TORCHELASTIC_RUN_ID": "tests", "OMP_NUM_THREADS": 1}
 
 
 class CpuPool:

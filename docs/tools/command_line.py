@@ -7,15 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import typer
-
-from microparallel.cli.app import app
+from microparallel.cli.app import VERBS, load
 
 
 def reference() -> str:
     """Every verb and its subcommands: what it does, its options, its examples."""
-    command: Any = typer.main.get_command(app)
-    return "\n".join(part for name, verb in command.commands.items() for part in _verb(f"microparallel {name}", verb))
+    return "\n".join(part for verb in VERBS for part in _verb(f"microparallel {verb}", load(verb)))
 
 
 def _verb(name: str, command: Any) -> Iterator[str]:

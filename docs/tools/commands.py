@@ -6,7 +6,6 @@ Quick commands are forked from a process that has imported torch already, and so
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import runpy
@@ -17,6 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,8 +96,8 @@ class Folder:
 
     def _warm(self, command: str, patience: float) -> tuple[int, str]:
         printed = self._runtime / "printed"
-        call = f"import commands; commands.become({words_of(command)!r}, {str(printed)!r})"
-        program = f"import sys; sys.path.append({str(HERE)!r}); {call}"
+        printed.write_bytes(b"")
+        program = program_of(words_of(command) or [], printed)
         with contextlib.chdir(self.folder):
             process = self._nursery.fork([program], pass_fds=[], env=self._environment())
         code = _ended(process, patience)
@@ -120,14 +120,19 @@ def _ended(process: Any, patience: float) -> int:
         raise TimeoutError(f"it had not ended after {patience:.0f} seconds") from None
 
 
-def become(words: list[str], printed: str) -> None:
+def program_of(words: list[str], *files: Path) -> str:
+    """What a fork of a nursery runs to be the process of this command."""
+    call = f"import commands; commands.become({words!r}, *{list(map(str, files))!r})"
+    return f"import sys; sys.path.append({str(HERE)!r}); {call}"
+
+
+def become(words: list[str], printed: str, errors: str = "") -> None:
     """Go on as the process that would have run this command: called in a process that was forked for it."""
-    file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    for number, file in ((1, printed), (2, errors or printed)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.path.remove(str(HERE))
-    _fork_ranks()
+    start_in_forks()
     if words[0] == "microparallel":
         from microparallel.cli import main
 
@@ -150,31 +155,41 @@ def _show_as_usual(error: Exception) -> None:
     traceback.print_exception(error.with_traceback(frame))
 
 
-def _fork_ranks() -> None:
-    """Let this process's ranks be forked from a child of it that is as warm as it is itself."""
+def start_in_forks() -> None:
+    """Let what this process starts be forked from a child of it that is as warm as it is itself."""
+    from microparallel.learn import checking
     from microparallel.world import nursery, nursery_process, rank_process
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()
     if child == 0:
         ours.close()
-        _serve(lambda: nursery_process.main(theirs, ()))
+        nursery_process.run_and_end(lambda: nursery_process.main(theirs, ()))
     theirs.close()
-    family = nursery.Nursery.of_process(ours, nursery.Fork(child))
-    rank_process.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": family.fork})  # type: ignore[assignment]
+    forks = forking(nursery.Nursery.of_process(ours, nursery.Fork(child)))
+    rank_process.subprocess = checking.subprocess = nursery.subprocess = forks
 
 
-def _serve(function: Any) -> None:
-    """Run a function as a whole process would, and end: what stands below in the stack is the parent's business."""
-    code = 0
-    try:
-        function()
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        code = 1
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def forking(nursery: Any) -> Any:
+    """What looks like the module `subprocess`, and forks interpreters from a nursery."""
+
+    def start(command: list[str], *, stdout: int | None = None, pass_fds: Sequence[int] = (), **settings: Any) -> Any:
+        program = command[-1] if "-c" in command else _module(command)
+        if stdout != subprocess.PIPE:
+            return nursery.fork([program], pass_fds=pass_fds, **settings)
+        ours, theirs = os.pipe()
+        into = f"import os; os.dup2({theirs}, 1); os.dup2({theirs}, 2); os.close({theirs})\n"
+        process = nursery.fork([into + program], pass_fds=[*pass_fds, theirs], **settings)
+        os.close(theirs)
+        process.stdout = os.fdopen(ours, "rb")
+        return process
+
+    return SimpleNamespace(**vars(subprocess) | {"Popen": start})
+
+
+def _module(command: list[str]) -> str:
+    """What `python -um MODULE …` runs. A referee starts ranks of its own, or rather what they are forked from."""
+    name, *arguments = command[command.index("-um") + 1 :]
+    family = f"sys.path.append({str(HERE)!r}); import commands; commands.start_in_forks()\n" * name.endswith("referee")
+    run = f"sys.argv = {[name, *arguments]!r}; runpy.run_module({name!r}, run_name='__main__')"
+    return f"import runpy, sys\n{family}sys.modules.pop({name!r}, None); {run}"

@@ -13,7 +13,11 @@ MicroparallelError
 ├── CommsError                   a conversation between ranks that broke off
 │   ├── PeerLost                 .ranks went away during .call
 │   ├── Mismatch                 ranks made different calls, or the same call with different tensors
-│   └── CommsTimeout             a call waited longer than its timeout
+│   ├── CommsTimeout             a call waited longer than its timeout; .ranks are those known to be missing
+│   └── TransportError           bytes that could not be moved; `Comms` makes one of the above of it, with its call
+│       ├── TransportTimeout     a transfer was not complete in time (TimeoutError)
+│       ├── PeerGone             .ranks are gone, and with them what was to come from them (ConnectionError)
+│       └── AddressInUse         another program has the port at which the ranks were to meet
 ├── StageError                   a stage that raised, or returned something else than its dry run
 ├── GradientError                gradients that are missing or not finite, where that was to be an error
 └── CheckpointError              a checkpoint that cannot be written or read
@@ -24,7 +28,7 @@ KeyboardInterrupt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -78,8 +82,9 @@ class RankFailed(LaunchError):
 class RanksTimedOut(LaunchError, TimeoutError):
     """Some ranks had not finished when the time was up."""
 
-    def __init__(self, ranks: Sequence[int], message: str) -> None:
+    def __init__(self, ranks: Sequence[int], message: str, places: Mapping[int, str] | None = None) -> None:
         self.ranks = tuple(ranks)
+        self.places = dict(places or {})  # where each rank stood, in a line
         super().__init__(message)
 
 
@@ -109,7 +114,35 @@ class Mismatch(CommsError):
 
 
 class CommsTimeout(CommsError, TimeoutError):
-    """A call waited longer than its timeout."""
+    """A call waited longer than its timeout; `.ranks` did not make it, as far as that is known."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(message)
+
+
+class TransportError(CommsError):
+    """Bytes could not be moved. A transport knows no calls: whoever made the call adds its name."""
+
+
+class TransportTimeout(TransportError, TimeoutError):
+    """A transfer was not complete in time; `.ranks` have not called for it, as far as that is known."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(message)
+
+
+class PeerGone(TransportError, ConnectionError):
+    """Ranks are gone that a transfer needs; `.ranks` are their numbers in the transport's group."""
+
+    def __init__(self, ranks: Sequence[int], message: str | None = None) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(f"rank {', '.join(map(str, ranks))} went away" if message is None else message)
+
+
+class AddressInUse(TransportError):
+    """Another program has the port at which the ranks were to meet."""
 
 
 class StageError(MicroparallelError, RuntimeError):

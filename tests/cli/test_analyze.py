@@ -8,30 +8,30 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from tests.spans import recorded, span
 
 from microparallel.cli import analyze, analyze_table
 from microparallel.performance.step_timing import Phases
-from microparallel.trace.recording import Recording, Span
 
 SMALL = ("--dim", "8", "--depth", "2", "--batch", "8", "--steps", "3", "--device", "cpu", "--transport", "gloo")
 
 
 def two_ranks(straggler=1.0):
     """Two steps of two ranks, of which the second may be slower."""
-    spans = []
+    events = []
     for number in range(2):
         start = 10.0 * number
         for rank, work in enumerate((2.0, 2.0 * straggler)):
-            spans += [
-                Span(rank, "forward", "forward of MLP", start, start + work, number),
-                Span(rank, "backward", "backward", start + work, start + 2 * work, number),
-                Span(rank, "optimizer", "SGD", start + 9, start + 10, number),
+            events += [
+                span(rank, "forward", "forward of MLP", start, start + work, number),
+                span(rank, "backward", "backward", start + work, start + 2 * work, number),
+                span(rank, "optimizer", "SGD", start + 9, start + 10, number),
             ]
             waited = start + 2 * work
             ended = start + 4.0 * max(1, straggler) + 1
             meeting = {"waited": waited, "bytes": 1000, "group": (0, 1), "number": number}
-            spans.append(Span(rank, "collective", "all_reduce", waited, ended, number, **meeting))
-    return Recording(2, spans, about={"model": "mlp", "batch": 64})
+            events.append(span(rank, "collective", "all_reduce", waited, ended, number, **meeting))
+    return recorded(2, events, about={"model": "mlp", "batch": 64})
 
 
 def test_parts_estimate_scaling_and_verdict_of_a_run_of_its_own(microparallel, tmp_path):
@@ -140,7 +140,7 @@ def test_what_train_recorded_can_be_analysed(microparallel):
     [
         (["nowhere"], "nowhere is not there"),
         (["."], "has no trace.json"),
-        (["broken.json"], "is no recording"),
+        (["broken.json"], "broken.json is broken: "),
         (["empty.json"], "holds no steps"),
         (["full.json", "--ranks", "4"], "--ranks"),
         (["full.json", "--barriers"], "--barriers"),
@@ -156,7 +156,7 @@ def test_what_train_recorded_can_be_analysed(microparallel):
 )
 def test_a_wrong_call_ends_with_2_and_one_line(microparallel, tmp_path, flags, words):
     (tmp_path / "broken.json").write_text('{"spans": 3')
-    (tmp_path / "empty.json").write_text(Recording(2, []).to_json())
+    (tmp_path / "empty.json").write_text(recorded(2, []).to_json())
     (tmp_path / "full.json").write_text(two_ranks().to_json())
     result = microparallel("analyze", *flags)
     assert result.returncode == 2

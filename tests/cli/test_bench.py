@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -26,14 +27,7 @@ from microparallel.performance.pipeline_bench_costs import StageTimes
 from microparallel.performance.utilisation import Shares
 from microparallel.schedules import PIPELINES
 
-BENCH = [sys.executable, "-m", "microparallel", "bench", "allreduce"]
 SMALL = ["--ranks", "2", "--sizes", "4KB,64KB", "--algorithms", "ring,tree,naive", "--transport", "gloo"]
-
-
-def run(*arguments, command=BENCH, cwd=None):
-    return subprocess.run(
-        [*command, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=50, check=False
-    )
 
 
 def refused(capsys, monkeypatch, *arguments, bench="allreduce"):
@@ -48,8 +42,8 @@ def refused(capsys, monkeypatch, *arguments, bench="allreduce"):
     return line
 
 
-def test_everything_is_in_the_json():
-    result = run(*SMALL, "--repeats", "3", "--json")
+def test_everything_is_in_the_json(microparallel):
+    result = microparallel("bench", "allreduce", *SMALL, "--repeats", "3", "--json")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["machine"]["cores"] >= 1 and document["machine"]["torch"]
@@ -70,9 +64,9 @@ def test_everything_is_in_the_json():
     assert "measuring 4 KB" in result.stderr
 
 
-def test_shared_memory_stands_beside_gloo_and_what_memory_allows():
+def test_shared_memory_stands_beside_gloo_and_what_memory_allows(microparallel):
     arguments = ["--ranks", "2", "--sizes", "4KB,64KB", "--algorithms", "none", "--repeats", "3", "--json", "--quiet"]
-    result = run(*arguments, "--transport", "shm")
+    result = microparallel("bench", "allreduce", *arguments, "--transport", "shm")
     assert result.returncode == 0, result.stderr
     document = json.loads(result.stdout)
     assert document["transport"] == "shm" and document["fit"] is None and document["notes"] != []
@@ -89,8 +83,8 @@ def test_shared_memory_stands_beside_gloo_and_what_memory_allows():
     assert result.stderr == ""
 
 
-def test_a_table_and_a_picture_for_people(tmp_path):
-    result = run(*SMALL, "--seconds", "1", "--plot", "out.svg", "--quiet", cwd=tmp_path)
+def test_a_table_and_a_picture_for_people(microparallel, tmp_path):
+    result = microparallel("bench", "allreduce", *SMALL, "--seconds", "0.3", "--plot", "out.svg", "--quiet")
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0].startswith("all-reduce, 2 ranks on ")
@@ -161,32 +155,25 @@ def test_the_caption_explains_the_columns_that_are_shown(capsys):
     assert "bound" not in capsys.readouterr().out
 
 
-def test_under_torchrun_the_first_rank_speaks():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+def test_under_torchrun_the_first_rank_speaks(torchrun):
     arguments = ["--sizes", "4KB", "--algorithms", "ring", "--repeats", "1", "--json", "--quiet"]
-    result = run(*arguments, command=[*torchrun, *BENCH[1:]])
+    result = torchrun(2, "microparallel", "bench", "allreduce", *arguments)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["ranks"] == 2
 
 
-def test_ctrl_c_leaves_nothing_behind():
-    process = subprocess.Popen(
-        [*BENCH, *SMALL, "--seconds", "1000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    for line in process.stderr:
-        if line.startswith("measuring"):
-            break
-    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True).stdout
+def test_ctrl_c_leaves_nothing_behind(start):
+    bench = start("microparallel", "bench", "allreduce", *SMALL, "--seconds", "1000")
+    deadline = time.monotonic() + 40
+    while "measuring" not in bench.errors:
+        assert time.monotonic() < deadline and bench.poll() is None, bench.errors
+        time.sleep(0.01)
+    children = subprocess.run(["ps", "-o", "pid=", "--ppid", str(bench.pid)], capture_output=True, text=True).stdout
     ranks = [int(pid) for pid in children.split()]
     assert ranks
-    os.kill(process.pid, signal.SIGINT)
-    output, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert output == "" and "Traceback" not in errors
+    os.kill(bench.pid, signal.SIGINT)
+    assert bench.wait(20) == 130
+    assert bench.output == "" and "Traceback" not in bench.errors
     deadline = time.monotonic() + 5
     while any(alive(pid) for pid in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -195,10 +182,10 @@ def test_ctrl_c_leaves_nothing_behind():
 
 def alive(pid):
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    return True
+    return state != "Z"
 
 
 def test_a_wrong_sum_is_a_failure_that_names_algorithm_and_size():
@@ -316,10 +303,9 @@ def test_the_table_of_data_parallelism_fits(width):
     assert "torch-ddp on shm" in shown and "÷torch" in shown
 
 
-def test_data_parallelism_under_torchrun():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+def test_data_parallelism_under_torchrun(torchrun):
     arguments = ["--models", "mlp-4", "--batch", "2", "--methods", "ddp", "--steps", "1", "--json", "--quiet"]
-    result = run(*arguments, command=[*torchrun, "-m", "microparallel", "bench", "dp"])
+    result = torchrun(2, "microparallel", "bench", "dp", *arguments)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["ranks"] == 2
 
@@ -455,10 +441,9 @@ def test_without_torch_there_is_nothing_to_compare_with(microparallel, tmp_path)
     assert "torch's" not in result.stdout and "÷torch" not in result.stdout and "zb-h1" not in result.stdout
 
 
-def test_pipelines_under_torchrun():
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+def test_pipelines_under_torchrun(torchrun):
     arguments = ["--depth", 2, "--width", 4, "--schedules", "1f1b", "--steps", "1", "--json", "--quiet"]
-    result = run(*arguments, command=[*torchrun, "-m", "microparallel", "bench", "pp"])
+    result = torchrun(2, "microparallel", "bench", "pp", *arguments)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["ranks"] == 2
 

@@ -1,10 +1,7 @@
 """The two verbs that examine: strategies against each other, and the machine."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,14 +12,8 @@ from microparallel.train.compare import Comparison
 from microparallel.train.config import TrainConfig
 
 
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "microparallel", *arguments], capture_output=True, text=True, timeout=58, check=False
-    )
-
-
-def test_compare_finds_that_all_strategies_agree():
-    result = run("compare", "--ranks", "2", "--steps", "5", "--dim", "16", "--depth", "4", "--json")
+def test_compare_finds_that_all_strategies_agree(microparallel):
+    result = microparallel("compare", "--ranks", "2", "--steps", "5", "--dim", "16", "--depth", "4", "--json")
     assert result.returncode == 0, result.stderr
     rows = {row["strategy"]: row for row in json.loads(result.stdout)}
     assert set(rows) == {"single", "naive", "hooks", "ddp", "torch-ddp"}
@@ -61,8 +52,8 @@ def test_compare_refuses_pipelines_in_one_line(microparallel, flags, words):
 SMALL = ["--dim", "16", "--depth", "4", "--batch", "7", "--device", "cpu"]
 
 
-def test_compare_in_process_finds_that_replicas_agree_with_plain_training():
-    result = run("compare", "--in-process", "--ranks", "3", "--steps", "5", *SMALL, "--json")
+def test_compare_in_process_finds_that_replicas_agree_with_plain_training(microparallel):
+    result = microparallel("compare", "--in-process", "--ranks", "3", "--steps", "5", *SMALL, "--json")
     assert result.returncode == 0, result.stderr
     rows = {row["strategy"]: row for row in json.loads(result.stdout)}
     assert list(rows) == ["single", "replicas-cpu", "replicas-ring"]
@@ -72,8 +63,8 @@ def test_compare_in_process_finds_that_replicas_agree_with_plain_training():
     assert "nn.DataParallel needs a GPU, and --device is cpu" in result.stderr.replace("\n", " ")
 
 
-def test_compare_in_process_for_people():
-    result = run("compare", "--in-process", "--steps", "30", *SMALL)
+def test_compare_in_process_for_people(microparallel):
+    result = microparallel("compare", "--in-process", "--steps", "30", *SMALL)
     assert result.returncode == 0, result.stderr
     losses, differences = result.stdout.split("mlp, 30 steps of 7 samples, float64, sgd")
     steps = re.findall(r"^│ +(\d+) │", losses, re.MULTILINE)
@@ -110,16 +101,16 @@ def test_what_torch_s_own_was_compared_with_is_said(gpus, device, words):
         ),
     ],
 )
-def test_compare_in_process_refuses_in_one_line(flags, words):
-    result = run("compare", "--in-process", *flags)
+def test_compare_in_process_refuses_in_one_line(microparallel, flags, words):
+    result = microparallel("compare", "--in-process", *flags)
     assert result.returncode == 2
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
 
 
-def test_compare_in_process_fails_when_replicas_differ():
+def test_compare_in_process_fails_when_replicas_differ(microparallel):
     """In float32 with a learning rate that blows everything up: what is not a number agrees with nothing."""
-    result = run("compare", "--in-process", "--steps", "8", *SMALL, "--dtype", "float32", "--lr", "1e30")
+    result = microparallel("compare", "--in-process", "--steps", "8", *SMALL, "--dtype", "float32", "--lr", "1e30")
     assert result.returncode == 1, result.stdout + result.stderr
     assert result.stdout.count("differs") == 3
 
@@ -165,8 +156,8 @@ def test_compare_refuses_shortcuts_in_one_line(microparallel, tmp_path, flags, w
     assert result.stderr.count("\n") == 1
 
 
-def test_doctor_measures_transports_and_proves_parity():
-    result = run("doctor", "--selftest", "--ranks", "2", "--json")
+def test_doctor_measures_transports_and_proves_parity(microparallel):
+    result = microparallel("doctor", "--selftest", "--ranks", "2", "--json")
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads(result.stdout)
     assert [check["name"] for check in report["transports"]] == ["shm", "gloo", "nccl"]
@@ -178,21 +169,14 @@ def test_doctor_measures_transports_and_proves_parity():
     assert {finding["setting"]["transport"] for finding in report["selftest"]} >= {"shm", "gloo"}
 
 
-def test_torchrun_is_not_needed():
-    result = subprocess.run(
-        [sys.executable, "-m", "microparallel", "compare"],
-        env=os.environ | {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
+def test_torchrun_is_not_needed(microparallel):
+    result = microparallel("compare", RANK=0, WORLD_SIZE=2, MASTER_PORT=29500)
     assert result.returncode == 2
     assert "compare starts its own ranks" in result.stderr
 
 
-def test_doctor_for_people():
-    result = run("doctor")
+def test_doctor_for_people(microparallel):
+    result = microparallel("doctor")
     assert result.returncode == 0
     shm, gloo = (line.split() for line in result.stdout.splitlines() if "GB/s" in line)
     assert shm[:2] == ["✓", "shm"] and gloo[:2] == ["✓", "gloo"]

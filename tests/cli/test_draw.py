@@ -146,7 +146,7 @@ def test_a_terminal_s_width_is_kept(draw):
         (["1f1b", "--ranks", "0"], ["ranks=0", "at least 1"]),
         (["ring", "--ranks", "5000"], ["--ranks 5000", "at most 1024"]),
         (["1f1b", "--microbatches", "-1"], ["microbatches=-1", "at least 1"]),
-        (["all-to-all", "--ranks", "300"], ["operations", "200,000"]),
+        (["gather-add", "--ranks", "300"], ["operations", "200,000"]),
         (["ring", "--microbatches", "4"], ["--microbatches 4", "ring"]),
         (["1f1b", "--chunks", "2"], ["1f1b", "chunks"]),
         (["ring", "--ranks-per-node", "2"], ["ring", "ranks_per_node"]),

@@ -4,8 +4,7 @@ import json
 import webbrowser
 
 import pytest
-
-from microparallel.trace.recording import Recording, Span
+from tests.spans import recorded, span
 
 
 @pytest.fixture
@@ -14,8 +13,8 @@ def run(tmp_path):
     folder.mkdir()
     (folder / "config.toml").write_text('model = "mlp"\nranks = 2\n')
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "samples_per_second": 10.0}\n')
-    spans = [Span(rank, "forward", "forward", 0.0, 1.0 + rank) for rank in range(2)]
-    (folder / "trace.json").write_text(Recording(2, spans).to_json())
+    events = [span(rank, "forward", "forward", 0.0, 1.0 + rank) for rank in range(2)]
+    (folder / "trace.json").write_text(recorded(2, events).to_json())
     return folder
 
 

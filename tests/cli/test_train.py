@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -30,12 +28,10 @@ def losses(folder):
     return [record["loss"] for record in records if "loss" in record]
 
 
-def test_torchrun_gives_the_same_result(tmp_path, train):
+def test_torchrun_gives_the_same_result(tmp_path, train, torchrun):
     """3 ranks: their shares of 50 samples differ, and so do their sums when added in another order."""
     ours = json.loads(train(*SMALL, "--ranks", 3, "--out", "ours"))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", "--standalone"]
-    command = [*torchrun, "-m", "microparallel", "train", *SMALL, "--out", "theirs"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=55, check=False)
+    result = torchrun(3, "microparallel", "train", *SMALL, "--out", "theirs")
     assert result.returncode == 0, result.stderr
     theirs = json.loads(result.stdout)
     assert theirs["ranks"] == 3
@@ -75,27 +71,19 @@ def test_text_of_your_own(tmp_path, train):
     ("ranks", "number"),
     [(1, signal.SIGINT), (2, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.slow)],
 )
-def test_stopping_saves_and_resume_goes_on(tmp_path, train, ranks, number):
-    command = [sys.executable, "-m", "microparallel", "train", "--ranks", ranks, "--dim", "16", "--depth", "3"]
-    process = subprocess.Popen(
-        list(map(str, [*command, "--steps", "100000", "--out", "run", "--lr-schedule", "constant"])),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+def test_stopping_saves_and_resume_goes_on(tmp_path, train, start, ranks, number):
+    small = ["--ranks", ranks, "--dim", 16, "--depth", 3, "--lr-schedule", "constant"]
+    process = start("microparallel", "train", *small, "--steps", 100_000, "--out", "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 40
     while not (metrics.exists() and metrics.read_text().count("\n") > 20):
-        assert time.monotonic() < deadline and process.poll() is None
+        assert time.monotonic() < deadline and process.poll() is None, process.errors
         time.sleep(0.05)
     os.kill(process.pid, number)
-    output, errors = process.communicate(timeout=20)
-    assert process.returncode == 130
-    assert "Traceback" not in errors
-    assert "go on with: microparallel train --resume run" in errors
-    assert "kept in run" in output
+    assert process.wait(20) == 130
+    assert "Traceback" not in process.errors
+    assert "go on with: microparallel train --resume run" in process.errors
+    assert "kept in run" in process.output
     done = len(losses(tmp_path / "run"))
     resumed = json.loads(train("--resume", "run", "--steps", done + 5, "--ranks", ranks, "--json", "--quiet"))
     assert resumed["steps"] == done + 5

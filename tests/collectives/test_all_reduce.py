@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import microparallel as mp
-from microparallel.collectives import ALL_REDUCES, OTHERS, build
+from microparallel.collectives import ALGORITHMS, ALL_REDUCES, OTHERS, build, program_of, resolve
 from microparallel.program import Collective
 
 each_algorithm = pytest.mark.parametrize("name", ALL_REDUCES)
@@ -89,7 +89,7 @@ def test_messages_sent(ranks):
     """The counts of the literature; a fold adds messages of its own when the ranks are no power of two."""
     messages = {name: build(name, ranks).messages_sent() for name in ALL_REDUCES}
     assert messages["naive"] == [ranks - 1] + [1] * (ranks - 1)
-    assert messages["all-to-all"] == [ranks - 1] * ranks
+    assert messages["gather-add"] == [ranks - 1] * ranks
     assert messages["ring"] == messages["direct"] == [2 * (ranks - 1)] * ranks
     assert sum(messages["tree"]) == 2 * (ranks - 1)
     if ranks & (ranks - 1) == 0:
@@ -101,12 +101,12 @@ def test_messages_sent(ranks):
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("ranks", [1, 2, 5, 8])
 def test_the_other_collectives(name, ranks):
-    """Slice s of rank r starts as 10 r + s + 1; what ends where follows from the kind."""
+    """Slice s of rank r starts as 1000 r + s + 1; what ends where follows from the kind."""
     program = build(name, ranks)
     assert isinstance(program.goal, Collective) and program.goal.kind == name.removeprefix("direct-")
     kind = program.goal.kind
     slices = program.goal.slices
-    tensors = [torch.arange(slices) + 10 * rank + 1 for rank in range(ranks)]
+    tensors = [torch.arange(slices) + 1000 * rank + 1 for rank in range(ranks)]
     before = [tensor.clone() for tensor in tensors]
     mp.run_in_process(program, tensors)
     total = sum(before)
@@ -116,9 +116,35 @@ def test_the_other_collectives(name, ranks):
             assert tensor[rank] == total[rank]
         elif kind == "all-gather" or (kind == "gather" and rank == 0):
             assert torch.equal(tensor, own)
+        elif kind == "all-to-all":  # a row of a square before, and a column afterwards
+            assert tensor.view(ranks, ranks)[:, rank].tolist() == [
+                1000 * source + source * ranks + rank + 1 for source in range(ranks)
+            ]
         elif kind == "broadcast":
             assert torch.equal(tensor, before[0])
         elif kind == "reduce" and rank == 0:
             assert torch.equal(tensor, total)
         elif kind == "scatter":
             assert tensor[rank] == before[0][rank]
+
+
+@pytest.mark.parametrize("name", ["broadcast", "direct-broadcast", "reduce", "direct-reduce", "scatter", "gather"])
+def test_any_rank_may_be_the_root(name):
+    for ranks in (1, 2, 3, 4, 6):
+        for root in range(ranks):
+            program = build(name, ranks, root=root)
+            assert program.goal.root == root
+            mp.verify(program)
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "nccl"])
+@pytest.mark.parametrize("collective", ALGORITHMS)
+def test_auto_stands_for_an_algorithm_on_every_transport(collective, transport):
+    for size in (1, 2**30):
+        algorithm = resolve(collective, "auto", 4, size, transport)
+        assert resolve(collective, algorithm, 4, size, transport) == algorithm
+        program = program_of(collective, algorithm, 4)
+        assert program.goal.kind == collective
+        mp.verify(program)
+    with pytest.raises(mp.UsageError, match=f"there is no {collective} algorithm 'rink'; "):
+        resolve(collective, "rink", 4, 1, transport)

@@ -270,6 +270,40 @@ def asynchronous(group, rank):
     return tensors, gathered, doubled.wait()
 
 
+def sparse(group, rank):
+    """Ranks with different rows, the same ones twice, and none; values of a number or of a vector; hybrid and plain."""
+    found = []
+    for size, dense in (((5, 3), 0), ((7, 2, 2), 2), ((4,), 0)):
+        rows = torch.randint(size[0], (len(size) - dense, 2 * rank)) % torch.tensor(size[: len(size) - dense])[:, None]
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            values = numbers(dtype, (2 * rank, *size[len(size) - dense :]))
+            tensor = torch.sparse_coo_tensor(rows, values, size, check_invariants=True)
+            dist.all_reduce(tensor, group=group)
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            work.wait()
+            assert work.result()[0] is tensor or group.name() == "gloo"
+            assert tensor.is_coalesced()
+            found += [tensor.indices(), tensor.values()]
+    return found
+
+
+def sparse_gradients(group, rank):
+    model = torch.nn.Sequential(torch.nn.Embedding(20, 4, sparse=True), torch.nn.Linear(4, 1))
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    found = []
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.randint(20, (3 + rank, 2))).sum().backward()
+        found += [model[0].weight.grad.coalesce().indices(), model[0].weight.grad.to_dense(), model[1].weight.grad]
+    return found
+
+
+def monitored_barrier(group, rank):
+    for timeout in (timedelta(seconds=10), None):
+        group.monitored_barrier(timeout, wait_all_ranks=True)
+    group.monitored_barrier()
+
+
 BODIES = [
     reduce_everything,
     reduce_scatter,
@@ -282,6 +316,9 @@ BODIES = [
     odd_shapes,
     coalesced,
     asynchronous,
+    sparse,
+    sparse_gradients,
+    monitored_barrier,
 ]
 
 
@@ -363,7 +400,11 @@ def test_other_devices_are_refused_with_the_reason(pool, tmp_path):
         with pytest.raises(mp.UsageError, match="bits of integers"):
             dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)
         with pytest.raises(mp.UsageError, match="to_dense"):
-            dist.all_reduce(torch.ones(2).to_sparse())
+            dist.broadcast(torch.ones(2).to_sparse(), 0)
+        with pytest.raises(mp.UsageError, match="only the SUM, not MAX"):
+            dist.all_reduce(torch.ones(2).to_sparse(), op=dist.ReduceOp.MAX)
+        with pytest.raises(mp.UsageError, match="some are not"):
+            dist.group.WORLD.allreduce([torch.ones(2).to_sparse(), torch.ones(2)])
         with pytest.raises(RuntimeError, match="No device associated"):
             dist.split_group(split_ranks=[[0], [1]])
 
@@ -408,6 +449,66 @@ def test_timeouts(pool, tmp_path):
         dist.distributed_c10d._get_default_store().wait(["done/0", "done/1"])
 
     alone(pool, tmp_path, body, timeout=0.3)
+
+
+def misses_a_barrier(group, rank, meet):
+    """Ranks 1 and 2 never come; returns what the others are told."""
+    store = dist.distributed_c10d._get_default_store()
+    told = None
+    if rank in (0, 3):
+        try:
+            meet(group)
+        except RuntimeError as error:
+            told = str(error).partition("\n")[0], getattr(error, "ranks", None)
+    keys = [f"{group.name()}/{rank}" for rank in range(4)]
+    store.set(keys[rank], "")
+    store.wait(keys)
+    return told
+
+
+def wait_at_monitored_barrier(group):
+    group.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
+
+
+def wait_at_barrier(group):
+    dist.barrier(group=group, async_op=True).wait(timedelta(seconds=0.3))
+
+
+def wait_at_barrier_with_options(group):
+    options = dist.BarrierOptions()
+    options.timeout, options.device = timedelta(seconds=0.3), torch.device("cpu")
+    group.barrier(options).wait()
+
+
+def misses_barriers_of_both(comms, path, meet):
+    start(comms, path)
+    try:
+        groups = [dist.group.WORLD, dist.new_group(backend="gloo")]
+        return [misses_a_barrier(group, comms.rank, meet) for group in groups]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_monitored_barrier_names_the_ranks_that_are_missing(pool, tmp_path):
+    """gloo tells rank 0 alone; here everybody who came is told, and told who."""
+    results = pool.run(misses_barriers_of_both, 4, tmp_path / "store", wait_at_monitored_barrier, transport="shm")
+    for rank in (0, 3):
+        text, ranks = results[rank][0]
+        assert ranks == (1, 2)
+        assert text.startswith(
+            f"rank {rank} waited in vain in monitored_barrier(): ranks 1, 2 did not make the matching call in time"
+        )
+    gloos, _ = results[0][1]
+    assert gloos == "[Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 300 ms"
+
+
+def test_every_barrier_that_times_out_names_the_ranks_that_are_missing(pool, tmp_path):
+    def body(rank, meet):
+        return misses_a_barrier(dist.group.WORLD, rank, meet)
+
+    for number, meet in enumerate((wait_at_barrier, wait_at_barrier_with_options)):
+        results = alone(pool, tmp_path / str(number), body, meet, ranks=4)
+        assert [result and result[1] for result in results] == [(1, 2), None, None, (1, 2)]
 
 
 def test_starting_and_ending_again_and_again(pool, tmp_path):

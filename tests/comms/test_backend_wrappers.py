@@ -1,7 +1,8 @@
 """torch's own distributed wrappers on the backend "microparallel": unchanged, and with gloo's results."""
 
 import gc
-from contextlib import nullcontext
+import os
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 
 from microparallel._torch_entry import register
+from microparallel.comms import shared_memory
 
 WIDTH = 16
 
@@ -117,10 +119,26 @@ def test_distributed_data_parallel(both, options, hook):
     both(ddp, options, hook)
 
 
-def large_buckets(rank, _, kept_in_place):
+@contextmanager
+def moving(wanted):
+    """Whether groups that are made meanwhile may move large tensors into shared memory."""
+    before = os.environ.pop("MICROPARALLEL_MOVE", None)
+    if wanted:
+        os.environ["MICROPARALLEL_MOVE"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("MICROPARALLEL_MOVE", None)
+        if before is not None:
+            os.environ["MICROPARALLEL_MOVE"] = before
+
+
+def large_buckets(rank, _, kept_in_place, move=True):
     """Buckets of more than two blocks, which come again and again, except where NumPy looks at them."""
     layers = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).double()
-    model = DistributedDataParallel(layers, gradient_as_bucket_view=True)
+    with moving(move):
+        group = dist.new_group()
+    model = DistributedDataParallel(layers, gradient_as_bucket_view=True, process_group=group)
     gradient = lambda: model.module[0].weight.grad  # noqa: E731
     arrays = []
     for step in range(5):
@@ -128,7 +146,7 @@ def large_buckets(rank, _, kept_in_place):
         if step == 1 and rank in kept_in_place:  # the buckets are the last ones now, and have come once
             arrays.append(gradient().numpy())
     if dist.get_backend() == "microparallel":
-        assert gradient().untyped_storage().is_shared() == (rank not in kept_in_place)
+        assert gradient().untyped_storage().is_shared() == (move and rank not in kept_in_place)
     for array in arrays:
         assert torch.equal(torch.from_numpy(array), gradient())
     return gradient().clone()
@@ -138,6 +156,11 @@ def large_buckets(rank, _, kept_in_place):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_large_buckets_are_moved_to_where_peers_read_them(both, ranks, kept_in_place):
     both(large_buckets, kept_in_place, ranks=ranks)
+
+
+def test_buckets_stay_where_they_are_by_default(both):
+    """Somebody may hold a pointer into a gradient."""
+    both(large_buckets, (), False)
 
 
 def compiled(rank, _):
@@ -199,6 +222,28 @@ def begun_in_backward(rank, _):
 
 def test_backward_does_not_wait_for_ranks_that_have_not_called(both):
     both(begun_in_backward)
+
+
+def polled_in_backward(rank, _):
+    """A hook that asks again and again whether its sum is there does not wait for the end of backward."""
+    gradient = torch.full((4,), float(rank))
+
+    def hook(_):
+        work = dist.all_reduce(gradient, async_op=True)
+        while not work.is_completed():
+            pass
+
+    weight = torch.ones(4, requires_grad=True)
+    weight.register_hook(hook)
+    with pytest.MonkeyPatch.context() as patch:  # ranks fill the cores, and have the patience to hang
+        patch.setattr(shared_memory, "available_cores", lambda: 1)
+        patch.setattr(shared_memory, "_PATIENCE", 1000.0)
+        weight.sum().backward()
+    return gradient
+
+
+def test_backward_may_poll_for_what_it_has_begun(both):
+    both(polled_in_backward)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the hook synchronizes with the GPU, for tensors on the CPU too")

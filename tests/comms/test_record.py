@@ -1,7 +1,6 @@
 """`mp.record`: what the ranks of any program did, on one clock."""
 
 import json
-import math
 import threading
 import time
 
@@ -12,6 +11,7 @@ from torch import nn
 from torch.nn.modules import module as torch_modules
 
 import microparallel as mp
+from microparallel.program import AllReduce
 from microparallel.trace.parts import parts
 
 
@@ -31,22 +31,25 @@ def recorded_training(comms):
     with mp.record(comms, model="small") as recorder:
         steps(comms, 2)
     steps(comms, 1)
-    return recorder.recording
+    return recorder.trace
 
 
 def test_a_data_parallel_program(any_pool):
     first, second = any_pool.run(recorded_training, 2, timeout=30)
-    assert repr(first) == repr(second)  # every rank has all of it
+    assert first == second  # every rank has all of it
     assert first.ranks == 2 and first.about == {"model": "small"} and first.steps == [0, 1]
     assert first.clock_error == 0  # one machine, one clock
-    for spans in first.by_rank:
-        names = [span.name for span in spans if span.computes]
-        one_step = ["forward of DataParallel", "forward of MSELoss", "backward", "SGD"]
-        assert names == one_step * 2
-        reduced = [span for span in spans if span.kind == "collective" and span.name.startswith("all_reduce(float32")]
-        assert len(reduced) >= 4 and all(span.bytes > 0 and span.group == (0, 1) for span in reduced)
-        assert all(span.start <= span.waited <= span.end for span in spans if span.kind == "collective")
-    numbers = [[(span.number, span.name) for span in spans if span.kind == "collective"] for spans in first.by_rank]
+    for rank, events in enumerate(first.by_rank):
+        names = [event.name for event in events if event.computes]
+        backward = [f"B{bucket}.{rank}" for bucket in (2, 1, 0)]  # one of each bucket
+        assert names == [f"F0:3.{rank}", "forward of MSELoss", *backward, "S"] * 2
+        reduced = [event for event in events if isinstance(event.op, AllReduce)]
+        assert len(reduced) >= 4 and all(event.bytes > 0 and event.group == (0, 1) for event in reduced)
+        waited = [event for event in events if event.kind == "collective" and event.waited is not None]
+        assert waited and all(event.asked <= event.waited <= event.end for event in waited)
+    numbers = [
+        [(event.number, event.name) for event in events if event.kind == "collective"] for events in first.by_rank
+    ]
     assert numbers[0] == numbers[1]  # the same calls, in the same order
 
 
@@ -56,13 +59,13 @@ def straggler(comms):
         if comms.rank == 1:
             time.sleep(0.1)
         comms.all_reduce(torch.ones(4))
-    return recorder.recording
+    return recorder.trace
 
 
 def test_whoever_waits_for_a_straggler_does_not_communicate(any_pool):
-    recording = any_pool.run(straggler, 2, timeout=30)[0]
-    assert all(span.place.startswith("test_record.py:") for span in recording.spans)
-    quick, _ = parts(recording)
+    trace = any_pool.run(straggler, 2, timeout=30)[0]
+    assert all(event.place.startswith("test_record.py:") for event in trace.events)
+    quick, _ = parts(trace)
     assert quick.waiting >= 0.09
     assert quick.waiting + quick.communicating == pytest.approx(quick.step, rel=0.02)
 
@@ -76,18 +79,18 @@ def messages(comms):
         if comms.rank == 2:
             for _ in range(2):
                 pair.recv_tensor((3,), 0)
-    return recorder.recording
+    return recorder.trace
 
 
 def test_messages_of_a_smaller_group(pool, tmp_path):
-    recording = pool.run(messages, 3, timeout=30)[0]
-    assert [(span.rank, span.kind, span.peer, span.number) for span in recording.spans] == [
+    trace = pool.run(messages, 3, timeout=30)[0]
+    assert [(event.rank, event.kind, event.peer, event.number) for event in trace.events] == [
         (0, "send", 2, 0),
         (0, "send", 2, 1),
         (2, "receive", 0, 0),
         (2, "receive", 0, 1),
     ]
-    recording.to_chrome(tmp_path / "trace.json")
+    trace.to_chrome(tmp_path / "trace.json")
     entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert sum(entry["ph"] == "X" for entry in entries) == 4
     arrows = [entry for entry in entries if entry["ph"] in "sf"]
@@ -99,8 +102,8 @@ def cut_short(comms):
     with pytest.raises(ZeroDivisionError), mp.record(comms) as recorder:
         raise ZeroDivisionError
     with pytest.raises(mp.UsageError, match="block has ended"):
-        recorder.recording  # noqa: B018
-    return comms.listeners, len(torch_modules._global_forward_pre_hooks) - before
+        recorder.trace  # noqa: B018
+    return comms.observers, len(torch_modules._global_forward_pre_hooks) - before
 
 
 def test_a_block_that_raises_leaves_nothing_behind(pool):
@@ -115,7 +118,7 @@ def recomputing(comms):
         torch.utils.checkpoint.checkpoint(layer, inputs, use_reentrant=False).sum().backward()
         with torch.no_grad():
             layer(inputs)
-    return [(span.kind, span.name) for span in recorder.recording.spans]
+    return [(event.kind, event.name) for event in recorder.trace.events]
 
 
 def test_a_forward_inside_a_backward_is_part_of_it(pool):
@@ -134,14 +137,14 @@ def other_peoples_program(comms):
             dist.send(torch.ones(2), 1)
         else:
             dist.recv(torch.ones(2), 0)
-    return recorder.recording
+    return recorder.trace
 
 
 def test_a_torch_program_on_our_backend(pool):
     """It knows nothing of us: only the backend is ours."""
-    recording = pool.run(other_peoples_program, 2, transport="shm", timeout=30)[0]
-    for rank, spans in enumerate(recording.by_rank):
-        calls = [(span.kind, span.name, span.bytes) for span in spans if not span.computes]
+    trace = pool.run(other_peoples_program, 2, transport="shm", timeout=30)[0]
+    for rank, events in enumerate(trace.by_rank):
+        calls = [(event.kind, event.name, event.bytes) for event in events if not event.computes]
         message = ("send", "send(float32[2], dst=1, tag=0)", 8) if rank == 0 else (
             "receive", "recv(float32[2], src=0, tag=0)", 8
         )  # fmt: skip
@@ -150,7 +153,7 @@ def test_a_torch_program_on_our_backend(pool):
             ("collective", "all_reduce(float32[5], op=SUM)", 20),
             message,
         ]
-        assert all(span.place.startswith("test_record.py:") for span in spans if not span.computes)
+        assert all(event.place.startswith("test_record.py:") for event in events if not event.computes)
 
 
 def late(comms, gradient):
@@ -175,18 +178,19 @@ def ddp_with_a_straggler(comms):
         loss = model(torch.ones(2, 512)).sum()
         loss.register_hook(lambda gradient: late(comms, gradient))
         loss.backward()
-    return recorder.recording
+    return recorder.trace
 
 
 def test_what_torchs_ddp_waits_for_inside_backward_is_waiting(pool):
-    recording = pool.run(ddp_with_a_straggler, 2, transport="shm", timeout=30)[0]
-    quick = recording.by_rank[0]
-    first, last = [span for span in quick if span.kind == "collective"]
-    [backward] = [span for span in quick if span.kind == "backward"]
-    assert backward.start < first.start < last.start < first.waited == last.waited
+    trace = pool.run(ddp_with_a_straggler, 2, transport="shm", timeout=30)[0]
+    quick = trace.by_rank[0]
+    first, last = [event for event in quick if event.kind == "collective"]
+    [backward] = [event for event in quick if event.kind == "backward"]
+    assert backward.start < first.asked < last.asked < first.waited <= last.waited
+    assert last.waited < first.start  # for both from then on, long before rank 1 has come
     assert first.end <= last.end <= backward.end
     # Until rank 1 came, rank 0 had nothing to do, and it did not communicate either.
-    waited, slow = parts(recording)
+    waited, slow = parts(trace)
     assert waited.waiting > 0.1 and waited.backward < backward.duration - 0.1
     assert slow.backward > 0.3
 
@@ -226,14 +230,14 @@ def ddp_that_hides_a_bucket(comms):
     reduced.clear()
     with mp.record(comms) as recorder:
         model(torch.ones(2, 512)).sum().backward()
-    return recorder.recording
+    return recorder.trace
 
 
 def test_what_has_ended_when_all_is_computed_was_not_waited_for(pool):
-    recording = pool.run(ddp_that_hides_a_bucket, 2, transport="shm", timeout=30)[0]
-    for spans in recording.by_rank:
-        first, *_ = [span for span in spans if span.name.startswith("all_reduce(float32")]
-        assert math.isnan(first.waited)
+    trace = pool.run(ddp_that_hides_a_bucket, 2, transport="shm", timeout=30)[0]
+    for events in trace.by_rank:
+        first, *_ = [event for event in events if event.name.startswith("all_reduce(float32")]
+        assert first.waited is None
 
 
 def left_alone(comms):
@@ -247,18 +251,18 @@ def left_alone(comms):
         works[0].wait()
         future = dist.all_reduce(torch.ones(4), async_op=True).get_future()
         future.wait()
-    return recorder.recording
+    return recorder.trace
 
 
 def test_what_a_program_waits_for_itself_is_booked_when_it_does(pool):
-    recording = pool.run(left_alone, 2, transport="shm", timeout=30)[0]
-    for spans in recording.by_rank:
-        kinds = [span.kind for span in spans]
+    trace = pool.run(left_alone, 2, transport="shm", timeout=30)[0]
+    for events in trace.by_rank:
+        kinds = [event.kind for event in events]
         assert sorted(kinds) == ["backward", "collective", "collective"]  # though no module was called
-        backward = spans[kinds.index("backward")]
-        waited_for, left = [span for span in spans if span.kind == "collective"]
+        backward = events[kinds.index("backward")]
+        waited_for, left = [event for event in events if event.kind == "collective"]
         assert waited_for.waited >= backward.end + 0.05
-        assert math.isnan(left.waited)
+        assert left.waited is None
 
 
 def failing_backward(comms):
@@ -272,7 +276,7 @@ def failing_backward(comms):
         with pytest.raises(ZeroDivisionError):
             loss.backward()
         layer(torch.ones(1, 2)).sum().backward()
-    return [span.kind for span in recorder.recording.spans]
+    return [event.kind for event in recorder.trace.events]
 
 
 def test_a_backward_that_fails_does_not_hide_what_follows(pool):
@@ -292,7 +296,7 @@ def two_recordings(comms):
     step()
     second.__exit__(None, None, None)
     step()
-    return [[span.kind for span in recorder.recording.spans if span.computes] for recorder in (one, other)]
+    return [[event.kind for event in recorder.trace.events if event.computes] for recorder in (one, other)]
 
 
 def test_recordings_may_overlap(pool):

@@ -2,11 +2,9 @@
 
 import gc
 import os
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -42,42 +40,52 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def start(ranks, *arguments):
-    shared = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, *arguments],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
+@pytest.fixture
+def start_ranks(start, tmp_path):
+    def start_ranks(ranks, *arguments):
+        shared = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+        return [start("python", script, *arguments, RANK=rank, LOCAL_RANK=rank, **shared) for rank in range(ranks)]
+
+    return start_ranks
 
 
-def left_behind():
-    last_words = f"microparallel-{os.getuid()}"  # flight files of ranks that died, which are meant to stay
-    return {path.name for path in Path(tempfile.gettempdir()).glob("microparallel-*")} - {last_words} | {
-        path.name for path in Path("/dev/shm").glob("*microparallel*")
-    }
+def files():
+    """What ranks may leave on this machine, but for the flight files of those that died, which are meant to stay."""
+    folders = Path(tempfile.gettempdir()).glob("microparallel-*")
+    kept = (f"microparallel-{os.getuid()}", "microparallel-tests-")
+    return {path for path in folders if not path.name.startswith(kept)} | {*Path("/dev/shm").glob("*microparallel*")}
 
 
-def test_a_killed_rank_is_named_within_seconds_and_leaves_nothing():
-    before = left_behind()
-    processes = start(3, "SIGKILL", "30")
-    rows = [process.communicate(timeout=50)[0].strip() for process in processes]
+def left_behind(before):
+    """What stays; worlds of other processes come and go."""
+    deadline = time.monotonic() + 10
+    left = files() - before
+    while left and time.monotonic() < deadline:
+        time.sleep(0.01)
+        left &= files()
+    return left
+
+
+def test_a_killed_rank_is_named_within_seconds_and_leaves_nothing(start_ranks):
+    before = files()
+    ranks = start_ranks(3, "SIGKILL", "30")
+    for rank in ranks:
+        rank.wait(50)
     words = "rank 1 went away during all_reduce(float32[10000000], op='sum') on rank"
-    assert rows == [f"PeerLost|(1,)|{words} 0|True", "", f"PeerLost|(1,)|{words} 2|True"]
-    assert left_behind() == before
+    assert [rank.output.strip() for rank in ranks] == [
+        f"PeerLost|(1,)|{words} 0|True",
+        "",
+        f"PeerLost|(1,)|{words} 2|True",
+    ]
+    assert not left_behind(before)
 
 
-def test_a_stopped_rank_is_named_when_the_time_is_up():
-    processes = start(2, "SIGSTOP", "1")
-    try:
-        row = processes[0].communicate(timeout=50)[0].strip()
-    finally:
-        processes[1].send_signal(signal.SIGKILL)
-        processes[1].communicate()
+def test_a_stopped_rank_is_named_when_the_time_is_up(start_ranks):
+    first, _ = start_ranks(2, "SIGSTOP", "1")
+    first.wait(50)
+    row = first.output.strip()
     kind, _, text, soon = row.split("|")
     assert (kind, soon) == ("CommsTimeout", "True")
     assert "all_reduce(float32[10000000], op='sum')" in text and "timed out waiting for rank 1" in text

@@ -8,7 +8,7 @@ import pytest
 
 from microparallel.comms import patience
 from microparallel.comms.turns import Line
-from microparallel.errors import CommsError
+from microparallel.errors import CommsError, TransportTimeout
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_waiting_gives_up(line):
     line.run_in_background()
     assert begun.wait(20)
     later = line.append(lambda _: None)
-    with pytest.raises(RuntimeError, match="timed out"):
+    with pytest.raises(TransportTimeout, match="timed out"):
         later.wait(0.01)
     gate.set()
     later.wait()
@@ -152,8 +152,16 @@ def test_a_thread_that_holds_back_can_be_hurried(line):
     turn = line.append(lambda _: ran.set())
     line.run_in_background(patience=1000)
     assert not turn.done
-    line.run_in_background()
+    line.hurry()
     assert ran.wait(20)
+
+
+def test_hurrying_wakes_nobody_who_does_not_hold_back(line):
+    turn = line.append(lambda _: None)
+    for _ in range(3):  # as one who polls
+        line.hurry()
+    assert not turn.done
+    turn.wait()
 
 
 @pytest.mark.usefixtures("computing")

@@ -23,7 +23,7 @@ def naive(p, n):
     return [(p - 1, (p - 1) * n)] + [(1, n)] * (p - 1)
 
 
-def all_to_all(p, n):
+def gather_add(p, n):
     return [(p - 1, (p - 1) * n)] * p
 
 
@@ -72,7 +72,7 @@ def hierarchical(p, n, ranks_per_node=2):
 
 EXPECTED = {
     "naive": naive,
-    "all-to-all": all_to_all,
+    "gather-add": gather_add,
     "tree": tree,
     "ring": ring,
     "recursive-doubling": recursive_doubling,
@@ -90,7 +90,7 @@ def test_every_algorithm_has_a_formula():
 def test_the_formulas_themselves(p):
     """What is known of the sums: a tree has 2(p − 1) messages; where nodes are full, two levels move a ring's bytes."""
     assert sum(messages for messages, _ in tree(p, BYTES)) == 2 * (p - 1)
-    assert sum(messages for messages, _ in all_to_all(p, BYTES)) == p * (p - 1)
+    assert sum(messages for messages, _ in gather_add(p, BYTES)) == p * (p - 1)
     for k in (k for k in range(1, p + 1) if p % k == 0):
         assert hierarchical(p, BYTES, k) == [(2 * (k - 1) + 2 * (p // k - 1), 2 * (p - 1) * BYTES // p)] * p
     if p & (p - 1) == 0:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from tests.data_parallel.test_hooks import (
+    CASES,
     OPTIMIZERS,
     RELATIVE,
     SAMPLES,
@@ -18,13 +19,15 @@ from tests.data_parallel.test_hooks import (
     learn,
     share,
 )
+from tests.pairwise import sample_and_whole
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import microparallel as mp
 from microparallel.data_parallel import replicas_are_identical
-from microparallel.program import Lane, OptimizerStep, lane
+from microparallel.program import Lane, lane
 
+WORLDS = [("shm", 1), ("gloo", 2), ("shm", 3), ("shm", 4)]
 SMALL = 6e-5  # megabytes: a bucket holds a few small gradients
 
 
@@ -54,11 +57,11 @@ def train(comms, case, dtype, optimizer):
     return learn(model, OPTIMIZERS[optimizer](model.parameters()), step, case), model.cpu()
 
 
-def everything_that_fails(comms, references):
+def everything_that_fails(comms, references, rows):
     failures = []
-    for (case, dtype, optimizer), reference in references.items():
+    for case, dtype, optimizer in rows:
         losses, model = train(comms, case, dtype, optimizer)
-        found = list(differences(losses, model, reference, RELATIVE[dtype]))
+        found = list(differences(losses, model, references[case, dtype, optimizer], RELATIVE[dtype]))
         if not replicas_are_identical(model, comms):
             found.append("the replicas from each other")
         failures += [f"{case}, {dtype}, {optimizer}: {what}" for what in found]
@@ -70,17 +73,20 @@ def references():
     return {setting: alone(*setting) for setting in SETTINGS if setting[0] != "unregistered"}
 
 
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "shm"), (2, "gloo"), (3, "shm"), (4, "shm")])
-def test_parity_with_one_process(pool, references, ranks, transport):
-    assert pool.run(everything_that_fails, ranks, references, transport=transport, timeout=55) == [[]] * ranks
+@pytest.mark.parametrize(("transport", "ranks"), WORLDS)
+@pytest.mark.parametrize("rows", sample_and_whole(WORLDS, CASES, RELATIVE, OPTIMIZERS))
+def test_parity_with_one_process(pool, references, ranks, transport, rows):
+    mine = [setting for world, *setting in rows if world == (transport, ranks)]
+    world = {"transport": transport, "timeout": 55}
+    assert pool.run(everything_that_fails, ranks, references, mine, **world) == [[]] * ranks
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("ranks", "transport"), [(1, "nccl"), (2, "gloo")])
 def test_parity_on_a_gpu(pool, references, ranks, transport):
-    exact = {setting: reference for setting, reference in references.items() if setting[1] == torch.float64}
+    exact = [setting for setting in references if setting[1] == torch.float64]
     world = {"transport": transport, "device": "cuda", "timeout": 55}
-    assert pool.run(everything_that_fails, ranks, exact, **world) == [[]] * ranks
+    assert pool.run(everything_that_fails, ranks, references, exact, **world) == [[]] * ranks
 
 
 # ── what backward leaves ────────────────────────────────────────────────────────────────────────────────────────────
@@ -355,8 +361,8 @@ def test_buckets_follow_the_order_in_which_gradients_arrive(pool):
         assert inside
 
 
-def perform(comms):
-    """A step, tracked, beside the program that it should have performed."""
+def tracked(comms):
+    """A step as the tracker sees it from outside, beside the program that it follows."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64).double(), nn.Linear(64, 64).double())
     model[1].register_forward_hook(lambda *arguments: arguments[2].double())
@@ -371,14 +377,13 @@ def perform(comms):
     return wrapped.program(), trace
 
 
-def test_a_step_does_what_its_program_says(any_pool):
-    for program, trace in any_pool.run(perform, 2, timeout=30):
+def test_buckets_leave_as_the_program_says(any_pool):
+    for program, trace in any_pool.run(tracked, 2, timeout=30):
         mp.verify(program)
         assert len(program.goal.buckets) > 2
         for rank, ops in enumerate(program.ranks):
-            for which in Lane:
-                meant = [op for op in ops if lane(op) is which and not isinstance(op, OptimizerStep)]
-                assert [event.op for event in trace.by_rank[rank] if event.lane is which] == meant
+            left = [event.op for event in trace.by_rank[rank] if event.lane is Lane.COMM]
+            assert left == [op for op in ops if lane(op) is Lane.COMM]
         assert mp.simulate(program, mp.Costs()).makespan > 0
 
 

@@ -11,7 +11,6 @@ from torch import nn
 import microparallel as mp
 from microparallel.data_parallel.hook_trace import Cargo, Notes, layers_of, trace_of
 from microparallel.program import AllReduce, Backward, Forward, Lane
-from microparallel.trace.overlap import hidden_share
 
 # ── from notes to a trace ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -47,7 +46,7 @@ def test_an_all_reduce_begins_when_the_last_rank_has_handed_it_over_and_the_one_
         ("*U1@dp", 11, 14),  # and for the first until 11
     ]
     assert trace.exposed_communication == [3, 6]
-    assert hidden_share(trace) == pytest.approx(1 - 9 / 13)
+    assert trace.hidden_share == pytest.approx(1 - 9 / 13)
     assert trace.bytes_sent == [120, 120] and trace.messages_sent == [4, 4]  # a ring of 2 sends all of it
     assert trace.program.goal.buckets == ((1, 2), (0, 1))
     mp.verify(trace.program)
@@ -159,7 +158,7 @@ def test_computation_and_communication_do_not_overlap_themselves(shown_by_ranks)
 
 def test_by_hand_nothing_is_hidden_and_every_journey_costs_its_link(shown_by_ranks):
     traces = shown_by_ranks[0][1]
-    assert hidden_share(traces["manual"]) == 0
+    assert traces["manual"].hidden_share == 0
     assert min(traces["manual"].exposed_communication) >= 8 * LINK
     for trace in traces.values():
         # An all-reduce is seen by a rank only once it has begun on the slowest, so a bar may be shorter than the link.

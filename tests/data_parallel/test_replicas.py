@@ -20,15 +20,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Layers this small only wait for a second thread, and on a busy machine they wait long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Subject(nn.Module):
     """Smooth, so that rounding stays rounding; tied or frozen on request; one layer that only some samples use."""
 

@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "docs" / "tools"))
-
 reporting = runpy.run_path(str(ROOT / "tests" / "reporting" / "conftest.py"))
 
 
@@ -31,10 +29,8 @@ class Browser(reporting["Browser"]):
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if reporting["CHROMIUM"] is None:
-        pytest.skip(f"no Chromium on this machine (none of {', '.join(reporting['NAMES'])}): apt-get install chromium")
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
+def browser(chromium, tmp_path_factory):
+    browser = Browser(chromium, tmp_path_factory.mktemp("chromium"))
     yield browser
     browser.close()
 

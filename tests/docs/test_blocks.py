@@ -40,6 +40,7 @@ CANNOT = {
 }
 LONG = "too long for every run of the tests; `make test-full` runs it as it stands"
 TOO_LONG = {
+    TORCHRUN.format(0): Instead("two hosts; a lesson starts torchrun on one"),
     "microparallel bench allreduce --ranks 2": Instead(
         LONG, "microparallel bench allreduce --sizes 4KB,1MB --repeats 3"
     ),
@@ -57,10 +58,9 @@ TOO_LONG = {
     "microparallel compare --ranks 4": Instead(LONG, "microparallel compare --ranks 2 --steps 3"),
     "microparallel doctor --selftest": Instead(LONG, "microparallel doctor"),
     "microparallel analyze --ranks 2": Instead(LONG, "microparallel analyze --ranks 2 --steps 3 --scaling none"),
-    "python examples/hooks_demo.py": Instead(LONG, "python examples/hooks_demo.py --steps 2 --width 64"),
-    "python examples/pipeline_utilisation.py": Instead(
-        LONG, "python examples/pipeline_utilisation.py --ranks 2 --steps 2"
-    ),
+    "python examples/hooks_demo.py": Instead("a lesson runs it"),
+    "python examples/pipeline_utilisation.py": Instead("tests/examples runs it"),
+    "python examples/pipeline_deadlock.py": Instead("tests/examples runs it"),
     "microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8": Instead(
         LONG, "microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8 --steps 3"
     ),

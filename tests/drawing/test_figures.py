@@ -20,7 +20,7 @@ PROGRAMS = {
     "dualpipev": lambda: mp.schedules.build("dualpipev", 2, 4),
     "ddp": lambda: mp.schedules.build("ddp", 2),
     "ring": lambda: mp.collectives.build("ring", 4),
-    "all-to-all": lambda: mp.collectives.build("all-to-all", 3),
+    "gather-add": lambda: mp.collectives.build("gather-add", 3),
     "alone": lambda: mp.collectives.build("ring", 1),
 }
 VOID = {"meta", "input"}
@@ -160,8 +160,8 @@ def test_attributes_are_escaped():
 def test_figures_of_seconds_and_of_nothing():
     program = mp.schedules.build("gpipe", 2, 2)
     tiny = [event._replace(start=event.start * 1e-6, end=event.end * 1e-6) for event in mp.simulate(program).events]
-    assert "time ×10⁻⁶" in mp.draw(Trace(program, tiny), as_="svg")
-    empty = Trace(program, [])
+    assert "time ×10⁻⁶" in mp.draw(Trace(tiny, program), as_="svg")
+    empty = Trace([], program)
     assert "never happens" in mp.draw(empty, as_="svg")
     assert Page(mp.draw(empty, as_="html")).open == []
 

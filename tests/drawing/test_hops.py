@@ -36,12 +36,13 @@ def test_every_operation_is_in_one_hop_and_every_message_finds_its_receive(name)
 @pytest.mark.parametrize(
     ("name", "where"),
     [
-        ("reduce-scatter", lambda rank, index: rank == index),
-        ("all-gather", lambda rank, index: True),
-        ("broadcast", lambda rank, index: True),
-        ("reduce", lambda rank, index: rank == 0),
-        ("scatter", lambda rank, index: rank == index),
-        ("gather", lambda rank, index: rank == 0),
+        ("reduce-scatter", lambda rank, index, ranks: rank == index),
+        ("all-gather", lambda rank, index, ranks: True),
+        ("broadcast", lambda rank, index, ranks: True),
+        ("reduce", lambda rank, index, ranks: rank == 0),
+        ("scatter", lambda rank, index, ranks: rank == index),
+        ("gather", lambda rank, index, ranks: rank == 0),
+        ("all-to-all", lambda rank, index, ranks: index % ranks == rank),
     ],
 )
 def test_the_other_collectives_end_complete_where_they_promise(name, where):
@@ -50,8 +51,16 @@ def test_the_other_collectives_end_complete_where_they_promise(name, where):
         goal, held = walkthrough.goal, walkthrough.hops[-1].held
         for rank in range(ranks):
             for index, symbol in enumerate(held[rank].slices):
-                if where(rank, index):
+                if where(rank, index, ranks):
                     assert complete(goal, ranks, index, symbol), (ranks, rank, index)
+
+
+def test_an_all_to_all_of_many_ranks_is_drawn_as_far_as_it_fits():
+    """It has p² slices, on each of p ranks, after each of p − 1 hops."""
+    text = mp.draw(mp.collectives.build("all-to-all", 24), width=100)
+    assert "23 hops" in text and "takes more room" in text
+    with pytest.raises(mp.UsageError, match=r"48 moments × 48 ranks × 2304 slices; draw fewer ranks"):
+        steps_of(mp.collectives.build("all-to-all", 48))
 
 
 def test_hops_are_those_of_the_formulas():
@@ -100,7 +109,7 @@ def test_tables_go_on_below_when_they_are_too_wide(width):
 
 
 def test_a_cell_that_is_too_wide_is_cut_with_a_mark():
-    text = mp.draw(mp.collectives.build("all-to-all", 4), width=40)
+    text = mp.draw(mp.collectives.build("gather-add", 4), width=40)
     assert max(map(len, text.splitlines())) <= 40
     assert ">C0@3 <P1@1 C0+=P1" in text and "…" in text
 
@@ -112,7 +121,7 @@ def test_contributions_are_counted_where_they_cannot_be_named():
 
 
 def test_contributions_kept_apart_are_named():
-    text = mp.draw(mp.collectives.build("all-to-all", 3))
+    text = mp.draw(mp.collectives.build("gather-add", 3))
     assert "0·· P2" in text and "P contribution kept apart" in text
 
 

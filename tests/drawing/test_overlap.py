@@ -88,7 +88,7 @@ def test_times_in_seconds_are_shown_in_milliseconds():
 def test_a_trace_in_which_nothing_took_time_is_drawn_too():
     program = Program("nothing", TrainingStep(1, 1, ((0, 1),)), ((),))
     for as_ in ("text", "svg"):
-        assert "nothing" in mp.draw_overlap(mp.Trace(program, []), as_)
+        assert "nothing" in mp.draw_overlap(mp.Trace([], program), as_)
     at_once = mp.simulate(mp.schedules.ddp(2, 2, 2), mp.Costs(forward=0, backward_input=0, backward_weight=0))
     assert at_once.makespan == 0
     for as_ in ("text", "svg"):
@@ -104,3 +104,11 @@ def test_what_cannot_be_drawn_is_refused():
         mp.draw_overlap(simulated(), "html")
     with pytest.raises(mp.UsageError, match="at least 40"):
         mp.draw_overlap(simulated(), width=39)
+
+
+def test_what_is_broadcast_is_no_computation():
+    ranks = [f"^:w@dp/0 = F0.{rank} B0.{rank} *U0@dp" for rank in (0, 1)]
+    text = "program step\ngoal: training step of 1 stage, 2 micro-batches, buckets 0:1\n"
+    step = mp.program.from_text(text + "\n".join(f"rank {rank}: {ops}" for rank, ops in enumerate(ranks)))
+    (rows,) = rows_by_bucket(mp.simulate(step, mp.Costs(latency=1)), rank=0)
+    assert [(part.name, part.start, part.end) for part in rows.computed] == [("forward", 1, 2), ("B0", 2, 4)]

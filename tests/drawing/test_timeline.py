@@ -149,7 +149,7 @@ def test_a_real_run_is_drawn_in_its_own_unit_from_its_own_beginning():
     seconds = [
         event._replace(start=1e9 + event.start * 0.0013, end=1e9 + event.end * 0.0013) for event in simulated.events
     ]
-    text = mp.draw(Trace(program, seconds))
+    text = mp.draw(Trace(seconds, program))
     assert names_in(body(text)[0]) == ["F0", "F1", "B0", "B1"]
     assert "×10⁻³" in text
     assert "too short to be seen" in text
@@ -159,14 +159,14 @@ def test_a_real_run_is_drawn_in_its_own_unit_from_its_own_beginning():
 def test_cells_that_overlap_go_into_rows_of_their_own():
     program = from_text("program p\ngoal: training step of 1 stage, 2 micro-batches\nrank 0: F0.0 F0.1 B0.0 B0.1\n")
     events = [Event(0, Lane.COMPUTE, op, start, start + 2) for start, op in enumerate(program.ranks[0])]
-    text = mp.draw(Trace(program, events))
+    text = mp.draw(Trace(events, program))
     assert sorted(name for row in text.splitlines()[1:3] for name in names_in(row)) == ["B0", "B1", "F0", "F1"]
 
 
 def test_what_never_happens_is_said():
     ring = mp.collectives.build("ring", 2)
     program = replace(ring, ranks=((*ring.ranks[0], Send(ring.ranks[0][0].value, 1)), ring.ranks[1]))
-    trace = Trace(program, mp.simulate(ring, mp.Costs(latency=1)).events)
+    trace = Trace(mp.simulate(ring, mp.Costs(latency=1)).events, program)
     assert "never happens: >C0@1 of rank 0" in mp.draw(trace, view="timeline")
 
 

@@ -8,10 +8,12 @@ import sys
 import traceback
 from pathlib import Path
 
+import blocks
 import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+DOCS = Path(__file__).parents[2] / "docs"
 SCRIPTS = sorted(path.name for path in EXAMPLES.rglob("*.py"))
 
 LEARNT = r"^conclusion: one process reads \d+\.\d% of the digits held back .*\n.* [\d,]+ samples/s"
@@ -91,11 +93,20 @@ def test_every_command_of_a_docstring_is_covered(script):
     assert set(suggested) <= CALLS.keys()
 
 
-@pytest.mark.parametrize("command", CALLS)
+# Commands of which a page of the course shows what they print: the page's own test runs those.
+IN_LESSONS = {step.command for page in DOCS.rglob("*.md") for step in blocks.steps_of(page) if step.expected}
+
+
+def call(command):
+    return pytest.param(command, marks=[pytest.mark.slow] if f"python examples/{command}" in IN_LESSONS else [])
+
+
+@pytest.mark.parametrize("command", [call(command) for command in CALLS])
 def test_reaches_its_conclusion(command, tmp_path, call_here, fresh):
     quickly, exit_code, says = CALLS[command]
     call = f"{command} {quickly}"
-    finished = in_a_process_of_its_own(call, tmp_path) if fresh or command == "monolith.py" else call_here(call)
+    real = fresh or command == "manual_pipeline.py"
+    finished = in_a_process_of_its_own(call, tmp_path) if real else call_here(call)
     assert finished.returncode == exit_code, finished.stdout + finished.stderr
     assert re.search(says, finished.stderr if exit_code else finished.stdout, re.MULTILINE), finished.stdout
     assert exit_code or not finished.stderr
@@ -121,7 +132,6 @@ def in_a_process_of_its_own(call, folder):
 def call_here(tmp_path, monkeypatch, capfd, quick_ranks):
     """Call a lab in this process, in an empty folder; the answer is what `subprocess.run` would give."""
     monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
 
     def call(command):
         script, *arguments = command.split()
@@ -136,8 +146,7 @@ def call_here(tmp_path, monkeypatch, capfd, quick_ranks):
         output, errors = capfd.readouterr()
         return subprocess.CompletedProcess(command, code, output, errors + words)
 
-    yield call
-    torch.set_num_threads(threads)
+    return call
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

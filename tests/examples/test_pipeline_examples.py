@@ -1,7 +1,6 @@
 """What the labs on pipelines say along the way, and how they end."""
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -67,17 +66,9 @@ def test_the_drawing_shows_a_step_in_80_columns(capsys):
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_torchrun_trains_and_saves(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+def test_torchrun_trains_and_saves(tmp_path, torchrun):
     arguments = ["--steps", "2", "--width", "16", "--out", "model.pt"]
-    finished = subprocess.run(
-        [*torchrun, EXAMPLES / "train_pipeline.py", *arguments],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
+    finished = torchrun(2, "python", EXAMPLES / "train_pipeline.py", *arguments)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("conclusion: the saved model") == 1  # the first rank speaks
     assert "1f1b on 2 ranks" in finished.stdout

@@ -227,25 +227,19 @@ comms.close()
 """
 
 
-def test_a_world_that_hangs_says_so_once_by_itself(runtime, tmp_path):
+def test_a_world_that_hangs_says_so_once_by_itself(runtime, tmp_path, start):
     import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "MICROPARALLEL_WHY_AFTER": "1"}
+    shared = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MICROPARALLEL_WHY_AFTER": 1}
     script = tmp_path / "script.py"
     script.write_text(HANGING)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, "gloo"],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    first, second = (process.communicate(timeout=50)[1] for process in ranks)
+    ranks = [start("python", script, "gloo", RANK=rank, LOCAL_RANK=rank, **shared) for rank in range(2)]
+    for rank in ranks:
+        rank.wait(50)
+    first, second = (rank.errors for rank in ranks)
     headline, why = first.splitlines()
     assert headline.startswith("microparallel: rank 0 has been waiting for 1.")
     assert why.startswith("  straggler: rank 1 is in no call: it is in script.py:6; its last call was barrier()")

@@ -4,13 +4,13 @@ import time
 
 import pytest
 import torch
+from tests.spans import recorded, span
 from torch import nn
 
 import microparallel as mp
 from microparallel.errors import UsageError
 from microparallel.models import FullMLP, cross_entropy
 from microparallel.performance.step_timing import median_of, time_of_step, time_steps
-from microparallel.trace.recording import Recording, Span
 
 DELAY = 0.5  # seconds: a straggler's, long beside all that a busy machine adds by itself
 
@@ -96,17 +96,17 @@ def test_waiting_for_a_straggler_is_never_called_communication(any_pool, wrap, s
     assert slow.waiting < DELAY / 2
     assert overhead.waiting_share > overhead.exposed_share
     # From the events themselves: whatever lies before the last rank's arrival is no communication.
-    spans = timing.recording.spans
-    for span in spans:
-        if span.kind == "collective" and span.rank == 0:
-            together = [other.start for other in spans if other.kind == "collective" and other.number == span.number]
-            assert timing.recording.begun[spans.index(span)] == max(together)
+    events = timing.trace.events
+    for event in events:
+        if event.kind == "collective" and event.rank == 0:
+            together = [other.asked for other in events if other.kind == "collective" and other.number == event.number]
+            assert event.start == max(together)
 
 
 def test_several_steps_give_the_median_one(pool):
     timing, *_ = pool.run(time_one, 2, True, "auto", steps=3)[0]
     assert len(timing.every) == 3 and timing.total == sorted(timing.every)[1]
-    assert {span.step for span in timing.recording.spans} <= {0, 1, 2} and len(timing.recording.steps) == 1
+    assert {event.step for event in timing.trace.events} <= {0, 1, 2} and len(timing.trace.steps) == 1
 
 
 def test_barriers_stand_beside_what_really_happens(pool):
@@ -114,8 +114,8 @@ def test_barriers_stand_beside_what_really_happens(pool):
     assert timing.phases is not None and timing.with_barriers is not None
     # Rank 0 computes forward in no time, but between barriers it seems to take as long as the straggler's.
     assert timing.ranks[0].forward < DELAY / 2 < timing.phases.forward
-    assert any(span.name == "barrier()" for span in timing.with_barriers.recording.spans)
-    assert not any(span.name == "barrier()" for span in timing.recording.spans)
+    assert any(event.name == "barrier()" for event in timing.with_barriers.trace.events)
+    assert not any(event.name == "barrier()" for event in timing.trace.events)
 
 
 def time_pipeline(comms):
@@ -129,7 +129,7 @@ def time_pipeline(comms):
 
 def test_a_pipeline_has_parts_too(pool):
     timing = pool.run(time_pipeline, 2)[0]
-    names = {span.name for span in timing.recording.spans}
+    names = {event.name for event in timing.trace.events}
     assert {"F0.0", "B0.3", "F1.3"} <= names
     for rank in timing.ranks:
         assert rank.computing + rank.communicating + rank.waiting + rank.other == pytest.approx(timing.total, rel=0.02)
@@ -149,7 +149,7 @@ def time_any_step(comms):
 def test_any_step_can_be_timed_even_one_without_an_optimizer(pool):
     timing = pool.run(time_any_step, 2)[0]
     assert len(timing.every) == 3 and timing.samples == 8
-    assert [span.kind for span in timing.recording.by_rank[0]] == ["forward", "backward", "collective"]
+    assert [event.kind for event in timing.trace.by_rank[0]] == ["forward", "backward", "collective"]
 
 
 def estimates(comms):
@@ -192,28 +192,28 @@ def test_what_cannot_be_is_refused_with_a_reason(pool):
     assert "steps=0" in steps
 
 
-def test_time_before_the_first_span_counts_as_other():
-    recording = Recording(1, [Span(0, "forward", "forward", 1, 3), Span(0, "backward", "backward", 3, 6)])
-    timing = time_of_step(recording, 10, took=6)
+def test_time_before_the_first_event_counts_as_other():
+    trace = recorded(1, [span(0, "forward", "forward", 1, 3), span(0, "backward", "backward", 3, 6)])
+    timing = time_of_step(trace, 10, took=6)
     assert (timing.forward, timing.backward, timing.other, timing.total) == (2, 3, 1, 6)
     assert timing.samples_per_second == pytest.approx(10 / 6)
     assert str(timing).startswith("6.00 s: forward 2.00 s, backward 3.00 s, exposed communication 0.00 µs")
 
 
-def test_a_step_of_a_longer_recording_begins_where_the_last_one_ended():
-    spans = [Span(0, "forward", "f", start, start + 2, step=number) for number, start in enumerate((0, 3, 10))]
-    timings = time_steps(Recording(1, spans), 1)
+def test_a_step_of_a_longer_trace_begins_where_the_last_one_ended():
+    events = [span(0, "forward", "f", start, start + 2, step=number) for number, start in enumerate((0, 3, 10))]
+    timings = time_steps(recorded(1, events), 1)
     assert [timing.total for timing in timings] == [2, 3, 7]
     assert [timing.other for timing in timings] == [0, 1, 5]
     assert median_of(timings).total == 3
 
 
 def test_a_batch_that_is_not_full_is_no_usual_step():
-    recording = Recording(1, [Span(0, "forward", "f", 0, 2)])
-    steps = [time_of_step(recording, samples, took) for samples, took in ((8, 3), (8, 4), (8, 9), (2, 2), (2, 2))]
+    trace = recorded(1, [span(0, "forward", "f", 0, 2)])
+    steps = [time_of_step(trace, samples, took) for samples, took in ((8, 3), (8, 4), (8, 9), (2, 2), (2, 2))]
     assert (median_of(steps).total, median_of(steps).samples, len(median_of(steps).every)) == (4, 8, 5)
 
 
-def test_an_empty_recording_is_refused():
-    with pytest.raises(UsageError, match="no spans"):
-        time_of_step(Recording(1, []), 1)
+def test_an_empty_trace_is_refused():
+    with pytest.raises(UsageError, match="no events"):
+        time_of_step(recorded(1, []), 1)

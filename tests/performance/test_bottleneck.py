@@ -1,24 +1,26 @@
-"""What bounds a step: fitted to recordings that were made up, and to what the simulator made of known programs."""
+"""What bounds a step: fitted to traces that were made up, and to what the simulator made of known programs."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.spans import recorded, span
 
 from microparallel.errors import UsageError
 from microparallel.performance.bottleneck import find_bottleneck
 from microparallel.performance.fitted_pipeline import FittedPipeline
 from microparallel.performance.fitted_step import FittedStep, RankWork, fit_step
-from microparallel.performance.predicted_recording import predicted_recording, recording_of, recording_of_trace
+from microparallel.performance.predicted import predicted
 from microparallel.performance.roofline import Demand, Machine, demand_of, measure_machine
 from microparallel.performance.what_if import changes
 from microparallel.schedules import build
+from microparallel.schedules.replicas import shifted
 from microparallel.simulator import Costs, simulate
+from microparallel.trace import Trace, compare
+from microparallel.trace.meetings import meetings
 from microparallel.trace.parts import parts
-from microparallel.trace.recording import Recording, Span
 
 
 def step(works, seconds, sizes=None, waits=False, last=1.0):
@@ -49,62 +51,94 @@ durations = st.lists(st.floats(0.1, 5), max_size=4)
 
 
 @given(works, durations, st.booleans())
-def test_a_recording_of_a_simulated_step_is_fitted_by_that_step(times, seconds, waits):
-    """There and back: what was simulated, written down and fitted again takes the same time."""
+def test_a_simulated_step_is_fitted_by_that_step(times, seconds, waits):
+    """There and back: what was simulated and fitted again takes the same time."""
     seconds = seconds if len(times) > 1 else []  # one rank has nobody to talk to
     fitted = step(times, seconds, waits=waits)
-    recording = recording_of(fitted)
-    assert recording.makespan == pytest.approx(fitted.makespan)
-    again = fit_step(recording)
+    trace = fitted.simulate()
+    assert trace.makespan == pytest.approx(fitted.makespan)
+    again = fit_step(trace)
     assert isinstance(again, FittedStep)
     assert again.makespan == pytest.approx(fitted.makespan, rel=1e-6)
-    for one in parts(recording):
+    for one in parts(trace):
         assert one.computing + one.communicating + one.waiting + one.other == pytest.approx(one.step)
         assert one.other == pytest.approx(0, abs=1e-6)
-    predicted = predicted_recording(recording)
-    if seconds or len(times) == 1:
-        assert {span.name for span in predicted.spans} == {span.name for span in recording.spans}
-    assert predicted.makespan == pytest.approx(recording.makespan, rel=1e-6)
+    assert predicted(trace).makespan == pytest.approx(trace.makespan, rel=1e-6)
+    assert parts(predicted(trace))[0].computing == pytest.approx(parts(trace)[0].computing, rel=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1"])
 @pytest.mark.parametrize("latency", [0.0, 0.3])
 def test_a_recorded_pipeline_is_the_program_that_ran(schedule, latency):
     trace = simulate(build(schedule, 3, 4), Costs(forward=1, backward_input=1, backward_weight=1, latency=latency))
-    recording = recording_of_trace(trace)
-    fitted = fit_step(recording)
+    fitted = fit_step(trace)
     assert isinstance(fitted, FittedPipeline)
     assert fitted.makespan == pytest.approx(trace.makespan, rel=0.1)
     if not latency:
         assert fitted.makespan == pytest.approx(trace.makespan)
-    assert [span.name for span in predicted_recording(recording).by_rank[0] if span.computes] == [
-        span.name for span in recording.by_rank[0] if span.computes
-    ]
-    for rank, one in enumerate(parts(recording)):
+    assert [event.op for event in predicted(trace).compute[0]] == [event.op for event in trace.compute[0]]
+    for rank, one in enumerate(parts(trace)):
         assert one.computing == pytest.approx(trace.work[rank])
         assert one.other == pytest.approx(0, abs=1e-9)
 
 
-def test_pipelines_side_by_side_count_from_0_each():
+@pytest.mark.parametrize("microbatches", [0, 4], ids=["counted from 0 each", "counted through"])
+def test_pipelines_side_by_side(microbatches):
     trace = simulate(build("1f1b", 2, 4), Costs(forward=1, backward_input=1, backward_weight=1, latency=0.1))
-    one = recording_of_trace(trace)
-    spans = [
-        replace(span, rank=span.rank + 2 * copy, peer=None if span.peer is None else span.peer + 2 * copy)
+    events = [
+        event._replace(
+            rank=event.rank + 2 * copy,
+            peer=None if event.peer is None else event.peer + 2 * copy,
+            op=shifted(event.op, microbatches * copy, 2 * copy if microbatches else 0),
+        )
         for copy in range(2)
-        for span in one.spans
+        for event in trace.events
     ]
-    both = Recording(4, spans)
+    both = Trace(events, ranks=4, simulated=True)
     fitted = fit_step(both)
     assert isinstance(fitted, FittedPipeline) and fitted.replicas == 2 and fitted.shift == (4, 2)
-    assert fitted.makespan == pytest.approx(fit_step(one).makespan)
-    predicted = predicted_recording(both)
-    assert {span.name for span in predicted.by_rank[2]} == {span.name for span in predicted.by_rank[0]}
-    assert {span.name for span in predicted.spans} <= {span.name for span in both.spans}
+    assert fitted.makespan == pytest.approx(fit_step(trace).makespan)
+    for mine, theirs in zip(predicted(both).compute, both.compute, strict=True):
+        assert [event.op for event in mine] == [event.op for event in theirs]
     assert "twice the micro-batches" in {change.name for change in changes(fitted)}
 
 
+def test_what_is_predicted_is_called_as_it_was_recorded():
+    names = ("forward of MLP", "backward", "SGD", "all_reduce(float32[8])", "all_reduce(float32[4])")
+    events = [
+        event
+        for rank in range(2)
+        for event in (
+            span(rank, "forward", names[0], 0, 2),
+            span(rank, "backward", names[1], 2, 7),
+            span(rank, "collective", names[3], 3, 5, bytes=32, group=(0, 1)),
+            span(rank, "collective", names[4], 5, 7, bytes=16, group=(0, 1), waited=6, number=1),
+            span(rank, "optimizer", names[2], 7, 8),
+        )
+    ]
+    measured = recorded(2, events)
+    found = predicted(measured)
+    assert {event.name for event in found.events} == set(names)
+    assert [event.bytes for event in found.by_rank[0] if event.kind == "collective"] == [32, 16]
+    assert found.simulated and found.makespan == pytest.approx(measured.makespan)
+    assert predicted(found).makespan == pytest.approx(found.makespan)
+    assert [len(one) for one in meetings(found.events)] == [2, 2]
+    numbers = {row.name: row for row in compare(found, measured)}
+    assert numbers["makespan"].ratio == pytest.approx(1)
+    assert numbers["work of the busiest rank"].ratio == pytest.approx(1)
+    assert numbers["exposed communication"].ratio == pytest.approx(1)
+
+
+def test_data_parallel_operations_are_no_pipeline():
+    """Every rank has all stages: what counts are the collectives between them."""
+    trace = simulate(build("ddp", 2, layers=4, buckets=2), Costs(latency=0.1, optimizer=1))
+    fitted = fit_step(trace)
+    assert isinstance(fitted, FittedStep) and len(fitted.seconds) == 2
+    assert fitted.makespan == pytest.approx(trace.makespan)
+
+
 def verdict(fitted, **known):
-    return find_bottleneck(recording_of(fitted), **known)
+    return find_bottleneck(fitted.simulate(), **known)
 
 
 def test_communication_that_costs_half_the_step():
@@ -167,7 +201,7 @@ def test_operations_and_bytes_of_a_step_are_counted():
 
 def test_a_pipeline_with_few_microbatches_is_bound_by_its_bubble():
     trace = simulate(build("1f1b", 4, 4), Costs(forward=1, backward_input=1, backward_weight=1))
-    found = find_bottleneck(recording_of_trace(trace))
+    found = find_bottleneck(trace)
     assert found.kind == "bubble"
     assert found.advice.name == "twice the micro-batches"
     # (m + p - 1) / m: 7/4 of the work before, and 11/8 then
@@ -178,20 +212,20 @@ def test_a_pipeline_with_one_long_stage_is_bound_by_it():
     trace = simulate(
         build("1f1b", 3, 12), Costs(forward=[1, 3, 1], backward_input=[1, 3, 1], backward_weight=[1, 3, 1])
     )
-    found = find_bottleneck(recording_of_trace(trace))
+    found = find_bottleneck(trace)
     assert found.kind == "straggler"
     assert any("rank 1" in reason for reason in found.reasons)
     assert "--balance" in found.advice.advice
 
 
 def test_spans_of_python_and_data_count_to_what_a_rank_does_by_itself():
-    spans = [
-        Span(rank, kind, kind, start, end)
+    events = [
+        span(rank, kind, kind, start, end)
         for rank in range(2)
         for kind, start, end in (("forward", 1, 2), ("backward", 3, 5), ("optimizer", 7, 8))
     ]
-    meetings = [Span(rank, "collective", "all_reduce", 5, 6.5, waited=5, bytes=8, group=(0, 1)) for rank in range(2)]
-    fitted = fit_step(Recording(2, [*spans, *meetings]))
+    meetings = [span(rank, "collective", "all_reduce", 5, 6.5, waited=5, bytes=8, group=(0, 1)) for rank in range(2)]
+    fitted = fit_step(recorded(2, [*events, *meetings]))
     assert isinstance(fitted, FittedStep)
     assert fitted.work[0] == RankWork(2, (2,), (0,), (True,), 1.5)
     assert fitted.seconds == (1.5,)
@@ -200,25 +234,25 @@ def test_spans_of_python_and_data_count_to_what_a_rank_does_by_itself():
 
 def test_asynchronous_collectives_are_waited_for_where_they_were():
     """Issued at 2, computing goes on until 5; it ends at 6."""
-    spans = [
-        span
+    events = [
+        event
         for rank in range(2)
-        for span in (
-            Span(rank, "backward", "backward", 0, 6),
-            Span(rank, "collective", "all_reduce", 2, 6, waited=5, bytes=8, group=(0, 1)),
-            Span(rank, "optimizer", "SGD", 6, 7),
+        for event in (
+            span(rank, "backward", "backward", 0, 6),
+            span(rank, "collective", "all_reduce", 2, 6, waited=5, bytes=8, group=(0, 1)),
+            span(rank, "optimizer", "SGD", 6, 7),
         )
     ]
-    fitted = fit_step(Recording(2, spans))
+    fitted = fit_step(recorded(2, events))
     assert fitted.work[0] == RankWork(0, (2,), (3,), (True,), 1)
     assert fitted.makespan == pytest.approx(7)
-    alone = fit_step(Recording(1, spans[:3]))
+    alone = fit_step(recorded(1, events[:3]))
     assert alone.seconds == (0,) and alone.makespan == pytest.approx(7)
 
 
 def test_a_recording_without_spans_is_refused():
-    with pytest.raises(UsageError, match="no spans"):
-        find_bottleneck(Recording(2, []))
+    with pytest.raises(UsageError, match="no events"):
+        find_bottleneck(recorded(2, []))
 
 
 def test_nothing_can_be_changed_about_a_step_that_takes_no_time():
@@ -230,7 +264,7 @@ def test_the_bubble_s_cost_is_what_a_step_without_it_gains():
     """Slow messages and one long stage: the three causes do not hide each other."""
     stages = [1.0, 1.6, 1.0, 1.0]
     costs = Costs(forward=stages, backward_input=stages, backward_weight=stages, latency=1.0)
-    found = find_bottleneck(recording_of_trace(simulate(build("gpipe", 4, 6), costs)))
+    found = find_bottleneck(simulate(build("gpipe", 4, 6), costs))
     [words] = [reason for reason in found.reasons if reason.startswith("the bubble costs")]
     [change] = [change for change in found.changes if change.name == "no bubble"]
     lost = found.simulated - change.seconds
@@ -241,23 +275,23 @@ def test_the_bubble_s_cost_is_what_a_step_without_it_gains():
 
 
 def test_what_is_mostly_data_and_python_is_not_called_computing():
-    spans = [
-        span
+    events = [
+        event
         for rank in range(2)
-        for span in (
-            Span(rank, "forward", "forward", 0.0, 1.0),
-            Span(rank, "backward", "backward", 1.0, 3.0),
-            Span(rank, "collective", "all_reduce", 3.0, 3.5, waited=3.0, bytes=8, group=(0, 1)),
-            Span(rank, "optimizer", "SGD", 4.0, 4.5),
+        for event in (
+            span(rank, "forward", "forward", 0.0, 1.0),
+            span(rank, "backward", "backward", 1.0, 3.0),
+            span(rank, "collective", "all_reduce", 3.0, 3.5, waited=3.0, bytes=8, group=(0, 1)),
+            span(rank, "optimizer", "SGD", 4.0, 4.5),
         )
     ]
-    recording = Recording(2, spans)
-    assert find_bottleneck(recording).kind == "compute"
-    found = find_bottleneck(recording, took=10.0)  # 5.5 s between two steps are in no span
+    trace = recorded(2, events)
+    assert find_bottleneck(trace).kind == "compute"
+    found = find_bottleneck(trace, took=10.0)  # 5.5 s between two steps are in no event
     assert found.kind == "other"
     assert "data, Python and the like take 60%" in found.reasons[0]
     assert found.advice is not None and found.advice.speed == pytest.approx(10 / 4)
     assert found.measured == pytest.approx(10) and found.error < 0.01
     names = {change.name: change for change in found.changes}
     assert names["no communication"].seconds == pytest.approx(9.5)
-    assert find_bottleneck(recording, took=5.0).kind == "compute"
+    assert find_bottleneck(trace, took=5.0).kind == "compute"

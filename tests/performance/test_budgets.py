@@ -34,9 +34,9 @@ def test_repeats_end_with_the_time_or_when_there_are_plenty():
 
 def test_methods_that_are_too_slow_to_repeat_are_the_slowest():
     budget = TimeBudget(10, sizes=1)
-    calls = {"ring": 0.5, "naive": 4.0, "tree": 1.0, "all-to-all": 9.0}
-    assert budget.too_slow(calls, FEWEST_REPEATS - 2, spent_here=4) == {"all-to-all", "naive"}  # 2 × 1.5 s are left
-    assert budget.too_slow(calls, FEWEST_REPEATS - 1, spent_here=4) == {"all-to-all"}
+    calls = {"ring": 0.5, "naive": 4.0, "tree": 1.0, "gather-add": 9.0}
+    assert budget.too_slow(calls, FEWEST_REPEATS - 2, spent_here=4) == {"gather-add", "naive"}  # 2 × 1.5 s are left
+    assert budget.too_slow(calls, FEWEST_REPEATS - 1, spent_here=4) == {"gather-add"}
     assert budget.too_slow(calls, FEWEST_REPEATS, spent_here=20) == set()
     assert TimeBudget(100, sizes=1).too_slow(calls, 1, spent_here=14.5) == set()
     assert TimeBudget(1, sizes=1).too_slow(calls, 1, spent_here=14.5) == set(calls)
@@ -49,17 +49,17 @@ def test_fixed_repeats_ask_for_no_time():
     assert budget.fraction(2, 1e9) == 0.25
 
 
-@pytest.mark.parametrize(("name", "tensors"), [("ring", 1), ("naive", 1), ("all-to-all", 1 + 3)])
+@pytest.mark.parametrize(("name", "tensors"), [("ring", 1), ("naive", 1), ("gather-add", 1 + 3)])
 def test_parts_of_others_take_memory(name, tensors):
     assert tensors_needed(mp.collectives.build(name, 4)) == tensors
 
 
 def test_an_algorithm_that_does_not_fit_is_named_with_the_reason():
     budget = MemoryBudget(available=2e9, ranks=4, tensors_held=3)
-    programs = [mp.collectives.build(name, 4) for name in ("ring", "all-to-all")]
+    programs = [mp.collectives.build(name, 4) for name in ("ring", "gather-add")]
     assert budget.too_large(programs, 50_000_000) == {}
     [(name, reason)] = budget.too_large(programs, 100_000_000).items()
-    assert name == "all-to-all" and "2.8 GB" in reason and "2.0 GB" in reason
+    assert name == "gather-add" and "2.8 GB" in reason and "2.0 GB" in reason
     with pytest.raises(mp.UsageError, match=r"--sizes"):
         budget.require(1_000_000_000)
     assert MemoryBudget(None, ranks=4, tensors_held=3).too_large(programs, 10**12) == {}

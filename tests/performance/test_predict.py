@@ -72,20 +72,21 @@ def test_a_pipeline_is_its_program_with_the_times_of_its_stages(schedule, messag
     assert found.makespan == pytest.approx(simulate(program, costs).makespan)
 
 
-def test_a_prediction_is_a_recording_with_the_parts_that_were_predicted():
+def test_a_prediction_is_a_trace_with_the_parts_that_were_predicted():
     fitted = predict_ddp([WORK, WORK], [[1], [0]], SIZES, messages(1.5), overlap=True)
     prediction = Prediction("ddp", fitted.makespan, (8.0, 9.0, 10.0), fitted)
     assert prediction.median == 9 and prediction.error == pytest.approx(8.5 / 9 - 1)
-    recording = prediction.recording
-    assert [span.name for span in recording.by_rank[0]] == [
-        *("forward", "backward", "all_reduce", "all_reduce", "optimizer")
+    trace = prediction.trace
+    assert [event.kind for event in trace.by_rank[0] if event.duration] == [
+        *("forward", "backward", "collective", "backward", "backward", "collective", "optimizer")
     ]
-    for one in parts(recording):
+    assert trace.simulated and trace.bytes_sent == [1000, 1000]  # a ring of two sends each byte once
+    for one in parts(trace):
         assert (one.forward, one.backward, one.optimizer) == (2, 5, 1)
         assert one.communicating == pytest.approx(0.5) and one.hidden == pytest.approx(2.5)
     program = build("1f1b", 2, 2)
     pipeline = predict_pipeline(program, StageTimes((0, 1), (1, 1), (2, 2), (1, 1), (1, 1)), 8, messages())
-    names = {span.name for span in Prediction("1f1b", 1, (1,), pipeline).recording.spans}
+    names = {event.name for event in Prediction("1f1b", 1, (1,), pipeline).trace.events}
     assert {"F0.0", "B1.1", ">A0.0@1", "<A0.0@0"} <= names
 
 
@@ -103,7 +104,7 @@ def test_all_methods_are_predicted_and_measured_alike_on_all_ranks(any_pool):
     assert tuple(row.method for row in first.rows) == METHODS
     for row in first.rows:
         assert row.seconds > 0 and len(row.measured) == 2 and row.error > -1
-        assert row.recording.ranks == 2 and row.recording.spans
+        assert row.trace.ranks == 2 and row.trace.events
     assert len(first.work) == 2 and len(first.work[0].arrivals) == 8
     assert told[0][0] == 0 and told[-1][0] == 1
     ddp = first.rows[1].fitted

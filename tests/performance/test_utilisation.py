@@ -37,7 +37,7 @@ def test_only_communication_that_nothing_hides_counts():
         Event(0, Lane.COMM, Recv(Act(0, 1), 1), 9.0, 10.0),  # at the same time as the other
         Event(1, Lane.COMPUTE, Forward(1, 0), 5.0, 15.0),
     ]
-    assert shares(Trace(program, events)) == [Shares(0.4, 0.1, 0.5), Shares(1.0, 0.0, 0.0)]
+    assert shares(Trace(events, program)) == [Shares(0.4, 0.1, 0.5), Shares(1.0, 0.0, 0.0)]
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1"])
@@ -49,8 +49,8 @@ def test_shares_sum_to_one(schedule):
 
 def test_a_trace_of_nothing():
     program = mp.schedules.build("1f1b", 2, 2)
-    assert shares(Trace(program, [])) == [Shares(0, 0, 1), Shares(0, 0, 1)]
-    assert "100 % waits" in utilisation_table(Trace(program, []))
+    assert shares(Trace([], program)) == [Shares(0, 0, 1), Shares(0, 0, 1)]
+    assert "100 % waits" in utilisation_table(Trace([], program))
 
 
 def test_the_table():

@@ -1,7 +1,6 @@
 """The interpreter alone, with all ranks in one process: every schedule, over messages that wait, and that do not."""
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.pipeline.oracle import batch, far, gpt, mlp, step_in_process, whole_batch, wrong_gradients
@@ -15,14 +14,6 @@ from microparallel.program import Recv, Send, from_text, parse_op, peak_activati
 from microparallel.schedules import PIPELINES, build, forwards_only, lower
 from microparallel.transport.in_process import in_process_transports
 from microparallel.transport.nccl_rules import nccl_rules_transports
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

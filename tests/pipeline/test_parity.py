@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from tests.pairwise import sample_and_whole
 from tests.pipeline.oracle import MODELS, RELATIVE, batch, far, wrong_gradients
 
 import microparallel as mp
@@ -16,12 +17,6 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.003),
 }
-SUBJECTS = [
-    *((kind, samples, torch.float64, "sgd") for kind in MODELS for samples in (8, 11, 12)),
-    ("mlp", 11, torch.float32, "sgd"),
-    ("gpt", 11, torch.float32, "sgd"),
-    ("mlp", 12, torch.float64, "adam"),
-]
 
 
 @functools.cache
@@ -45,7 +40,7 @@ def failures(pool, ranks, cases, **world):
     """What differs on any rank from one process; a rank has at most two stages, and a model no more than it takes."""
     (replicas,) = {case[3] for case in cases}
     depth = max(3, 2 * ranks // replicas)
-    references = {subject: alone(*subject, depth) for subject in SUBJECTS}
+    references = {case[0]: alone(*case[0], depth) for case in cases}
     found = pool.run(everything_that_fails, ranks, cases, references, depth, timeout=55, **world)
     return [what for wrong in found for what in wrong]
 
@@ -95,47 +90,52 @@ def everything_that_fails(comms, cases, references, depth):
     ]
 
 
-def cases_of_one_pipeline(kind):
-    for name in PIPELINES:
-        for microbatches, samples in ((1, 8), (2, 8), (4, 8), (8, 8), (4, 11)):
-            yield (kind, samples, torch.float64, "sgd"), name, microbatches, 1, False
-        yield (kind, 11, torch.float32, "sgd"), name, 3, 1, False
-        if kind == "mlp":
-            yield (kind, 12, torch.float64, "adam"), name, 8, 1, False
+# samples, micro-batches, dtype, optimizer
+BATCHES = [*((8, microbatches, torch.float64, "sgd") for microbatches in (1, 2, 4, 8)), (11, 4, torch.float64, "sgd")]
+BATCHES += [(11, 3, torch.float32, "sgd"), (12, 8, torch.float64, "adam")]
+WORLDS = [("shm", 1), ("shm", 2), ("shm", 3), ("shm", 4), ("gloo", 2), ("gloo", 4)]
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_parity_with_one_process(pool, ranks, kind):
-    cases = list(cases_of_one_pipeline(kind))
-    assert not failures(pool, ranks, cases, transport="shm")
+def worth_it(world, kind, schedule, batch):
+    return kind == "mlp" or batch[-1] != "adam"
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_parity_over_gloo(pool, ranks):
-    subjects = [(kind, 11, torch.float64, "sgd") for kind in MODELS]
-    cases = [(subject, name, 4, 1, False) for name in PIPELINES for subject in subjects]
-    assert not failures(pool, ranks, cases)
+@pytest.mark.parametrize("world", WORLDS, ids=lambda world: "-".join(map(str, world)))
+@pytest.mark.parametrize("rows", sample_and_whole(WORLDS, MODELS, PIPELINES, BATCHES, possible=worth_it))
+def test_parity_with_one_process(pool, world, rows):
+    cases = [
+        ((kind, samples, dtype, optimizer), name, microbatches, 1, False)
+        for among, kind, name, (samples, microbatches, dtype, optimizer) in rows
+        if among == world
+    ]
+    transport, ranks = world
+    assert not failures(pool, ranks, cases, transport=transport)
 
 
 # ── replicas ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def cases_of_replicas(replicas):
-    for name in PIPELINES:
-        for kind in MODELS:
-            yield (kind, 12, torch.float64, "sgd"), name, 3, replicas, False
-            if replicas > 1:
-                yield (kind, 11, torch.float64, "sgd"), name, 4, replicas, True
-    yield ("mlp", 12, torch.float64, "adam"), "1f1b", 2, replicas, False
+# how many replicas, on how many ranks
+LAYOUTS = [(1, 4), (2, 4), (4, 4), (2, 2)]
+# samples, micro-batches, optimizer, whether replicas have unlike shares
+SHARES = [(12, 3, "sgd", False), (11, 4, "sgd", True), (12, 2, "adam", False)]
 
 
-@pytest.mark.parametrize(("replicas", "ranks"), [(1, 4), (2, 4), (4, 4), (2, 2)])
-def test_parity_of_replicas(pool, replicas, ranks):
-    cases = list(cases_of_replicas(replicas))
-    assert not failures(pool, ranks, cases, transport="shm")
+def can_be_shared(world, layout, kind, schedule, share):
+    alone = layout[0] == 1 and share[-1]
+    return not alone and (kind == "mlp" or share[2] != "adam")
 
 
-def test_parity_of_replicas_over_gloo(pool):
-    cases = [case for case in cases_of_replicas(2) if case[1] in ("1f1b", "zbv")]
-    assert not failures(pool, 4, cases)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "{} on {}".format(*layout))
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    "rows", sample_and_whole(["shm", "gloo"], LAYOUTS, MODELS, PIPELINES, SHARES, possible=can_be_shared)
+)
+def test_parity_of_replicas(pool, transport, layout, rows):
+    replicas, ranks = layout
+    cases = [
+        ((kind, samples, torch.float64, optimizer), name, microbatches, replicas, uneven)
+        for carrier, among, kind, name, (samples, microbatches, optimizer, uneven) in rows
+        if (carrier, among) == (transport, layout)
+    ]
+    assert not failures(pool, ranks, cases, transport=transport)

@@ -13,6 +13,7 @@ from microparallel.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Broadcast,
     Bucket,
     Chunk,
     Collective,
@@ -20,6 +21,8 @@ from microparallel.program import (
     ForwardBackward,
     Free,
     Grad,
+    Join,
+    Named,
     OptimizerStep,
     Part,
     Program,
@@ -39,7 +42,9 @@ values = st.one_of(
     st.builds(lambda start, length: Chunk(start, start + length + 1), numbers, numbers),
     st.builds(Part, numbers),
     st.builds(Bucket, numbers),
+    st.builds(Named, st.sampled_from(["loss", "w", "norm.1", "learnt-order", "A0"])),
 )
+algorithms = st.sampled_from(["auto", "ring", "gather-add"])
 operations = st.one_of(
     *(st.builds(kind, numbers, numbers) for kind in (Forward, Backward, BackwardInput, BackwardWeight)),
     st.builds(ForwardBackward, st.builds(Forward, numbers, numbers), st.builds(Backward, numbers, numbers)),
@@ -47,8 +52,10 @@ operations = st.one_of(
     st.builds(Recv, values, numbers, st.booleans()),
     st.builds(Add, values, values),
     st.builds(Free, values),
-    st.builds(AllReduce, values, st.sampled_from(["dp", "pp"])),
+    st.builds(AllReduce, values, st.sampled_from(["dp", "pp"]), algorithms),
+    st.builds(Broadcast, values, st.sampled_from(["dp", "pp"]), numbers, algorithms),
     st.just(OptimizerStep()),
+    st.just(Join()),
 )
 goals = st.one_of(
     st.builds(TrainingStep, st.integers(1, 9), st.integers(1, 9)),
@@ -66,6 +73,30 @@ programs = st.builds(
 @given(programs)
 def test_what_is_written_reads_back(program):
     assert from_text(to_text(program)) == program
+
+
+def test_a_mesh_reads_back():
+    ranks = ((AllReduce(Named("loss"), "dp", "ring"), Broadcast(Named("w"), "pp", 0)),) * 6
+    program = Program("grid", TrainingStep(1, 1), ranks, mesh=(("dp", 2), ("pp", 3)))
+    assert "mesh: dp 2, pp 3\nrank 0: *:loss@dp:ring ^:w@pp/0\n" in to_text(program)
+    assert from_text(to_text(program)) == program
+
+
+def test_ranks_meet_along_their_axis():
+    loss, weights = AllReduce(Named("loss"), "dp"), Broadcast(Named("w"), "pp", 0)
+    goal, ranks = TrainingStep(1, 1), ((loss, weights), (loss,), (weights, loss), (), (loss,), (weights,))
+    grid = Program("grid", goal, ranks, mesh=(("dp", 2), ("pp", 3))).groups()
+    assert grid == {
+        (0, loss): (0,),
+        (1, loss): (1, 4),
+        (4, loss): (1, 4),
+        (2, loss): (2,),
+        (0, weights): (0, 2),
+        (2, weights): (0, 2),
+        (5, weights): (5,),
+    }
+    alone = Program("grid", goal, ranks).groups()  # without a mesh all ranks are on one axis
+    assert alone[0, loss] == (0, 1, 2, 4) and alone[5, weights] == (0, 2, 5)
 
 
 @given(values)
@@ -111,6 +142,13 @@ def test_remarks_and_blank_lines():
             "program x\ngoal: training step of 2 stages, 1 micro-batch, buckets 0:2 1:2\nrank 0:",
             "line 2: stage 1 is in bucket 0:2 and in another",
         ),
+        ("program x\ngoal: all-reduce of 1 slice\nmesh: dp two\nrank 0:", "line 3: 'dp two' is no mesh"),
+        ("program x\ngoal: all-reduce of 1 slice\nmesh: dp 2\nmesh: dp 2\nrank 0:", "line 4: a second mesh"),
+        ("program x\ngoal: all-reduce of 1 slice\nmesh: dp 2\nrank 0:", "is dp 2, and it has 1 ranks"),
+        ("program x\ngoal: all-reduce of 1 slice\nmesh: dp 1, dp 1\nrank 0:", "names an axis twice"),
+        ("program x\ngoal: all-reduce of 1 slice\nrank 0: ^:w@dp", "line 3: '\\^:w@dp' is no operation"),
+        ("program x\ngoal: all-reduce of 1 slice\nrank 0: *U0@dp/0", "line 3: '\\*U0@dp/0' is no operation"),
+        ("program x\ngoal: all-reduce of 1 slice\nrank 0: *:1@dp", "line 3: '1' is no name of a value"),
         ("program x\ngoal: all-reduce of 9 slices\nrank 0: >C3:3@1", r"line 3: Chunk\(3, 3\) has no slices"),
     ],
 )

@@ -1,87 +1,84 @@
-"""Recordings to report on, and a real browser to look at the page: Chromium, spoken to over a pipe."""
+"""Traces to report on, and a real browser to look at the page: Chromium, spoken to over a pipe."""
 
 import base64
 import json
-import math
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
+from tests.spans import recorded, span
 
 from microparallel.reporting import Run
-from microparallel.trace.recording import Recording, Span
-
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-CHROMIUM = next((path for path in map(shutil.which, NAMES) if path), None)
 
 
 def ddp_step(step=0, ranks=4, buckets=3, begin=0.0, slow=3):
     """Forward, backward with overlapped buckets, optimizer; one rank computes longer, in milliseconds."""
-    spans = []
+    events = []
     group = tuple(range(ranks))
     handed = [[begin + (8 + 4 * bucket) * (1.25 if rank == slow else 1) for bucket in range(buckets)] for rank in group]
     met = [max(handed[rank][bucket] for rank in group) for bucket in range(buckets)]
     for rank in group:
         last = handed[rank][-1]
         back = met[-1] + 3
-        spans += [
-            Span(rank, "forward", "forward of GPT", begin, begin + 5, step=step),
-            Span(rank, "backward", "backward", begin + 5, back, step=step),
-            Span(rank, "optimizer", "AdamW", back, back + 2 + rank / 4, step=step),
+        events += [
+            span(rank, "forward", "forward of GPT", begin, begin + 5, step=step),
+            span(rank, "backward", "backward", begin + 5, back, step=step),
+            span(rank, "optimizer", "AdamW", back, back + 2 + rank / 4, step=step),
         ]
         for bucket in range(buckets):
             end = met[bucket] + 3
-            waited = last if end > last else math.nan
+            waited = last if end > last else None
             numbers = {"number": step * buckets + bucket, "bytes": 1_000_000, "group": group}
             times = (handed[rank][bucket], end)
-            spans.append(
-                Span(rank, "collective", "all_reduce(float32[250000], op='sum')", *times, step, waited, **numbers)
+            events.append(
+                span(
+                    rank, "collective", "all_reduce(float32[250000], op='sum')", *times, step, waited=waited, **numbers
+                )
             )
-    return [scaled(span, 1e-3) for span in spans]
+    return [scaled(event, 1e-3) for event in events]
 
 
 def pipeline_step():
     """Two stages, one micro-batch: a message there, and one back."""
-    spans = [
-        Span(0, "forward", "F0.0", 0, 4),
-        Span(0, "send", ">A0.0@1", 4, 5, peer=1, bytes=4096, place="model.py:88"),
-        Span(1, "receive", "<A0.0@0", 0, 6, waited=0, peer=0, bytes=4096, place="model.py:90"),
-        Span(1, "forward", "F1.0", 6, 10),
-        Span(1, "backward", "B1.0", 10, 18),
-        Span(1, "send", ">G1.0@0", 18, 19, peer=0, bytes=4096),
-        Span(0, "receive", "<G1.0@1", 5, 20, waited=5, peer=1, bytes=4096),
-        Span(0, "backward", "B0.0", 20, 28),
+    events = [
+        span(0, "forward", "F0.0", 0, 4),
+        span(0, "send", ">A0.0@1", 4, 5, peer=1, bytes=4096, place="model.py:88"),
+        span(1, "receive", "<A0.0@0", 0, 6, waited=0, peer=0, bytes=4096, place="model.py:90"),
+        span(1, "forward", "F1.0", 6, 10),
+        span(1, "backward", "B1.0", 10, 18),
+        span(1, "send", ">G1.0@0", 18, 19, peer=0, bytes=4096),
+        span(0, "receive", "<G1.0@1", 5, 20, waited=5, peer=1, bytes=4096),
+        span(0, "backward", "B0.0", 20, 28),
     ]
-    return [scaled(span, 1e-3) for span in spans]
+    return [scaled(event, 1e-3) for event in events]
 
 
-def scaled(span, by):
-    values = {name: getattr(span, name) for name in Span.__dataclass_fields__}
-    return Span(**values | {name: values[name] * by for name in ("start", "end", "waited")})
+def scaled(event, by):
+    waited = None if event.waited is None else event.waited * by
+    return event._replace(start=event.start * by, end=event.end * by, waited=waited)
 
 
 @pytest.fixture
-def recording():
+def trace():
     steps = [ddp_step(step, begin=30 * step, slow=2 + step % 2) for step in range(5)]
-    return Recording(4, [span for step in steps for span in step], about={"model": "gpt", "first step": 3})
+    return recorded(4, [event for step in steps for event in step], about={"model": "gpt", "first step": 3})
 
 
 @pytest.fixture
 def pipeline():
-    return Recording(2, pipeline_step())
+    return recorded(2, pipeline_step())
 
 
 @pytest.fixture
-def run(recording):
+def run(trace):
     """A whole run: what `microparallel train --trace` leaves behind."""
     metrics = [{"step": step, "loss": 3 / step, "samples_per_second": 900.0 + step} for step in range(1, 31)]
     metrics.append({"step": 30, "validation_loss": 0.12, "validation_accuracy": 0.91})
     config = {"model": "gpt", "ranks": 4, "strategy": "ddp", "steps": 30}
     summary = {"loss": 0.1, "validation_accuracy": 0.91, "samples_per_second": 950.0, "steps": 30}
-    return Run("first", config, metrics, summary, recording)
+    return Run("first", config, metrics, summary, trace)
 
 
 def write_run(folder, run):
@@ -91,8 +88,8 @@ def write_run(folder, run):
     (folder / "config.toml").write_text(rows)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in run.metrics))
     (folder / "summary.json").write_text(json.dumps(run.summary))
-    if run.recording is not None:
-        (folder / "trace.json").write_text(run.recording.to_json())
+    if run.trace is not None:
+        (folder / "trace.json").write_text(run.trace.to_json())
     if run.predicted is not None:
         (folder / "predicted.json").write_text(run.predicted.to_json())
     return folder
@@ -121,7 +118,7 @@ COUNT = """
 class Browser:
     """Chromium without a window; it reads commands from file 3 and answers into file 4, a zero byte behind each."""
 
-    def __init__(self, folder):
+    def __init__(self, program, folder):
         commands, self._commands = os.pipe()
         self._answers, answers = os.pipe()
         flags = [
@@ -135,7 +132,7 @@ class Browser:
         # Its files have to be 3 and 4, which the shell sees to.
         command = f'exec "$0" "$@" 3<&{commands} 4>&{answers}'
         self._process = subprocess.Popen(
-            ["bash", "-c", command, CHROMIUM, *flags, f"--user-data-dir={folder}", "about:blank"],
+            ["bash", "-c", command, program, *flags, f"--user-data-dir={folder}", "about:blank"],
             pass_fds=[commands, answers],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -235,9 +232,7 @@ class Browser:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if CHROMIUM is None:
-        pytest.skip(f"no Chromium on this machine (none of {', '.join(NAMES)}): apt-get install chromium")
-    browser = Browser(tmp_path_factory.mktemp("chromium"))
+def browser(chromium, tmp_path_factory):
+    browser = Browser(chromium, tmp_path_factory.mktemp("chromium"))
     yield browser
     browser.close()

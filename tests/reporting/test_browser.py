@@ -3,9 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from tests.reporting.conftest import pipeline_step, scaled
+from tests.spans import recorded, span
 
 from microparallel.reporting import Run, report_page
-from microparallel.trace.recording import Recording, Span
+from microparallel.trace import Observed
 
 DETAILS = "document.getElementById('details').innerText"
 WINDOW = "document.getElementById('window').textContent.replaceAll('\\u00a0', ' ')"
@@ -54,15 +56,15 @@ def test_everything_is_drawn(shown, run):
 def bars_of_one_step(count):
     """So many, on four ranks, each too narrow to have its name in it."""
     each = range(count // 4)
-    spans = [Span(rank, "forward", f"F{n}", n * 1e-4, n * 1e-4 + 9e-5) for rank in range(4) for n in each]
-    return Recording(4, spans)
+    events = [span(rank, "forward", f"F{n}", n * 1e-4, n * 1e-4 + 9e-5) for rank in range(4) for n in each]
+    return recorded(4, events)
 
 
 def test_ten_thousand_bars_of_one_step_are_painted_once_each(shown, run):
     """What keeps the page quick, without a clock; `python -m benchmarks.report_page` has the clock."""
     elements = []
     for bars in (5_000, 10_000):
-        browser = shown(replace(run, recording=bars_of_one_step(bars)))
+        browser = shown(replace(run, trace=bars_of_one_step(bars)))
         assert browser.value("timeline.step.spans.length") == bars
         assert bars <= browser.value("painted") < bars + 200  # a rectangle for each, and the axis and the ranks' names
         elements.append(browser.value("document.querySelectorAll('*').length"))
@@ -172,7 +174,7 @@ def test_motion_ends_where_it_should(shown, run):
 
 
 def test_messages_are_arrows_and_what_was_predicted_is_told(shown, pipeline):
-    faster = Recording(2, [replace(span, start=span.start / 2, end=span.end / 2) for span in pipeline.spans])
+    faster = recorded(2, [scaled(event, 0.5) for event in pipeline_step()])
     browser = shown(Run("pipeline", {}, [], {}, pipeline, faster))
     assert browser.value("timeline.lanes.messages") == 2
     assert not browser.value("timeline.lanes.tooMany")
@@ -189,8 +191,8 @@ def test_messages_are_arrows_and_what_was_predicted_is_told(shown, pipeline):
 
 def test_evil_names_are_only_words(shown, run):
     evil = "</script><img src=x onerror=alert(1)>"
-    spans = [replace(span, name=evil, place=evil) for span in run.recording.spans]
-    browser = shown(replace(run, config={"model": evil}, recording=replace(run.recording, spans=spans)))
+    events = [event._replace(op=Observed(evil, event.kind), place=evil) for event in run.trace.events]
+    browser = shown(replace(run, config={"model": evil}, trace=replace(run.trace, events=events)))
     assert browser.value("document.querySelector('h1').textContent") == f"{evil} on 4 ranks"
     browser.mouse("Moved", *place_of(browser, 0, 2_000))
     assert evil in text(browser)
@@ -198,7 +200,7 @@ def test_evil_names_are_only_words(shown, run):
 
 
 def test_without_a_recording(shown, run):
-    browser = shown(replace(run, recording=None))
+    browser = shown(replace(run, trace=None))
     assert "microparallel train --trace" in text(browser, "document.body.innerText")
 
 
@@ -211,4 +213,4 @@ def test_memory(shown, run):
 
 
 def test_one_rank_one_step_one_bar(shown):
-    shown(Run("small", {}, [{"step": 1, "loss": 1.0}], {}, Recording(1, [Span(0, "forward", "F0.0", 1.0, 1.0)])))
+    shown(Run("small", {}, [{"step": 1, "loss": 1.0}], {}, recorded(1, [span(0, "forward", "F0.0", 1.0, 1.0)])))

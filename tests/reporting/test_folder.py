@@ -12,15 +12,15 @@ from microparallel.reporting import read_run
 def test_a_run_is_read_back(run_folder, run):
     found = read_run(run_folder)
     assert (found.name, found.config, found.metrics, found.summary) == (run.name, run.config, run.metrics, run.summary)
-    assert found.recording.ranks == 4
-    assert len(found.recording.spans) == len(run.recording.spans)
+    assert found.trace.ranks == 4
+    assert len(found.trace.events) == len(run.trace.events)
     assert found.predicted is None
 
 
-def test_a_recording_alone_is_enough(tmp_path, recording):
-    (tmp_path / "trace.json").write_text(recording.to_json())
+def test_a_trace_alone_is_enough(tmp_path, trace):
+    (tmp_path / "trace.json").write_text(trace.to_json())
     found = read_run(tmp_path)
-    assert found.recording is not None
+    assert found.trace is not None
     assert (found.config, found.metrics, found.summary) == ({}, [], {})
 
 
@@ -37,11 +37,11 @@ def test_what_is_not_a_run(tmp_path):
         read_run(tmp_path / "nothing")
 
 
-def spoiled(recording, **changes):
-    content = json.loads(recording.to_json())
+def spoiled(trace, **changes):
+    content = json.loads(trace.to_json())
     columns = content["columns"]
     for name, value in changes.items():
-        content["spans"][0][columns.index(name)] = value
+        content["events"][0][columns.index(name)] = value
     return json.dumps(content)
 
 
@@ -50,7 +50,7 @@ def spoiled(recording, **changes):
     [
         {"rank": 4},
         {"kind": "dancing"},
-        {"name": None},
+        {"op": None},
         {"end": -1.0},
         {"end": None},
         {"start": math.nan},
@@ -61,8 +61,8 @@ def spoiled(recording, **changes):
     ],
     ids=str,
 )
-def test_a_span_that_makes_no_sense(run_folder, recording, changes):
-    (run_folder / "trace.json").write_text(spoiled(recording, **changes))
+def test_an_event_that_makes_no_sense(run_folder, trace, changes):
+    (run_folder / "trace.json").write_text(spoiled(trace, **changes))
     with pytest.raises(DataError, match=r"trace.json is broken: .*; record it again") as caught:
         read_run(run_folder)
     assert "\n" not in str(caught.value)
@@ -72,7 +72,7 @@ def test_a_span_that_makes_no_sense(run_folder, recording, changes):
     "content", ["", "{", "[]", "null", "{}", '{"format": 9}', "\udcff", "[" * 100_000], ids=range(8)
 )
 @pytest.mark.parametrize("file", ["trace.json", "predicted.json"])
-def test_a_broken_recording(run_folder, file, content):
+def test_a_broken_trace(run_folder, file, content):
     (run_folder / file).write_text(content, errors="surrogateescape")
     with pytest.raises(DataError, match=f"{file} is broken"):
         read_run(run_folder)

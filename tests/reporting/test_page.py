@@ -9,9 +9,10 @@ from dataclasses import replace
 from importlib.resources import files
 
 import pytest
+from tests.spans import recorded, span
 
 from microparallel.reporting import Run, report_page
-from microparallel.trace.recording import Recording, Span
+from microparallel.trace import Observed
 
 
 def data_of(page):
@@ -41,9 +42,9 @@ EVIL = "</script><script>alert('&')</script><!--"
 
 
 def test_nothing_breaks_out(run):
-    spans = [replace(span, name=EVIL, place=EVIL) for span in run.recording.spans]
-    recording = replace(run.recording, spans=spans, about={EVIL: EVIL})
-    page = report_page(Run(EVIL, {"model": EVIL, EVIL: EVIL}, run.metrics, {"data": EVIL}, recording), EVIL)
+    events = [event._replace(op=Observed(EVIL, event.kind), place=EVIL) for event in run.trace.events]
+    trace = replace(run.trace, events=events, about={EVIL: EVIL})
+    page = report_page(Run(EVIL, {"model": EVIL, EVIL: EVIL}, run.metrics, {"data": EVIL}, trace), EVIL)
     assert EVIL not in page
     assert page.count("</script>") == 2
     assert page.count("<script") == 2
@@ -51,16 +52,16 @@ def test_nothing_breaks_out(run):
 
 
 def test_without_a_recording_it_says_how_to_get_one(run):
-    page = report_page(replace(run, recording=None))
+    page = report_page(replace(run, trace=None))
     assert "microparallel train --trace" in page
     assert "<canvas" not in page
     assert "Learning" in page
     assert data_of(page)["measured"] is None
 
 
-@pytest.mark.parametrize("recording", [None, Recording(2, [])], ids=["no recording", "an empty one"])
-def test_an_empty_run(recording):
-    page = report_page(Run("empty", {"model": "mlp"}, [], {}, recording))
+@pytest.mark.parametrize("trace", [None, recorded(2, [])], ids=["no trace", "an empty one"])
+def test_an_empty_run(trace):
+    page = report_page(Run("empty", {"model": "mlp"}, [], {}, trace))
     assert "microparallel train --trace" in page
     assert "Learning" not in page
 
@@ -80,28 +81,28 @@ def test_long_runs_are_thinned_to_means(run):
 
 
 def test_memory_is_shown_where_somebody_wrote_it_down(run):
-    about = {**run.recording.about, "peak_memory_mb": [1, 2, 3, 4]}
+    about = {**run.trace.about, "peak_memory_mb": [1, 2, 3, 4]}
     metrics = [{"step": 1, "memory": 5e6}, {"step": 2, "memory": 6e6}]
     summary = {"memory budget": "none"}  # not a number
-    found = replace(run, metrics=metrics, summary=summary, recording=replace(run.recording, about=about))
+    found = replace(run, metrics=metrics, summary=summary, trace=replace(run.trace, about=about))
     assert data_of(report_page(found))["memory"] == {
         "over_steps": {"memory": [[1, 5e6], [2, 6e6]]},
         "sizes": {"peak_memory_mb": [1e6, 2e6, 3e6, 4e6]},
     }
 
 
-def long_recording(spans, steps):
+def long_recording(events, steps):
     """Four ranks that compute, and talk to each other about it, in turns."""
     found = []
-    each = spans // steps // 4 // 2
+    each = events // steps // 4 // 2
     for step in range(steps):
         for rank in range(4):
             for number in range(each):
                 begin = step * each * 2e-4 + number * 2e-4 + rank * 1e-6
                 numbers = {"group": (0, 1, 2, 3), "number": step * each + number, "bytes": 123_456, "step": step}
-                found.append(Span(rank, "backward", f"backward of layer {number % 50}", begin, begin + 1e-4, step))
+                found.append(span(rank, "backward", f"backward of layer {number % 50}", begin, begin + 1e-4, step))
                 found.append(
-                    Span(
+                    span(
                         rank,
                         "collective",
                         f"all_reduce(float32[{number % 30}])",
@@ -112,39 +113,39 @@ def long_recording(spans, steps):
                         **numbers,
                     )
                 )
-    return Recording(4, found)
+    return recorded(4, found)
 
 
 @pytest.mark.parametrize("steps", [1, 10, 100])
 def test_ten_thousand_spans_are_less_than_two_megabytes(run, steps):
-    page = report_page(replace(run, recording=long_recording(10_000, steps)))
+    page = report_page(replace(run, trace=long_recording(10_000, steps)))
     assert len(page.encode()) < 2_000_000
     assert len(data_of(page)["measured"]["steps"]) == steps
 
 
 @pytest.mark.parametrize("steps", [1, 20])
 def test_what_does_not_fit_is_left_out_and_counted(run, steps):
-    recording = long_recording(80_000, steps)
-    page = report_page(replace(run, recording=recording))
+    trace = long_recording(80_000, steps)
+    page = report_page(replace(run, trace=trace))
     assert len(page.encode()) < 2_000_000
     measured = data_of(page)["measured"]
     assert measured["recorded_steps"] == steps
     shown = sum(len(step["spans"]) for step in measured["steps"])
-    assert shown < len(recording.spans)
-    assert measured["steps"][0]["left_out"] == (0 if steps > 1 else len(recording.spans) - shown)
+    assert shown < len(trace.events)
+    assert measured["steps"][0]["left_out"] == (0 if steps > 1 else len(trace.events) - shown)
     assert measured["typical"] in [step["step"] for step in measured["steps"]]
 
 
 def test_predictions_have_to_fit_too(run):
-    recording = long_recording(20_000, 2)
-    page = report_page(replace(run, recording=recording, predicted=recording))
+    trace = long_recording(20_000, 2)
+    page = report_page(replace(run, trace=trace, predicted=trace))
     assert len(page.encode()) < 2_000_000
     assert data_of(page)["measured"]["predictions"]
 
 
 def test_long_names_are_cut(run):
-    spans = [Span(0, "forward", f"{number}" * 1000, number, number + 1) for number in range(20)]
-    assert len(report_page(replace(run, recording=Recording(1, spans)))) < 200_000
+    events = [span(0, "forward", f"{number}" * 1000, number, number + 1) for number in range(20)]
+    assert len(report_page(replace(run, trace=recorded(1, events)))) < 200_000
 
 
 SCRIPTS = [file for file in files("microparallel.reporting").iterdir() if file.name.endswith(".js")]
@@ -160,3 +161,13 @@ def test_every_script_is_used(run):
     page = report_page(run)
     assert len(SCRIPTS) == 9
     assert all(script.read_text() in page for script in SCRIPTS)
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(pipeline):
+    faster = [event._replace(start=event.start / 2, end=event.end / 2) for event in pipeline.events]
+    page = report_page(Run("pipeline", {}, [], {}, pipeline, recorded(2, faster)))
+    [table] = re.findall(r'<table id="prediction">.*?</table>', page, re.DOTALL)
+    rows = [re.findall(r"<t[hd][^>]*>([^<]*)", row) for row in table.split("<tr>")[2:]]
+    assert ["work of the busiest rank", "6\u00a0ms", "12\u00a0ms", "2.00"] in rows
+    assert [row[0] for row in rows] == ["makespan", "work of the busiest rank", "bubble", "exposed communication"]
+    assert 'id="prediction"' not in report_page(Run("pipeline", {}, [], {}, pipeline))

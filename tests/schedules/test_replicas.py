@@ -11,10 +11,12 @@ from microparallel.program import (
     AllReduce,
     Backward,
     BackwardWeight,
+    Broadcast,
     Bucket,
     Forward,
     Free,
     Grad,
+    Named,
     Recv,
     Send,
     TrainingStep,
@@ -139,3 +141,25 @@ def test_forwards_of_a_program_with_messages_of_its_own_are_lowered_anew():
     program = build("1f1b", 3, 4)
     assert forwards_only(program) == forwards_only(replace(program, goal=TrainingStep(3, 4)))
     assert forwards_only(forwards_only(program)).ranks == forwards_only(program).ranks
+
+
+def test_what_a_pipeline_shares_stays_within_each_replica():
+    """Two ranks of a pipeline sum tied weights: twice two ranks then, not four."""
+    tied = AllReduce(Named("tied"), "pp")
+    pipeline = build("1f1b", 3, 4)
+    with_sum = [(*ops, tied) if rank != 1 else ops for rank, ops in enumerate(pipeline.ranks)]
+    shared = [(*ops, Broadcast(Named("loss"), "pp", 2)) for ops in with_sum]
+    program = replicate(replace(pipeline, ranks=tuple(shared)), 2)
+    mp.verify(program)
+    groups = program.groups()
+    assert groups[0, tied] == (0, 2) and groups[5, tied] == (3, 5)
+    assert groups[4, Broadcast(Named("loss"), "pp", 5)] == (3, 4, 5)
+    assert groups[4, AllReduce(Bucket(1), "dp")] == (1, 4)
+    assert mp.simulate(program, mp.Costs(latency=1)).messages_sent[0] > 0
+    assert mp.program.from_text(mp.program.to_text(program)) == program
+
+
+def test_replicas_may_name_their_algorithm():
+    program = replicate(build("gpipe", 2, 2), 2, algorithm="tree")
+    assert {op.algorithm for op in program.all_reduces()} == {"tree"}
+    mp.verify(program)

@@ -37,7 +37,7 @@ def ring(p, n, a, b, g):
 # p ranks, n bytes, latency a, b seconds a byte, g seconds a byte to add
 TIMES = {
     "naive": lambda p, n, a, b, g: 2 * (p - 1) * (a + n * b) + (p - 1) * n * g,
-    "all-to-all": lambda p, n, a, b, g: (p - 1) * (a + n * b + n * g),
+    "gather-add": lambda p, n, a, b, g: (p - 1) * (a + n * b + n * g),
     "tree": lambda p, n, a, b, g: math.ceil(math.log2(p)) * (2 * (a + n * b) + n * g),
     "ring": ring,
     "recursive-doubling": lambda p, n, a, b, g: (
@@ -72,8 +72,8 @@ def test_messages_and_bytes(ranks):
     traces = {name: simulate(build(name, ranks), n, 1, 0, 0) for name in TIMES}
     assert traces["naive"].messages_sent == [others] + [1] * others
     assert traces["naive"].bytes_sent == [others * n] + [n] * others
-    assert traces["all-to-all"].messages_sent == [others] * ranks
-    assert traces["all-to-all"].bytes_sent == [others * n] * ranks
+    assert traces["gather-add"].messages_sent == [others] * ranks
+    assert traces["gather-add"].bytes_sent == [others * n] * ranks
     assert sum(traces["tree"].messages_sent) == 2 * others
     assert sum(traces["tree"].bytes_sent) == 2 * others * n
     for name in ("ring", "direct"):

@@ -195,3 +195,85 @@ def test_many_buckets_take_no_longer_than_their_number():
     """Each operation is looked at a bounded number of times, however many gradients an update needs."""
     program = mp.schedules.ddp(layers=400, buckets=400, ranks=4)
     assert mp.simulate(program, mp.Costs(seconds_per_byte=1)).makespan > 0
+
+
+GROUP = {"latency": 3, "seconds_per_byte": 2, "add_seconds_per_byte": 1, "bytes_per_value": 60}
+
+
+@pytest.mark.parametrize("algorithm", mp.collectives.ALL_REDUCES)
+@pytest.mark.parametrize("ranks", [1, 2, 4, 5])
+def test_an_all_reduce_costs_what_its_program_costs(algorithm, ranks):
+    links = {(0, 1): mp.Link(latency=50)} if ranks > 1 else {}
+    alone = mp.simulate(mp.collectives.build(algorithm, ranks), mp.Costs(**GROUP, links=links))
+    step = mp.schedules.ddp(layers=1, buckets=1, ranks=ranks, algorithm=algorithm)
+    trace = mp.simulate(step, mp.Costs(**GROUP, links=links))
+    for rank in range(ranks):
+        start, end = times(trace, rank)[f"*U0@dp:{algorithm}"]
+        assert start == 3
+        assert end - 3 == max((event.end for event in alone.by_rank[rank]), default=0)
+    assert trace.messages_sent == alone.messages_sent
+    assert trace.bytes_sent == pytest.approx(alone.bytes_sent)
+
+
+@pytest.mark.parametrize("ranks", range(2, 12))
+def test_a_ring_of_equal_links_is_not_simulated_and_costs_the_same(ranks):
+    costs = {name: Fraction(number, 7) for name, number in GROUP.items()}
+    trace = mp.simulate(mp.schedules.ddp(1, 1, ranks, algorithm="ring"), mp.Costs(**costs))
+    ring = mp.simulate(mp.collectives.build("ring", ranks), mp.Costs(**costs))
+    assert {times(trace, rank)["*U0@dp:ring"] for rank in range(ranks)} == {(3, 3 + ring.makespan)}
+    assert (trace.messages_sent, trace.bytes_sent) == (ring.messages_sent, ring.bytes_sent)
+
+
+def test_a_ring_of_many_ranks_is_quick():
+    trace = mp.simulate(mp.schedules.ddp(layers=2, buckets=2, ranks=1000), mp.Costs(seconds_per_byte=1))
+    assert trace.messages_sent == [2 * 2 * 999] * 1000
+
+
+def test_ranks_of_a_group_use_the_links_between_them():
+    """Two columns of replicas: the slow link joins ranks 1 and 3, which are neighbours in the second column only."""
+    program = mp.schedules.replicate(mp.schedules.build("gpipe", 2, 1), 2)
+    trace = mp.simulate(program, mp.Costs(seconds_per_byte=1, links={(1, 3): mp.Link(seconds_per_byte=100)}))
+    fast, slow = times(trace, 0)["*U0@dp"], times(trace, 1)["*U1@dp"]
+    assert fast[1] - fast[0] == 1 and slow[1] - slow[0] == 100
+
+
+@pytest.mark.parametrize("root", [0, 2])
+@pytest.mark.parametrize(("algorithm", "expected"), [("tree", [4, 4, 4, 4]), ("direct", [2, 4, 6, 6])])
+def test_a_broadcast_reaches_one_rank_after_another(root, algorithm, expected):
+    ops = f"^:w@dp/{root}:{algorithm} ="
+    step = program(
+        *(f"{ops} F0.{r} B0.{r} *U0@dp" for r in range(4)),
+        goal="training step of 1 stage, 4 micro-batches, buckets 0:1",
+    )
+    mp.verify(step)
+    trace = mp.simulate(step, mp.Costs(latency=2, bytes_per_value=lambda value: 0))
+    ends = [times(trace, rank)[ops.removesuffix(" =")][1] for rank in range(4)]
+    assert sorted(ends) == expected
+    assert all(times(trace, rank)[f"F0.{rank}"][0] == ends[rank] for rank in range(4))
+    assert trace.messages_sent[root] >= 2
+
+
+def test_auto_is_what_the_transport_runs():
+    def took(transport, size):
+        step = mp.schedules.ddp(layers=1, buckets=1, ranks=4)
+        trace = mp.simulate(step, mp.Costs(latency=1, bytes_per_value=size, transport=transport))
+        return trace.messages_sent[0]
+
+    assert took("gloo", 1000) == took("gloo", 10**9) == 6
+    assert took("shm", 1000) == 3 and took("shm", 10**9) == 6
+    assert mp.collectives.resolve("all-reduce", "auto", 4, 512 * 2**10 / 3, "shm") == "gather-add"
+    assert mp.collectives.resolve("all-reduce", "auto", 4, 512 * 2**10 / 3 + 1, "shm") == "direct"
+    assert mp.collectives.resolve("all-reduce", "tree", 4, 10**9, "shm") == "tree"
+    assert mp.collectives.resolve("broadcast", "auto", 4, 10, "shm") == "direct"
+    assert mp.collectives.resolve("broadcast", "auto", 4, 10, "gloo") == "tree"
+    with pytest.raises(mp.UsageError, match="there is no all-reduce algorithm 'rin'; did you mean 'ring'"):
+        mp.collectives.resolve("all-reduce", "rin", 4, 10, "shm")
+
+
+def test_what_is_shared_twice_takes_twice_as_long():
+    step = program(
+        *(f"F0.{r} B0.{r} *U0@dp *:loss@dp *:loss@dp" for r in (0, 1)),
+        goal="training step of 1 stage, 2 micro-batches, buckets 0:1",
+    )
+    trace = mp.simulate(step, mp.Costs(latency=1))
+    assert [(e.start, e.end) for e in trace.by_rank[0] if str(e.op) == "*:loss@dp"] == [(5, 7), (7, 9)]

@@ -5,12 +5,12 @@ import pytest
 import microparallel as mp
 from microparallel.program import AllReduce, Backward, Bucket, Forward, Lane, Program, TrainingStep
 from microparallel.trace import Event
-from microparallel.trace.overlap import communication, hidden_share
+from microparallel.trace.intervals import length
 
 
 def trace(*events):
     program = Program("made up", TrainingStep(2, 2, ((1, 2), (0, 1))), ((), ()))
-    return mp.Trace(program, [Event(rank, lane, op, start, end) for rank, lane, op, start, end in events])
+    return mp.Trace([Event(rank, lane, op, start, end) for rank, lane, op, start, end in events], program)
 
 
 def talk(rank, bucket, start, end):
@@ -30,10 +30,10 @@ def test_a_share_is_counted_over_all_ranks_and_overlapping_messages_once():
         compute(1, Backward(0, 1), 0, 10),
         talk(1, 0, 5, 8),
     )
-    assert communication(made_up) == [5, 3]
+    assert [length(times) for times in made_up.communicating] == [5, 3]
     assert made_up.exposed_communication == [3, 0]
-    assert hidden_share(made_up) == pytest.approx(1 - 3 / 8)
+    assert made_up.hidden_share == pytest.approx(1 - 3 / 8)
 
 
 def test_without_communication_nothing_is_exposed():
-    assert hidden_share(trace(compute(0, Forward(0, 0), 0, 1))) == 1
+    assert trace(compute(0, Forward(0, 0), 0, 1)).hidden_share == 1

@@ -21,7 +21,7 @@ EVENTS = [
 
 
 def test_numbers():
-    trace = Trace(PROGRAM, EVENTS)
+    trace = Trace(EVENTS, PROGRAM)
     assert trace.makespan == 9
     assert trace.work == [2, 6]
     assert trace.bubble == 3
@@ -40,11 +40,11 @@ def test_communication_behind_computation_is_not_exposed():
         Event(0, Lane.COMM, AllReduce(Bucket(0), "dp"), 3, 9),
         Event(0, Lane.COMPUTE, Backward(0, 0), 5, 6),
     ]
-    assert Trace(Program("one", TrainingStep(2, 1), ((),)), events).exposed_communication == [4]
+    assert Trace(events, Program("one", TrainingStep(2, 1), ((),))).exposed_communication == [4]
 
 
 def test_an_empty_trace():
-    trace = Trace(Program("nothing", TrainingStep(1, 1), ((),)), [])
+    trace = Trace([], Program("nothing", TrainingStep(1, 1), ((),)))
     assert (trace.makespan, trace.bubble, trace.bubble_async, trace.bubble_fraction) == (0, 0, 0, 0)
 
 
@@ -62,7 +62,7 @@ def test_reasons_for_waiting():
     assert found["F1.0"] == "rank 1 waited for A0.0 from rank 0 before F1.0"
     assert found["B0.0"] == "rank 0 waited for G0.0 from rank 1 before B0.0"
     assert "F0.0" not in found
-    later = Trace(trace.program, [e._replace(start=e.start + 100, end=e.end + 100) for e in trace.events])
+    later = Trace([e._replace(start=e.start + 100, end=e.end + 100) for e in trace.events], trace.program)
     assert reasons(later) == reasons(trace)
     ddp = mp.simulate(mp.schedules.ddp(2, 1, 2), mp.Costs(latency=1))
     words = {reason for place, reason in reasons(ddp).items() if str(ddp.events[place].op) == "S"}

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,6 @@ from microparallel.train.encoding import decode
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 STATE = {"sampler": {"epoch": 1, "batch": 7}, "loss": 0.1 + 0.2, "history": [1.5, None, True, "text", {}]}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # models this small only wait for a second thread
-    yield
-    torch.set_num_threads(before)
 
 
 def same(one: Any, other: Any) -> bool:

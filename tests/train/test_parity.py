@@ -4,12 +4,12 @@ import functools
 
 import pytest
 import torch
+from tests.pairwise import sampled
 
 from microparallel.train.build import build
 from microparallel.train.config import TrainConfig
 
-WORLDS = [("shm", 1), ("shm", 2), ("shm", 3), ("shm", 4), ("gloo", 2)]
-SLOW_WORLDS = [pytest.param("gloo", ranks, marks=pytest.mark.slow) for ranks in (1, 3, 4)]
+WORLDS = (["shm", "gloo"], [1, 2, 3, 4])
 RELATIVE = {"float32": 1e-6, "float64": 1e-12}
 
 
@@ -39,9 +39,7 @@ def learn_alone(pool):
     return functools.cache(lambda config: pool.run(learn, 1, config, timeout=50)[0])
 
 
-@pytest.mark.parametrize(("transport", "ranks"), WORLDS + SLOW_WORLDS)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("model", ["mlp", "gpt"])
+@pytest.mark.parametrize(("transport", "ranks", "model", "dtype"), sampled(*WORLDS, ["mlp", "gpt"], [*RELATIVE]))
 def test_the_single_process_is_the_oracle(pool, learn_alone, model, dtype, transport, ranks):
     wanted, wanted_weights = learn_alone(configuration(model, dtype=dtype))
     strategy = {"strategy": "naive", "ranks": ranks}

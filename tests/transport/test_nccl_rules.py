@@ -154,11 +154,14 @@ def promised(program: Program, before: list[torch.Tensor], rank: int) -> list[tu
         "reduce-scatter": total,
         "all-gather": [everything[index % len(before)][index] for index in range(goal.slices)],
         "gather": [everything[index % len(before)][index] for index in range(goal.slices)],
+        "all-to-all": [everything[index // len(before)][index] for index in range(goal.slices)],
         "broadcast": everything[0],
         "scatter": everything[0],
     }[goal.kind]
     if goal.kind in ("reduce", "gather") and rank != 0:
         return []
+    if goal.kind == "all-to-all":
+        return [(index, wanted[index]) for index in range(rank, goal.slices, len(before))]
     only_one = goal.kind in ("reduce-scatter", "scatter")
     return [(index, tensor) for index, tensor in enumerate(wanted) if index == rank or not only_one]
 
@@ -202,7 +205,7 @@ class Ungrouped(CountingTransport):
         return SeparateMessages(self, tag)
 
 
-@pytest.mark.parametrize("name", ["ring", "direct", "all-to-all", "recursive-doubling", "halving-doubling"])
+@pytest.mark.parametrize("name", ["ring", "direct", "gather-add", "recursive-doubling", "halving-doubling"])
 def test_without_exchanges_programs_deadlock(name):
     transports = [Ungrouped(transport) for transport in nccl_rules_transports(4)]
     with pytest.raises(mp.ProgramError, match=r"stands still: rank 0 stands at exchange 1 \(send of .* to rank"):
@@ -217,7 +220,7 @@ def test_a_program_that_stands_still_names_where():
         "program 'wrong' stands still: rank 0 stands at exchange 1 (receive of 2 × float32 from rank 1); "
         "rank 1 stands at exchange 1 (receive of 2 × float32 from rank 0)"
     )
-    with pytest.raises(mp.ProgramError, match="rank 0 waits for a message from rank 1; rank 1 waits for"):
+    with pytest.raises(mp.ProgramError, match="rank 0 waits for C0 from rank 1; rank 1 waits for C0 from"):
         mp.run_in_process(program, [torch.zeros(2), torch.zeros(2)])
 
 
@@ -305,7 +308,7 @@ def test_a_message_waits_until_its_place_has_been_sent():
     ("text", "cut"),
     [
         (">C0@1 <+C2@2 >C2@1 <+C1@2", ">C0@1 <+C2@2 | >C2@1 <+C1@2"),  # a ring
-        (">C0@1 >C0@2 <P2@2 <P1@1 C0+=P1", ">C0@1 >C0@2 <P2@2 <P1@1 | C0+=P1"),  # all-to-all
+        (">C0@1 >C0@2 <P2@2 <P1@1 C0+=P1", ">C0@1 >C0@2 <P2@2 <P1@1 | C0+=P1"),  # gather-add
         ("<+C0@1 <+C0@2 >C0@1 >C0@2", "<+C0@1 | <+C0@2 | >C0@1 >C0@2"),  # the root of the naive one
         (">C0@1 <+C0@1 <+C0@2", ">C0@1 <+C0@1 <+C0@2"),  # messages to be added arrive side by side
         (">C0@1 <C0@1", ">C0@1 | <C0@1"),  # what is being sent must not be overwritten,
@@ -344,4 +347,4 @@ def test_each_exchange_reaches_torch_as_one_batch(pool, ranks):
             exchanges = [len(step.sends) + len(step.receives) for step in rounds(build(name, ranks).ranks[rank])]
             assert batches == [messages for messages in exchanges if messages], (name, rank)
         assert found["ring"][1] == [2] * 2 * (ranks - 1)
-        assert found["all-to-all"][1] == [2 * (ranks - 1)]
+        assert found["gather-add"][1] == [2 * (ranks - 1)]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from microparallel.errors import CommsError
+from microparallel.errors import CommsError, PeerGone
 from microparallel.transport.shared_memory import regions
 from microparallel.transport.shared_memory.peers import Peers
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
@@ -35,13 +35,14 @@ def status():
 
 
 @pytest.fixture
-def own(sockets, status):
+def own(sockets, status, monkeypatch):
+    monkeypatch.setenv("MICROPARALLEL_MOVE", "1")
     return OwnRegions({1: sockets[0]}, status)
 
 
 @pytest.fixture
 def theirs(sockets, status):
-    return TheirRegions(sockets[1], status)
+    return TheirRegions(0, sockets[1], status)
 
 
 def moved(own, tensor):
@@ -156,8 +157,11 @@ def test_news_is_read_in_order_by_whoever_is_late(own, theirs):
     assert not theirs.bytes_of(number).any()
 
 
-def test_nothing_is_moved_if_the_environment_says_so(sockets, status, monkeypatch):
-    monkeypatch.setenv("MICROPARALLEL_MOVE", "0")
+@pytest.mark.parametrize("value", [None, "", "0"])
+def test_nothing_is_moved_unless_the_environment_says_so(sockets, status, monkeypatch, value):
+    monkeypatch.delenv("MICROPARALLEL_MOVE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MICROPARALLEL_MOVE", value)
     assert not moved(OwnRegions({1: sockets[0]}, status), torch.zeros(LARGE))
 
 
@@ -188,7 +192,7 @@ def test_memory_that_was_not_handed_over(theirs, sockets, status):
         theirs.bytes_of(1)
     status.tell()
     sockets[0].close()
-    with pytest.raises(CommsError, match="went away"):
+    with pytest.raises(PeerGone, match="rank 0 went away"):
         theirs.bytes_of(1)
 
 
@@ -198,5 +202,5 @@ def test_news_that_nobody_has_read_does_not_hide_that_a_peer_is_gone(own, socket
     assert moved(own, torch.zeros(LARGE))
     peers.require_alive(0)
     sockets[0].close()
-    with pytest.raises(RuntimeError, match="rank 0 went away"):
+    with pytest.raises(PeerGone, match="rank 0 went away"):
         peers.require_alive(0)

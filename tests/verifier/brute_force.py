@@ -137,7 +137,14 @@ class Tensor:
 
     def at_first(self, rank, index):
         mine, rooted = rank == index, rank == self.goal.root
-        holds = {"all-gather": mine, "gather": mine, "broadcast": rooted, "scatter": rooted}.get(self.goal.kind, True)
+        in_row = index // len(self.ranks) == rank
+        holds = {
+            "all-gather": mine,
+            "gather": mine,
+            "broadcast": rooted,
+            "scatter": rooted,
+            "all-to-all": in_row,
+        }.get(self.goal.kind, True)
         return self.base ** (rank * self.goal.slices + index) if holds else 0
 
     def read(self, value):
@@ -167,7 +174,14 @@ class Tensor:
         require(self.goal.root is None or self.goal.root in self.ranks, "the goal's root does not exist")
         for index, number in enumerate(self.slices):
             mine, rooted = self.rank == index, self.rank == self.goal.root
-            promises = {"reduce": rooted, "gather": rooted, "reduce-scatter": mine, "scatter": mine}
+            in_column = index % len(self.ranks) == self.rank
+            promises = {
+                "reduce": rooted,
+                "gather": rooted,
+                "reduce-scatter": mine,
+                "scatter": mine,
+                "all-to-all": in_column,
+            }
             total = sum(self.at_first(rank, index) for rank in self.ranks)
             right = number == total > 0 or not promises.get(self.goal.kind, True)
             require(right, f"rank {self.rank} ends with the wrong sum in slice {index}")
@@ -216,8 +230,8 @@ class Shelf:
         bucket = buckets(self.goal).get(str(op.value), ())
         require(bucket, f"rank {self.rank} does {op}, which is no bucket of the goal")
         everybody = [other for ops in self.program.ranks for other in ops if isinstance(other, AllReduce)]
-        axes = {other.axis for other in everybody if other.value == op.value}
-        require(len(axes) == 1, f"{op.value} is reduced along different axes")
+        ways = {(other.axis, other.algorithm) for other in everybody if other.value == op.value}
+        require(len(ways) == 1, f"{op.value} is reduced along different axes, or by different algorithms")
         for stage, name in self.gradients():
             if stage in bucket:
                 self.read(name)

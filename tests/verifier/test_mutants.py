@@ -266,7 +266,7 @@ def with_another_field(thing, program, chance):
     elif field in ("value", "into"):
         new = redirected(old, program, chance)
     else:
-        new = {"reduce": not old, "axis": "other"}[field]
+        new = {"reduce": not old, "axis": "other", "algorithm": "tree"}[field]
     return dataclasses.replace(thing, **{field: new})
 
 

@@ -20,6 +20,23 @@ def test_right_steps():
     mp.verify(step("F0.0 F1.0 I1.0 I0.0 W0.0 W1.0"))
     mp.verify(step("F0.0 >A0.0@1 <G0.0@1 B0.0", "<A0.0@0 F1.0 B1.0 >G0.0@0"))
     mp.verify(step("F0.0 B0.0 *U0@dp S", "F0.1 B0.1 *U0@dp S", goal=REPLICAS))
+    mp.verify(step("F0.0 B0.0 *U0@dp:ring S", "F0.1 B0.1 *U0@dp:ring S", goal=REPLICAS))
+
+
+def test_what_ranks_share_besides_gradients():
+    begin, middle, end = "^:w@dp/1 ^:buffers@dp/0:direct", "*U0@dp", "*:norm@dp ^:buffers@dp/0:direct = S *:loss@dp"
+    mp.verify(step(*(f"{begin} F0.{rank} B0.{rank} {middle} {end}" for rank in (0, 1)), goal=REPLICAS))
+
+
+def test_ranks_that_share_something_meet():
+    late = step("F0.0 B0.0 *U0@dp *:loss@dp", "F0.1 *:loss@dp B0.1 *U0@dp", goal=REPLICAS)
+    with pytest.raises(
+        mp.ProgramError, match=r"deadlock .* rank 0 waits for rank 1 at \*U0@dp, rank 1 waits for rank 0"
+    ):
+        mp.verify(late)
+    twice = step("F0.0 B0.0 *U0@dp *:loss@dp *:loss@dp", "F0.1 B0.1 *U0@dp *:loss@dp", goal=REPLICAS)
+    with pytest.raises(mp.ProgramError, match=r"rank 0 waits for rank 1 at \*:loss@dp, and rank 1 has finished"):
+        mp.verify(twice)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +71,18 @@ def test_right_steps():
         (step("F0.0 *U0@dp B0.0", "F0.1 B0.1 *U0@dp", goal=REPLICAS), r"rank 0 does \*U0@dp, which needs D0.0"),
         (step("F0.0 B0.0 S *U0@dp", "F0.1 B0.1 *U0@dp S", goal=REPLICAS), "rank 0 does S, which needs U0"),
         (step("F0.0 B0.0 *U0@dp", "F0.1 B0.1 *U0@tp", goal=REPLICAS), "rank 0 sums U0 along dp, and rank 1 along tp"),
+        (
+            step("F0.0 B0.0 *U0@dp:ring", "F0.1 B0.1 *U0@dp", goal=REPLICAS),
+            r"rank 0 does \*U0@dp:ring, and rank 1 does \*U0@dp; they would not meet",
+        ),
+        (step("F0.0 F1.0 B1.0 B0.0 *:x@dp:rng"), r"rank 0 does \*:x@dp:rng: .* did you mean 'ring'"),
+        (step("F0.0 F1.0 B1.0 B0.0 ^:x@dp/0:ring"), "there is no broadcast algorithm 'ring'; choose one of auto, tree"),
+        (step("F0.0 F1.0 B1.0 B0.0 ^:x@dp/1"), "and rank 1 does not take part in it"),
+        (step("F0.0 F1.0 B1.0 B0.0 ^U0@dp/0"), "only a named value, such as :weights, is broadcast"),
+        (
+            step("^:x@dp/0 F0.0 F1.0 B1.0 B0.0", "^:x@dp/1"),
+            "and rank 1 does .*/1; they would not meet",
+        ),
         (
             step("F0.0 B0.0 *U0@dp S", "F0.1 B0.1 *U0@dp", goal=REPLICAS),
             "rank 0 updates its weights .S., and rank 1",

@@ -3,8 +3,6 @@
 import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -37,13 +35,22 @@ except mp.PeerLost as error:
 """
 
 
-def run_ranks(environments, script=SCRIPT):
-    base = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER"))}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", script], env=base | extra, stdout=subprocess.PIPE, text=True)
-        for extra in environments
-    ]
-    return [process.communicate(timeout=50)[0].strip() for process in processes]
+@pytest.fixture
+def run_ranks(start, tmp_path, monkeypatch):
+    """Run a script in a process for each environment; returns what each printed."""
+    for name in os.environ:
+        if name.startswith(("SLURM", "MASTER")):
+            monkeypatch.delenv(name)
+
+    def run(environments, text=SCRIPT):
+        script = tmp_path / "script.py"
+        script.write_text(text)
+        ranks = [start("python", script, **environment) for environment in environments]
+        for rank in ranks:
+            rank.wait(50)
+        return [rank.output.strip() for rank in ranks]
+
+    return run
 
 
 def free_port():
@@ -72,7 +79,7 @@ def test_a_group_that_exists_already_is_used_and_left_alone():
         dist.destroy_process_group()
 
 
-def test_torchrun_variables():
+def test_torchrun_variables(run_ranks):
     port = str(free_port())
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     rows = run_ranks([{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(2)])
@@ -80,7 +87,7 @@ def test_torchrun_variables():
 
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
-def test_survivors_learn_which_rank_was_killed_in_which_call(transport):
+def test_survivors_learn_which_rank_was_killed_in_which_call(run_ranks, transport):
     """No parent watches here: the ranks find out by themselves, and agree on who was first."""
     shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     script = LOSING_ONE.replace("TRANSPORT", transport)
@@ -89,10 +96,10 @@ def test_survivors_learn_which_rank_was_killed_in_which_call(transport):
     for rank, text in ((0, first), (2, last)):
         headline, why = text.splitlines()
         assert headline == f"(1,)|rank 1 went away during all_reduce(float32[1000], op='sum') on rank {rank}"
-        assert why.startswith("  death: rank 1 died (SIGKILL); its last call was barrier() (<string>:4)")
+        assert why.startswith("  death: rank 1 died (SIGKILL); its last call was barrier() (script.py:4)")
 
 
-def test_slurm_variables():
+def test_slurm_variables(run_ranks):
     shared = {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_PORT": str(free_port())}
     rows = run_ranks([{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), **shared} for rank in range(2)])
     assert rows == ["0 2 0 3", "1 2 1 3"]
@@ -188,7 +195,7 @@ print(before, during > before, threads())
 """
 
 
-def test_closing_ends_the_threads_of_the_world():
+def test_closing_ends_the_threads_of_the_world(run_ranks):
     """Threads that are left when Python ends may crash the process after its work is done."""
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     rows = run_ranks([{"RANK": str(rank), **shared} for rank in range(2)], THREADS)

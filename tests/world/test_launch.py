@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -186,14 +185,13 @@ mp.launch(work, 2, pathlib.Path(sys.argv[1]))  # no main guard needed
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_ending_the_parent_ends_the_ranks(tmp_path, number):
+def test_ending_the_parent_ends_the_ranks(tmp_path, start, number):
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    parent = subprocess.Popen([sys.executable, script, tmp_path], stderr=subprocess.PIPE, text=True)
+    parent = start("python", script, tmp_path)
     ranks = pids(tmp_path, 2)
-    parent.send_signal(number)
-    _, errors = parent.communicate(timeout=20)
-    assert parent.returncode != 0
+    os.kill(parent.pid, number)
+    assert parent.wait(20) != 0
     assert all(gone(pid) for pid in ranks)
     if number == signal.SIGINT:
-        assert errors.count("Traceback") == 1, errors  # the parent's own, none from the ranks
+        assert parent.errors.count("Traceback") == 1, parent.errors  # the parent's own, none from the ranks

@@ -31,6 +31,31 @@ def test_ranks_are_children_that_stay_and_can_be_replaced(nursery):
     assert not {pid for _, pid, _ in first} & {pid for _, pid, _ in second}
 
 
+@pytest.mark.parametrize(
+    ("program", "code", "printed"),
+    [
+        ("print('done')", 0, "done\n"),
+        ("import sys; print('half', end=''); sys.exit(3)", 3, "half"),
+        ("import sys; sys.exit('in words')", 1, "in words\n"),
+        ("import sys; sys.exit()", 0, ""),
+        ("1 / 0", 1, "ZeroDivisionError: division by zero\n"),
+        ("import atexit; atexit.register(print, 'last words')", 0, "last words\n"),
+        (
+            "import threading\nbegun = threading.Event()\n"
+            "threading.Thread(target=lambda: (begun.wait(), print('waited for'))).start(); begun.set()",
+            0,
+            "waited for\n",
+        ),
+    ],
+)
+def test_a_fork_ends_as_any_interpreter_does(nursery, tmp_path, program, code, printed):
+    file = tmp_path / "printed"
+    into_file = f"import os; [os.dup2(os.open({str(file)!r}, os.O_CREAT | os.O_WRONLY), place) for place in (1, 2)]\n"
+    assert nursery.fork([into_file + program], pass_fds=[], env=dict(os.environ)).wait(20) == code
+    assert file.read_text().endswith(printed)
+    assert printed or not file.read_text()
+
+
 def test_a_nursery_that_has_ended_says_so():
     nursery = Nursery([])
     nursery.close()

@@ -1,6 +1,7 @@
 """The command line: one file per verb.
 
-torch is imported inside the verbs that need it, so that `--help` and a mistyped flag are answered at once.
+A verb's module is imported when the verb is called, and torch inside those that need it, so that `--help` and a
+mistyped flag are answered at once.
 """
 
 from microparallel.cli.app import main

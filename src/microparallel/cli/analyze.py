@@ -134,23 +134,20 @@ def _recorded(run: Path) -> Analysis:
     from microparallel.cli.analyze_table import Analysis
     from microparallel.performance.bottleneck import find_bottleneck
     from microparallel.performance.step_timing import median_of, time_steps
-    from microparallel.trace.recording import Recording
+    from microparallel.reporting.folder import read_trace
 
     file = run / "trace.json" if run.is_dir() else run
     if not file.is_file():
         what = "has no trace.json" if run.is_dir() else "is not there"
         raise ConfigError(f"{run} {what}: name the folder of a run that was trained with --trace, or its trace.json")
-    try:
-        recording = Recording.from_json(file.read_text(encoding="utf-8"))
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ConfigError(f"{file} is no recording ({type(error).__name__}: {error}); train with --trace") from error
-    if not recording.spans:
+    trace = read_trace(file, "; record it again with `microparallel train --trace`")
+    if trace is None or not trace.events:
         raise ConfigError(f"{file} holds no steps: nothing was computed while it was recorded")
-    samples = recording.about.get("batch")
-    timings = time_steps(recording, samples if isinstance(samples, int) else 0)
+    samples = trace.about.get("batch")
+    timings = time_steps(trace, samples if isinstance(samples, int) else 0)
     timing = median_of(timings[1:] or timings)
-    about = ", ".join(f"{name} {value}" for name, value in recording.about.items())
-    verdict = find_bottleneck(timing.recording, took=timing.total)
+    about = ", ".join(f"{name} {value}" for name, value in trace.about.items())
+    verdict = find_bottleneck(timing.trace, took=timing.total)
     return Analysis(f"{file}: {about}" if about else str(file), timing, verdict)
 
 
@@ -260,7 +257,7 @@ def _analysis(config: TrainConfig, findings: Findings, scalings: list[Scaling]) 
     from microparallel.performance.bottleneck import find_bottleneck
 
     timing = findings.timing
-    verdict = find_bottleneck(timing.recording, findings.demand, findings.machine, timing.total)
+    verdict = find_bottleneck(timing.trace, findings.demand, findings.machine, timing.total)
     how = f"{config.schedule} on --dp {config.dp} --pp {config.pp}" if config.is_pipeline else config.strategy
     title = f"{config.model}, {findings.parameters:,} parameters, batch {config.batch}, {how}"
     return Analysis(title, findings.timing, verdict, findings, tuple(scalings))

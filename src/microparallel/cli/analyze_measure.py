@@ -113,7 +113,7 @@ def _demand(training: Training, config: TrainConfig) -> Demand | None:
 
 def _estimates(analyzer: DDPPerformanceAnalyzer, comms: Comms, timing: StepTiming) -> tuple[CommunicationEstimate, ...]:
     """An all-reduce of the largest size in the step, by some algorithms, here and in larger worlds."""
-    sizes = [span.bytes for span in timing.recording.spans if span.kind == "collective"]
+    sizes = [int(event.bytes) for event in timing.trace.events if event.kind == "collective"]
     if comms.world_size == 1 or max(sizes, default=0) < _SMALLEST_ESTIMATE:
         return ()
     size = min(_LARGEST_ESTIMATE, max(sizes)) // 4 * 4

@@ -5,33 +5,65 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from importlib import import_module
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from microparallel import __version__
-from microparallel.cli import analyze, bench, compare, doctor, draw, learn, report, simulate, train, verify, why
 from microparallel.errors import MicroparallelError, RankFailed, UsageError
 from microparallel.topology import DO_NOT_SPIN
 
+# Each verb is a module of this package, and its line in the help the first one of the verb's own help.
+VERBS = {
+    "train": "Train a model on one rank or many.",
+    "compare": "Run the same job as a single process and with each strategy, and show how far apart they end.",
+    "report": "Write a page about a run: loss, throughput, what each rank did in a step, and where its time went.",
+    "analyze": "Train a few steps, and say where their time went; or read it from a run that was recorded.",
+    "draw": "Draw a collective or a schedule: who does what when, and what it waits for.",
+    "simulate": "Walk through programs with a clock for every rank, and say what they would cost.",
+    "verify": "Check a program: messages match, nobody waits for ever, and its goal is reached.",
+    "doctor": "Examine this machine: versions, cores, GPUs, which transports work and how fast, and what is wrong.",
+    "why": "Say why ranks hang, died or disagree: which rank, in which call, at which line of your code.",
+    "bench": "Measure this machine, side by side with torch.",
+    "learn": "The exercises of the course: fill in what is missing, and have it checked on real ranks.",
+}
+
+
+def load(verb: str) -> Any:
+    """Import a verb's module and return its command."""
+    module = import_module(f"microparallel.cli.{verb}")
+    parent = typer.Typer(rich_markup_mode="markdown")
+    if isinstance(group := getattr(module, "app", None), typer.Typer):
+        parent.add_typer(group, name=verb)
+    else:
+        parent.command(name=verb, epilog=module.EXAMPLES)(getattr(module, verb))
+    return typer.main.get_group(parent).commands[verb]
+
+
+class Verbs(TyperGroup):
+    """Imports a verb's module when the verb is called; until then a command with nothing but its help stands for it."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {verb: TyperCommand(verb, help=line) for verb, line in VERBS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that the arguments name."""
+        if args[0] in VERBS:
+            self.commands[args[0]] = load(args[0])
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=Verbs,
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="Distributed training you can read, run, trust and see.",
     epilog="Start with `microparallel train --ranks 4`; every verb has `--help` with examples.",
 )
-app.command(name="train", epilog=train.EXAMPLES)(train.train)
-app.command(name="compare", epilog=compare.EXAMPLES)(compare.compare)
-app.command(name="report", epilog=report.EXAMPLES)(report.report)
-app.command(name="analyze", epilog=analyze.EXAMPLES)(analyze.analyze)
-app.command(name="draw", epilog=draw.EXAMPLES)(draw.draw)
-app.command(name="simulate", epilog=simulate.EXAMPLES)(simulate.simulate)
-app.command(name="verify", epilog=verify.EXAMPLES)(verify.verify)
-app.command(name="doctor", epilog=doctor.EXAMPLES)(doctor.doctor)
-app.command(name="why", epilog=why.EXAMPLES)(why.why)
-app.add_typer(bench.app, name="bench")
-app.add_typer(learn.app, name="learn")
 
 _LISTS = ("NAMES", "SIZES")  # how the help calls values with commas between them
 

@@ -19,7 +19,7 @@ from microparallel.train.config import STRATEGIES, TrainConfig, merge, read_conf
 from microparallel.train.run_folder import without_nan
 
 if TYPE_CHECKING:
-    from microparallel.trace.recording import Recording
+    from microparallel.trace import Trace
     from microparallel.train.compare import Comparison
 
 EXAMPLES = options.examples(
@@ -179,10 +179,10 @@ def _rows(config: TrainConfig, in_process: bool, folder: Path | None) -> list[Co
         def progress(text: str) -> None:
             status.update(f"running {text}")
 
-        def keep(strategy: str, recording: Recording) -> None:
+        def keep(strategy: str, trace: Trace) -> None:
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                recording.to_chrome(folder / f"{strategy.replace(' ', '-')}.json")
+                trace.to_chrome(folder / f"{strategy.replace(' ', '-')}.json")
 
         if in_process:
             return compare_in_process(config, progress)

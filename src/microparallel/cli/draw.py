@@ -55,7 +55,7 @@ def draw(
     view: Annotated[
         str | None,
         typer.Option(
-            help="timeline, clock (a schedule tick by tick) or hops (a collective hop by hop).",
+            help="timeline, clock (a schedule tick by tick), hops (a collective hop by hop), parts (where time goes).",
             show_default="timeline; hops for a collective without costs",
         ),
     ] = None,
@@ -130,7 +130,7 @@ def _view(view: str | None, program: Program, *, costs_given: bool) -> View:
         return "hops" if isinstance(program.goal, Collective) and not costs_given else "timeline"
     if view not in get_args(View):
         raise ConfigError(f"--view {view}: choose one of {', '.join(get_args(View))}")
-    if view != "timeline" and costs_given:
+    if view not in ("timeline", "parts") and costs_given:
         raise ConfigError(
             f"--view {view} counts steps, whatever they cost; leave out the costs, or try --view timeline"
         )
@@ -179,9 +179,9 @@ def _document(trace: Trace, wanted: dict[str, Path]) -> str:
         for place, event in enumerate(trace.events)
     ]
     document = {**summary(trace), "events": events, "written": [str(path) for path in wanted.values()]}
-    if isinstance(trace.program.goal, Collective):
+    if isinstance(trace.followed.goal, Collective):
         document["hops"] = [
             [{"from": message.sender, "to": message.receiver, "op": str(message.receive)} for message in hop.messages]
-            for hop in hops_of(trace.program).hops
+            for hop in hops_of(trace.followed).hops
         ]
     return json_format.dumps(document)

@@ -172,7 +172,8 @@ SlowLink = Annotated[
     str | None,
     typer.Option(
         metavar="A-B=…",
-        help="Slow messages between two ranks down: 0-1=5ms,100Mbit.",
+        help="Slow everything down that goes between two ranks, messages and collectives, and nothing else: "
+        "0-1=5ms,100Mbit.",
         rich_help_panel=_ON_PURPOSE,
     ),
 ]

@@ -259,7 +259,7 @@ def costs_of(
         "bytes_per_value": bytes_per_value,
     }
     defaults = default_costs(program)
-    usual = {"latency": defaults.latency, "seconds_per_byte": defaults.seconds_per_byte}
+    usual: dict[str, Any] = {"latency": defaults.latency, "seconds_per_byte": defaults.seconds_per_byte}
     given = {name: _number(name, number) for name, number in messages.items() if number is not None}
     return Costs(**chosen, **usual | given, links=dict(_link(text, program) for text in links or []))
 

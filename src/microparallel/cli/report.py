@@ -34,7 +34,7 @@ def report(
 ) -> None:
     """Write a page about a run: loss, throughput, what each rank did in a step, and where its time went.
 
-    What ranks did is known of runs with --trace, or of a recording (`mp.record`) in RUN/trace.json.
+    What ranks did is known of runs with --trace, or of a trace (`mp.record`) in RUN/trace.json.
     """
     found = read_run(run)
     file = out if out is not None else run / "report.html"
@@ -45,7 +45,7 @@ def report(
             write_atomically(file, page)
         except OSError as error:
             raise ConfigError(f"{file} cannot be written: {error.strerror or error}; choose another --out") from None
-    steps = found.recording.steps if found.recording is not None else []
+    steps = found.trace.steps if found.trace is not None else []
     if json:
         print(json_format.dumps({"file": str(file), "bytes": len(page), "recorded_steps": len(steps)}))
     else:

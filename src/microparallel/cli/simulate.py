@@ -132,13 +132,13 @@ def summary(trace: Trace, share: float = 1) -> dict[str, Any]:
         "messages_sent": trace.messages_sent,
         "bytes_sent": trace.bytes_sent,
     }
-    program = trace.program
+    program = trace.followed
     return {"program": program.name, "goal": str(program.goal), "ranks": program.world_size, **numbers}
 
 
 def _show_one(trace: Trace, share: float) -> None:
     console = Console(highlight=False)
-    program = trace.program
+    program = trace.followed
     training = isinstance(program.goal, TrainingStep)
     table = Table(
         box=box.SIMPLE_HEAD,
@@ -171,17 +171,17 @@ def _table() -> Table:
 
 
 def _side_by_side(traces: list[Trace], shares: list[float]) -> Table:
-    training = any(isinstance(trace.program.goal, TrainingStep) for trace in traces)
+    training = any(isinstance(trace.followed.goal, TrainingStep) for trace in traces)
     table = _table()
     table.caption = "of the rank with most: exposed (communication that nothing hides), messages, bytes"
     table.caption += ",\nand held (activations at once)" if training else ""
     table.add_column("program", no_wrap=True)
-    several = len({trace.program.world_size for trace in traces}) > 1
+    several = len({trace.followed.world_size for trace in traces}) > 1
     columns = [*(["ranks"] if several else []), "makespan", *(["bubble", "%", "async", "held"] if training else [])]
     for column in [*columns, "exposed", "messages", "bytes"]:
         table.add_column(column, justify="right", no_wrap=True)
     for trace, share in zip(traces, shares, strict=True):
-        row = [trace.program.name, *([str(trace.program.world_size)] if several else []), number(trace.makespan)]
+        row = [trace.followed.name, *([str(trace.followed.world_size)] if several else []), number(trace.makespan)]
         if _is_pipeline(trace):
             row += [number(trace.bubble), f"{trace.bubble_fraction:.1%}", number(trace.bubble_async)]
             row.append(number(max(trace.peak_activations) * share))
@@ -194,7 +194,7 @@ def _side_by_side(traces: list[Trace], shares: list[float]) -> Table:
 
 def _is_pipeline(trace: Trace) -> bool:
     """Whether gaps are a bubble: in a collective and in data parallelism they are communication."""
-    return isinstance(trace.program.goal, TrainingStep) and not trace.program.goal.buckets
+    return isinstance(trace.followed.goal, TrainingStep) and not trace.followed.goal.buckets
 
 
 def _share(program: Program) -> float:

@@ -6,8 +6,9 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Literal
 
-from microparallel.collectives.all_to_all import all_to_all_all_reduce
+from microparallel.collectives.all_to_all import all_to_all
 from microparallel.collectives.direct import (
     direct_all_gather,
     direct_all_reduce,
@@ -15,6 +16,7 @@ from microparallel.collectives.direct import (
     direct_reduce,
     direct_reduce_scatter,
 )
+from microparallel.collectives.gather_add import gather_add_all_reduce
 from microparallel.collectives.halving_doubling import halving_doubling_all_reduce
 from microparallel.collectives.hierarchical import hierarchical_all_reduce
 from microparallel.collectives.naive import naive_all_reduce
@@ -23,11 +25,11 @@ from microparallel.collectives.ring import ring_all_gather, ring_all_reduce, rin
 from microparallel.collectives.rooted import gather, scatter
 from microparallel.collectives.tree import tree_all_reduce, tree_broadcast, tree_reduce
 from microparallel.errors import UsageError
-from microparallel.program import Program
+from microparallel.program import AUTO, Program
 
 ALL_REDUCES: dict[str, Callable[..., Program]] = {
     "naive": naive_all_reduce,
-    "all-to-all": all_to_all_all_reduce,
+    "gather-add": gather_add_all_reduce,
     "tree": tree_all_reduce,
     "ring": ring_all_reduce,
     "recursive-doubling": recursive_doubling_all_reduce,
@@ -42,19 +44,49 @@ OTHERS: dict[str, Callable[..., Program]] = {
     "reduce": tree_reduce,
     "scatter": scatter,
     "gather": gather,
+    "all-to-all": all_to_all,
     "direct-reduce-scatter": direct_reduce_scatter,
     "direct-all-gather": direct_all_gather,
     "direct-broadcast": direct_broadcast,
     "direct-reduce": direct_reduce,
 }
 
+GroupKind = Literal[
+    "all-reduce", "broadcast", "reduce", "all-gather", "reduce-scatter", "scatter", "gather", "all-to-all"
+]
+# What a group does together, and by which algorithms: under each stands the name by which `build` knows its program.
+ALGORITHMS: dict[GroupKind, dict[str, str]] = {
+    "all-reduce": {name: name for name in ALL_REDUCES},
+    "broadcast": {"tree": "broadcast", "direct": "direct-broadcast"},
+    "reduce": {"tree": "reduce", "direct": "direct-reduce"},
+    "all-gather": {"ring": "all-gather", "direct": "direct-all-gather"},
+    "reduce-scatter": {"ring": "reduce-scatter", "direct": "direct-reduce-scatter"},
+    "scatter": {"direct": "scatter"},
+    "gather": {"direct": "gather"},
+    "all-to-all": {"direct": "all-to-all"},
+}
+# What "auto" stands for where messages cross a network.
+_ON_A_NETWORK: dict[GroupKind, str] = {
+    "all-reduce": "ring",
+    "broadcast": "tree",
+    "reduce": "tree",
+    "all-gather": "ring",
+    "reduce-scatter": "ring",
+    "scatter": "direct",
+    "gather": "direct",
+    "all-to-all": "direct",
+}
+# Up to here one meeting of the ranks (gather-add) beats two (direct), though each rank adds more.
+_LITTLE_BYTES = 512 * 2**10
+
 
 def build(name: str, ranks: int, **options: int) -> Program:
     """Build a collective by name, for any number of ranks.
 
     `ring`, `tree` and the like are all-reduces; `hierarchical` takes `ranks_per_node`. The others are
-    `reduce-scatter`, `all-gather`, `broadcast`, `reduce`, `scatter` and `gather`; with `direct-` before the first four,
-    those that read straight from each other. `scatter`, `gather`, `direct-broadcast` and `direct-reduce` take `root`.
+    `reduce-scatter`, `all-gather`, `broadcast`, `reduce`, `scatter`, `gather` and `all-to-all`; with `direct-` before
+    the first four, those that read straight from each other. `scatter`, `gather`, `broadcast`, `reduce`,
+    `direct-broadcast` and `direct-reduce` take `root`.
     """
     builders = ALL_REDUCES | OTHERS
     if name not in builders:
@@ -73,14 +105,67 @@ def build(name: str, ranks: int, **options: int) -> Program:
     return builders[name](ranks, **options)
 
 
-@functools.cache
 def all_reduce_program(name: str, ranks: int) -> Program:
     """Build an all-reduce by name, once: a collective in a training loop is called again and again."""
-    if name not in ALL_REDUCES:
-        near = difflib.get_close_matches(name, ALL_REDUCES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of auto, {', '.join(ALL_REDUCES)}"
-        raise UsageError(f"there is no all-reduce algorithm {name!r}; {hint}")
-    return build(name, ranks)
+    return program_of("all-reduce", name, ranks)
 
 
-__all__ = ["ALL_REDUCES", "OTHERS", "all_reduce_program", "build"]
+@functools.cache
+def program_of(collective: GroupKind, algorithm: str, ranks: int, root: int | None = None) -> Program:
+    """Build the program of a collective by its algorithm, once; some, such as a broadcast, have a root."""
+    require_algorithm(collective, algorithm)
+    name = ALGORITHMS[collective][algorithm]
+    return build(name, ranks) if root is None else build(name, ranks, root=root)
+
+
+def resolve(collective: GroupKind, algorithm: str, ranks: int, size: float, transport: str) -> str:
+    """Which algorithm a collective runs by: the one that is named, or the one that "auto" stands for.
+
+    | "auto" on  | all-reduce                                  | broadcast,  | all-gather,    | scatter,   |
+    |            |                                             | reduce      | reduce-scatter | gather,    |
+    |            |                                             |             |                | all-to-all |
+    |------------|---------------------------------------------|-------------|----------------|------------|
+    | `shm`      | gather-add while there is little to add,    | direct      | direct         | direct     |
+    |            | since meeting costs more than adding; then  |             |                |            |
+    |            | direct                                      |             |                |            |
+    | all others | ring: gloo's only one, and NCCL's for large | tree        | ring           | direct     |
+    |            | values                                      |             |                |            |
+
+    Whoever runs a collective and whoever simulates it ask here.
+
+    Args:
+        collective: what is done.
+        algorithm: a name, or "auto".
+        ranks: how many ranks take part.
+        size: how many bytes each of them contributes.
+        transport: what carries the messages, such as "shm" or "gloo".
+    """
+    if algorithm != AUTO:
+        require_algorithm(collective, algorithm)
+        return algorithm
+    if transport != "shm":
+        return _ON_A_NETWORK[collective]
+    little = collective == "all-reduce" and size * (ranks - 1) <= _LITTLE_BYTES
+    return "gather-add" if little else "direct"
+
+
+def require_algorithm(collective: GroupKind, algorithm: str) -> None:
+    """Raise `UsageError` unless there is such an algorithm for a collective."""
+    known = ALGORITHMS[collective]
+    if algorithm not in known:
+        near = difflib.get_close_matches(algorithm, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {AUTO}, {', '.join(known)}"
+        raise UsageError(f"there is no {collective} algorithm {algorithm!r}; {hint}")
+
+
+__all__ = [
+    "ALGORITHMS",
+    "ALL_REDUCES",
+    "OTHERS",
+    "GroupKind",
+    "all_reduce_program",
+    "build",
+    "program_of",
+    "require_algorithm",
+    "resolve",
+]

@@ -1,32 +1,32 @@
-"""Everybody sends everything to everybody: one step in theory, p² messages in practice."""
+"""Everybody has something of its own for everybody: the exchange, straight between any two ranks."""
 
 from __future__ import annotations
 
-from microparallel.program import Add, Chunk, Collective, Op, Part, Program, Recv, Send
-
-_ALL = Chunk(0, 1)
+from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
 
 
-def all_to_all_all_reduce(ranks: int) -> Program:
-    """Each rank collects all contributions, keeps them apart, and adds them in rank order.
+def all_to_all(ranks: int) -> Program:
+    """Rank s hands each rank r what it has for it; there is a slice for each pair, and C(s·p + r) goes from s to r.
 
     ```
-    rank 0: >C0@1 >C0@2 <P2@2 <P1@1 C0+=P1 C0+=P2
-    rank 1: >C0@2 >C0@0 <P0@0 <P2@2 C0+=P0 C0+=P2
-    rank 2: >C0@0 >C0@1 <P1@1 <P0@0 P0+=P1 C0+=P0
+    rank 0: >C2@2 >C1@1 <C3@1 <C6@2
+    rank 1: >C3@0 >C5@2 <C7@2 <C1@0
+    rank 2: >C7@1 >C6@0 <C2@0 <C5@1
     ```
 
-    Floating-point addition is not associative: adding in the order of arrival would leave different bits on different
-    ranks. So every rank computes ((0 + 1) + 2) + …, with its own contribution where it belongs.
+    So a rank begins with a row of a square, and ends with a column: the ranks transpose it. At step k everybody reads
+    from the rank k places further on, so that nobody is read by two at once.
     """
-    return Program("all-to-all", Collective("all-reduce", 1), tuple(_ops(rank, ranks) for rank in range(ranks)))
+    ops = tuple(_ops(rank, ranks) for rank in range(ranks))
+    return Program("all-to-all", Collective("all-to-all", ranks * ranks), ops)
 
 
 def _ops(rank: int, ranks: int) -> tuple[Op, ...]:
-    away = range(1, ranks)
-    ops: list[Op] = [Send(_ALL, (rank + distance) % ranks) for distance in away]
-    ops += [Recv(Part((rank - distance) % ranks), (rank - distance) % ranks) for distance in away]
-    ops += [Add(Part(lower), Part(0)) for lower in range(1, rank)]  # the sum of all before this rank,
-    ops += [Add(Part(0), _ALL)] if rank > 0 else []  # then its own,
-    ops += [Add(Part(higher), _ALL) for higher in range(rank + 1, ranks)]  # then the rest
-    return tuple(ops)
+    readers = [(rank - distance) % ranks for distance in range(1, ranks)]
+    read = [(rank + distance) % ranks for distance in range(1, ranks)]
+    sends: list[Op] = [Send(_slice(rank, reader, ranks), reader) for reader in readers]
+    return (*sends, *(Recv(_slice(source, rank, ranks), source) for source in read))
+
+
+def _slice(source: int, to: int, ranks: int) -> Chunk:
+    return Chunk(source * ranks + to, source * ranks + to + 1)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
 
 _ALL = Chunk(0, 1)
 
 
-def tree_reduce(ranks: int) -> Program:
-    """Bring the sum to rank 0: each round, half of the ranks that are left send to the other half and drop out.
+def tree_reduce(ranks: int, root: int = 0) -> Program:
+    """Bring the sum to the root: each round, half of the ranks that are left send to the other half and drop out.
 
     ```
     rank 0: <+C0@1 <+C0@2        round 1: 1 → 0, 3 → 2
@@ -17,14 +19,12 @@ def tree_reduce(ranks: int) -> Program:
     rank 3: >C0@2
     ```
     """
-    goal = Collective("reduce", 1, root=0)
-    return Program("tree-reduce", goal, tuple(tuple(_up(rank, ranks)) for rank in range(ranks)))
+    return Program("tree-reduce", Collective("reduce", 1, root=root), _rooted(_up, ranks, root))
 
 
-def tree_broadcast(ranks: int) -> Program:
-    """Bring rank 0's tensor to all: the same tree, walked the other way."""
-    goal = Collective("broadcast", 1, root=0)
-    return Program("tree-broadcast", goal, tuple(tuple(_down(rank, ranks)) for rank in range(ranks)))
+def tree_broadcast(ranks: int, root: int = 0) -> Program:
+    """Bring the root's tensor to all: the same tree, walked the other way."""
+    return Program("tree-broadcast", Collective("broadcast", 1, root=root), _rooted(_down, ranks, root))
 
 
 def tree_all_reduce(ranks: int) -> Program:
@@ -33,8 +33,14 @@ def tree_all_reduce(ranks: int) -> Program:
     return Program("tree", Collective("all-reduce", 1), tuple(ops))
 
 
-def _up(rank: int, ranks: int) -> list[Op]:
-    ops: list[Op] = []
+def _rooted(walk: Callable[[int, int], list[Send | Recv]], ranks: int, root: int) -> tuple[tuple[Op, ...], ...]:
+    """What the ranks do whose tree has this root: rank 0's part, and every other's, some places further on."""
+    parts = (walk((rank - root) % ranks, ranks) for rank in range(ranks))
+    return tuple(tuple(_moved(op, root, ranks) for op in part) for part in parts)
+
+
+def _up(rank: int, ranks: int) -> list[Send | Recv]:
+    ops: list[Send | Recv] = []
     distance = 1
     while distance < ranks:
         if rank & distance:
@@ -45,10 +51,13 @@ def _up(rank: int, ranks: int) -> list[Op]:
     return ops
 
 
-def _down(rank: int, ranks: int) -> list[Op]:
+def _moved(op: Send | Recv, by: int, ranks: int) -> Op:
+    """The same message, each rank played by one some places further on."""
+    if isinstance(op, Send):
+        return Send(op.value, (op.to + by) % ranks)
+    return Recv(op.value, (op.source + by) % ranks, reduce=op.reduce)
+
+
+def _down(rank: int, ranks: int) -> list[Send | Recv]:
     """What `_up` does, backwards, each message turned round."""
-    return [
-        Recv(_ALL, op.to) if isinstance(op, Send) else Send(_ALL, op.source)
-        for op in reversed(_up(rank, ranks))
-        if isinstance(op, Send | Recv)
-    ]
+    return [Recv(_ALL, op.to) if isinstance(op, Send) else Send(_ALL, op.source) for op in reversed(_up(rank, ranks))]

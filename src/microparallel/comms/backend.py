@@ -11,6 +11,7 @@ in a thread while the caller computes, as DDP wants it, or at the end of backwar
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,14 +23,8 @@ from microparallel.comms.backend_base import CallingGroup, on_cpu
 from microparallel.comms.backend_flight import flight_for
 from microparallel.comms.backend_options import Options
 from microparallel.comms.backend_reductions import Reduction
-from microparallel.comms.backend_tensors import (
-    bring_back,
-    called_by_reducer,
-    flat_pieces,
-    in_words,
-    pieces,
-    plain,
-)
+from microparallel.comms.backend_sparse import Contribution, require_sum
+from microparallel.comms.backend_tensors import bring_back, flat_pieces, in_words, pieces, plain
 from microparallel.comms.backend_work import MessageWork
 from microparallel.comms.calls import Call, describe, describe_list
 from microparallel.comms.failures import named_failures
@@ -37,6 +32,7 @@ from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.turns import Turn
 from microparallel.errors import UsageError
 from microparallel.flight import Entry, NoEntry
+from microparallel.torch_private import number_of_backward
 from microparallel.transport.base import Work
 from microparallel.transport.shared_memory import SharedMemoryTransport, futex, this_machine
 
@@ -78,15 +74,34 @@ class MicroparallelGroup(CallingGroup):
         """Combine everybody's tensors, in place, on every rank."""
         tensors, options = _as_list(tensors), Options.of(opts, **named)
         call, turns = _NOTHING, []
-        is_bucket = called_by_reducer(frames=1)  # `on_cpu` stands between
+        if any(tensor.layout is torch.sparse_coo for tensor in tensors):
+            return self._sparse_all_reduce(tensors, options)
         for tensor in tensors:
             reduction = Reduction(options.op, tensor.dtype, self.size())
             call = self._announce(options, "all_reduce", describe(tensor), f"op={reduction.name}")
             wire = plain(tensor)
             reduction.before(wire)
-            turns.append(self._group.all_reduce(wire, reduction.together, movable=is_bucket))
+            turns.append(self._group.all_reduce(wire, reduction.together))
             turns += self._finish([wire], [tensor], reduction)
-        return self._work(call, turns, tensors, options, after_backward=is_bucket)
+        return self._work(call, turns, tensors, options, after_backward=number_of_backward() is not None)
+
+    def _sparse_all_reduce(self, tensors: list[torch.Tensor], options: Options) -> dist.Work:
+        """Add up sparse tensors: everybody gets everybody's indices and values, and adds them in rank order."""
+        call, turns = _NOTHING, []
+        for tensor in tensors:
+            require_sum(tensor, options.op)
+            content = f"sparse {describe(tensor)}"
+            call = self._announce(options, "all_reduce", content, f"sparse_dim={tensor.sparse_dim()}")
+            contribution = Contribution(tensor)
+            # How much comes must be known before there is room for it, so this much is waited for.
+            told = [torch.empty_like(contribution.count) for _ in range(self.size())]
+            self._work(call, [self._group.all_gather(contribution.count, told)], told, options).wait()
+            counts = [int(count) for count in told]
+            arrived = contribution.room(counts)
+            for mine, theirs in zip(contribution.wires, arrived, strict=True):
+                turns.append(self._group.all_to_all(theirs, [mine] * self.size()))
+            turns.append(self._group.afterwards(functools.partial(contribution.add_up, counts, *arrived)))
+        return self._work(call, turns, tensors, options)
 
     @on_cpu
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -296,6 +311,15 @@ class MicroparallelGroup(CallingGroup):
         call = self._announce(options, "barrier", "")
         return self._work(call, [self._group.barrier()], [], options)
 
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
+        """Meet in time, or raise `CommsTimeout`, on every rank that came, with all the ranks that did not.
+
+        `torch.distributed.monitored_barrier` refuses any backend but gloo before it comes here: call the group's.
+        """
+        options = Options.of(timeout)
+        call = self._announce(options, "monitored_barrier", "")
+        self._work(call, [self._group.barrier()], [], options).wait()
+
     # ── messages between two ranks ──────────────────────────────────────────────────────────────────────────────
 
     @on_cpu
@@ -339,10 +363,8 @@ class MicroparallelGroup(CallingGroup):
         receipt = MessageWork(self._group, call, entry, work, [tensor], lambda: bring_back([wire], [tensor]))
         return self._remember(receipt)
 
-    # The names that torch used before 2.13, as in `BEFORE_2_13`.
-    _allgather_base = all_gather_single
+    # The names that torch used before 2.13, as in `torch_private.BEFORE_2_13`, which leads the others here.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from microparallel import torch_private
 from microparallel.comms.backend_devices import backends_of, refusal, start
 from microparallel.comms.backend_options import Options
 from microparallel.comms.backend_reductions import Reduction
@@ -22,18 +23,6 @@ from microparallel.errors import UsageError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-# torch declares several forms of each method. With a base that is Any, ours can say what they take in one.
-_ProcessGroup: Any = dist.ProcessGroup
-
-# What torch called these methods before 2.13.
-BEFORE_2_13 = {
-    "all_gather_single": "_allgather_base",
-    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
-    "all_to_all_single": "alltoall_base",
-}
-
 
 def on_cpu(method: Method) -> Method:
     """Tensors on another device go to the backend that the program chose for it."""
@@ -44,24 +33,16 @@ def on_cpu(method: Method) -> Method:
         tensor = first_tensor(arguments)
         if tensor is None or tensor.is_cpu:
             return method(self, *arguments, **named)
-        side = self.side_of(tensor.device)
-        return getattr(side, name if hasattr(side, name) else BEFORE_2_13[name])(*arguments, **named)
+        return torch_private.call_on(self.side_of(tensor.device), name, *arguments, **named)
 
-    _leave_uncompiled(dispatch)
+    torch_private.leave_uncompiled(dispatch)
     return dispatch  # type: ignore[return-value]
 
 
-def _leave_uncompiled(function: Any) -> None:
-    """Keep `torch.compile` from compiling a function and all it calls when a model that it compiles gets here."""
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
-
-
-class CallingGroup(_ProcessGroup):  # type: ignore[misc]
+class CallingGroup(torch_private.CalledProcessGroup):
     """One rank's place in a group, as torch sees it, without the calls themselves."""
 
-    # What torch asks a backend; `_get_backend` returns this object itself.
+    # What torch asks a backend; `backend_of` returns this object itself.
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
@@ -139,15 +120,17 @@ class CallingGroup(_ProcessGroup):  # type: ignore[misc]
 
     # ── calls that are started together ─────────────────────────────────────────────────────────────────────────
 
-    def _start_coalescing(self, device: torch.device) -> None:
+    def start_coalescing(self, device: torch.device) -> None:
+        """Start the calls from here on together."""
         if device.type != "cpu":
-            self.side_of(device)._start_coalescing(device)
+            torch_private.start_coalescing(self.side_of(device), device)
         else:
             self._together = []
 
-    def _end_coalescing(self, device: torch.device) -> dist.Work:
+    def end_coalescing(self, device: torch.device) -> dist.Work:
+        """All calls since `start_coalescing`, as one."""
         if device.type != "cpu":
-            return self.side_of(device)._end_coalescing(device)
+            return torch_private.end_coalescing(self.side_of(device), device)
         works, self._together = self._together or [], None
         return SeveralWorks(works)
 
@@ -164,14 +147,15 @@ class CallingGroup(_ProcessGroup):  # type: ignore[misc]
             )
         return self._sides[device.type]
 
-    @property
-    def _device_types(self) -> list[torch.device]:
+    def devices(self) -> list[torch.device]:
+        """The kinds of devices whose tensors this group carries."""
         return [torch.device(device) for device in backends_of(self) or ("cpu",)]
 
-    def _get_backend(self, device: torch.device) -> Any:
+    def backend_of(self, device: torch.device) -> Any:
+        """What carries a device's tensors: this group itself, or the one beside it."""
         if torch.device(device).type == "cpu" or not backends_of(self):
             return self
-        return self.side_of(device)._get_backend(device)
+        return torch_private.backend_of(self.side_of(device), device)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether `allocate_tensor` helps."""
@@ -187,7 +171,7 @@ class CallingGroup(_ProcessGroup):  # type: ignore[misc]
         """The name that torch knows this backend by."""
         return "microparallel"
 
-    name = _get_backend_name = getBackendName
+    name = getBackendName
 
     # torch keeps a group's name in its backends, and this group has none besides itself.
 
@@ -209,8 +193,6 @@ class CallingGroup(_ProcessGroup):  # type: ignore[misc]
 
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
-    _set_group_name = setGroupName
-    _set_group_desc = setGroupDesc
 
     def get_group_store(self) -> dist.Store:
         """Where the ranks of this group leave notes for each other."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from microparallel.errors import UsageError
+from microparallel.torch_private import gloo_group, nccl_group
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
@@ -26,26 +26,16 @@ def start(
     device: torch.device, backend: str, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: timedelta
 ) -> dist.ProcessGroup:
     """A process group of torch's own for the tensors of one device."""
-    ranks = len(world_ranks)
     # Not the keys that torch itself would use: it may have begun to start this backend, and left it.
     store = dist.PrefixStore(f"{device.type} beside microparallel", store)
-    group = dist.ProcessGroup(store, rank, ranks)
     if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        options.global_ranks_in_group = list(world_ranks)
-        started: Any = dist.ProcessGroupNCCL(store, rank, ranks, options)
-        kind = dist.ProcessGroup.BackendType.NCCL
-    elif backend == "gloo":
-        started, kind = dist.ProcessGroupGloo(store, rank, ranks, timeout), dist.ProcessGroup.BackendType.GLOO
-    else:
-        raise UsageError(
-            f"backend 'microparallel' cannot stand beside {backend!r}, only beside nccl and gloo; "
-            f"make a group of its own for {device.type}: torch.distributed.new_group(backend={backend!r})"
-        )
-    group._register_backend(torch.device(device.type), kind, started)
-    group._set_default_backend(kind)
-    return group
+        return nccl_group(device, store, rank, world_ranks, timeout)
+    if backend == "gloo":
+        return gloo_group(device, store, rank, world_ranks, timeout)
+    raise UsageError(
+        f"backend 'microparallel' cannot stand beside {backend!r}, only beside nccl and gloo; "
+        f"make a group of its own for {device.type}: torch.distributed.new_group(backend={backend!r})"
+    )
 
 
 def refusal(device: torch.device) -> UsageError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ import torch
 from microparallel.comms.calls import Call, content_bytes, describe
 from microparallel.errors import UsageError
 
-_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _ONE_TENSOR = re.compile(r"\w+\[[\d, ]*\]")  # as `describe` writes it
 
 
@@ -38,15 +36,6 @@ def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
     # Tensors made in inference mode may be changed only inside it, and the thread that runs a collective is not.
     memory = torch.empty(0, dtype=tensor.dtype)
     return memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-
-
-def called_by_reducer(frames: int) -> bool:
-    """Whether the function so many frames above was called by torch's own reducer, of DistributedDataParallel.
-
-    Autograd runs it, in C++: there is no line of Python between that function and the start of backward.
-    """
-    caller = sys._getframe(frames + 1).f_back
-    return caller is not None and caller.f_code is _BACKWARD
 
 
 def is_copy(wire: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -12,45 +12,57 @@ import torch.distributed as dist
 
 from microparallel.comms.backend_options import seconds
 from microparallel.comms.calls import Call
+from microparallel.comms.conversation import activity_of
 from microparallel.comms.failures import named_failures
-from microparallel.comms.listening import Heard
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.turns import Turn
+from microparallel.errors import TransportTimeout
 from microparallel.flight import Entry, NoEntry
+from microparallel.observe import Watched, watch
+from microparallel.torch_private import CalledWork, at_end_of_backward, number_of_backward
 from microparallel.transport.base import Work
 
 
-class StartedWork(dist.Work):
+class StartedWork(CalledWork):
     """What collectives and messages have in common; `_finish` waits, and raises what went wrong."""
 
     def __init__(self, group: SharedMemoryGroup, call: Call, entry: Entry | NoEntry, result: Any) -> None:
         super().__init__()
         self._group = group
         self._call = call
-        self._entry: Entry | NoEntry | None = entry  # until it has ended
+        observers = group.flight.observers
+        self._entry: Entry | NoEntry | Watched | None = (  # until it has ended
+            watch(entry, observers, activity_of(call, group)) if observers else entry
+        )
         self._result = result
-        listeners = group.flight.listeners
-        self._heard = Heard(listeners, call, group.world_ranks, entry) if listeners else None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return when the result is there; raise an error that names the rank and the call."""
-        if self._heard is not None:
-            self._heard.wait()
+        if self._entry is not None:
+            self._entry.waits()
         return self._complete(seconds(timeout))
 
     def _complete(self, timeout: float | None) -> bool:
         entry, self._entry = self._entry, None
         if entry is None:  # it has been waited for before
             entry = NoEntry()
-        entry.waits()
-        try:
-            with named_failures(self._call, self._group, entry):
-                self._finish(timeout)
-        finally:
-            if self._heard is not None:
-                self._heard.end()
+        with named_failures(self._call, self._group, entry):
+            self._finish(timeout)
         entry.ends()
         return True
+
+    def _leave(self) -> None:
+        """Its end is left to a future, and nobody will say that it is waited for.
+
+        If a backward began it, that is torch's DistributedDataParallel, which waits inside of backward when all is
+        computed. Calls that autograd runs then run in the order in which they were asked for, and DDP asks after us.
+        """
+        if number_of_backward() is not None:
+            at_end_of_backward(self._all_is_computed)
+
+    def _all_is_computed(self) -> None:
+        if self._entry is not None:
+            self._entry.waits()
 
     def _finish(self, timeout: float | None) -> None:
         raise NotImplementedError
@@ -90,8 +102,8 @@ class StartedWork(dist.Work):
             return self._result
 
         future: torch.futures.Future[Any] = done.then(outcome)
-        if self._heard is not None:
-            self._heard.leave()
+        if self._group.flight.observers:
+            self._leave()
         self._when_done(lambda: done.set_result(None))
         return future
 
@@ -121,7 +133,10 @@ class CollectiveWork(StartedWork):
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        return all(turn.done for turn in self._turns)
+        done = all(turn.done for turn in self._turns)
+        if not done:
+            self._group.hurry()
+        return done
 
 
 class MessageWork(StartedWork):
@@ -146,7 +161,7 @@ class MessageWork(StartedWork):
 
     def _finish(self, timeout: float | None) -> None:
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
-            raise RuntimeError("timed out")
+            raise TransportTimeout("timed out: another thread waits for the same message")
         try:
             if not self._done:
                 self._receive(timeout)
@@ -164,7 +179,7 @@ class MessageWork(StartedWork):
             self._error = error
         self._done = True
 
-    def _source_rank(self) -> int:
+    def source_rank(self) -> int:
         """Who sent it, once it is here; torch asks when a program receives from anybody."""
         return int(getattr(self._work, "source", -1))
 

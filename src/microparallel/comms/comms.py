@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from microparallel.collectives import all_reduce_program
-from microparallel.comms.calls import Call, describe, describe_list
+from microparallel.comms.calls import Call, describe, describe_content, describe_list
 from microparallel.comms.conversation import Conversation
 from microparallel.comms.failures import explain
 from microparallel.comms.group import Group
@@ -23,8 +23,9 @@ from microparallel.comms.mail import Mail
 from microparallel.comms.reductions import check_reduction, finish_reduction, stand_in, wire_reduction
 from microparallel.comms.request import Request
 from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
-from microparallel.errors import CommsError, UsageError
+from microparallel.errors import CommsError, Mismatch, TransportError, UsageError
 from microparallel.flight import Flight
+from microparallel.program import Op
 from microparallel.transport.base import Work
 
 
@@ -146,14 +147,20 @@ class Comms(Conversation):
         if token.is_cuda:
             torch.cuda.synchronize(self.device)
 
-    def broadcast(self, tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
-        """Copy the tensor of `src` over everybody else's, in place."""
+    def broadcast(self, tensor: torch.Tensor, src: int = 0, *, operation: Op | None = None) -> torch.Tensor:
+        """Copy the tensor of `src` over everybody else's, in place.
+
+        Args:
+            tensor: what is copied, or overwritten.
+            src: whose it is.
+            operation: what this call is in the program that its caller follows; observers are told so.
+        """
         self._require_rank("broadcast", "src", src)
         require_writable(tensor, "broadcast")
         wire = to_wire(tensor, self._transport.carries)
         call = Call.of_all("broadcast", self._content(wire), f"src={src}", size=wire.nbytes)
         request = self._collective(
-            call, lambda: [self._transport.broadcast(as_bytes(wire), src)], lambda: from_wire(wire, tensor)
+            call, lambda: [self._transport.broadcast(as_bytes(wire), src)], lambda: from_wire(wire, tensor), operation
         )
         return request.wait()
 
@@ -213,6 +220,73 @@ class Comms(Conversation):
         )
         return request.wait()
 
+    @overload
+    def all_to_all(
+        self,
+        tensors: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor] | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> list[torch.Tensor]: ...
+    @overload
+    def all_to_all(
+        self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = ..., *, async_op: Literal[True]
+    ) -> Request[list[torch.Tensor]]: ...
+    def all_to_all(
+        self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None, async_op: bool = False
+    ) -> list[torch.Tensor] | Request[list[torch.Tensor]]:
+        """Hand tensor r of the list to rank r, and return what each rank had for this one, in rank order.
+
+        The tensors may differ in shape and dtype: they are described to their receivers first, unless these know.
+
+        Args:
+            tensors: one for each rank, this one included.
+            into: tensors to receive into, for ranks that know what comes: then no descriptions are exchanged. Either
+                all ranks give them, or none does.
+            async_op: return a `Request` as soon as it is known what comes; its `wait()` returns the list.
+        """
+        for name, given in (("tensors", tensors), ("into", into)):
+            if given is not None and len(given) != self.world_size:
+                raise UsageError(
+                    f"all_to_all: {name} needs one tensor for each of {self.world_size} ranks, not {len(given)}"
+                )
+        wires = [to_wire(tensor, self._transport.carries) for tensor in tensors]
+        call = Call.of_all("all_to_all", *(["into"] if into is not None else []), size=_bytes(wires))
+        agreed = into is None or self._checker is not None
+        contents = self._exchange_headers(call, wires) if agreed else []
+        device = tensors[self.rank].device
+        if into is None:
+            outputs = [empty_on_wire(shape, dtype, device, self._transport.carries) for dtype, shape in contents]
+        else:
+            for tensor in into:
+                require_writable(tensor, "all_to_all")
+            _require_room(into, wires[self.rank], self.rank, contents)
+            outputs = [to_wire(tensor, self._transport.carries) for tensor in into]
+
+        def finish() -> list[torch.Tensor]:
+            if into is None:
+                return [output.to(device) for output in outputs]
+            return [from_wire(output, tensor) for output, tensor in zip(outputs, into, strict=True)]
+
+        start = self._start if agreed else self._collective
+        request = start(
+            call,
+            lambda: [self._transport.all_to_all([as_bytes(one) for one in outputs], [as_bytes(one) for one in wires])],
+            finish,
+        )
+        if not async_op:
+            return request.wait()
+        self._transport.run_in_background()
+        return request
+
+    def _exchange_headers(self, call: Call, wires: list[torch.Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
+        """Tell each rank what it will get, and hear what comes from each."""
+        mine = write_headers(wires, self.world_size)
+        theirs = torch.empty_like(mine)
+        self._collective(
+            call, lambda: [self._transport.all_to_all(list(theirs.unbind()), list(mine.unbind()))], lambda: None
+        ).wait()
+        return read_headers(theirs)
+
     # ── combining everybody's tensor ────────────────────────────────────────────────────────────────────────────
 
     def reduce(self, tensor: torch.Tensor, dst: int = 0, op: str = "sum") -> torch.Tensor:
@@ -265,14 +339,32 @@ class Comms(Conversation):
 
     @overload
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = ..., algorithm: str = ..., async_op: Literal[False] = ...
+        self,
+        tensor: torch.Tensor,
+        op: str = ...,
+        algorithm: str = ...,
+        async_op: Literal[False] = ...,
+        *,
+        operation: Op | None = ...,
     ) -> torch.Tensor: ...
     @overload
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = ..., algorithm: str = ..., *, async_op: Literal[True]
+        self,
+        tensor: torch.Tensor,
+        op: str = ...,
+        algorithm: str = ...,
+        *,
+        async_op: Literal[True],
+        operation: Op | None = ...,
     ) -> Request[torch.Tensor]: ...
     def all_reduce(
-        self, tensor: torch.Tensor, op: str = "sum", algorithm: str = "auto", async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        algorithm: str = "auto",
+        async_op: bool = False,
+        *,
+        operation: Op | None = None,
     ) -> torch.Tensor | Request[torch.Tensor]:
         """Combine everybody's tensor, in place, on every rank, with bit-identical results.
 
@@ -282,12 +374,13 @@ class Comms(Conversation):
             algorithm: "auto" leaves the choice to the transport; a name such as "ring" or "tree" runs that program of
                 `mp.collectives` over point-to-point messages.
             async_op: return a `Request` at once; its `wait()` returns the tensor.
+            operation: what this call is in the program that its caller follows; observers are told so.
         """
         chosen = "" if algorithm == "auto" else f", algorithm={algorithm!r}"
         call = Call.of_all("all_reduce", describe(tensor), f"op={op!r}{chosen}", size=_bytes([tensor]))
         if algorithm != "auto":
             all_reduce_program(algorithm, self.world_size)  # says so if there is none
-        request = self._all_reduce(call, tensor, op, algorithm)
+        request = self._all_reduce(call, tensor, op, algorithm, operation)
         if not async_op:
             return request.wait()
         self._transport.run_in_background()
@@ -297,7 +390,9 @@ class Comms(Conversation):
         """Average everybody's tensor, in place, on every rank."""
         return self.all_reduce(tensor, op="mean")
 
-    def _all_reduce(self, call: Call, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Request[torch.Tensor]:
+    def _all_reduce(
+        self, call: Call, tensor: torch.Tensor, op: str, algorithm: str = "auto", operation: Op | None = None
+    ) -> Request[torch.Tensor]:
         check_reduction(op, tensor.dtype, "all_reduce")
         require_writable(tensor, "all_reduce")
         wire = to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype))
@@ -305,6 +400,8 @@ class Comms(Conversation):
             call,
             lambda: [self._transport.all_reduce(wire, wire_reduction(op), algorithm)],
             lambda: from_wire(finish_reduction(wire, op, self.world_size), tensor),
+            operation,
+            tensor,
         )
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -326,9 +423,9 @@ class Comms(Conversation):
         """Whether a rank's messages run one after another, as NCCL's do: then none may be posted before its time."""
         return self.device.type == "cuda" and "cuda" in self._transport.carries
 
-    def explain(self, error: RuntimeError, call: str) -> CommsError:
+    def explain(self, error: TransportError, call: str) -> CommsError:
         """Turn a transport's failure in messages of one's own into an error that names the rank and the call."""
-        return error if isinstance(error, CommsError) else explain(error, Call(call, call), self._transport)
+        return explain(error, Call(call, call), self._transport)
 
     # ── smaller worlds ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -377,6 +474,20 @@ class Comms(Conversation):
 
     def __repr__(self) -> str:
         return f"<Comms rank {self.rank} of {self.world_size} on {self.device}>"
+
+
+def _require_room(
+    into: Sequence[torch.Tensor], own: torch.Tensor, rank: int, contents: list[tuple[torch.dtype, torch.Size]]
+) -> None:
+    """Refuse tensors that do not fit what is known to come: what a rank has for itself; in checked mode, everything."""
+    known = dict(enumerate(contents)) or {rank: (own.dtype, own.shape)}
+    for source, (dtype, shape) in known.items():
+        tensor = into[source]
+        if (tensor.dtype, tensor.numel()) != (dtype, shape.numel()):
+            raise Mismatch(
+                f"all_to_all: rank {source} has {describe_content(dtype, shape)} for rank {rank}, "
+                f"which receives it into {describe(tensor)}"
+            )
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

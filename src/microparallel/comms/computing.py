@@ -6,8 +6,7 @@ listened to: the hook that all modules share is taken away when a forward begins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,21 +15,26 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 from torch.utils.hooks import RemovableHandle
 
-from microparallel.trace.recording import Kind
-
-Engine = Callable[..., Any]
-_autograd: Any = torch.autograd
+from microparallel.program import OptimizerStep
+from microparallel.torch_private import (
+    Engine,
+    backward_engine,
+    forward_hooks_of,
+    forward_pre_hooks_of_all_modules,
+    replace_backward_engine,
+)
+from microparallel.trace import Observed
 
 
 class Computing:
     """Tells what torch computes.
 
     Args:
-        begin: is told that something begins, by its kind and name; what it returns is handed to `end`.
+        begin: is told that something begins; what it returns is handed to `end`.
         end: is told that it has ended.
     """
 
-    def __init__(self, begin: Callable[[Kind, str], Any], end: Callable[[Any], None]) -> None:
+    def __init__(self, begin: Callable[[Observed | OptimizerStep], Any], end: Callable[[Any], None]) -> None:
         self._begin = begin
         self._end = end
         self._listens = False
@@ -40,14 +44,14 @@ class Computing:
         self._key = 0  # and our place in it
         self._forward: Any = None
         self._optimizer: Any = None
-        self._engine: Engine = _autograd._engine_run_backward
+        self._engine = backward_engine()
         self._run_backward: Engine | None = None
         self.in_backward = False
 
     def start(self) -> None:
         """Listen to every module, every backward and every optimizer of this process."""
         any_module = torch_modules.register_module_forward_pre_hook(self._forward_begins)
-        self._key, self._hooks = any_module.id, torch_modules._global_forward_pre_hooks
+        self._key, self._hooks = any_module.id, forward_pre_hooks_of_all_modules()
         self._handles = [
             any_module,
             torch_optimizers.register_optimizer_step_pre_hook(self._optimizer_begins),
@@ -55,8 +59,9 @@ class Computing:
         ]
         # All of torch.autograd comes through here. Hooks on what modules return, and a callback at the end, cost
         # several times as much, and miss what has no module.
-        self._engine = _autograd._engine_run_backward
-        self._run_backward = _autograd._engine_run_backward = self._stand_between(self._engine)
+        self._engine = backward_engine()
+        self._run_backward = self._stand_between(self._engine)
+        replace_backward_engine(self._run_backward)
         self._listens = True
 
     def stop(self) -> None:
@@ -64,20 +69,19 @@ class Computing:
         self._listens = False
         for handle in self._handles:
             handle.remove()
-        if _autograd._engine_run_backward is self._run_backward:  # else somebody has come in between after us
-            _autograd._engine_run_backward = self._engine
+        if backward_engine() is self._run_backward:  # else somebody has come in between after us
+            replace_backward_engine(self._engine)
         self._run_backward = None
 
-    @contextmanager
-    def muted(self) -> Iterator[None]:
-        """Leave torch alone: somebody else tells what is computed."""
+    def mute(self) -> None:
+        """Leave torch's modules and backwards alone: an operation of a program tells what is computed."""
         self._muted += 1
         self._hooks.pop(self._key, None)
-        try:
-            yield
-        finally:
-            self._muted -= 1
-            self._wait_for_a_forward()
+
+    def unmute(self) -> None:
+        """Go on listening, when every operation that muted has ended."""
+        self._muted -= 1
+        self._wait_for_a_forward()
 
     def _wait_for_a_forward(self) -> None:
         if self._listens and not self._muted:
@@ -90,15 +94,15 @@ class Computing:
         key = self._key
         self._hooks.pop(key, None)
         # As `module.register_forward_hook(…, always_call=True)`, whose handle takes as long as all the rest.
-        module._forward_hooks[key] = self._forward_ends
-        module._forward_hooks_always_called[key] = True
-        self._forward = self._begin("forward", f"forward of {type(module).__name__}")
+        hooks, always_called = forward_hooks_of(module)
+        hooks[key], always_called[key] = self._forward_ends, True
+        self._forward = self._begin(Observed(f"forward of {type(module).__name__}", "forward"))
 
     def _forward_ends(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
         self._end(self._forward)
         key = self._key
-        module._forward_hooks.pop(key, None)  # not there if the module calls itself
-        module._forward_hooks_always_called.pop(key, None)
+        for hooks in forward_hooks_of(module):
+            hooks.pop(key, None)  # not there if the module calls itself
         self._wait_for_a_forward()
 
     def _stand_between(self, engine: Engine) -> Engine:
@@ -108,7 +112,7 @@ class Computing:
             if self.in_backward or self._muted or self._run_backward is not run_backward:
                 return engine(*arguments, **named)
             self.in_backward = True
-            backward = self._begin("backward", "backward")
+            backward = self._begin(Observed("backward", "backward"))
             try:
                 return engine(*arguments, **named)
             finally:
@@ -117,8 +121,8 @@ class Computing:
 
         return run_backward
 
-    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
-        self._optimizer = self._begin("optimizer", type(optimizer).__name__)
+    def _optimizer_begins(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
+        self._optimizer = self._begin(OptimizerStep())
 
     def _optimizer_ends(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
         if self._optimizer is not None:

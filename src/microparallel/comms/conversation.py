@@ -10,10 +10,12 @@ from microparallel.comms.calls import Call, describe_content
 from microparallel.comms.checking import Checker
 from microparallel.comms.failures import named_failures
 from microparallel.comms.group import Group
-from microparallel.comms.listening import Heard, Listener
 from microparallel.comms.request import Request, Result
 from microparallel.errors import UsageError
 from microparallel.flight import Entry, NoEntry
+from microparallel.observe import Activity, Observer, Watched, watch
+from microparallel.program import Op
+from microparallel.trace import Kind, Observed
 from microparallel.transport.base import Work
 
 
@@ -28,15 +30,20 @@ class Conversation:
         self._checker = Checker(transport) if check and transport.world_size > 1 else None
 
     @property
-    def listeners(self) -> list[Listener]:
-        """Who hears of the calls of this world: all its groups have the same, and so has the torch backend."""
-        return self._transport.flight.listeners
+    def observers(self) -> list[Observer]:
+        """Who is told of the calls of this world: all its groups have the same, and so has the torch backend."""
+        return self._transport.flight.observers
 
     def _collective(
-        self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]
+        self,
+        call: Call,
+        start: Callable[[], Sequence[Work]],
+        finish: Callable[[], Result],
+        operation: Op | None = None,
+        tensor: torch.Tensor | None = None,
     ) -> Request[Result]:
         """Start a call that every rank makes, after checking that they do."""
-        entry = self._begin(call)
+        entry = self._begin(call, operation, tensor)
         if self._checker is not None:
             with named_failures(call, self._transport, entry):
                 self._checker.agree(call)
@@ -46,26 +53,38 @@ class Conversation:
         """Start transfers; a connection that is already gone fails here rather than in `wait()`."""
         return self._go_on(call, self._begin(call), start, finish)
 
-    def _begin(self, call: Call) -> Entry | NoEntry:
-        """Write down that this rank makes a call."""
+    def _begin(
+        self, call: Call, operation: Op | None = None, tensor: torch.Tensor | None = None
+    ) -> Entry | NoEntry | Watched:
+        """Write down that this rank makes a call, and tell the observers."""
         if self._closed:
             raise UsageError(f"{call}: this Comms has been closed; connect again, or close it later")
         log = self._transport.log
+        entry: Entry | NoEntry
         if call.peer is None:
-            return log.collective(call.text, call.agreement, call.size)
-        write = log.send if call.sends else log.recv
-        return write(call.text, call.agreement, call.peer, size=call.size)
+            entry = log.collective(call.text, call.agreement, call.size)
+        else:
+            write = log.send if call.sends else log.recv
+            entry = write(call.text, call.agreement, call.peer, size=call.size)
+        observers = self.observers
+        if not observers:
+            return entry
+        return watch(entry, observers, activity_of(call, self._transport, operation, tensor))
 
     def _go_on(
-        self, call: Call, entry: Entry | NoEntry, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]
+        self,
+        call: Call,
+        entry: Entry | NoEntry | Watched,
+        start: Callable[[], Sequence[Work]],
+        finish: Callable[[], Result],
     ) -> Request[Result]:
         self._transport.announce(call.agreement)
-        listeners = self._transport.flight.listeners
-        heard = Heard(listeners, call, self._transport.world_ranks, entry) if listeners else None
         with named_failures(call, self._transport, entry):
             works = start()
         entry.started()
-        return Request(call, works, finish, self._transport, entry, heard)
+        if isinstance(entry, Watched) and len(works) == 1 and (then := getattr(works[0], "then", None)) is not None:
+            then(entry.completes)
+        return Request(call, works, finish, self._transport, entry)
 
     def _outputs(self, wire: torch.Tensor) -> list[torch.Tensor]:
         return [torch.empty_like(wire) for _ in range(self.world_size)]
@@ -85,3 +104,16 @@ class Conversation:
         self._require_rank(name, argument, rank)
         if rank == self.rank:
             raise UsageError(f"{name}: {argument}={rank} is this rank itself; a message needs another one")
+
+
+def activity_of(call: Call, group: Group, operation: Op | None = None, tensor: torch.Tensor | None = None) -> Activity:
+    """A call as observers know it: by the operation of a program that it does, or by its own words."""
+    world_ranks = group.world_ranks
+    kind: Kind = "collective" if call.collective else "send" if call.sends else "receive"
+    return Activity(
+        Observed(call.text, kind) if operation is None else operation,
+        size=call.size,
+        group=tuple(world_ranks) if call.collective else (),
+        peer=None if call.peer is None else world_ranks[call.peer],
+        tensor=tensor,
+    )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from microparallel.flight import Flight, GroupLog, NoLog
-from microparallel.transport.base import Work
+from microparallel.transport.base import Exchange, Work
 
 
 class Group(Protocol):
@@ -21,6 +21,7 @@ class Group(Protocol):
     world_size: int
     world_ranks: tuple[int, ...]
     carries: frozenset[str]
+    transport_name: str  # what "auto" is resolved for
     flight: Flight
     log: GroupLog | NoLog  # the flight recorder's, of this group's calls
 
@@ -36,6 +37,9 @@ class Group(Protocol):
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Start receiving."""
+
+    def exchange(self, tag: int = 0) -> Exchange:
+        """Open an exchange, to which messages are added."""
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Start copying the source's tensor over everybody else's."""
@@ -55,6 +59,9 @@ class Group(Protocol):
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> Work:
         """Start combining the ranks' inputs position by position; rank r gets position r."""
 
+    def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
+        """Start handing input r to rank r, and getting one from each; sizes may differ from pair to pair."""
+
     def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Work:
         """Start combining everybody's tensor, in place, on every rank."""
 
@@ -70,9 +77,6 @@ class Group(Protocol):
 
     def subgroup(self, ranks: list[int]) -> Group | None:
         """Make a group of some of these ranks; only they need to call this. None on a rank that is not among them."""
-
-    def lost_peers(self) -> list[int]:
-        """The ranks that have gone, after a call has failed."""
 
     def close(self) -> None:
         """Leave the group."""

@@ -11,9 +11,9 @@ from microparallel.collectives import build
 from microparallel.comms.calls import describe
 from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
 from microparallel.errors import ProgramError, UsageError
-from microparallel.program import Program
+from microparallel.program import Add, Join, Message, Policy, Program, Recv, Send, Walk
 from microparallel.transport.base import Transport
-from microparallel.transport.in_process import Pollable, in_process_transports
+from microparallel.transport.in_process import Pollable
 
 
 def all_reduce_in_process(name: str, tensors: Sequence[torch.Tensor], **options: int) -> None:
@@ -47,20 +47,59 @@ def run_in_process(
     Args:
         program: what to run.
         tensors: one for each rank.
-        transports: one for each rank, such as `nccl_rules_transports(ranks)`; by default messages are copies that wait
-            for nobody.
+        transports: one for each rank, such as `nccl_rules_transports(ranks)`: then the ranks do what they would do each
+            in its own process. By default they read straight from each other.
     """
     slices = slices_of(program)
     flat = [tensor.detach().contiguous() for tensor in tensors]
-    ends = in_process_transports(len(flat)) if transports is None else transports
-    # Transports of one process start nothing but work that can be polled.
-    runs = [
-        cast("Iterator[Pollable]", perform(rounds(ops), Memory(tensor, slices), transport, COMBINE["sum"]))
-        for ops, tensor, transport in zip(program.ranks, flat, ends, strict=True)
-    ]
-    take_turns(runs, program.name)
+    memories = [Memory(tensor, slices) for tensor in flat]
+    if transports is None:
+        _walk(program, memories)
+    else:
+        # Transports of one process start nothing but work that can be polled.
+        runs = [
+            cast("Iterator[Pollable]", perform(rounds(ops), memory, transport, COMBINE["sum"]))
+            for ops, memory, transport in zip(program.ranks, memories, transports, strict=True)
+        ]
+        take_turns(runs, program.name)
     for tensor, result in zip(tensors, flat, strict=True):
         tensor.detach().copy_(result)
+
+
+def _walk(program: Program, memories: Sequence[Memory]) -> None:
+    """Do each operation as soon as it can be done."""
+    combine = COMBINE["sum"]
+    walk = Walk(program, _Straight(memories))
+    for cursor in walk:
+        op, memory = cursor.op, memories[cursor.rank]
+        if isinstance(op, Send) and cursor.message is not None:
+            cursor.message.content = memory[op.value]
+        elif isinstance(op, Recv) and op.reduce and cursor.message is not None:
+            combine(memory[op.value], cursor.message.content)
+        elif isinstance(op, Add):
+            combine(memory[op.into], memory[op.value])
+        elif not isinstance(op, Recv | Join):
+            raise ProgramError(f"{op} is no operation of a collective; it knows Send, Recv and Add")
+    if walk.stuck():
+        raise ProgramError(f"program {program.name!r} stands still: {'; '.join(map(str, walk.waits()))}")
+
+
+class _Straight(Policy):
+    """A message is read from its sender's memory, when both sides are ready for it."""
+
+    def __init__(self, memories: Sequence[Memory]) -> None:
+        super().__init__("rendezvous")
+        self._memories = memories
+
+    def carry(self, message: Message) -> bool:
+        """Copy what is sent to where it is received; what is to be added, beside it."""
+        assert message.receive is not None
+        place = self._memories[message.receiver][message.receive.value]
+        if message.receive.reduce:
+            message.content = torch.empty_like(place).copy_(message.content)
+        else:
+            place.copy_(message.content)
+        return True
 
 
 def take_turns(runs: Sequence[Iterator[Pollable]], name: str) -> None:

@@ -6,13 +6,13 @@ take turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 import torch
 
 from microparallel.errors import ProgramError
-from microparallel.program import Add, Chunk, Collective, Join, Op, Part, Program, Recv, Send, Value, touch
+from microparallel.program import Add, Chunk, Collective, Join, Op, OpenSends, Part, Program, Recv, Send, Value, touch
 from microparallel.transport.base import COMPLETE, Loan, Transport, Work
 
 # Messages of a program have a tag of their own, so that they never mix with the caller's.
@@ -75,19 +75,21 @@ class Round:
         self.adds: list[Add] = []
         self.sends: list[Send] = []
         self.receives: list[Recv] = []
+        self._held_back: OpenSends[Send] = OpenSends()  # they read when the round begins
 
     def takes(self, op: Op) -> bool:
         """Whether an operation can be done in this round, and need not wait until the round has ended."""
         if isinstance(op, Add):
             # It overtakes the sends that are held back, so it must not change what they carry.
-            return not self.receives and not _touches(op.into, self.sends)
+            return not self.receives and not self._held_back.conflicts(op)
         if isinstance(op, Send):
             return not self.receives  # it may carry what arrives
         if isinstance(op, Recv):
             if op.reduce and self.sends:
                 return True  # it arrives beside its place, and is added there afterwards
             # Receives without sends hold nobody up: those that add to one place take turns rather than more memory.
-            return not _touches(op.value, [*self.sends, *self.receives])
+            elsewhere = not any(touch(op.value, other.value) for other in self.receives)
+            return elsewhere and not self._held_back.conflicts(op)
         raise ProgramError(f"{op} is no operation of a collective; it knows Send, Recv and Add")
 
     def append(self, op: Op) -> None:
@@ -96,12 +98,9 @@ class Round:
             self.adds.append(op)
         elif isinstance(op, Send):
             self.sends.append(op)
+            self._held_back.add(op.value, op)
         elif isinstance(op, Recv):
             self.receives.append(op)
-
-
-def _touches(value: Value, ops: Sequence[Send | Recv]) -> bool:
-    return any(touch(value, op.value) for op in ops)
 
 
 def rounds(ops: Iterable[Op]) -> Iterator[Round]:
@@ -109,7 +108,7 @@ def rounds(ops: Iterable[Op]) -> Iterator[Round]:
 
     ```
     ring          >C0@1 <+C2@2 >C2@1 <+C1@2         →    >C0@1 <+C2@2 | >C2@1 <+C1@2
-    all-to-all    >C0@1 >C0@2 <P2@2 <P1@1 C0+=P1    →    >C0@1 >C0@2 <P2@2 <P1@1 | C0+=P1
+    gather-add    >C0@1 >C0@2 <P2@2 <P1@1 C0+=P1    →    >C0@1 >C0@2 <P2@2 <P1@1 | C0+=P1
     ```
     """
     current = Round()
@@ -123,45 +122,29 @@ def rounds(ops: Iterable[Op]) -> Iterator[Round]:
     yield current
 
 
-class UnderWay:
-    """Sends that have started and have not been waited for."""
-
-    def __init__(self) -> None:
-        self._sends: list[tuple[Value, Work]] = []
-
-    def extend(self, sends: Iterable[tuple[Value, Work]]) -> None:
-        """Remember sends, and what they carry."""
-        self._sends.extend(send for send in sends if send[1] is not COMPLETE)
-
-    def touches(self, value: Value) -> bool:
-        """Whether a value is being sent."""
-        return any(touch(sent, value) for sent, _ in self._sends)
-
-    def before_writing(self, value: Value) -> Iterator[Work]:
-        """The sends to wait for before a value is overwritten: what is being sent must leave first."""
-        for send in [send for send in self._sends if touch(send[0], value)]:
-            yield send[1]
-            self._sends.remove(send)
-
-    def all(self) -> Iterator[Work]:
-        """Every one of them."""
-        return (work for _, work in self._sends)
-
-
 def perform(steps: Iterable[Round], memory: Pieces, transport: Transport, combine: Combine) -> Iterator[Work]:
     """Do one rank's operations, cut into rounds, in order; yields what must be waited for."""
-    under_way = UnderWay()
+    under_way: OpenSends[Work] = OpenSends()  # sends that have started and have not been waited for
     for current in steps:
         for add in current.adds:
-            yield from under_way.before_writing(add.into)
+            yield from _before_writing(add, under_way)
             combine(memory[add.into], memory[add.value])
         if current.sends or current.receives:
             yield from _exchange(current, memory, transport, combine, under_way)
-    yield from under_way.all()
+    yield from under_way
+
+
+def _before_writing(op: Add | Recv, under_way: OpenSends[Work]) -> Mapping[Work, Value]:
+    """The sends to wait for before an operation writes: what is being sent must leave first."""
+    conflicts = under_way.conflicts(op)
+    if conflicts:
+        for work, value in conflicts.items():
+            under_way.close(value, work)
+    return conflicts
 
 
 def _exchange(
-    current: Round, memory: Pieces, transport: Transport, combine: Combine, under_way: UnderWay
+    current: Round, memory: Pieces, transport: Transport, combine: Combine, under_way: OpenSends[Work]
 ) -> Iterator[Work]:
     """Send and receive what a round has to, together."""
     exchange = transport.exchange(PROGRAM_TAG)
@@ -172,15 +155,18 @@ def _exchange(
             loan = exchange.borrow(memory[receive.value], receive.source)
             arriving.append((loan.work, receive, loan))
         else:
-            yield from under_way.before_writing(receive.value)  # sends of earlier rounds: this round's are elsewhere
+            yield from _before_writing(receive, under_way)  # sends of earlier rounds: this round's are elsewhere
             arriving.append((exchange.irecv(memory[receive.value], receive.source), receive, None))
     exchange.close()
-    under_way.extend(started)
+    for value, work in started:
+        if work is not COMPLETE:
+            under_way.add(value, work)
     for work, receive, lent in arriving:
         yield work
         if lent is not None:
-            if under_way.touches(receive.value):
+            must_leave = _before_writing(receive, under_way)
+            if must_leave:
                 lent.keep()  # two ranks that read each other's value and then write to it would wait for each other
-                yield from under_way.before_writing(receive.value)
+                yield from must_leave
             combine(memory[receive.value], lent.tensor)
             lent.give_back()

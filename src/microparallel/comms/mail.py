@@ -11,7 +11,7 @@ from microparallel.comms.group import Group
 from microparallel.comms.recorded_work import RecordedWork
 from microparallel.comms.wire import as_bytes, to_wire
 from microparallel.flight import Entry, NoEntry
-from microparallel.transport.base import Exchange, Loan, ReceivedCopy, SeparateMessages, Work
+from microparallel.transport.base import Exchange, Loan, ReceivedCopy, Work
 
 
 class Mail:
@@ -35,8 +35,7 @@ class Mail:
 
     def exchange(self, tag: int = 0) -> Exchange:
         """Open an exchange."""
-        together = getattr(self._group, "exchange", None)
-        return SeparateMessages(self, tag) if together is None else MailExchange(together(tag), self._group, tag)
+        return MailExchange(self._group.exchange(tag), self._group, tag)
 
 
 class MailExchange:

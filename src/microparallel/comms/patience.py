@@ -30,6 +30,11 @@ class Patience:
             now = time.monotonic()
             self._next_look, self._until = now + _NAP, now + seconds
 
+    @property
+    def granted(self) -> bool:
+        """Whether that thread may still compute undisturbed, as far as is known without looking at it."""
+        return time.monotonic() < self._until
+
     def end(self) -> None:
         """It is over."""
         self._until = 0.0

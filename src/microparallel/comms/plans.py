@@ -3,40 +3,30 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
-from microparallel.collectives import build
+from microparallel.collectives import GroupKind, program_of
 from microparallel.comms.interpreter import Round, rounds, slices_of
-from microparallel.program import Chunk, Part, Recv, Send
+from microparallel.program import Add, Chunk, Op, Recv
 
 
 class Plan:
     """One rank's part of a program."""
 
-    def __init__(self, name: str, slices: int, steps: tuple[Round, ...], *, all_meet: bool = False) -> None:
+    def __init__(self, name: str, slices: int, ops: Sequence[Op], *, all_meet: bool = False) -> None:
         self.name = name
         self.slices = slices
-        self.rounds = steps
+        self.rounds: tuple[Round, ...] = tuple(rounds(ops))
         self.all_meet = all_meet  # whether every rank hears from every other
+        written = [op.value if isinstance(op, Recv) else op.into for op in ops if isinstance(op, Recv | Add)]
+        # The slices of this rank's tensor that are changed.
+        self.written = frozenset(index for value in written if isinstance(value, Chunk) for index in value.slices)
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(name: str, ranks: int, rank: int, root: int | None = None) -> Plan:
-    """One rank's part of a program by its name."""
-    program = build(name, ranks) if root is None else build(name, ranks, root=root)
+def plan_of(collective: GroupKind, algorithm: str, ranks: int, rank: int, root: int | None = None) -> Plan:
+    """One rank's part of a collective by one of its algorithms."""
+    program = program_of(collective, algorithm, ranks, root)
     heard = [{op.source for op in ops if isinstance(op, Recv)} for ops in program.ranks]
     all_meet = all(sources == set(range(ranks)) - {own} for own, sources in enumerate(heard))
-    return Plan(name, slices_of(program), tuple(rounds(program.ranks[rank])), all_meet=all_meet)
-
-
-@functools.lru_cache(maxsize=64)
-def personal_plan(ranks: int, rank: int) -> Plan:
-    """Everybody has something of its own for everybody: it goes out as a chunk, and arrives as a part.
-
-    ```
-    rank 0: >C2@2 >C1@1 <P1@1 <P2@2
-    ```
-    """
-    distances = range(1, ranks)
-    sends = [Send(Chunk(to, to + 1), to) for to in ((rank - distance) % ranks for distance in distances)]
-    receives = [Recv(Part(source), source) for source in ((rank + distance) % ranks for distance in distances)]
-    return Plan("all-to-all", ranks, tuple(rounds([*sends, *receives])))
+    return Plan(program.name, slices_of(program), program.ranks[rank], all_meet=all_meet)

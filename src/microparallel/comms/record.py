@@ -5,8 +5,11 @@ with mp.record(comms) as recorder:
     for inputs, targets in batches:
         loss_fn(model(inputs), targets).backward()
         optimizer.step()
-recorder.recording.save("runs/mine")
+recorder.trace.save("runs/mine")
 ```
+
+`DataParallel` and `Pipeline` follow a program, and tell its operations. Of everything else the recorder keeps what can
+be seen from outside: an `Observed` forward, backward, call.
 """
 
 from __future__ import annotations
@@ -15,48 +18,55 @@ import itertools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import PurePath
 from typing import Any
 
 import torch
 
-from microparallel.comms.calls import Call
 from microparallel.comms.clocks import offset_from_rank_0
 from microparallel.comms.comms import Comms
 from microparallel.comms.computing import Computing
 from microparallel.comms.notes import gather_json
 from microparallel.errors import UsageError
-from microparallel.trace.recording import Kind, Recording, Span
+from microparallel.observe import Activity
+from microparallel.program import Op, OptimizerStep, lane, parse_op
+from microparallel.trace import Event, Kind, Observed, Trace, kind_of, lane_of
+from microparallel.trace.meetings import met
 
 Moment = float | torch.cuda.Event
 
 
 class Row:
-    """One span that is being recorded."""
+    """One event that is being recorded."""
 
-    __slots__ = ("bytes", "end", "group", "kind", "name", "number", "peer", "place", "start", "step", "waited")
+    __slots__ = (
+        *("arrived", "bytes", "end", "group", "number", "op", "parts"),
+        *("peer", "place", "start", "step", "told", "waited"),
+    )
 
-    def __init__(self, kind: Kind, name: str, start: Moment, step: int) -> None:
-        self.kind = kind
-        self.name = name
+    def __init__(self, activity: Activity, start: Moment, step: int) -> None:
+        self.op = activity.op
         self.start = start
         self.end: Moment | None = None
         self.waited: Moment | None = None
+        self.arrived: float | None = None
         self.step = step
-        self.bytes = 0
-        self.group: tuple[int, ...] = ()
+        self.bytes = activity.bytes
+        self.group = activity.group
         self.number = 0
-        self.peer: int | None = None
-        self.place: tuple[bytes, int] = (b"", 0)
+        self.peer = activity.peer
+        self.place = activity.place
+        self.parts = 0  # calls that are under way
+        self.told = False  # of torch's forward and backward: by the operations of a program that ran inside
 
 
 class Recorder:
-    """One rank's notes; when the `with` block ends, `recording` has those of all ranks.
+    """An observer that keeps one rank's events; when the `with` block ends, `trace` has those of all ranks.
 
     Attributes:
-        recording: what happened, once the block has ended.
+        trace: what happened, once the block has ended.
         step: the number of the step that is under way; it counts up when an optimizer has updated the weights.
     """
 
@@ -64,137 +74,130 @@ class Recorder:
         self.step = 0
         self._comms = comms
         self._rows: list[Row] = []
+        self._row_of: dict[Activity, Row] = {}  # of what is under way
         self._numbers: dict[object, Iterator[int]] = defaultdict(itertools.count)
-        self._computing = Computing(self._compute_begins, self._compute_ends)
-        self._left: list[Row] = []  # to a backward that is under way, which will wait for it
-        self._computed: Moment | None = None  # when that had nothing else to do
-        self._recording: Recording | None = None
+        self._computing = Computing(self._torch_begins, self._torch_ends)
+        self._of_torch: dict[Kind, Row] = {}  # the forward and the backward of torch's that are under way
+        self._waited_in_backward: list[Row] = []
+        self._trace: Trace | None = None
         self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._event
         self._zero: torch.cuda.Event | None = None
         self._zero_time = 0.0
 
     @property
-    def recording(self) -> Recording:
+    def trace(self) -> Trace:
         """What all ranks did."""
-        if self._recording is None:
-            raise UsageError("recording: it is there when the `with mp.record(comms)` block has ended")
-        return self._recording
+        if self._trace is None:
+            raise UsageError("trace: it is there when the `with mp.record(comms)` block has ended")
+        return self._trace
 
-    # ── what a Comms tells ──────────────────────────────────────────────────────────────────────────────────────
+    # ── what happens ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, call: Call, world_ranks: Sequence[int], place: tuple[bytes, int]) -> Row:
-        """A call begins."""
-        kind: Kind = "collective" if call.collective else "send" if call.sends else "receive"
-        row = Row(kind, call.text, self._now(), self.step)
-        row.bytes = call.size
-        row.place = place
-        if call.collective:
-            row.group = tuple(world_ranks)
+    def begins(self, activity: Activity) -> None:
+        """An operation begins; a further call of one that is under way is part of it."""
+        row = None if isinstance(activity.op, Observed) else self._under_way(activity.op)
+        if row is None:
+            row = self._new_row(activity)
+        else:
+            row.bytes += activity.bytes
+        row.parts += 1
+        self._row_of[activity] = row
+
+    def _under_way(self, op: Op) -> Row | None:
+        return next((row for row in self._row_of.values() if row.op == op), None)
+
+    def _new_row(self, activity: Activity) -> Row:
+        row = Row(activity, self._now(), self.step)
+        kind = kind_of(row.op)
+        if row.group:
             row.number = next(self._numbers[row.group])
-        elif call.peer is not None:
-            self._address(row, world_ranks[call.peer])
+        elif row.peer is not None:
+            row.number = next(self._numbers[kind, row.peer])
+        if not isinstance(row.op, Observed) and kind in ("forward", "backward"):
+            self._computing.mute()  # modules and backwards inside of it are told by this operation
+            around = self._of_torch.get(kind)
+            if around is not None:
+                if not around.told:  # it began when torch's own did
+                    row.start = around.start
+                around.told = True
         self._rows.append(row)
         return row
 
-    def _address(self, row: Row, peer: int) -> None:
-        row.peer = peer
-        row.number = next(self._numbers[row.kind, peer])
-
-    def wait(self, row: Row) -> None:
+    def waits(self, activity: Activity) -> None:
         """The rank has nothing else to do."""
-        if row.waited is None:
+        row = self._row_of.get(activity)
+        if row is not None and row.waited is None:
             row.waited = self._now()
+            if "backward" in self._of_torch:
+                self._waited_in_backward.append(row)
 
-    def end(self, row: Row) -> None:
-        """A call has ended."""
-        if row.end is None:
-            row.end = self._now()
-
-    def leave(self, row: Row) -> None:
-        """Nobody will say that it is waited for.
-
-        If a backward began it, that is torch's DistributedDataParallel, which waits inside of backward when all is
-        computed. Calls that autograd runs then run in the order in which they were asked for, and DDP asks after us.
-        """
-        if self._computing.in_backward and torch._C._current_graph_task_id() != -1:
-            self._left.append(row)
-            torch.autograd.Variable._execution_engine.queue_callback(self._all_is_computed)
-
-    # ── what a pipeline tells ───────────────────────────────────────────────────────────────────────────────────
-
-    def add(self, kind: Kind, name: str, start: float, end: float, size: int = 0, peer: int | None = None) -> None:
-        """Take down something that has happened already."""
-        row = Row(kind, name, start, self.step)
-        row.end, row.bytes = end, size
-        if peer is not None:
-            row.waited = start
-            self._address(row, peer)
-        self._rows.append(row)
-
-    def muted(self) -> AbstractContextManager[None]:
-        """Leave torch's modules alone: somebody else tells what is computed."""
-        return self._computing.muted()
+    def ends(self, activity: Activity) -> None:
+        """An operation has ended."""
+        row = self._row_of.pop(activity, None)
+        if row is None:
+            return
+        row.parts -= 1
+        if row.parts:
+            return
+        row.end, row.arrived = self._now(), activity.arrived
+        if not isinstance(row.op, Observed) and kind_of(row.op) in ("forward", "backward"):
+            self._computing.unmute()
 
     # ── what torch tells ────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Listen to the Comms, and to every module, backward and optimizer of this process."""
+        """Observe the Comms, and listen to every module, backward and optimizer of this process."""
         self._computing.start()
-        self._comms.listeners.append(self)
+        self._comms.observers.append(self)
         if self._comms.device.type == "cuda":
             torch.cuda.synchronize(self._comms.device)
             self._zero = self._event()
         self._zero_time = time.perf_counter()
 
     def stop(self) -> None:
-        """Listen no longer."""
-        self._comms.listeners.remove(self)
+        """Observe no longer."""
+        self._comms.observers.remove(self)
         self._computing.stop()
 
-    def _compute_begins(self, kind: Kind, name: str) -> Row:
-        row = Row(kind, name, self._now(), self.step)
+    def _torch_begins(self, op: Observed | OptimizerStep) -> Row:
+        row = Row(Activity(op), self._now(), self.step)
         self._rows.append(row)
+        self._of_torch[kind_of(op)] = row
         return row
 
-    def _compute_ends(self, row: Row) -> None:
+    def _torch_ends(self, row: Row) -> None:
         row.end = self._now()
-        if row.kind == "optimizer":
+        if isinstance(row.op, OptimizerStep):
             self.step += 1
-        elif row.kind == "backward" and self._left:
-            self._waited_for_what_was_left()
-
-    def _all_is_computed(self) -> None:
-        self._computed = self._now()
-        self._left = [row for row in self._left if row.end is None]
-
-    def _waited_for_what_was_left(self) -> None:
-        """Backward has returned: what was under way when all was computed and has ended since, it waited for."""
-        for row in self._left:
-            if row.end is not None and row.waited is None:
-                row.waited = self._computed
-        self._left = []
+        self._of_torch.pop(kind_of(row.op), None)
+        if kind_of(row.op) == "backward":
+            for waited in self._waited_in_backward:
+                if waited.end is None:  # backward has returned without it
+                    waited.waited = None
+            self._waited_in_backward.clear()
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def gather(self, about: dict[str, Any]) -> Recording:
-        """Bring all ranks' notes together, on one clock; every rank calls this."""
+    def gather(self, about: dict[str, Any]) -> Trace:
+        """Bring all ranks' events together, on one clock; every rank calls this."""
         if self._comms.device.type == "cuda":
             torch.cuda.synchronize(self._comms.device)
         offset, error = offset_from_rank_0(self._comms)
-        mine = [self._written(row, offset) for row in self._rows if row.end is not None]
+        mine = [self._written(row, offset) for row in self._rows if row.end is not None and not row.told]
         everybody = gather_json({"rows": mine, "error": error}, self._comms)
         begun = min((row[2] for notes in everybody for row in notes["rows"]), default=0.0)
-        spans = [_span(rank, row, begun) for rank, notes in enumerate(everybody) for row in notes["rows"]]
+        events = met([_event(rank, row, begun) for rank, notes in enumerate(everybody) for row in notes["rows"]])
         worst = max(notes["error"] for notes in everybody)
-        self._recording = Recording(self._comms.world_size, spans, worst, about)
-        return self._recording
+        self._trace = Trace(events, None, self._comms.world_size, worst, about)
+        return self._trace
 
     def _written(self, row: Row, offset: float) -> list[Any]:
-        start, end, waited = (self._seconds(moment) for moment in (row.start, row.end, row.waited))
-        times = [None if math.isnan(moment) else moment + offset for moment in (start, end, waited)]
+        moments = (self._seconds(moment) for moment in (row.start, row.end, row.waited, row.arrived))
+        times = [None if math.isnan(moment) else moment + offset for moment in moments]
         file, line = row.place
         place = f"{PurePath(file.decode('utf-8', 'replace')).name}:{line}" if line else ""
-        return [row.kind, row.name, *times, row.step, row.bytes, row.group, row.number, row.peer, place]
+        kind = row.op.kind if isinstance(row.op, Observed) else None
+        return [str(row.op), kind, *times, row.step, row.bytes, row.group, row.number, row.peer, place]
 
     def _event(self) -> torch.cuda.Event:
         """A moment of the GPU's own: work is booked when it ran, not when it was asked for."""
@@ -210,17 +213,24 @@ class Recorder:
         return self._zero_time + float(self._zero.elapsed_time(moment)) / 1e3
 
 
-def _span(rank: int, row: list[Any], begun: float) -> Span:
-    kind, name, start, end, waited, step, size, group, number, peer, place = row
-    return Span(
+def _event(rank: int, row: list[Any], begun: float) -> Event:
+    text, kind, asked, end, waited, arrived, step, size, group, number, peer, place = row
+    op = parse_op(text) if kind is None else Observed(text, kind)
+    sends = kind_of(op) == "send"
+    # Of a message that says when it came, that is known better than `met` could tell.
+    start = asked if arrived is None else min(max(asked, arrived), end)
+    return Event(
         rank=rank,
-        kind=kind,
-        name=name,
+        lane=lane_of(op.kind) if isinstance(op, Observed) else lane(op),
+        op=op,
         start=start - begun,
         end=end - begun,
-        step=step,
-        waited=math.nan if waited is None else waited - begun,
+        messages=int(sends),
+        sent=size if sends else 0,
         bytes=size,
+        step=step,
+        issued=None if arrived is None else asked - begun,
+        waited=None if waited is None else waited - begun,
         group=tuple(group),
         number=number,
         peer=peer,
@@ -236,15 +246,15 @@ def record(comms: Comms, **about: Any) -> Iterator[Recorder]:
         comms: the ranks. Calls of its sub-groups are recorded too, and those that torch's own `distributed` makes on
             our backend. What torch's DistributedDataParallel waits for inside its backward counts as communication
             or waiting, from the moment at which all was computed.
-        about: words and numbers that are kept with the recording, such as `model="gpt"`.
+        about: words and numbers that are kept with the trace, such as `model="gpt"`.
 
     Example:
         ```python
         with mp.record(comms) as recorder:
             train_some_steps()
         if comms.rank == 0:
-            recorder.recording.save("runs/mine")  # then: microparallel report runs/mine
-            print(mp.draw(recorder.recording))
+            recorder.trace.save("runs/mine")  # then: microparallel report runs/mine
+            print(mp.draw(recorder.trace))
         ```
     """
     recorder = Recorder(comms)

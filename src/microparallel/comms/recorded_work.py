@@ -22,7 +22,7 @@ class RecordedWork:
         try:
             self._work.wait(timeout)
         except BaseException as error:
-            self._entry.fails(timed_out="timed out" in str(error).lower())
+            self._entry.fails(timed_out=isinstance(error, TimeoutError))
             raise
         self._entry.ends()
 

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 from microparallel.comms.calls import Call
 from microparallel.comms.failures import named_failures
 from microparallel.comms.group import Group
-from microparallel.comms.listening import Heard
 from microparallel.flight import Entry, NoEntry
+from microparallel.observe import Watched
 from microparallel.transport.base import Work
 
 Result = TypeVar("Result")
@@ -29,12 +29,10 @@ class Request(Generic[Result]):
         works: Sequence[Work],
         finish: Callable[[], Result],
         transport: Group,
-        entry: Entry | NoEntry,
-        heard: Heard | None = None,
+        entry: Entry | NoEntry | Watched,
     ) -> None:
         self._call = call
         self._entry = entry
-        self._heard = heard
         self._works = works
         self._finish: Callable[[], Result] | None = finish
         self._transport = transport
@@ -62,17 +60,11 @@ class Request(Generic[Result]):
         return self._result
 
     def _wait_for(self, works: Sequence[Work], timeout: float | None) -> None:
-        if self._heard is not None:
-            self._heard.wait()
-        try:
-            self._entry.waits()
-            with named_failures(self._call, self._transport, self._entry):
-                for work in works:
-                    work.wait(timeout)
-            self._entry.ends()
-        finally:
-            if self._heard is not None:
-                self._heard.end()
+        self._entry.waits()
+        with named_failures(self._call, self._transport, self._entry):
+            for work in works:
+                work.wait(timeout)
+        self._entry.ends()
 
     def __del__(self) -> None:
         if getattr(self, "_works", ()):

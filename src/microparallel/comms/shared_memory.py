@@ -13,20 +13,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microparallel.comms.blocks import Blocks, listed, personal, whole
+from microparallel.comms.blocks import BLOCK_BYTES, Blocks, whole
 from microparallel.comms.interpreter import COMBINE, perform
-from microparallel.comms.plans import Plan, personal_plan, plan_of
-from microparallel.comms.turns import Line, Turn
+from microparallel.comms.plans import Plan
+from microparallel.comms.program_group import ProgramGroup
+from microparallel.comms.turns import Turn
 from microparallel.errors import UsageError
 from microparallel.flight import Flight
+from microparallel.program import AUTO
 from microparallel.topology import available_cores
-from microparallel.transport.base import Work
+from microparallel.torch_private import at_end_of_backward, number_of_backward
+from microparallel.transport.base import SeparateMessages, Work
 from microparallel.transport.shared_memory.exchange import Conduct, SharedMemoryExchange
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
 from microparallel.transport.torch_groups import make_group
-
-# Up to here one meeting of the ranks (all-to-all) beats two (direct), though each rank adds more.
-_LITTLE_BYTES = 512 * 2**10
 
 # Seconds for which a backward may compute on after its last call before a thread runs what it has called.
 _PATIENCE = 0.2
@@ -42,21 +42,19 @@ def _close_all() -> None:
         group.shut_down()
 
 
-class SharedMemoryGroup:
+class SharedMemoryGroup(ProgramGroup):
     """One rank's place in a group that talks through shared memory."""
 
     def __init__(self, transport: SharedMemoryTransport, flight: Flight | None = None) -> None:
+        super().__init__(transport.rank, transport.world_size, "shm", BLOCK_BYTES)
         self.transport = transport
         self.flight = Flight(None) if flight is None else flight
         self.log = self.flight.group(transport.world_ranks)
-        self.rank = transport.rank
-        self.world_size = transport.world_size
         self.world_ranks = transport.world_ranks
         self.carries = transport.carries
-        self._line = Line()
         self._call = threading.local()
         self._process_group: dist.ProcessGroup | None = None
-        self._backward = -1  # the last backward at whose end this will catch up
+        self._backward: int | None = None  # the last backward at whose end this will catch up
         _OPEN.add(self)
 
     @property
@@ -89,64 +87,16 @@ class SharedMemoryGroup:
         """Start receiving from whoever sends first."""
         return self.transport.irecv_from_anybody(tensor, tag)
 
+    def exchange(self, tag: int = 0) -> SeparateMessages:
+        """Open an exchange; each of its messages starts at once, by itself."""
+        return SeparateMessages(self, tag)
+
     # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto", *, movable: bool = False) -> Turn:
-        """Combine everybody's tensor, in place, on every rank.
-
-        A movable one may be moved to where the peers can read it: nobody but torch holds a pointer to its memory.
-        """
-        name = self._best_for(tensor) if algorithm == "auto" else algorithm
-        return self._program(
-            plan_of(name, self.world_size, self.rank), whole(tensor), op, movable=tensor if movable else None
-        )
-
-    def _best_for(self, tensor: torch.Tensor) -> str:
-        """Meeting costs more than adding, as long as there is little to add: then everybody adds everything up."""
-        added = tensor.numel() * tensor.element_size() * (self.world_size - 1)
-        return "all-to-all" if added <= _LITTLE_BYTES else "direct"
-
-    def broadcast(self, tensor: torch.Tensor, source: int) -> Turn:
-        """Copy the source's tensor over everybody else's."""
-        return self._program(plan_of("direct-broadcast", self.world_size, self.rank, source), whole(tensor))
-
-    def reduce(self, tensor: torch.Tensor, to: int, op: str) -> Turn:
-        """Combine everybody's tensor on one rank."""
-        return self._program(plan_of("direct-reduce", self.world_size, self.rank, to), whole(tensor), op)
-
-    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> Turn:
-        """Collect everybody's tensor on every rank."""
-        outputs[self.rank].copy_(tensor)
-        return self._program(plan_of("direct-all-gather", self.world_size, self.rank), listed(outputs))
-
-    def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> Turn:
-        """Combine the ranks' inputs position by position; rank r gets position r."""
-        output.copy_(inputs[self.rank])
-        pieces = [output if rank == self.rank else piece for rank, piece in enumerate(inputs)]
-        return self._program(plan_of("direct-reduce-scatter", self.world_size, self.rank), listed(pieces), op)
-
-    def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, source: int) -> Turn:
-        """Hand the source's inputs out, one to each rank."""
-        if inputs is not None:
-            output.copy_(inputs[self.rank])
-        pieces = inputs or [output] * self.world_size
-        return self._program(plan_of("scatter", self.world_size, self.rank, source), listed(pieces))
-
-    def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, to: int) -> Turn:
-        """Collect everybody's tensor on one rank."""
-        if outputs is not None:
-            outputs[self.rank].copy_(tensor)
-        pieces = outputs or [tensor] * self.world_size
-        return self._program(plan_of("gather", self.world_size, self.rank, to), listed(pieces))
-
-    def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Turn:
-        """Hand input r to rank r, and get one from each; sizes may differ, as long as each pair of ranks agrees."""
-        outputs[self.rank].copy_(inputs[self.rank])
-        return self._program(personal_plan(self.world_size, self.rank), personal(inputs, outputs))
-
-    def barrier(self) -> Turn:
-        """Meet: nobody goes on before everybody has come."""
-        return self.all_reduce(torch.zeros(1, dtype=torch.uint8), "sum")
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = AUTO) -> Turn:
+        """Combine everybody's tensor, in place, on every rank."""
+        plan = self._plan("all-reduce", tensor.numel() * tensor.element_size(), algorithm)
+        return self._run(plan, whole(tensor, self._block_bytes), op, movable=tensor)
 
     def afterwards(self, action: Callable[[], object]) -> Turn:
         """Do something of this rank's own after the collectives that have been called."""
@@ -161,12 +111,8 @@ class SharedMemoryGroup:
         """Whether a core is left for communication while all ranks compute."""
         return self.world_size * torch.get_num_threads() < available_cores()
 
-    def run_in_background(self) -> None:
-        """Let a thread run the collectives that have been called and not waited for."""
-        self._line.run_in_background()
-
     def run_after_backward(self) -> None:
-        """Let the calling thread compute all gradients before it runs the collectives that it has called meanwhile.
+        """Let the calling thread, autograd's, compute all gradients before it runs what it has called meanwhile.
 
         A thread of ours would only interrupt it, and wait for the other ranks' threads to interrupt theirs. So where
         ranks leave it no core, it holds back: until backward has ended, or waits for something. What somebody has not
@@ -176,16 +122,20 @@ class SharedMemoryGroup:
             self._line.run_in_background()
             return
         self._line.run_in_background(_PATIENCE)
-        backward = torch._C._current_graph_task_id()
+        backward = number_of_backward()
         if self._backward != backward:
             self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._catch_up)
+            at_end_of_backward(self._catch_up)
+
+    def hurry(self) -> None:
+        """Run what was called without waiting for the end of backward: its caller asks for it."""
+        self._line.hurry()
 
     def _catch_up(self) -> None:
         self._line.run_what_is_ready()
         self._line.run_in_background()
 
-    def _program(self, plan: Plan, blocks: Blocks, op: str = "sum", movable: torch.Tensor | None = None) -> Turn:
+    def _run(self, plan: Plan, blocks: Blocks, op: str = "sum", movable: torch.Tensor | None = None) -> Turn:
         call = getattr(self._call, "text", plan.name)
         conduct = Conduct(call)
         exchanges = _Exchanges(self.transport, conduct)
@@ -205,8 +155,13 @@ class SharedMemoryGroup:
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
         number = self.transport.peers.call()
-        ready = functools.partial(self.transport.peers.have_called, number)
-        return self._line.append(run, getattr(self._call, "timeout", None), ready)
+        peers = self.transport.peers
+        return self._line.append(
+            run,
+            getattr(self._call, "timeout", None),
+            ready=functools.partial(peers.have_called, number),
+            missing=functools.partial(peers.missing, number),
+        )
 
     # ── memory, smaller groups, the end ─────────────────────────────────────────────────────────────────────────
 
@@ -222,10 +177,6 @@ class SharedMemoryGroup:
         group: Any = make_group(self.process_group, world_ranks, "microparallel")
         shared: SharedMemoryGroup = group.shared_memory
         return shared
-
-    def lost_peers(self) -> list[int]:
-        """The ranks that were found to be gone."""
-        return self.transport.peers.lost
 
     def close(self) -> None:
         """Leave the group, and let torch forget it; its `shut_down` is called on the way."""

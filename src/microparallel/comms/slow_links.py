@@ -1,129 +1,325 @@
-"""Links that are slower than they are: messages between some ranks arrive late, to see what that does to a run.
+"""Links that are slower than they are, to see what that does to a run: the simulator's links, in real time.
 
-A message holds its link for its latency and its bytes, and the next one waits for it, as in the simulator. All-reduces
-run as a ring over such messages. The other collectives are not slowed down.
+Every message, and every message of every collective, goes over these links. A transfer begins when the message has been
+sent, its receive has been posted and the sender's port is free; it holds the port for latency + bytes × seconds per
+byte, and arrives then. Each message takes this way:
+
+```
+receiver   posts its receive, and says so ──┐                               ┌── the message is there
+sender     isend … a wire waits for that ───┴── holds the port, then sends ─┘
+```
+
+A wire is a thread that waits for the receiver, one for each peer and tag. The port belongs to the rank: its wires, and
+those of its smaller groups, hold it one after another.
 """
 
 from __future__ import annotations
 
-import queue
+import itertools
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from queue import SimpleQueue
+from typing import cast
 
 import torch
 
-from microparallel.collectives import all_reduce_program
+from microparallel.comms.checking import HEADER_TAG
 from microparallel.comms.comms import Comms
 from microparallel.comms.group import Group
-from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
-from microparallel.comms.turns import Line, Turn
+from microparallel.comms.message_group import MessageGroup, over
+from microparallel.errors import CommsError, TransportTimeout
 from microparallel.topology import Link
-from microparallel.transport.base import COMPLETE, SeparateMessages, Work
+from microparallel.transport.base import COMPLETE, Exchange, Loan, ReceivedCopy, Work
+from microparallel.transport.in_process import Pollable
+
+Links = Mapping[frozenset[int], Link]
+
+_POSTED = 64  # added to a message's tag: the tag of its receiver's word that it has posted the receive
+# Of two receives that are posted at the same time, one is heard of first. So a message lets another one go first that
+# was sent before it and becomes ready in this part of its own time.
+_AT_ONCE = 0.1
+_LINGER = 1.0  # seconds in which a receive may still be posted when the sender has come to its end
 
 
-def slow_down(comms: Comms, links: Mapping[frozenset[int], Link]) -> Comms:
-    """The same ranks, with slow links between some of them; links name ranks of the world."""
-    group = SlowGroup(comms._transport, links)
-    comms.before_closing.append(group.stop)
-    return Comms(
-        group,
-        device=comms.device,
-        local_rank=comms.local_rank,
-        check=comms._checker is not None,
-    )
+def slow_down(comms: Comms, links: Links) -> Comms:
+    """The same ranks, with slow links between some of them.
+
+    Collectives run by the algorithms by which they would run without: only time changes. (Shared memory cuts a tensor
+    of more than 4 MiB into blocks, and adds each by itself. Here it is one program, and three ranks or more may round
+    differently.) Ranks that make different calls are found in checked mode only. Close either of the two to end the
+    threads; what was sent arrives before.
+
+    Args:
+        comms: the ranks.
+        links: by the two ranks of the world that each connects, both ways; the same on every rank.
+    """
+    return over(comms, SlowGroup(comms._transport, links, Port()))
 
 
-class SlowGroup:
-    """A group some of whose messages arrive late; for all else it is the group it was made from."""
+def slow_network(comms: Comms, latency: float) -> Comms:
+    """The same ranks, with every message taking `latency` seconds: see `slow_down`."""
+    ranks = comms.world_ranks
+    return slow_down(comms, {frozenset(ends): Link(latency) for ends in itertools.combinations(ranks, 2)})
 
-    def __init__(self, group: Group, links: Mapping[frozenset[int], Link]) -> None:
-        self._group = group
+
+class SlowGroup(MessageGroup):
+    """A group whose messages go over slow links."""
+
+    def __init__(self, group: Group, links: Links, port: Port) -> None:
+        self._slow = SlowLinks(group, links, port)
+        super().__init__(group, self._slow, group.transport_name)
         self._links = links
-        self._line = Line()
-        self._wires: dict[int, Wire] = {}
+        self._port = port
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._group, name)
-
-    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Start sending; over a slow link, a copy leaves later."""
-        link = self._links.get(frozenset((self._group.world_ranks[self._group.rank], self._group.world_ranks[to])))
-        if link is None:
-            return self._group.isend(tensor, to, tag)
-        if to not in self._wires:
-            self._wires[to] = Wire(self._group, to, link)
-        return self._wires[to].send(tensor.clone(), tag)
-
-    def exchange(self, tag: int = 0) -> SeparateMessages:
-        """Open an exchange; copies wait for nobody."""
-        return SeparateMessages(self, tag)
-
-    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Turn:
-        """Combine everybody's tensor by messages."""
-        program = all_reduce_program("ring" if algorithm == "auto" else algorithm, self._group.world_size)
-        steps, memory = rounds(program.ranks[self._group.rank]), Memory(tensor, slices_of(program))
-
-        def run(deadline: float | None) -> None:
-            for work in perform(steps, memory, self, COMBINE[op]):
-                work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-
-        return self._line.append(run)
-
-    def run_in_background(self) -> None:
-        """Let a thread go on with what has been called and not waited for."""
-        self._line.run_in_background()
-
-    @property
-    def has_free_cores(self) -> bool:
-        """A slow link leaves the cores alone."""
-        return True
-
-    def subgroup(self, ranks: list[int]) -> SlowGroup | None:
-        """Make a group of some of these ranks, over the same links."""
-        smaller = self._group.subgroup(ranks)
-        return None if smaller is None else SlowGroup(smaller, self._links)
+    def _like(self, group: Group) -> SlowGroup:
+        return SlowGroup(group, self._links, self._port)
 
     def stop(self) -> None:
-        """Send what is left, and end the threads."""
-        for wire in self._wires.values():
+        """Send what is left, and let all threads end; the group beneath stays."""
+        self._slow.stop()
+        super().stop()
+
+
+class SlowLinks:
+    """A group's messages as a transport, over slow links.
+
+    A rank that has no slow link sends as it always did: nothing ever holds its port.
+    """
+
+    def __init__(self, group: Group, links: Links, port: Port) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self._group = group
+        self._links = links
+        self._port = port
+        self._with_slow_links = frozenset(rank for ends in links for rank in ends)
+        self._wires: dict[tuple[int, int], Wire] = {}
+        self._starting = threading.Lock()  # held by a thread that looks for a wire
+        self._stopped = False
+
+    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        """Start sending; over slow links a copy leaves, so that no sender waits that would not have without them."""
+        if not self._takes_time(self.rank, tag):
+            return self._group.isend(tensor, to, tag)
+        self._send(tensor.clone(), to, tag)
+        return COMPLETE
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
+        """Post a receive."""
+        if not self._takes_time(source, tag):
+            return self._group.irecv(tensor, source, tag)
+        return Arriving(self._group, tensor, source, tag, self._seconds(source, self.rank, tensor))
+
+    def exchange(self, tag: int = 0) -> Exchange:
+        """Open an exchange; its messages start at once, and need no copy."""
+        return _SlowExchange(self, tag)
+
+    def isend_in_place(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
+        """Start sending a tensor that stays as it is until it was waited for."""
+        return self._send(tensor, to, tag) if self._takes_time(self.rank, tag) else self._group.isend(tensor, to, tag)
+
+    def _send(self, tensor: torch.Tensor, to: int, tag: int) -> Leaving:
+        with self._starting:
+            if self._stopped:
+                raise CommsError("the group was closed before this message could leave")
+            if (to, tag) not in self._wires:
+                self._wires[to, tag] = Wire(self._group, self._port, to, tag)
+            wire = self._wires[to, tag]
+        return wire.send(tensor, self._seconds(self.rank, to, tensor))
+
+    def _takes_time(self, sender: int, tag: int) -> bool:
+        """Whether a sender's messages wait for its port. What checked mode compares is no message of a program."""
+        return self._group.world_ranks[sender] in self._with_slow_links and tag != HEADER_TAG
+
+    def _seconds(self, sender: int, receiver: int, tensor: torch.Tensor) -> float:
+        ends = frozenset((self._group.world_ranks[sender], self._group.world_ranks[receiver]))
+        return self._links[ends].seconds(tensor.nbytes) if ends in self._links else 0.0
+
+    def stop(self) -> None:
+        """Send what is left, and let the threads end."""
+        with self._starting:
+            self._stopped = True
+            wires, self._wires = list(self._wires.values()), {}
+        for wire in wires:
             wire.close()
-        self._wires.clear()
-        self._line.close()
+
+
+class _SlowExchange:
+    def __init__(self, links: SlowLinks, tag: int) -> None:
+        self._links = links
+        self._tag = tag
+
+    def isend(self, tensor: torch.Tensor, to: int) -> Work:
+        return self._links.isend_in_place(tensor, to, self._tag)
+
+    def irecv(self, tensor: torch.Tensor, source: int) -> Work:
+        return self._links.irecv(tensor, source, self._tag)
+
+    def borrow(self, like: torch.Tensor, source: int) -> Loan:
+        return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
-        """Leave the group."""
-        self.stop()
-        self._group.close()
+        """Everything has started already."""
+
+
+class Arriving:
+    """A receive that is posted, of which its sender has been told."""
+
+    def __init__(self, group: Group, tensor: torch.Tensor, source: int, tag: int, seconds: float) -> None:
+        self._work = group.irecv(tensor, source, tag)
+        self._word = group.isend(torch.zeros(1, dtype=torch.uint8), source, tag + _POSTED)
+        self._seconds = seconds
+        self.arrived = 0.0  # when its transfer began, by time.perf_counter: what was before is waiting
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the message is in the tensor."""
+        self._work.wait(timeout)
+        self._word.wait(timeout)
+        self.arrived = self.arrived or time.perf_counter() - self._seconds
+
+
+class Leaving:
+    """A message that has been sent: complete when its link has let it through and it has been received."""
+
+    def __init__(self, tensor: torch.Tensor, to: int, number: int, seconds: float) -> None:
+        self.tensor = tensor
+        self.number = number  # among those of its rank, in the order in which they were sent
+        self.seconds = seconds  # for which it holds the port
+        self.ready = 0.0  # when it could begin, by time.monotonic, if the port was free
+        self._to = to
+        self._through = threading.Event()
+        self._sent: Work = COMPLETE
+        self._error: Exception | None = None
+
+    def let_go(self, sent: Work) -> None:
+        """The wire's thread: the message is through, and on its way over the group beneath."""
+        self._sent = sent
+        self._through.set()
+
+    def fail(self, error: Exception) -> None:
+        """The wire's thread: the message will never leave."""
+        self._error = error
+        self._through.set()
+
+    def poll(self) -> bool:
+        """Whether it is known to be complete; one that failed never is, so that somebody waits and learns why."""
+        return self._through.is_set() and self._error is None and cast("Pollable", self._sent).poll()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when it is complete; without a timeout, the group's ends it."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._through.wait(timeout):
+            raise TransportTimeout(f"timed out waiting for rank {self._to}")
+        if self._error is not None:
+            raise self._error
+        self._sent.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+
+class Port:
+    """A rank's way out: one message after another holds it, in the order in which they could begin."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._unposted: set[int] = set()  # the numbers of messages whose receives have not been posted
+        self._waiting: list[Leaving] = []  # messages that could begin
+        self._busy = False
+        self._free = 0.0  # when the last message's time was over, by time.monotonic
+        self._numbers = itertools.count()
+
+    def number(self) -> int:
+        """Give the next message its number."""
+        with self._changed:
+            number = next(self._numbers)
+            self._unposted.add(number)
+        return number
+
+    def forget(self, message: Leaving) -> None:
+        """Wait no longer for a message that will never begin."""
+        with self._changed:
+            self._unposted.discard(message.number)
+
+    def let_through(self, message: Leaving) -> None:
+        """Return when a message that can begin now has held the port for its time; called by its wire's thread.
+
+        Times are counted from when a message could begin, so that a thread which wakes up late adds nothing to them.
+        """
+        message.ready = time.monotonic()
+        with self._changed:
+            self._unposted.discard(message.number)
+            self._waiting.append(message)
+            self._changed.notify_all()
+            while not self._begins(message):
+                pass
+            self._waiting.remove(message)
+            self._busy = True
+            end = max(message.ready, self._free) + message.seconds
+        time.sleep(max(0.0, end - time.monotonic()))
+        with self._changed:
+            self._busy, self._free = False, end
+            self._changed.notify_all()
+
+    def _begins(self, message: Leaving) -> bool:
+        """Whether it is this message's turn; otherwise wait for a change. The lock is held."""
+        if not self._busy:
+            first = min(self._waiting, key=lambda other: other.ready)
+            decided = first.ready + _AT_ONCE * first.seconds
+            at_once = [other for other in self._waiting if other.ready <= decided]
+            chosen = min(at_once, key=lambda other: other.number)
+            left = decided - time.monotonic()
+            if left > 0 and any(number < chosen.number for number in self._unposted):
+                self._changed.wait(left)
+                return False
+            if chosen is message:
+                return True
+        self._changed.wait()
+        return False
 
 
 class Wire:
-    """A slow link from this rank to another: a thread that lets one message after another through."""
+    """One rank's messages to another under one tag: a thread waits for the receiver of each, and then for the port."""
 
-    def __init__(self, group: Group, to: int, link: Link) -> None:
+    def __init__(self, group: Group, port: Port, to: int, tag: int) -> None:
         self._group = group
+        self._port = port
         self._to = to
-        self._link = link
-        self._waiting: queue.SimpleQueue[tuple[torch.Tensor, int] | None] = queue.SimpleQueue()
+        self._tag = tag
+        self._word = torch.zeros(1, dtype=torch.uint8)  # of the receiver; what it says does not matter
+        self._messages: SimpleQueue[Leaving | None] = SimpleQueue()
+        self._sending = threading.Lock()  # messages stand in the queue in the order of their numbers
+        self._unwanted = False  # the receive of the first message has not been posted
         self._thread = threading.Thread(target=self._run, name=f"slow link to rank {to}", daemon=True)
         self._thread.start()
 
-    def send(self, tensor: torch.Tensor, tag: int) -> Work:
-        """Let a message of one's own go."""
-        self._waiting.put((tensor, tag))
-        return COMPLETE
+    def send(self, tensor: torch.Tensor, seconds: float) -> Leaving:
+        """Let a tensor leave that stays as it is until it is through."""
+        with self._sending:
+            message = Leaving(tensor, self._to, self._port.number(), seconds)
+            self._messages.put(message)
+        return message
 
     def _run(self) -> None:
-        while (message := self._waiting.get()) is not None:
-            tensor, tag = message
-            time.sleep(self._link.seconds(tensor.nbytes))
-            try:
-                self._group.isend(tensor, self._to, tag).wait()
-            except RuntimeError:  # whoever waits for it finds out why
-                return
+        failure: Exception | None = None
+        while (message := self._messages.get()) is not None:
+            if failure is None:
+                try:
+                    self._pass_on(message)
+                except Exception as error:  # its sender finds out when it waits, and so does whoever comes next
+                    failure = error
+            if failure is not None:
+                self._port.forget(message)
+                message.fail(failure)
+
+    def _pass_on(self, message: Leaving) -> None:
+        self._unwanted = True
+        self._group.irecv(self._word, self._to, self._tag + _POSTED).wait()
+        self._unwanted = False
+        self._port.let_through(message)
+        message.let_go(self._group.isend(message.tensor, self._to, self._tag))
 
     def close(self) -> None:
-        """Send what is left, and end."""
-        self._waiting.put(None)
-        self._thread.join()
+        """Let the thread end when everything has left; what nobody receives any more stays where it is."""
+        self._messages.put(None)
+        self._thread.join(_LINGER)
+        while self._thread.is_alive() and not self._unwanted:
+            self._thread.join(_LINGER)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from microparallel.collectives import all_reduce_program
+from microparallel.comms.blocks import Personal
 from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
+from microparallel.comms.plans import plan_of
 from microparallel.flight import Flight
-from microparallel.transport.base import Work
-from microparallel.transport.torch_distributed import TorchTransport, TorchWork
+from microparallel.transport.base import COMPLETE, Work
+from microparallel.transport.torch_distributed import TorchTransport
 
 
 class TorchGroup(TorchTransport):
@@ -21,6 +25,7 @@ class TorchGroup(TorchTransport):
         self, group: dist.ProcessGroup, store: dist.Store | None, carries: frozenset[str], flight: Flight | None = None
     ) -> None:
         super().__init__(group, store, carries)
+        self.transport_name = "nccl" if "cuda" in carries else "gloo"
         self.flight = Flight(None) if flight is None else flight
         self.log = self.flight.group(self.world_ranks)
 
@@ -48,7 +53,13 @@ class TorchGroup(TorchTransport):
         memory = Memory(tensor, slices_of(program))
         for work in perform(rounds(program.ranks[self.rank]), memory, self, COMBINE[op]):
             work.wait()
-        return TorchWork(None)
+        return COMPLETE
+
+    def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
+        """Start handing input r to rank r, and getting one from each, by messages that are all under way at once."""
+        outputs[self.rank].copy_(inputs[self.rank])
+        plan = plan_of("all-to-all", "direct", self.world_size, self.rank)
+        return Performed(perform(plan.rounds, Personal(inputs, outputs, self.rank), self, COMBINE["sum"]))
 
     @property
     def has_free_cores(self) -> bool:
@@ -61,3 +72,18 @@ class TorchGroup(TorchTransport):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Any memory will do."""
         return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+class Performed:
+    """A program under way: what it does first has been started, and whoever waits does the rest."""
+
+    def __init__(self, works: Iterator[Work]) -> None:
+        self._works = works
+        self._next = next(works, None)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the program has come to its end."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._next is not None:
+            self._next.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._next = next(self._works, None)

@@ -12,11 +12,11 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 from microparallel.comms.patience import Patience
-from microparallel.errors import CommsError
+from microparallel.errors import CommsError, TransportTimeout
 
 Deed = Callable[[float | None], None]  # given the time at which to give up
 
@@ -24,11 +24,19 @@ Deed = Callable[[float | None], None]  # given the time at which to give up
 class Turn:
     """One collective in the line: complete when it has been waited for."""
 
-    def __init__(self, line: Line, deed: Deed, timeout: float | None, ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        line: Line,
+        deed: Deed,
+        timeout: float | None,
+        ready: Callable[[], bool],
+        missing: Callable[[], Sequence[int]],
+    ) -> None:
         self._line = line
         self._deed: Deed | None = deed
         self._timeout = timeout
         self.ready = ready  # whether nobody is missing
+        self.missing = missing  # the ranks that have not called it
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self.error: BaseException | None = None
@@ -55,6 +63,9 @@ class Turn:
         try:
             if self._deed is not None:
                 self._deed(_earlier(deadline, _deadline(self._timeout)))
+        except TransportTimeout as late:
+            late.ranks = late.ranks or tuple(self.missing())
+            error = late
         except BaseException as raised:
             error = raised
             if not isinstance(raised, Exception):
@@ -98,9 +109,15 @@ class Line:
         self._counting = threading.Lock()
         self._closed = False
 
-    def append(self, deed: Deed, timeout: float | None = None, ready: Callable[[], bool] = lambda: True) -> Turn:
+    def append(
+        self,
+        deed: Deed,
+        timeout: float | None = None,
+        ready: Callable[[], bool] = lambda: True,
+        missing: Callable[[], Sequence[int]] = tuple,
+    ) -> Turn:
         """Stand at the end of the line."""
-        turn = Turn(self, deed, timeout, ready)
+        turn = Turn(self, deed, timeout, ready, missing)
         if self._closed:
             turn.end(_closed())
         else:
@@ -112,7 +129,7 @@ class Line:
         while not turn.done:
             patience = -1 if deadline is None else max(0.0, deadline - time.monotonic())
             if not self._running.acquire(timeout=patience):
-                raise RuntimeError("timed out waiting for the collectives that were called before")
+                raise TransportTimeout("timed out: a thread is at this collective, or at one before it", turn.missing())
             if (first := self._run_first(deadline, unless=turn)) is not None:
                 first.report()
 
@@ -149,6 +166,11 @@ class Line:
             self._patience.end()
         self._require_thread()
         self._wakeups.put(None)
+
+    def hurry(self) -> None:
+        """Let the thread hold back no longer: the caller asks for a result, and may do so again and again."""
+        if self._patience.granted:
+            self.run_in_background()
 
     def _require_thread(self) -> None:
         with self._counting:

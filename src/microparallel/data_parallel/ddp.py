@@ -12,6 +12,7 @@ from microparallel.data_parallel.buckets import BucketedDDPHooks
 from microparallel.data_parallel.hooks import GradientHooks
 from microparallel.data_parallel.loss import LossFunction, mean_loss
 from microparallel.errors import UsageError
+from microparallel.torch_private import hooks_of_gradient
 
 
 def register_ddp_hooks(
@@ -83,7 +84,7 @@ def ddp_step(
 def registered_hooks(model: nn.Module) -> GradientHooks | None:
     """The hooks that are on a model's parameters, if there are any."""
     for parameter in model.parameters():
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        for hook in hooks_of_gradient(parameter):
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, GradientHooks):
                 return owner

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms, Request
+from microparallel.program import AllReduce
 
 _ALIGNMENT = 64  # bytes: each gradient begins on a cache line of its own
 _AT_THE_END = 1  # numbers behind the flags: how many gradients were not finite
@@ -23,8 +24,9 @@ class FlatBucket:
     Each gradient is a view of the buffer, so that nothing is copied when the sum arrives.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], comms: Comms) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], comms: Comms, number: int = 0) -> None:
         self.parameters = parameters
+        self.number = number  # among those of its model
         offsets, stop = _offsets(parameters)
         first = parameters[0]
         length = stop + len(parameters) + _AT_THE_END
@@ -61,17 +63,17 @@ class FlatBucket:
             elif not self.ready[index]:
                 self.views[index].zero_()
 
-    def leave(self, comms: Comms, overlap: bool) -> None:
-        """Add up what all ranks have: in the background, or right now."""
+    def leave(self, comms: Comms, operation: AllReduce, overlap: bool) -> None:
+        """Add up what all ranks have, as the program says: in the background, or right now."""
         self._not_finite.fill_(self.bad)
         if self.missing:
             self.having.copy_(torch.tensor(self.ready))
         else:
             self.having.fill_(1)
         if overlap:
-            self.request = comms.all_reduce(self.buffer, async_op=True)
+            self.request = comms.all_reduce(self.buffer, async_op=True, operation=operation)
         else:
-            comms.all_reduce(self.buffer)
+            comms.all_reduce(self.buffer, operation=operation)
 
     def come_back(self) -> None:
         """Wait for the sum."""

@@ -104,9 +104,9 @@ def trace_of(name: str, cargo: Cargo, notes: Sequence[Notes]) -> Trace:
     program = Program(
         name,
         TrainingStep(len(layers), len(notes), _ranges(layers, cargo)),
-        tuple(tuple(event.op for event in order) for order in orders),
+        tuple(tuple(event.operation for event in order) for order in orders),
     )
-    return Trace(program, [event for order in orders for event in order])
+    return Trace([event for order in orders for event in order], program)
 
 
 def _forwards(rank: int, layers: list[Layer], notes: Notes) -> Iterator[Event]:
@@ -150,7 +150,7 @@ def _flights(rank: int, mine: Notes, cargo: Cargo, notes: Sequence[Notes], full:
         start = max([free, full[flight], *(other.left[flight] for other in notes)])
         free = max(start, mine.back[flight])
         operation = AllReduce(Bucket(flight), "dp")
-        yield Event(rank, Lane.COMM, operation, start, free, messages, messages * size / len(notes))
+        yield Event(rank, Lane.COMM, operation, start, free, messages, messages * size / len(notes), size)
 
 
 def _ready(layer: Layer, notes: Notes) -> float:

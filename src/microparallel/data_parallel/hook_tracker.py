@@ -6,28 +6,41 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from microparallel.comms import Comms
+from microparallel.comms.slow_links import slow_network
 from microparallel.data_parallel.buckets import GradientBucket
 from microparallel.data_parallel.ddp import registered_hooks
 from microparallel.data_parallel.flat_bucket import FlatBucket
 from microparallel.data_parallel.hook_trace import Cargo, Notes, forward_order, trace_of
 from microparallel.data_parallel.reducer import ArrivalHook, Reducer
-from microparallel.data_parallel.watched_comms import WatchedComms
 from microparallel.errors import UsageError
+from microparallel.observe import Activity
+from microparallel.torch_private import hooks_of_gradient
 from microparallel.trace import Trace
+
+
+@dataclass
+class Flight:
+    """An all-reduce of gradients, with the times at which it left and was back, in seconds of `time.perf_counter`."""
+
+    cargo: tuple[str, ...]  # the names of the parameters
+    size: int  # bytes
+    left: float
+    back: float = math.nan
 
 
 class HookTracker:
     """Writes down when each gradient of a step is ready, and when its all-reduce leaves and is back.
 
     It watches hooks, buckets or the naive step without changing them: it has hooks of its own on the model, which run
-    before those that are registered later, and hands out a Comms that is watched.
+    before those that are registered later, and it observes the Comms.
 
     The ranks of one machine share a clock; those of several do not, and their times cannot be laid side by side. On a
     GPU operations are only queued when torch returns from them, so what is tracked must be on the CPU.
@@ -46,10 +59,10 @@ class HookTracker:
     Args:
         model: the one to watch; register other hooks on it afterwards.
         comms: the ranks that take part.
-        link_seconds: play a slower network: each gradient's all-reduce takes so much longer.
+        link_seconds: play a slower network: each message takes so much longer.
 
     Attributes:
-        comms: to be used in place of the one that was given.
+        comms: the ranks, over the slower network if there is one; to be used in place of the one that was given.
     """
 
     def __init__(self, model: nn.Module, comms: Comms, link_seconds: float = 0.0) -> None:
@@ -65,8 +78,9 @@ class HookTracker:
         self._model = model
         self._parameters = dict(named)
         self._names = {id(parameter): name for name, parameter in named}
-        self._watched = WatchedComms(comms, self._cargo_of, link_seconds)
-        self.comms = cast(Comms, self._watched)
+        self.comms = slow_network(comms, link_seconds) if link_seconds else comms
+        self.comms.observers.append(self)
+        self._flights: dict[Activity, Flight] = {}  # in the order in which they left
         self._called: dict[str, float] = {}
         self._ready: dict[str, float] = {}
         self._forward_end = math.nan
@@ -87,28 +101,45 @@ class HookTracker:
         """Write down the one step that is done inside; what was written down before is forgotten."""
         self._called.clear()
         self._ready.clear()
-        self._watched.flights.clear()
+        self._flights.clear()
         self._forward_end = time.perf_counter()  # of a rank that has no samples and does no forward
         yield
 
     def trace(self, name: str = "step") -> Trace:
         """What all ranks wrote down in the last step; every rank must ask for it together."""
-        flights = self._watched.flights
-        for flight in flights:
-            flight.wait()
+        flights = list(self._flights.values())
         cargo = Cargo(
             self._forward_order([flight.cargo for flight in flights]),
             tuple(flight.cargo for flight in flights),
             tuple(flight.size for flight in flights),
         )
-        return trace_of(name, cargo, self._everybodys_notes(cargo))
+        return trace_of(name, cargo, self._everybodys_notes(cargo, flights))
 
     def remove(self) -> None:
         """Take the tracker's hooks off the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._watched.stop_watching()
+        if self in self.comms.observers:
+            self.comms.observers.remove(self)
+
+    # ── what a Comms tells ──────────────────────────────────────────────────────────────────────────────────────
+
+    def begins(self, activity: Activity) -> None:
+        """A call begins: an all-reduce of gradients leaves."""
+        gradients = () if activity.tensor is None else self._cargo_of(activity.tensor)
+        if gradients:
+            self._flights[activity] = Flight(gradients, activity.bytes, time.perf_counter())
+
+    def waits(self, activity: Activity) -> None:
+        """Who waits, and how long, is not what the tracker shows."""
+
+    def ends(self, activity: Activity) -> None:
+        """It is back."""
+        if activity in self._flights:
+            self._flights[activity].back = time.perf_counter()
+
+    # ── what torch tells ────────────────────────────────────────────────────────────────────────────────────────
 
     def _register(self) -> Iterator[RemovableHandle]:
         for parameter in self._parameters.values():
@@ -143,14 +174,14 @@ class HookTracker:
         travelling = forward_order(flights)
         return (*(name for name in self._parameters if name not in set(travelling)), *travelling)
 
-    def _everybodys_notes(self, cargo: Cargo) -> list[Notes]:
+    def _everybodys_notes(self, cargo: Cargo, sent: list[Flight]) -> list[Notes]:
         parameters, flights = len(cargo.parameters), len(cargo.flights)
         mine = [
             self._forward_end,
             *(self._called.get(name.rpartition(".")[0], math.nan) for name in cargo.parameters),
             *(self._ready.get(name, math.nan) for name in cargo.parameters),
-            *(flight.left for flight in self._watched.flights),
-            *(flight.back for flight in self._watched.flights),
+            *(flight.left for flight in sent),
+            *(flight.back for flight in sent),
         ]
         notes = []
         for numbers in self.comms.all_gather(torch.tensor(mine, dtype=torch.float64)):
@@ -171,7 +202,7 @@ def _buckets_of(model: nn.Module) -> Iterator[GradientBucket | FlatBucket]:
 
 def _reducer_of(model: nn.Module) -> Reducer | None:
     for parameter in model.parameters():
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        for hook in hooks_of_gradient(parameter):
             if isinstance(hook, ArrivalHook):
                 return hook.reducer()
     return None

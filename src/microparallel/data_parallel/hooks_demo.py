@@ -11,21 +11,20 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 
 from microparallel.comms import Comms
+from microparallel.comms.slow_links import slow_network
 from microparallel.data_parallel.ddp import ddp_step, register_ddp_hooks
 from microparallel.data_parallel.hook_tracker import HookTracker
 from microparallel.data_parallel.loss import LossFunction, mean_loss
 from microparallel.data_parallel.naive import naive_data_parallel_step
-from microparallel.data_parallel.watched_comms import WatchedComms
 from microparallel.drawing.overlap import draw_overlap
 from microparallel.errors import UsageError
 from microparallel.trace import Trace
-from microparallel.trace.overlap import hidden_share
 
 Way = Literal["manual", "hooks", "buckets"]
 Step = Callable[[], torch.Tensor]
@@ -92,7 +91,7 @@ def demonstrate_overlap(
         targets: this rank's.
         loss_fn: the mean loss of outputs and targets.
         bucket_size_mb: a bucket that has come to so many MiB of gradients takes no more.
-        link_seconds: play a slower network: each all-reduce takes so much longer.
+        link_seconds: play a slower network: each message takes so much longer.
         steps: how many steps of each kind are measured; the one of median length is kept.
         show: rank 0 prints a drawing of each.
 
@@ -139,7 +138,7 @@ def compare_hook_timing(
         targets: this rank's.
         loss_fn: the mean loss of outputs and targets.
         bucket_size_mb: a bucket that has come to so many MiB of gradients takes no more.
-        link_seconds: play a slower network: each all-reduce takes so much longer.
+        link_seconds: play a slower network: each message takes so much longer.
         steps: how many steps of each kind are timed, after two that warm up.
         show: rank 0 prints a table.
 
@@ -147,13 +146,13 @@ def compare_hook_timing(
         The median seconds a step takes, of each kind; the same on every rank.
     """
     _require_steps(steps)
-    slowed = WatchedComms(comms, lambda _: (), link_seconds)
+    slowed = slow_network(comms, link_seconds) if link_seconds else comms
     seconds: dict[str, list[float]] = {"none": [], **{way: [] for way in get_args(Way)}}
     models = {kind: copy.deepcopy(model) for kind in seconds}
     batch = _batch(model, inputs, targets, loss_fn)
     with ExitStack() as hooked:
         kinds = {
-            kind: hooked.enter_context(_prepared(kind, mine, cast(Comms, slowed), batch, bucket_size_mb))
+            kind: hooked.enter_context(_prepared(kind, mine, slowed, batch, bucket_size_mb))
             for kind, mine in models.items()
         }
         for _ in range(steps + 2):
@@ -163,7 +162,6 @@ def compare_hook_timing(
                 begun = time.perf_counter()
                 step()
                 seconds[kind].append(time.perf_counter() - begun)
-    slowed.stop_watching()
     slowest = comms.all_reduce(torch.tensor(list(seconds.values()), dtype=torch.float64), op="max")
     medians = {kind: statistics.median(times[2:]) for kind, times in zip(seconds, slowest.tolist(), strict=True)}
     if show and comms.rank == 0:
@@ -260,7 +258,7 @@ def _overlap_table(traces: dict[Way, Trace]) -> Iterator[str]:
     yield f"{'':<10}{'step':>10}{'exposed communication':>24}{'hidden':>10}"
     for way, trace in traces.items():
         exposed = max(trace.exposed_communication)
-        yield f"{way:<10}{trace.makespan * 1e3:>7.1f} ms{exposed * 1e3:>21.1f} ms{100 * hidden_share(trace):>8.0f} %"
+        yield f"{way:<10}{trace.makespan * 1e3:>7.1f} ms{exposed * 1e3:>21.1f} ms{100 * trace.hidden_share:>8.0f} %"
 
 
 def _timing_table(medians: dict[str, float], ranks: int, steps: int) -> Iterator[str]:

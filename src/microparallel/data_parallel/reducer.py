@@ -6,14 +6,17 @@ buckets         [g3 g2]────┐  [g1 g0]───┐
 all-reduce                 └▓▓▓▓▓▓      └▓▓▓▓▓▓
 ```
 
-Every rank must start its all-reduces in the same order, whatever the order in which its gradients arrive. So a full
-bucket leaves when all buckets before it have left. The order of the buckets is the order in which gradients arrived in
-the first pass, as one rank saw it.
+It follows a program (`schedules.data_parallel_step`). Every rank must start its all-reduces in the same order, whatever
+the order in which its gradients arrive: the program's. So a full bucket leaves when the program comes to it. Before the
+first backward its buckets are made for gradients that come in the reversed order of registration; then for the order in
+which they came, as one rank saw it.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
@@ -25,9 +28,16 @@ from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
 from microparallel.data_parallel.flat_bucket import FlatBucket, split
 from microparallel.data_parallel.roll_call import RollCall
+from microparallel.data_parallel.watched_backward import WatchedBackward
 from microparallel.errors import GradientError, UsageError
+from microparallel.program import AllReduce, Broadcast, Bucket, Named, Program
+from microparallel.schedules import data_parallel_step
+from microparallel.torch_private import at_end_of_backward
 
 _MOST_NAMES = 8  # parameters of a rank that an error names
+
+
+_step = functools.lru_cache(maxsize=64)(data_parallel_step)  # the same step again and again
 
 
 class Reducer:
@@ -60,15 +70,31 @@ class Reducer:
         self._places: dict[nn.Parameter, tuple[FlatBucket, int]] = {}
         self._hooks: list[RemovableHandle] = []
         self._arrived: list[nn.Parameter] = []
-        self._left = 0  # buckets that have left
+        self._ahead: deque[AllReduce] = deque()  # the program's, of buckets that have not left
+        self._watched: WatchedBackward | None = None  # this backward, if there are observers
         self._not_finite: list[str] = []
         self._scale = 1.0
+        self.microbatch = 0  # the backward that is next, counted since the last that was averaged
+
+    def program(self, microbatches: int = 1, *, buffers: bool, samples: bool = False, loss: bool = False) -> Program:
+        """What the step that begins does, on all ranks."""
+        return _step(
+            len(self.buckets),
+            self._comms.world_size,
+            microbatches,
+            overlap=self._overlap,
+            buffers=buffers,
+            weights=self.roll_call.asks,
+            order=not self._learnt,
+            samples=samples,
+            loss=loss,
+        )
 
     # ── before backward ─────────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self) -> None:
         """Look whether parameters were frozen or unfrozen, or the last backward was cut short by an error."""
-        if self.running:
+        if self.running or self._watched is not None:
             self._clean_up()
         trainable = [parameter for parameter in self._names if parameter.requires_grad]
         if len(trainable) != len(self._places) or any(parameter not in self._places for parameter in trainable):
@@ -86,7 +112,8 @@ class Reducer:
 
     def _make_buckets(self) -> None:
         self._places.clear()
-        self.buckets = [FlatBucket(group, self._comms) for group in split(self._order, self._bucket_bytes)]
+        groups = split(self._order, self._bucket_bytes)
+        self.buckets = [FlatBucket(group, self._comms, number) for number, group in enumerate(groups)]
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 self._places[parameter] = (bucket, index)
@@ -94,10 +121,12 @@ class Reducer:
     # ── during backward ─────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
-        """Gradients are about to arrive."""
+        """Gradients are about to arrive, and to be averaged."""
         self.running = True
         self.answer_roll_call()
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._follow()
+        self.watch_backward()
+        at_end_of_backward(self._end)
 
     def answer_roll_call(self, here: bool = True) -> None:
         """Learn who takes part in the pass that begins, and how much each counts."""
@@ -105,11 +134,37 @@ class Reducer:
             self._make_buckets()
         self._scale = self.roll_call.answer(here)
 
+    def _follow(self) -> None:
+        """Look up in the program which buckets leave, and in which order."""
+        mine = self.program(buffers=False).ranks[self._comms.rank]
+        self._ahead = deque(op for op in mine if isinstance(op, AllReduce) and isinstance(op.value, Bucket))
+
+    def watch_backward(self) -> None:
+        """A backward begins: tell the observers, if there are any."""
+        if not self._comms.observers or self._watched is not None:
+            return
+        number = self.microbatch * self._comms.world_size + self._comms.rank
+        self._watched = WatchedBackward(self._comms.observers, [len(one.parameters) for one in self.buckets], number)
+        if not self.running:  # nobody else sees to its end
+            at_end_of_backward(self._local_backward_ends)
+
+    def _local_backward_ends(self) -> None:
+        self._end_watch()
+        self.microbatch += 1
+
+    def _end_watch(self) -> None:
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            watched.end()
+
     def arrive(self, parameter: nn.Parameter) -> None:
         """A gradient has been added to `parameter.grad`."""
-        if not self.running and not self.wanted():
-            return
+        averaged = self.running or self.wanted()
         bucket, index = self._places[parameter]
+        if self._watched is not None:
+            self._watched.arrives(bucket.number)
+        if not averaged:
+            return
         self._require_usable(parameter, bucket.ready[index])
         if self._check_finite and not bool(parameter.grad.isfinite().all()):  # type: ignore[union-attr]
             bucket.bad += 1
@@ -134,14 +189,21 @@ class Reducer:
             raise UsageError("backward(create_graph=True) cannot be averaged; call it inside no_sync()")
 
     def _let_full_buckets_leave(self) -> None:
-        while self._left < len(self.buckets) and not self.buckets[self._left].missing:
-            self.buckets[self._left].leave(self._comms, self._overlap)
-            self._left += 1
+        while self._ahead and not self._bucket_of(self._ahead[0]).missing:
+            self._leave(self._ahead.popleft())
+
+    def _bucket_of(self, operation: AllReduce) -> FlatBucket:
+        assert isinstance(operation.value, Bucket)
+        return self.buckets[operation.value.index]
+
+    def _leave(self, operation: AllReduce) -> None:
+        self._bucket_of(operation).leave(self._comms, operation, self._overlap)
 
     # ── the end of backward ─────────────────────────────────────────────────────────────────────────────────────
 
     def _end(self) -> None:
         """torch calls this when backward has computed everything, and before it returns to its caller."""
+        self._end_watch()
         if self._arrived:
             self._average(take_results=True)
         else:  # torch.autograd.grad leaves parameters alone, and so do we
@@ -150,12 +212,14 @@ class Reducer:
     def take_part(self, *, take_results: bool) -> None:
         """Go through a backward of the others without gradients of one's own."""
         self.running = True
+        self._follow()
         self._average(take_results)
 
     def _average(self, take_results: bool) -> None:
-        for bucket in self.buckets[self._left :]:
+        while self._ahead:
+            bucket = self._bucket_of(self._ahead[0])
             bucket.fill_up(self._scale) if take_results else bucket.buffer.zero_()
-            bucket.leave(self._comms, self._overlap)
+            self._leave(self._ahead.popleft())
         for bucket in self.buckets:
             bucket.come_back()
         self.passes += 1
@@ -192,7 +256,8 @@ class Reducer:
         came = dict.fromkeys(self._arrived)
         order = [*came, *(parameter for parameter in self._order if parameter not in came)]
         indices = torch.tensor([numbers[parameter] for parameter in order])
-        self._comms.broadcast(indices, src=self.roll_call.present[0])
+        source = self.roll_call.present[0]
+        self._comms.broadcast(indices, src=source, operation=Broadcast(Named("order"), "dp", source))
         learnt = indices.tolist()
         if learnt != sorted(learnt):
             self._order = [self._order[index] for index in learnt]
@@ -205,7 +270,9 @@ class Reducer:
             bucket.reset()
         self._arrived = []
         self._not_finite = []
-        self._left = 0
+        self._ahead.clear()
+        self._end_watch()
+        self.microbatch = 0
         self.running = False
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 
 from microparallel.comms import Comms
+from microparallel.program import AllReduce, Named
+
+WEIGHTS = AllReduce(Named("weights"), "dp")  # who is there, and how much each counts
 
 
 class RollCall:
@@ -17,18 +20,20 @@ class RollCall:
         self.total: float | None = None  # what all ranks' weights add up to, if that is known
         self._comms = comms
 
+    @property
+    def asks(self) -> bool:
+        """Whether the ranks ask each other in the pass that begins."""
+        return self.joining or (self.weight is not None and self.total is None)
+
     def answer(self, here: bool = True) -> float:
         """Learn who is there; returns what this rank's gradients are multiplied with before all are added up."""
         weight = 1.0 if self.weight is None else self.weight
-        if not self.joining:
+        if not self.asks:
             self.present = list(range(self._comms.world_size))
-            if self.weight is None:
-                return 1.0 / self._comms.world_size
-            if self.total is not None:
-                return weight / self.total
+            return weight / (self._comms.world_size if self.weight is None else self.total or 1.0)
         roll = torch.zeros(2, self._comms.world_size, dtype=torch.float64)
         roll[:, self._comms.rank] = torch.tensor([1.0, weight]) * here
-        self._comms.all_reduce(roll)
+        self._comms.all_reduce(roll, operation=WEIGHTS)
         attendance, weights = roll.tolist()
         self.present = [rank for rank, there in enumerate(attendance) if there]
         total = sum(weights)

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from microparallel.comms import Comms
 from microparallel.data_parallel.agreement import require_same_model
-from microparallel.data_parallel.hook_trace import Cargo, forward_order, program_of
 from microparallel.data_parallel.reducer import Reducer
 from microparallel.data_parallel.replicate import replicate
 from microparallel.errors import UsageError
-from microparallel.program import Program
+from microparallel.observe import Activity
+from microparallel.program import Broadcast, ForwardStages, Named, Program
+from microparallel.torch_private import pytree
 
 
 class DataParallel(nn.Module):
@@ -98,19 +98,33 @@ class DataParallel(nn.Module):
         self._reducer.prepare()
         self._forward_was_local = self._local > 0
         self._broadcast_buffers_before_forward()
-        outputs = self.module(*inputs, **named_inputs)
+        call = self._watched_forward if self.comms.observers else self.module
+        outputs = call(*inputs, **named_inputs)
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
         return outputs
+
+    def _watched_forward(self, *inputs: Any, **named_inputs: Any) -> Any:
+        """Call the module, and tell the observers that it is an operation of the program."""
+        number = self._reducer.microbatch * self.comms.world_size + self.comms.rank
+        activity = Activity(ForwardStages(0, len(self._reducer.buckets), number))
+        observers = tuple(self.comms.observers)
+        for observer in observers:
+            observer.begins(activity)
+        try:
+            return self.module(*inputs, **named_inputs)
+        finally:
+            for observer in observers:
+                observer.ends(activity)
 
     def _broadcast_buffers_before_forward(self) -> None:
         if self._broadcasts_buffers and self.training and not self._local and not self._reducer.roll_call.joining:
             self._broadcast_buffers(0)
 
     def _backward_begins(self, _: torch.Tensor) -> None:
-        if not self._reducer.running:
-            self._begin_if_wanted()
+        if not self._reducer.running and not self._begin_if_wanted():
+            self._reducer.watch_backward()
 
     def _begin_if_wanted(self) -> bool:
         """Whether this backward is to be averaged; then everything is made ready for it."""
@@ -125,8 +139,15 @@ class DataParallel(nn.Module):
             self._broadcast_buffers(source)
 
     def _broadcast_buffers(self, source: int) -> None:
-        for buffer in self.module.buffers():
-            self.comms.broadcast(buffer, src=source)
+        """All of them in one message, as bytes: they are few, small and of several dtypes."""
+        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
+        bytes_of = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
+        together = torch.cat(bytes_of)
+        self.comms.broadcast(together, src=source, operation=Broadcast(Named("buffers"), "dp", source))
+        if source != self.comms.rank:
+            parts = torch.split(together, [len(one) for one in bytes_of])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     # ── how gradients are averaged ──────────────────────────────────────────────────────────────────────────────
 
@@ -204,19 +225,25 @@ class DataParallel(nn.Module):
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             self.comms.broadcast(tensor.data, src=last[0])
 
-    def program(self) -> Program:
-        """What a step does, as a program to verify, simulate or draw; a layer is a module's share of a bucket.
+    def program(self, microbatches: int = 1, *, samples: bool = False, loss: bool = False) -> Program:
+        """What the next step does, on all ranks: what it follows, and what can be verified, simulated and drawn.
 
-        Buckets are put in order in the first backward, so the program is final after that.
+        A stage is a bucket of gradients. Buckets are put in order in the first backward, so the program is final after
+        that. Inside of `weighted()` and `join()` it says what the ranks tell each other there.
+
+        Args:
+            microbatches: how many each rank has; all but the last are inside of `no_sync()`.
+            samples: the ranks count the samples of all first, as `accumulated_step` does if nobody tells it.
+            loss: they sum the loss in the end, as `accumulated_step` does.
+
+        Example:
+            ```python
+            print(mp.draw(model.program()))
+            ```
         """
         self._reducer.prepare()
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        buckets = self._reducer.buckets
-        flights = [[names[parameter] for parameter in bucket.parameters] for bucket in buckets]
-        cargo = Cargo(
-            tuple(forward_order(flights)), tuple(map(tuple, flights)), tuple(bucket.buffer.nbytes for bucket in buckets)
-        )
-        return program_of("ddp", cargo, self.comms.world_size)
+        broadcasts = self._broadcasts_buffers and self.training and not self._reducer.roll_call.joining
+        return self._reducer.program(microbatches, buffers=broadcasts, samples=samples, loss=loss)
 
     # ── the plain model's state ─────────────────────────────────────────────────────────────────────────────────
 

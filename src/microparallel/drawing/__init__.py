@@ -10,8 +10,8 @@ from microparallel.drawing.heading import head_of
 from microparallel.drawing.hop_table import hop_table
 from microparallel.drawing.hops import hops_of
 from microparallel.drawing.html import page
-from microparallel.drawing.lines import NARROWEST, Line, coloured, plain
-from microparallel.drawing.recordings import recording_figure, recording_text
+from microparallel.drawing.lines import NARROWEST, Line, Segment, coloured, plain
+from microparallel.drawing.parts import parts_figure, parts_text
 from microparallel.drawing.rows import from_zero, rows_of
 from microparallel.drawing.svg import figure
 from microparallel.drawing.timeline import timeline
@@ -19,10 +19,9 @@ from microparallel.errors import UsageError
 from microparallel.program import Collective, Program
 from microparallel.simulator import Costs, simulate
 from microparallel.trace import Trace
-from microparallel.trace.recording import Recording
 
 Format = Literal["text", "svg", "html"]
-View = Literal["timeline", "clock", "hops"]
+View = Literal["timeline", "clock", "hops", "parts"]
 
 __all__ = [
     "Format",
@@ -38,7 +37,7 @@ __all__ = [
 
 
 def draw(
-    program_or_trace: Program | Trace | Recording,
+    program_or_trace: Program | Trace,
     as_: Format = "text",
     *,
     view: View | None = None,
@@ -48,13 +47,14 @@ def draw(
     """Draw a program or a trace, and return the drawing.
 
     Args:
-        program_or_trace: a program, which is simulated first; what happened when one ran; or a recording of any run,
-            as text or as a figure.
+        program_or_trace: a program, which is simulated first; or a trace: what happened, whether or not anybody knows
+            the program of it.
         as_: "text" for a terminal, "svg" for a figure, "html" for a page that needs nothing else: a schedule says why
             each operation waited, and a collective can be stepped through hop by hop.
         view: of a text; "timeline" (with an honest time axis), "clock" (a schedule tick by tick: which stage works on
             which micro-batch), or "hops" (a collective: who sends what to whom, and what each rank holds then).
-            Without it, a schedule is drawn as its timeline and a collective as its hops.
+            Without it, a schedule is drawn as its timeline, a collective as its hops, and a trace without a program as
+            "parts": for each rank, what it did with every moment.
         costs: how long a program's operations take; without it, `default_costs(program)`.
         width: columns a text may take; without it, as many as the labels need.
 
@@ -66,8 +66,8 @@ def draw(
     """
     if as_ not in get_args(Format):
         raise UsageError(f"as_={as_!r}: a drawing is one of {', '.join(get_args(Format))}")
-    if isinstance(program_or_trace, Recording):
-        return _draw_recording(program_or_trace, as_, width)
+    if isinstance(program_or_trace, Trace) and (program_or_trace.program is None or view == "parts"):
+        return _draw_parts(program_or_trace, as_, width)
     if as_ == "text":
         return plain(text_lines(program_or_trace, view=view, costs=costs, width=width))
     if view is not None:
@@ -76,10 +76,10 @@ def draw(
     return figure(trace) if as_ == "svg" else page(trace)
 
 
-def _draw_recording(recording: Recording, as_: Format, width: int | None) -> str:
+def _draw_parts(trace: Trace, as_: Format, width: int | None) -> str:
     if as_ == "html":
-        raise UsageError("as_='html': a recording's page is the run's report; see `microparallel report`")
-    return recording_text(recording, width) if as_ == "text" else recording_figure(recording)
+        raise UsageError("as_='html': the page of a run is its report; see `microparallel report`")
+    return parts_text(trace, width) if as_ == "text" else parts_figure(trace)
 
 
 def text_lines(
@@ -90,13 +90,15 @@ def text_lines(
     width: int | None = None,
 ) -> list[Line]:
     """Draw as lines of text that know their colours: `plain` makes a string of them, `coloured` what rich prints."""
-    program = program_or_trace.program if isinstance(program_or_trace, Trace) else program_or_trace
+    program = program_or_trace.followed if isinstance(program_or_trace, Trace) else program_or_trace
     collective = isinstance(program.goal, Collective)
     view = view or ("hops" if collective else "timeline")
     if view not in get_args(View):
         raise UsageError(f"view={view!r}: a view is one of {', '.join(get_args(View))}")
     if width is not None and width < NARROWEST:
         raise UsageError(f"width={width}: a drawing needs at least {NARROWEST} columns")
+    if view == "parts":
+        return [[Segment(line)] for line in parts_text(_trace_of(program_or_trace, costs), width).splitlines()]
     if view == "hops":
         return hop_table(hops_of(program), width)
     if view == "clock":

@@ -61,15 +61,15 @@ def _cell(doing: tuple[Event, bool] | None, width: int, rank: int, naming: Namin
         return [Segment(f"│ {'·':{width}} ", style="dim")]
     event, begins = doing
     text = f" {str(event.op) if begins else _GOES_ON:{width}} "
-    return [Segment("│"), Segment(text, kind_of(event.op), naming.shade(rank, event.op))]
+    return [Segment("│"), Segment(text, kind_of(event.operation), naming.shade(rank, event.operation))]
 
 
 def _notes(trace: Trace, shown: int, width: int | None) -> list[Line]:
-    kinds = dict.fromkeys(kind_of(event.op) for events in trace.compute for event in events)
+    kinds = dict.fromkeys(kind_of(event.operation) for events in trace.compute for event in events)
     meanings = (f"{_GOES_ON} goes on", "· idle", "the numbers are stage.micro-batch")
     entries = [*map(key_to, kinds), *([Segment(meaning, style="dim")] for meaning in meanings)]
     notes = flow(entries, "   ", width)
-    if shown < trace.program.world_size:
-        missing = f"ranks {shown} to {trace.program.world_size - 1} do not fit: a greater width shows them"
+    if shown < trace.followed.world_size:
+        missing = f"ranks {shown} to {trace.followed.world_size - 1} do not fit: a greater width shows them"
         notes += prose(missing, width, style="dim")
     return notes

@@ -9,7 +9,7 @@ from microparallel.drawing.kinds import Kind, kind_of
 from microparallel.drawing.lines import Line, Segment
 from microparallel.drawing.numbers import count, percent, short
 from microparallel.drawing.rows import Rows
-from microparallel.program import Collective, Forward, Program, TrainingStep
+from microparallel.program import Collective, Forward, ForwardStages, Program, TrainingStep
 from microparallel.program.rules import halves
 from microparallel.trace import Trace
 
@@ -22,7 +22,9 @@ def title_of(program: Program) -> str:
     if isinstance(goal, Collective):
         return f"{program.name} · {goal} · {ranks}"
     if goal.buckets and _whole_model_on_every_rank(program):
-        return f"{program.name} · {ranks} · {count(goal.stages, 'layer')} · {count(len(goal.buckets), 'bucket')}"
+        # Where one forward goes through all stages, these are the buckets themselves, as in `DataParallel`.
+        layers = f" · {count(goal.stages, 'layer')}" if _one_by_one(program) else ""
+        return f"{program.name} · {ranks}{layers} · {count(len(goal.buckets), 'bucket')}"
     stages = f" · {goal.stages} stages" if goal.stages != program.world_size else ""
     return f"{program.name} · {ranks}{stages} · {count(goal.microbatches, 'micro-batch', 'es')}"
 
@@ -33,11 +35,15 @@ def _whole_model_on_every_rank(program: Program) -> bool:
     return len(stages) == program.goal.stages if isinstance(program.goal, TrainingStep) else False
 
 
+def _one_by_one(program: Program) -> bool:
+    return not any(isinstance(op, ForwardStages) for op in program.ranks[0])
+
+
 def metrics_of(trace: Trace) -> dict[str, str]:
     """What is measured on a trace, by name, ready to be read."""
     metrics = {"makespan": short(trace.makespan)}
-    if isinstance(trace.program.goal, TrainingStep):
-        if not trace.program.goal.buckets:  # in data parallelism, gaps are communication
+    if isinstance(trace.followed.goal, TrainingStep):
+        if not trace.followed.goal.buckets:  # in data parallelism, gaps are communication
             metrics["bubble"] = percent(trace.bubble_fraction)
         if any(trace.exposed_communication):
             metrics["exposed communication"] = short(max(trace.exposed_communication))
@@ -49,7 +55,7 @@ def metrics_of(trace: Trace) -> dict[str, str]:
 
 def head_of(trace: Trace) -> str:
     """The first line of a drawing."""
-    return " · ".join([title_of(trace.program), *(f"{name} {value}" for name, value in metrics_of(trace).items())])
+    return " · ".join([title_of(trace.followed), *(f"{name} {value}" for name, value in metrics_of(trace).items())])
 
 
 def per_rank(numbers: list[int]) -> str:
@@ -90,7 +96,7 @@ def notes_of(rows: Rows) -> list[str]:
     """What a drawing of these rows leaves out, in words."""
     notes = [] if rows.trace.events else ["nothing happens: no rank has anything to do"]
     if rows.instant:
-        kinds = Counter(kind_of(event.op).word for event in rows.instant)
+        kinds = Counter(kind_of(event.operation).word for event in rows.instant)
         notes.append("takes no time here: " + ", ".join(f"{count} × {word}" for word, count in kinds.items()))
     if rows.missing:
         rank, op = rows.missing[0]

@@ -103,6 +103,9 @@ def _holdings(walkthrough: Walkthrough, columns: list[str], ranks: list[str], wi
     moments = [("start", walkthrough.start), *zip(columns, (hop.held for hop in walkthrough.hops), strict=True)]
     forms: list[tuple[Write, str, int]] = [(_names, "whose", 2), (_counts, "how many", 4)]
     for write, meaning, most_bands in forms:
+        one = len(write({}, walkthrough.program.world_size))
+        if (one + 1) * walkthrough.goal.slices + 11 > width:
+            continue  # before the table is made: with p² slices it is large
         rows = [(name, [_held(held, walkthrough, write) for held in each]) for name, each in moments]
         table = _table(ranks, rows, width)
         whole = all(_widest(rows, rank) + 12 <= width for rank in range(len(ranks)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass
 
-from microparallel.drawing.holdings import Held, walk
+from microparallel.drawing.holdings import Held, held_after_each
 from microparallel.errors import UsageError
 from microparallel.program import Collective, Op, Program, Recv, Send
 from microparallel.simulator import Costs, simulate
@@ -54,7 +54,7 @@ def hops_of(program: Program) -> Walkthrough:
     ticks = _ticks(trace)
     ops: list[list[list[Op]]] = [[[] for _ in program.ranks] for _ in range(round(trace.makespan))]
     held: list[list[Held]] = [[] for _ in range(len(ops) + 1)]
-    for rank, states in enumerate(walk(program, goal)):
+    for rank, states in enumerate(held_after_each(program, goal)):
         after = {0: states[0]}
         for op, state, tick in zip(program.ranks[rank], states[1:], ticks[rank], strict=False):
             if tick is not None:
@@ -70,10 +70,10 @@ def _ticks(trace: Trace) -> list[list[int | None]]:
     """For each operation of each rank: the tick in which it happens; None if it never does."""
     begun: dict[tuple[int, Op], deque[int]] = defaultdict(deque)  # of a rank's equal operations, in their order
     for event in sorted(trace.events, key=lambda event: event.start):
-        begun[event.rank, event.op].append(round(event.start))
+        begun[event.rank, event.operation].append(round(event.start))
     last = max(0, round(trace.makespan) - 1)
     ticks: list[list[int | None]] = []
-    for rank, ops in enumerate(trace.program.ranks):
+    for rank, ops in enumerate(trace.followed.ranks):
         mine: list[int | None] = []
         at = 0
         for op in ops:

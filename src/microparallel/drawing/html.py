@@ -25,8 +25,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 def page(trace: Trace) -> str:
     """Draw a trace as a page that needs nothing else, neither files nor a network."""
     rows = rows_of(trace)
-    if isinstance(trace.program.goal, Collective):
-        steps = steps_of(trace.program)
+    if isinstance(trace.followed.goal, Collective):
+        steps = steps_of(trace.followed)
         figures = [*_stepping(), element("h2", "In time"), *_timeline(rows, interactive=False)]
         return _document(trace, figures, "collective.js", steps)
     hint = element("p", "Point at a cell, or walk with the arrow keys: what it is, and why it waited.", class_="quiet")
@@ -39,10 +39,10 @@ def _document(trace: Trace, figures: list[Markup], script: str, data: dict[str, 
         Markup('<meta charset="utf-8">'),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
-        element("title", title_of(trace.program)),
+        element("title", title_of(trace.followed)),
         _raw("style", _resource("page.css")),
     )
-    parts = [element("h1", title_of(trace.program)), _metrics(trace), *figures]
+    parts = [element("h1", title_of(trace.followed)), _metrics(trace), *figures]
     if data is not None:
         parts.append(data_script(data))
     body = joined(*parts, _raw("script", _resource(script)))

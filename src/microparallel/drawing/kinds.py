@@ -14,8 +14,10 @@ from microparallel.program import (
     Backward,
     BackwardInput,
     BackwardWeight,
+    Broadcast,
     Forward,
     ForwardBackward,
+    ForwardStages,
     Op,
     OptimizerStep,
     Recv,
@@ -48,6 +50,7 @@ RECEIVE = Kind("<", "receive", "#8fd3b6")
 RECEIVE_AND_ADD = Kind("<+", "receive and add", "#f0d442")
 ADD = Kind("+", "add", "#cc79a7")
 ALL_REDUCE = Kind("U", "all-reduce", "#0072b2", "#ffffff")
+BROADCAST = Kind("^", "broadcast", "#00664b", "#ffffff")
 OPTIMIZER_STEP = Kind("S", "optimizer step", "#555b66", "#ffffff")
 OTHER = Kind("?", "other", "#999999")
 KINDS = (
@@ -61,12 +64,14 @@ KINDS = (
     RECEIVE_AND_ADD,
     ADD,
     ALL_REDUCE,
+    BROADCAST,
     OPTIMIZER_STEP,
     OTHER,
 )
 
 _KIND_OF: dict[type, Kind] = {
     Forward: FORWARD,
+    ForwardStages: FORWARD,
     Backward: BACKWARD,
     BackwardInput: INPUT_HALF,
     BackwardWeight: WEIGHT_HALF,
@@ -75,6 +80,7 @@ _KIND_OF: dict[type, Kind] = {
     Recv: RECEIVE,
     Add: ADD,
     AllReduce: ALL_REDUCE,
+    Broadcast: BROADCAST,
     OptimizerStep: OPTIMIZER_STEP,
 }
 

@@ -68,7 +68,7 @@ class Layout:
 
 def lay_out(rows: Rows, *, left: float, top: float, widest: float) -> Layout:
     """Give every row its place; time gets as many pixels as the cells' names need, up to a width."""
-    talking = isinstance(rows.trace.program.goal, Collective)
+    talking = isinstance(rows.trace.followed.goal, Collective)
     places: list[Place] = []
     at = top
     for _, mine in groupby(rows.rows, key=lambda row: row.rank):

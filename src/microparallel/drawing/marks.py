@@ -41,7 +41,7 @@ def marks(rows: Rows, layout: Layout, *, interactive: bool = False) -> Markup:
         for place in tracks
     ]
     waits = reasons(rows.trace)
-    talking = isinstance(rows.trace.program.goal, Collective)
+    talking = isinstance(rows.trace.followed.goal, Collective)
     if talking:
         parts.append(_arrows(layout))
     for place in layout.places:

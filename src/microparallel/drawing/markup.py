@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from typing import Any
-from xml.sax.saxutils import escape, quoteattr
 
 Attribute = str | float | None
+
+# `xml.sax.saxutils` would do this too, but imports an HTTP client.
+_IN_TEXT = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+_TEXT = str.maketrans(_IN_TEXT)
+_ATTRIBUTE = str.maketrans(_IN_TEXT | {'"': "&quot;", "\n": "&#10;", "\r": "&#13;", "\t": "&#9;"})
 
 
 class Markup(str):
@@ -18,11 +22,11 @@ class Markup(str):
 def element(tag: str, *children: str, **attributes: Attribute) -> Markup:
     """One element; a plain string among the children is text. `aria_label` becomes `aria-label`, `class_` `class`."""
     written = [
-        f" {name.rstrip('_').replace('_', '-')}={quoteattr(_value(value))}"
+        f' {name.rstrip("_").replace("_", "-")}="{_value(value).translate(_ATTRIBUTE)}"'
         for name, value in attributes.items()
         if value is not None
     ]
-    inside = "".join(child if isinstance(child, Markup) else escape(child) for child in children)
+    inside = "".join(child if isinstance(child, Markup) else child.translate(_TEXT) for child in children)
     return Markup(f"<{tag}{''.join(written)}>{inside}</{tag}>" if inside else f"<{tag}{''.join(written)}/>")
 
 

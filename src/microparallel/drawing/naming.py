@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from microparallel.drawing.kinds import kind_of
 from microparallel.program import (
     Act,
-    AllReduce,
     Bucket,
     Collective,
     ForwardBackward,
+    ForwardStages,
     Grad,
+    GroupOp,
     Op,
     Program,
     Recv,
@@ -46,7 +47,9 @@ class Naming:
             return f"{forward[0]}&{backward[0]}", f"{forward[1]}&{backward[1]}"
         if isinstance(op, Compute):
             return self._stage_op(op)
-        if isinstance(op, AllReduce):
+        if isinstance(op, ForwardStages):
+            return (f"F{op.microbatch}" if self.several_microbatches else "F",) * 2
+        if isinstance(op, GroupOp):
             return str(op.value), str(op.value)
         if not isinstance(op, Send | Recv):
             return str(op), str(op)

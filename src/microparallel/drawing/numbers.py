@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -23,6 +24,12 @@ def count(number: int, noun: str, plural: str = "s") -> str:
 def percent(fraction: float) -> str:
     """A share with one digit after the point."""
     return f"{100 * fraction:.1f} %"
+
+
+def seconds(time: float) -> str:
+    """A time in the unit that suits it: `12.3 ms`."""
+    unit, scale = next(((unit, scale) for unit, scale in _UNITS if time * scale >= 1), _UNITS[-1])
+    return f"{short(float(f'{time * scale:.3g}'))} {unit}"
 
 
 def round_step(smallest: float) -> float:

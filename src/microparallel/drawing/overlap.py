@@ -22,10 +22,9 @@ from microparallel.drawing.lines import NARROWEST, Line, Segment, coloured, flow
 from microparallel.drawing.numbers import percent, round_step, short
 from microparallel.drawing.rows import from_zero
 from microparallel.errors import UsageError
-from microparallel.program import AllReduce, Backward, Bucket, Forward, TrainingStep
+from microparallel.program import AllReduce, Backward, Bucket, Forward, ForwardStages, TrainingStep
 from microparallel.trace import Event, Trace
-from microparallel.trace.intervals import Span, outside, union
-from microparallel.trace.overlap import communication, hidden_share
+from microparallel.trace.intervals import Span, length, outside, union
 
 __all__ = ["BucketRow", "RankRows", "coloured", "draw_overlap", "overlap_lines", "rows_by_bucket"]
 
@@ -95,22 +94,22 @@ def draw_overlap(
 
 def rows_by_bucket(trace: Trace, rank: int | None = None) -> list[RankRows]:
     """What the drawing shows, of every rank or of one; time begins at 0."""
-    goal = trace.program.goal
+    goal = trace.followed.goal
     if not isinstance(goal, TrainingStep) or not goal.buckets:
-        raise UsageError(f"{trace.program.name} ({goal}) has no buckets to draw; try mp.draw")
-    if rank is not None and not 0 <= rank < trace.program.world_size:
-        raise UsageError(f"rank={rank}: the trace has ranks 0 to {trace.program.world_size - 1}")
+        raise UsageError(f"{trace.followed.name} ({goal}) has no buckets to draw; try mp.draw")
+    if rank is not None and not 0 <= rank < trace.followed.world_size:
+        raise UsageError(f"rank={rank}: the trace has ranks 0 to {trace.followed.world_size - 1}")
     events = from_zero(trace).by_rank
-    ranks = range(trace.program.world_size) if rank is None else [rank]
+    ranks = range(trace.followed.world_size) if rank is None else [rank]
     return [RankRows(number, _computed(events[number]), _buckets(events[number], goal)) for number in ranks]
 
 
 def heading(trace: Trace, *, seconds: bool) -> list[str]:
     """What the step is, how long it took, and how much communication was hidden."""
-    ranks, messages = trace.program.world_size, len(trace.program.all_reduces())
-    title = f"{trace.program.name} · {ranks} rank{'s' * (ranks > 1)} · {messages} all-reduce{'s' * (messages > 1)}"
-    talking = max(communication(trace))
-    hidden = f"communication {time_text(talking, seconds=seconds)}, {percent(hidden_share(trace))} of it hidden"
+    ranks, messages = trace.followed.world_size, len(trace.followed.all_reduces())
+    title = f"{trace.followed.name} · {ranks} rank{'s' * (ranks > 1)} · {messages} all-reduce{'s' * (messages > 1)}"
+    talking = max(length(times) for times in trace.communicating)
+    hidden = f"communication {time_text(talking, seconds=seconds)}, {percent(trace.hidden_share)} of it hidden"
     return [title, f"step {time_text(trace.makespan, seconds=seconds)}", hidden]
 
 
@@ -121,17 +120,17 @@ def time_text(time: float, *, seconds: bool) -> str:
 
 def _computed(events: list[Event]) -> list[Computed]:
     """The forward as a whole, for it is the backward that the buckets leave from."""
-    forwards = [event for event in events if isinstance(event.op, Forward) and event.duration > 0]
+    forwards = [event for event in events if isinstance(event.op, Forward | ForwardStages) and event.duration > 0]
     stretches = [Computed("forward", FORWARD, forwards[0].start, max(f.end for f in forwards))] if forwards else []
     for event in events:
-        if event.duration > 0 and not isinstance(event.op, Forward | AllReduce):
+        if event.duration > 0 and event.computes and not isinstance(event.op, Forward | ForwardStages):
             name = f"B{event.op.stage}" if isinstance(event.op, Backward) else str(event.op)
-            stretches.append(Computed(name, kind_of(event.op), event.start, event.end))
+            stretches.append(Computed(name, kind_of(event.operation), event.start, event.end))
     return stretches
 
 
 def _buckets(events: list[Event], goal: TrainingStep) -> list[BucketRow]:
-    computing = union((event.start, event.end) for event in events if not isinstance(event.op, AllReduce))
+    computing = union((event.start, event.end) for event in events if event.computes)
     ready = {event.op.stage: event.end for event in events if isinstance(event.op, Backward)}
     rows = []
     for event in events:
@@ -234,7 +233,7 @@ def ticks(makespan: float, least: float, *, seconds: bool) -> Iterator[tuple[flo
 
 
 def _legend(trace: Trace) -> list[Line]:
-    goal = trace.program.goal
+    goal = trace.followed.goal
     singly = isinstance(goal, TrainingStep) and _one_by_one(goal)
     what = "0 (layer, or weight)" if singly else "layer 0"
     return [

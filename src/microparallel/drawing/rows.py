@@ -7,7 +7,7 @@ ever sends and receives at once.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from microparallel.drawing.kinds import KINDS, Kind, kind_of
@@ -79,14 +79,13 @@ def from_zero(trace: Trace) -> Trace:
     begin = min((event.start for event in trace.events), default=0)
     if not begin:
         return trace
-    moved = [event._replace(start=event.start - begin, end=event.end - begin) for event in trace.events]
-    return Trace(trace.program, moved)
+    return replace(trace, events=[event.moved(-begin) for event in trace.events])
 
 
 def rows_of(trace: Trace) -> Rows:
     """Sort the events of a trace (which begins at 0) into rows."""
-    naming = naming_of(trace.program)
-    ranks: list[list[Cell]] = [[] for _ in trace.program.ranks]
+    naming = naming_of(trace.followed)
+    ranks: list[list[Cell]] = [[] for _ in trace.followed.ranks]
     held = _held(trace)
     for place, event in enumerate(trace.events):
         if event.duration > 0:
@@ -96,36 +95,39 @@ def rows_of(trace: Trace) -> Rows:
     anybody_talks = any(sends or receives for _, sends, receives in lanes)
     rows: list[Row] = []
     for rank, (computing, sends, receives) in enumerate(lanes):
-        if computing or not isinstance(trace.program.goal, Collective):
+        if computing or not isinstance(trace.followed.goal, Collective):
             rows += _stack(rank, "", computing)
         if together:
             rows += _stack(rank, "comm", sends + receives) if anybody_talks else []
         else:
             rows += [*_stack(rank, "send", sends), *_stack(rank, "recv", receives)]
-    rows = rows or [Row(rank, "", []) for rank in range(trace.program.world_size)]
+    rows = rows or [Row(rank, "", []) for rank in range(trace.followed.world_size)]
     instant = [event for event in trace.events if event.duration <= 0]
-    return Rows(trace, naming, rows, instant, _missing(trace.program, trace.events))
+    return Rows(trace, naming, rows, instant, _missing(trace.followed, trace.events))
 
 
 def _held(trace: Trace) -> dict[int, int]:
     """By the identity of what is computed: how many activations its rank holds meanwhile."""
-    if isinstance(trace.program.goal, Collective):
+    if isinstance(trace.followed.goal, Collective):
         return {}
-    counted = (zip(events, held_activations(event.op for event in events), strict=True) for events in trace.compute)
+    counted = (
+        zip(events, held_activations(event.operation for event in events), strict=True) for events in trace.compute
+    )
     return {id(event): held for pairs in counted for event, held in pairs}
 
 
 def _cell(place: int, event: Event, naming: Naming, held: int | None) -> Cell:
-    full, short = naming.forms(event.op)
+    op = event.operation
+    full, short = naming.forms(op)
     return Cell(
         event.start,
         event.end,
-        event.op,
-        kind_of(event.op),
+        op,
+        kind_of(op),
         full,
         short,
-        naming.shade(event.rank, event.op),
-        naming.related(event.op),
+        naming.shade(event.rank, op),
+        naming.related(op),
         place,
         held,
     )
@@ -159,7 +161,8 @@ def _stack(rank: int, name: str, cells: list[Cell]) -> list[Row]:
 def _missing(program: Program, events: list[Event]) -> list[tuple[int, Op]]:
     left: dict[tuple[int, Op], int] = {}
     for event in events:
-        left[event.rank, event.op] = left.get((event.rank, event.op), 0) + 1
+        key = event.rank, event.operation
+        left[key] = left.get(key, 0) + 1
     missing: list[tuple[int, Op]] = []
     for rank, ops in enumerate(program.ranks):
         for op in ops:

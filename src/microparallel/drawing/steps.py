@@ -10,6 +10,7 @@ from microparallel.errors import UsageError
 from microparallel.program import Add, Chunk, Program, Value
 
 _MOST_RANKS = 64
+_MOST_CELLS = 2_000_000  # moments × ranks × slices: some megabytes
 
 
 def steps_of(program: Program) -> dict[str, Any]:
@@ -27,6 +28,12 @@ def steps_of(program: Program) -> dict[str, Any]:
         raise UsageError(f"{program.world_size} ranks do not fit on a page; draw at most {_MOST_RANKS}")
     walkthrough = hops_of(program)
     moments = [walkthrough.start, *(hop.held for hop in walkthrough.hops)]
+    cells = len(moments) * program.world_size * walkthrough.goal.slices
+    if cells > _MOST_CELLS:
+        raise UsageError(
+            f"{program.name} among {program.world_size} ranks does not fit on a page: {len(moments)} moments × "
+            f"{program.world_size} ranks × {walkthrough.goal.slices} slices; draw fewer ranks"
+        )
     sets = _Sets()
     holds = [[[sets.place(symbol) for symbol in held.slices] for held in ranks] for ranks in moments]
     ranks, goal = program.world_size, walkthrough.goal

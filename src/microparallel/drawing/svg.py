@@ -24,7 +24,7 @@ def figure(trace: Trace) -> str:
     rows = rows_of(trace)
     layout = lay_out(rows, left=gutter_of(rows), top=_HEAD, widest=_WIDEST)
     metrics = " · ".join(f"{name} {value}" for name, value in metrics_of(trace).items())
-    title = title_of(trace.program)
+    title = title_of(trace.followed)
     words = max(len(title) * 8.0, len(metrics) * 6.2) + 2 * MARGIN
     width = max(layout.right + MARGIN + 8, words, _NARROWEST)
     legend, lines = _legend(rows, layout.bottom + _AXIS + 10, width)
@@ -94,7 +94,7 @@ def gutter_of(rows: Rows) -> float:
 
 
 def _names(rows: Rows) -> list[str]:
-    talking = isinstance(rows.trace.program.goal, Collective)
+    talking = isinstance(rows.trace.followed.goal, Collective)
     names: list[str] = []
     previous: Row | None = None
     for row in rows.rows:

@@ -38,7 +38,7 @@ def timeline(rows: Rows, width: int | None) -> list[Line]:
 def _names(rows: Rows) -> list[str]:
     """`rank 0` once, then only what else its rows show."""
     names = []
-    digits = len(str(rows.trace.program.world_size - 1))
+    digits = len(str(rows.trace.followed.world_size - 1))
     previous = None
     for row in rows.rows:
         rank = f"rank {row.rank:>{digits}}" if row.rank != previous else " " * (digits + 5)

@@ -73,7 +73,7 @@ class Flight:
 
     def __init__(self, recorder: FlightRecorder | None, ranks_here: int = 1) -> None:
         self.recorder = recorder
-        self.listeners: list[Any] = []  # who else wants to hear of this world's calls (`mp.record`)
+        self.observers: list[Any] = []  # who else is told what this rank does in this world (`observe`)
         self._ranks_here = ranks_here
         self._answers: Answers | None = None
         self._watchdog: Watchdog | None = None

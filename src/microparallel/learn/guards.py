@@ -35,7 +35,7 @@ _TORCH = (
 )
 _COMMS = (
     "send_tensor", "recv_tensor", "isend", "irecv", "barrier", "broadcast", "scatter", "gather", "all_gather", "reduce",
-    "reduce_scatter", "all_reduce", "all_reduce_mean",
+    "reduce_scatter", "all_reduce", "all_reduce_mean", "all_to_all",
 )
 # fmt: on
 _OURS = [

@@ -239,10 +239,10 @@ class DDPPerformanceAnalyzer:
                 recorder.step = max(recorder.step, first + 1)  # an optimizer of somebody's own does not count steps
                 numbers.append((first, recorder.step))
         together = list(zip(*gather_json(notes, self._comms), strict=True))  # for each step, what every rank noted
-        recording = recorder.recording
+        trace = recorder.trace
         timings = []
         for (first, last), noted in zip(numbers, together, strict=True):
-            step = replace(recording, spans=[span for span in recording.spans if first <= span.step < last])
+            step = replace(trace, events=[event for event in trace.events if first <= event.step < last])
             took = max(seconds for _, seconds in noted)
             timings.append(time_of_step(step, sum(count for count, _ in noted), took, _number(loss)))
         return median_of(timings)

@@ -6,7 +6,7 @@ The recorded step is simulated without it, and what the step gains is what it co
     communication   the step, less the step with messages that take no time
     straggler       the step, less the step in which the slowest rank is as fast as the others
     bubble          of a pipeline: what its schedule leaves idle even if stages are alike and messages take no time
-    other           data, Python and logging: what ranks do in none of the spans that were recorded
+    other           data, Python and logging: what ranks do in none of the events that were recorded
 
 If none of them is worth a fifth of the step, and what is other takes less than computing, then it is computing that
 bounds it. Or memory may be what computing waits for: if it does fewer operations on each byte that it touches than the
@@ -42,8 +42,8 @@ from microparallel.performance.what_if import (
     slowest_rank,
     work_of,
 )
+from microparallel.trace import Difference, Trace
 from microparallel.trace.parts import parts
-from microparallel.trace.recording import Recording
 
 Kind = Literal["compute", "communication", "memory", "straggler", "bubble", "other"]
 
@@ -82,30 +82,30 @@ class Verdict:
     @property
     def error(self) -> float:
         """By what share of the measured step the simulation is off."""
-        return abs(self.simulated - self.measured) / self.measured if self.measured else 0.0
+        return abs(Difference("step", self.simulated, self.measured).error)
 
 
 def find_bottleneck(
-    recording: Recording, demand: Demand | None = None, machine: Machine | None = None, took: float = 0.0
+    trace: Trace, demand: Demand | None = None, machine: Machine | None = None, took: float = 0.0
 ) -> Verdict:
     """Say what bounds one recorded step.
 
     Args:
-        recording: of one step alone.
+        trace: of one step alone.
         demand: how much the step computes and how many bytes it touches, if that is known.
         machine: how much of both this machine can do.
-        took: how long the step took by a clock of its own. What is in no span, such as fetching the data, counts as
-            other.
+        took: how long the step took by a clock of its own. What no event tells of, such as fetching the data,
+            counts as other.
     """
-    fitted = fit_step(recording)
-    outside = max(0.0, took - recording.makespan)
-    simulated, measured = fitted.makespan + outside, recording.makespan + outside
+    fitted = fit_step(trace)
+    outside = max(0.0, took - trace.makespan)
+    simulated, measured = fitted.makespan + outside, trace.makespan + outside
     found = {change.name: change for change in changes(fitted, outside)}
-    own = _own_work(recording, outside)
+    own = _own_work(trace, outside)
     if own.other > 0:
         found[NO_OTHER] = _without_other(own.least_other, simulated)
     costs = _costs(fitted, found, simulated)
-    kind, reasons = _kind(fitted, costs, simulated, recording, own)
+    kind, reasons = _kind(fitted, costs, simulated, trace, own)
     if kind == "compute" and demand is not None and machine is not None:
         intensity, balance = demand.intensity, machine.balance
         reasons.append(
@@ -151,8 +151,8 @@ class _OwnWork:
     least_other: float
 
 
-def _own_work(recording: Recording, outside: float) -> _OwnWork:
-    found = parts(recording)
+def _own_work(trace: Trace, outside: float) -> _OwnWork:
+    found = parts(trace)
     whole = max(one.step for one in found) + outside
     computing, other = (statistics.fmean(getattr(one, part) for one in found) for part in ("computing", "other"))
     least = max(0.0, min(one.other for one in found)) + outside
@@ -160,11 +160,11 @@ def _own_work(recording: Recording, outside: float) -> _OwnWork:
 
 
 def _kind(
-    fitted: Fitted, costs: dict[Kind, float], simulated: float, recording: Recording, own: _OwnWork
+    fitted: Fitted, costs: dict[Kind, float], simulated: float, trace: Trace, own: _OwnWork
 ) -> tuple[Kind, list[str]]:
     worst = max(costs, key=lambda kind: costs[kind])
     shares = {kind: seconds / simulated if simulated else 0.0 for kind, seconds in costs.items()}
-    reasons = [_reason(kind, costs[kind], shares[kind], fitted, recording) for kind in costs if recording.ranks > 1]
+    reasons = [_reason(kind, costs[kind], shares[kind], fitted, trace) for kind in costs if trace.ranks > 1]
     own_words = f"ranks compute for {own.computing:.0%} of the step; data, Python and the like take {own.other:.0%}"
     if own.other > max(own.computing, shares[worst]):
         return "other", [own_words, *reasons]
@@ -173,11 +173,11 @@ def _kind(
     return "compute", [*reasons, own_words]
 
 
-def _reason(kind: Kind, seconds: float, share: float, fitted: Fitted, recording: Recording) -> str:
+def _reason(kind: Kind, seconds: float, share: float, fitted: Fitted, trace: Trace) -> str:
     text = f"{show_seconds(seconds)} of the step ({share:.0%})"
     if kind == "communication":
-        sent = sum(span.bytes for span in recording.spans if not span.computes and span.kind != "receive")
-        return f"communication costs {text}: {show_size(sent / recording.ranks)} a rank"
+        sent = sum(event.bytes for event in trace.events if not event.computes and event.kind != "receive")
+        return f"communication costs {text}: {show_size(sent / trace.ranks)} a rank"
     if kind == "bubble":
         return f"the bubble costs {text}"
     if isinstance(fitted, FittedPipeline):

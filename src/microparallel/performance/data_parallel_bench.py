@@ -16,7 +16,7 @@ from microparallel.performance.data_parallel_bench_methods import Contender, Met
 from microparallel.performance.data_parallel_bench_models import Subject, bytes_of, find_subject
 from microparallel.performance.memory_budget import require_memory
 from microparallel.performance.methods import gloo_for
-from microparallel.performance.step_rounds import StepRounds, write_recordings
+from microparallel.performance.step_rounds import StepRounds, write_traces
 from microparallel.performance.time_budget import TimeBudget
 from microparallel.topology import available_cores, available_memory
 
@@ -146,7 +146,7 @@ class _Bench:
     def record(self, folder: str) -> None:
         """Write a recorded step of each method."""
         steppers = {f"{self._subject.name} {one.method.label}": one for one in self._contenders}
-        write_recordings(self._comms, steppers, folder)
+        write_traces(self._comms, steppers, folder)
 
     def close(self) -> None:
         """Take the hooks off."""

@@ -4,27 +4,28 @@ What a rank does by itself is measured on its own clock, which stands still whil
 and logging are part of it. Between two collectives lies one piece of such work:
 
     recorded    ▒▒▒▒▒▒▒▒▒▒▒┤issue 0▒▒▒▒▒▒▒▒▒┤issue 1▒▒▒·····│▒▒▒▒        · blocked
-    program     F0 B4 *U0 B3 B2 *U1 B1 = B0
-                 before   after before  after  last                        = waits for all that was issued
+    program     F0 B3 *U0 B2 B1 *U1 B0 step
+                 before   after before after last
 
-That is a step of `mp.schedules.ddp`, but for pieces of work in place of layers, and for ranks that may differ. A
-recorded pipeline is a program already: its spans are named after operations.
+That is a step of `mp.schedules.ddp`, but for pieces of work in place of layers, and for ranks that may differ. Where a
+rank waited for what it had issued before it went on, a Join stands; OptimizerStep waits for all of it, and stands for
+what the rank does then. A recorded pipeline is a program already: its events are operations.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from microparallel.errors import UsageError
 from microparallel.performance.fitted_pipeline import FittedPipeline, fit_pipeline
-from microparallel.performance.recorded_costs import OwnClock, recorded_costs
-from microparallel.program import AllReduce, Backward, Bucket, Forward, Join, Op, Program, TrainingStep, Value
+from microparallel.performance.recorded_costs import OwnClock, RecordedCosts, as_recorded
+from microparallel.program import AllReduce, Backward, Bucket, Forward, Join, Op, OptimizerStep, Program, TrainingStep
 from microparallel.simulator import Costs, simulate
-from microparallel.trace import Trace
-from microparallel.trace.recording import Recording, Span
+from microparallel.trace import Event, Trace
+from microparallel.trace.meetings import meetings
 
 
 @dataclass(frozen=True)
@@ -77,34 +78,49 @@ class FittedStep:
 
     @property
     def program(self) -> Program:
-        """What the ranks do."""
+        """What the ranks do; one that is alone has nobody to reduce with."""
         count = len(self.seconds)
-        last = 2 * count
-        orders = []
-        for rank, work in enumerate(self.work):
-            ops: list[Op] = [Forward(stage, rank) for stage in range(last + 1)]
-            for index in range(count):
-                stage = last - 2 * index
-                ops += [Backward(stage, rank), AllReduce(Bucket(index), "dp"), Backward(stage - 1, rank)]
-                ops += [Join()] if work.waits[index] or index == count - 1 else []
-            orders.append((*ops, Backward(0, rank)))
-        buckets = tuple((last - 2 * index, last - 2 * index + 1) for index in range(count))
-        return Program("recorded", TrainingStep(last + 1, len(self.work), buckets), tuple(orders))
+        buckets = tuple((before, before + 1) for before, _ in map(self._stages, range(count)))
+        goal = TrainingStep(max(1, 2 * count), len(self.work), buckets if len(self.work) > 1 else ())
+        return Program("recorded", goal, tuple(tuple(self._ops(rank)) for rank in range(len(self.work))))
+
+    def _stages(self, index: int) -> tuple[int, int]:
+        """The pieces of work before and after a collective, as stages: the backward of the last comes first."""
+        before = 2 * (len(self.seconds) - index) - 1
+        return before, before - 1
+
+    def piece(self, stage: int) -> tuple[int, bool]:
+        """Which collective a piece of work belongs to, and whether it comes after it."""
+        return len(self.seconds) - 1 - stage // 2, stage % 2 == 0
+
+    def _ops(self, rank: int) -> Iterator[Op]:
+        count = len(self.seconds)
+        yield from (Forward(stage, rank) for stage in range(max(1, 2 * count)))
+        for index in range(count):
+            before, after = self._stages(index)
+            yield Backward(before, rank)
+            if len(self.work) > 1:
+                yield AllReduce(Bucket(index), "dp")
+            yield Backward(after, rank)
+            if self.work[rank].waits[index] and index < count - 1:
+                yield Join()
+        yield OptimizerStep()
 
     @property
     def costs(self) -> Costs:
         """How long all of it takes."""
-        last = 2 * len(self.seconds)
-        times: dict[Op, float] = {}
+        times: dict[tuple[int, Op], float] = {}
         for rank, work in enumerate(self.work):
-            times[Forward(0, rank)] = work.forward
-            for index, (before, after) in enumerate(zip(work.before, work.after, strict=True)):
-                stage = last - 2 * index
-                times[Backward(stage, rank)] = before
-                times[Backward(stage - 1, rank)] = after
-            times[Backward(0, rank)] = work.last
-        reductions: dict[Value, float] = {Bucket(index): seconds for index, seconds in enumerate(self.seconds)}
-        return recorded_costs(times, reductions, len(self.work))
+            times[rank, Forward(0, rank)] = work.forward
+            for index, pieces in enumerate(zip(work.before, work.after, strict=True)):
+                for stage, seconds in zip(self._stages(index), pieces, strict=True):
+                    times[rank, Backward(stage, rank)] = seconds
+            times[rank, OptimizerStep()] = work.last
+        return RecordedCosts(
+            times=times,
+            transfers={Bucket(index): seconds for index, seconds in enumerate(self.seconds)},
+            sizes={Bucket(index): size for index, size in enumerate(self.bytes)},
+        )
 
     def simulate(self) -> Trace:
         """What the simulator makes of it."""
@@ -119,63 +135,67 @@ class FittedStep:
 Fitted = FittedStep | FittedPipeline
 
 
-def fit_step(recording: Recording) -> Fitted:
-    """Find the program and the costs of one recorded step."""
-    if not recording.spans:
-        raise UsageError("the recording has no spans, so there is no step to simulate")
-    return fit_pipeline(recording) or _collectives(recording)
+def fit_step(trace: Trace) -> Fitted:
+    """Find the program and the costs of one step; of a simulated one, those it was simulated with."""
+    if not trace.events:
+        raise UsageError("the trace has no events, so there is no step to simulate")
+    noted = as_recorded(trace)
+    return fit_pipeline(noted) or _collectives(noted)
 
 
 # ── data parallelism ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _collectives(recording: Recording) -> FittedStep:
-    if recording.ranks == 1:
-        return _alone(recording.by_rank[0])
-    everybody = tuple(range(recording.ranks))
-    meetings = [
-        {span.number: span for span in spans if span.kind == "collective" and span.group == everybody}
-        for spans in recording.by_rank
-    ]
-    numbers = sorted(set.intersection(*(set(mine) for mine in meetings)))
-    start = min(span.start for span in recording.spans)
+def _collectives(trace: Trace) -> FittedStep:
+    if trace.ranks == 1:
+        return _alone(trace.by_rank[0])
+    together = collectives_of(trace)
     work = tuple(
-        _rank_work(spans, [mine[number] for number in numbers], start)
-        for spans, mine in zip(recording.by_rank, meetings, strict=True)
+        _rank_work(events, [one[rank] for one in together], trace.bounds[0])
+        for rank, events in enumerate(trace.by_rank)
     )
-    together = [[mine[number] for mine in meetings] for number in numbers]
-    return FittedStep(work, _durations(together), tuple(max(span.bytes for span in spans) for spans in together))
+    return FittedStep(work, _durations(together), tuple(max(int(event.bytes) for event in one) for one in together))
 
 
-def _alone(spans: Sequence[Span]) -> FittedStep:
+def collectives_of(trace: Trace) -> list[list[Event]]:
+    """What all ranks took part in, in order: of each, the event of every rank."""
+    found = []
+    for places in meetings(trace.events):
+        together = sorted((trace.events[place] for place in places), key=lambda event: event.rank)
+        if together[0].kind == "collective" and [event.rank for event in together] == [*range(trace.ranks)]:
+            found.append(together)
+    return sorted(found, key=lambda together: together[0].asked)
+
+
+def _alone(events: Sequence[Event]) -> FittedStep:
     """One rank's step: what it calls communication is work of its own, as there is nobody to wait for."""
-    start, end = spans[0].start, max(span.end for span in spans)
-    update = min((span.start for span in spans if span.kind == "optimizer"), default=end)
-    forward = min(_backward_begins(spans, start), update)
+    start, end = min(event.asked for event in events), max(event.end for event in events)
+    update = min((event.start for event in events if event.kind == "optimizer"), default=end)
+    forward = min(_backward_begins(events, start), update)
     # A collective that takes no time tells the optimizer from what is before it.
     work = RankWork(forward - start, (update - forward,), (0.0,), (False,), end - update)
     return FittedStep((work,), (0.0,), (0,))
 
 
-def _durations(together: Sequence[Sequence[Span]]) -> tuple[float, ...]:
+def _durations(together: Sequence[Sequence[Event]]) -> tuple[float, ...]:
     """How long each collective took: since the last rank had come, and the one before it had ended."""
     found = []
     ended = -math.inf
-    for spans in together:
-        begun = max(ended, *(span.start for span in spans))
-        end = statistics.median(span.end for span in spans)
+    for events in together:
+        begun = max(ended, *(event.start for event in events))
+        end = statistics.median(event.end for event in events)
         found.append(max(0.0, end - begun))
         ended = max(begun, end)
     return tuple(found)
 
 
-def _rank_work(spans: Sequence[Span], collectives: Sequence[Span], start: float) -> RankWork:
-    clock = OwnClock(spans, start)
-    end = clock.at(max((span.end for span in spans), default=start))
-    issued = [clock.at(span.start) for span in collectives]
-    waited = [math.inf if math.isnan(span.waited) else clock.at(span.waited) for span in collectives]
+def _rank_work(events: Sequence[Event], collectives: Sequence[Event], start: float) -> RankWork:
+    clock = OwnClock(events, start)
+    end = clock.at(max((event.end for event in events), default=start))
+    issued = [clock.at(event.asked) for event in collectives]
+    waited = [math.inf if event.waited is None else clock.at(event.waited) for event in collectives]
     before, after, waits = [], [], []
-    at = forward = min(clock.at(_backward_begins(spans, start)), *issued, end)
+    at = forward = min(clock.at(_backward_begins(events, start)), *issued, end)
     for index, moment in enumerate(issued):
         before.append(max(0.0, moment - at))
         following = issued[index + 1] if index + 1 < len(issued) else end
@@ -187,7 +207,7 @@ def _rank_work(spans: Sequence[Span], collectives: Sequence[Span], start: float)
     return RankWork(forward, tuple(before), tuple(after), tuple(waits), max(0.0, end - at))
 
 
-def _backward_begins(spans: Sequence[Span], start: float) -> float:
-    backwards = [span.start for span in spans if span.kind == "backward"]
-    forwards = [span.end for span in spans if span.kind == "forward"]
+def _backward_begins(events: Sequence[Event], start: float) -> float:
+    backwards = [event.start for event in events if event.kind == "backward"]
+    forwards = [event.end for event in events if event.kind == "forward"]
     return min(backwards) if backwards else max(forwards, default=start)

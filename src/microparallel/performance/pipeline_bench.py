@@ -24,7 +24,7 @@ from microparallel.performance.pipeline_bench_memory import SavedBytes
 from microparallel.performance.pipeline_bench_methods import TORCH_S, Batch, Method, Ours, TorchRefuses, Torchs
 from microparallel.performance.pipeline_bench_models import Size, describe, pipeline_subject
 from microparallel.performance.rounds import largest
-from microparallel.performance.step_rounds import StepRounds, write_recordings
+from microparallel.performance.step_rounds import StepRounds, write_traces
 from microparallel.performance.time_budget import TimeBudget
 from microparallel.performance.utilisation import Shares, shares
 from microparallel.program import peak_activations
@@ -180,7 +180,7 @@ class _Bench:
     def record(self, folder: str) -> None:
         """Write a recorded step of each method."""
         contenders: list[Ours | Torchs] = [*self._ours, *self._torchs]
-        write_recordings(self._comms, {one.method.label: one for one in contenders}, folder)
+        write_traces(self._comms, {one.method.label: one for one in contenders}, folder)
 
     def _timing(self, contender: Ours | Torchs) -> Timing:
         apart = self._single.compare(contender, self._comms)  # what a timed step left

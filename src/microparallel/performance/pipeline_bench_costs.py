@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from microparallel.models.loss import cross_entropy
 from microparallel.performance.pipeline_bench_methods import Batch, Ours
@@ -31,6 +30,7 @@ from microparallel.pipeline.microbatches import split_batch
 from microparallel.pipeline.stage import Pass, Stage
 from microparallel.program import Backward, BackwardInput, BackwardWeight, Forward, ForwardBackward, Op, Program, halves
 from microparallel.simulator import Costs
+from microparallel.torch_private import pytree
 
 KINDS = ("F", "B", "I", "W")
 _LETTERS = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
@@ -71,13 +71,13 @@ class _MeasuredCosts(Costs):
 
     backward: Sequence[float] = field(default=())
 
-    def of(self, op: Op) -> float:
+    def of(self, op: Op, rank: int = 0) -> float:
         match op:
             case Backward(stage):
                 return self.backward[stage]
             case ForwardBackward(forward, backward):
-                return self.of(forward) + self.of(backward)
-        return super().of(op)
+                return self.of(forward, rank) + self.of(backward, rank)
+        return super().of(op, rank)
 
 
 def kinds_in(programs: Iterable[Program]) -> frozenset[str]:

@@ -16,9 +16,8 @@ from microparallel.performance.calibration import MessageTimes, RankTimes
 from microparallel.performance.fitted_pipeline import FittedPipeline
 from microparallel.performance.fitted_step import Fitted, FittedStep, RankWork
 from microparallel.performance.pipeline_bench_costs import StageTimes
-from microparallel.performance.predicted_recording import predicted_recording, recording_of
 from microparallel.program import Op, Program, halves
-from microparallel.trace.recording import Recording
+from microparallel.trace import Difference, Trace
 
 SMALL = 8  # bytes: a message that only says something
 
@@ -45,14 +44,14 @@ class Prediction:
         return statistics.median(self.measured)
 
     @property
-    def recording(self) -> Recording:
+    def trace(self) -> Trace:
         """The simulated step, to be drawn over a measured one."""
-        return recording_of(self.fitted)
+        return self.fitted.simulate()
 
     @property
     def error(self) -> float:
         """How much too long the prediction is, as a share of what was measured; negative if it is too short."""
-        return self.seconds / self.median - 1
+        return Difference("step", self.seconds, self.median).error
 
 
 def predict_naive(work: Sequence[RankTimes], sizes: Sequence[int], messages: MessageTimes) -> FittedStep:
@@ -121,8 +120,5 @@ def predict_pipeline(
             return stages.costs.of(op)
         return sum(stages[half] for half in halves(op))
 
-    times = {op: seconds(op) for ops in program.ranks for op in ops if halves(op)}
+    times = {(rank, op): seconds(op) for rank, ops in enumerate(program.ranks) for op in ops if halves(op)}
     return FittedPipeline(program, times, messages.message.at(activation))
-
-
-__all__ = ["SMALL", "Prediction", "predict_ddp", "predict_naive", "predict_pipeline", "predicted_recording"]

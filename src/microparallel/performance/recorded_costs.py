@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
-from microparallel.program import Bucket, Goal, Op, Value
+from microparallel.program import Goal, GroupOp, Op, Send, Value
 from microparallel.simulator import Costs
+from microparallel.trace import Event, Trace
 from microparallel.trace.intervals import length, outside, union
-from microparallel.trace.recording import Span
 
 
 class OwnClock:
     """A rank's clock that stands still while the rank is blocked by communication."""
 
-    def __init__(self, spans: Sequence[Span], start: float) -> None:
+    def __init__(self, events: Iterable[Event], start: float) -> None:
         self._start = start
-        blocks = ((span.waited, span.end) for span in spans if not span.computes and not math.isnan(span.waited))
-        self._blocked = union(blocks)
+        self._blocked = union((event.waited, event.end) for event in events if event.waited is not None)
 
     def at(self, moment: float) -> float:
         """How long the rank has been at work by itself."""
@@ -27,30 +25,46 @@ class OwnClock:
         return length(outside([(self._start, moment)], self._blocked))
 
 
+def as_recorded(trace: Trace) -> Trace:
+    """The trace with what a recorder notes: when each rank asked for communication, and since when it waited for it."""
+    if not trace.simulated:
+        return trace
+    events = [
+        event if waited is None else event._replace(issued=min(event.asked, waited), waited=waited)
+        for event, waited in zip(trace.events, trace.waits, strict=True)
+    ]
+    return replace(trace, events=events)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RecordedCosts(Costs):
-    """Costs of single operations. A value's size is the time it takes to send or to sum it, at a second a byte."""
+    """Costs of single operations.
 
-    times: Mapping[Op, float] = field(default_factory=dict)
-    values: Mapping[Value, float] = field(default_factory=dict)
-    message: float = 0.0
+    Attributes:
+        times: how long each computation takes on its rank.
+        transfers: how long it takes to send or to sum each value.
+        usual: how long those take that are not named.
+        sizes: of the values, in bytes.
+    """
 
-    def of(self, op: Op) -> float:
-        """How long a computation took."""
-        return self.times.get(op, 0.0)
+    times: Mapping[tuple[int, Op], float] = field(default_factory=dict)
+    transfers: Mapping[Value, float] = field(default_factory=dict)
+    usual: float = 0.0
+    sizes: Mapping[Value, float] = field(default_factory=dict)
+
+    def of(self, op: Op, rank: int = 0) -> float:
+        """How long a computation took on a rank."""
+        return self.times.get((rank, op), 0.0)
+
+    def transfer(self, send: Send) -> float:
+        """How long a message took."""
+        return self.transfers.get(send.value, self.usual)
+
+    def together(self, op: GroupOp) -> float:
+        """How long a collective took once all had come."""
+        return self.transfers.get(op.value, self.usual)
 
     def size(self, value: Value, goal: Goal) -> float:
-        """How long a value takes to be sent, or summed."""
+        """How many bytes a value had."""
         del goal
-        return self.values.get(value, self.message)
-
-
-def recorded_costs(
-    times: Mapping[Op, float], values: Mapping[Value, float], ranks: int, message: float = 0.0
-) -> RecordedCosts:
-    """Costs of operations and of values; a value that is not named takes as long as any message."""
-    if not any(isinstance(value, Bucket) for value in values):
-        return RecordedCosts(times=times, values=values, message=message, seconds_per_byte=1.0)
-    # The simulator's all-reduce is a ring: each link carries 2 (p - 1) ÷ p of the tensor.
-    share = 2 * (ranks - 1) / ranks if ranks > 1 else 1.0
-    return RecordedCosts(times=times, values=values, seconds_per_byte=1 / share)
+        return self.sizes.get(value, 0.0)

@@ -102,7 +102,7 @@ class StepRounds(Generic[Kind]):
         return took
 
 
-def write_recordings(comms: Comms, steppers: Mapping[str, Stepper], folder: str) -> None:
+def write_traces(comms: Comms, steppers: Mapping[str, Stepper], folder: str) -> None:
     """Record one more step of each, by name, and write it as a Chrome trace; every rank calls this, and one writes."""
     for name, stepper in steppers.items():
         recorder = Recorder(comms)
@@ -112,10 +112,10 @@ def write_recordings(comms: Comms, steppers: Mapping[str, Stepper], folder: str)
             stepper.step()
         finally:
             recorder.stop()
-        recording = recorder.gather({"step of": name})
+        trace = recorder.gather({"step of": name})
         if comms.rank == 0:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            recording.to_chrome(Path(folder) / f"{re.sub('[^a-zA-Z0-9]+', '-', name)}.json")
+            trace.to_chrome(Path(folder) / f"{re.sub('[^a-zA-Z0-9]+', '-', name)}.json")
 
 
 def wait_for_gpu(device: torch.device) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from microparallel.errors import UsageError
 from microparallel.performance.units import show_seconds, show_size
+from microparallel.trace import Trace
 from microparallel.trace.parts import Parts, parts
-from microparallel.trace.recording import Recording
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StepTiming:
     Attributes:
         ranks: the parts of each rank's step.
         samples: of all ranks together.
-        recording: what every rank did, of this step alone.
+        trace: what every rank did, of this step alone.
         loss: of the step; None where it is not known.
         every: how long each step took, of those that this one is the median of.
         phases: with `barriers=True`, what clocks between barriers would have shown of another step.
@@ -50,7 +50,7 @@ class StepTiming:
 
     ranks: tuple[Parts, ...]
     samples: int
-    recording: Recording = field(repr=False)
+    trace: Trace = field(repr=False)
     loss: float | None = None
     every: tuple[float, ...] = ()
     phases: Phases | None = None
@@ -170,34 +170,34 @@ class CommunicationOverhead:
 
 def overhead_of(timing: StepTiming) -> CommunicationOverhead:
     """What communication costs in a step."""
-    talking = [span for span in timing.recording.spans if not span.computes and span.kind != "receive"]
+    talking = [event for event in timing.trace.events if not event.computes and event.kind != "receive"]
     count = len(timing.ranks)
     return CommunicationOverhead(
         timing.total,
         timing.communication_exposed,
         timing.communication_hidden,
         timing.waiting,
-        sum(span.bytes for span in talking) / count,
+        sum(event.bytes for event in talking) / count,
         len(talking) / count,
     )
 
 
-def time_of_step(recording: Recording, samples: int, took: float = 0.0, loss: float | None = None) -> StepTiming:
+def time_of_step(trace: Trace, samples: int, took: float = 0.0, loss: float | None = None) -> StepTiming:
     """Sort the time of one recorded step.
 
     Args:
-        recording: of one step alone.
+        trace: of one step alone.
         samples: of all ranks together.
-        took: how long the step took by a clock of its own. What was before the first span and after the last, such as
-            fetching the data, is in no span: it counts as other.
+        took: how long the step took by a clock of its own. What was before the first event and after the last, such as
+            fetching the data, is in no event: it counts as other.
         loss: of the step.
     """
-    if not recording.spans:
-        raise UsageError("the recording has no spans: nothing was computed or sent while it was made")
-    found = parts(recording)
+    if not trace.events:
+        raise UsageError("the trace has no events: nothing was computed or sent while it was recorded")
+    found = parts(trace)
     whole = max(took, found[0].step)
     ranks = tuple(replace(one, step=whole, other=one.other + whole - one.step) for one in found)
-    return StepTiming(ranks, samples, recording, loss, (whole,))
+    return StepTiming(ranks, samples, trace, loss, (whole,))
 
 
 def median_of(timings: Sequence[StepTiming]) -> StepTiming:
@@ -211,13 +211,13 @@ def median_of(timings: Sequence[StepTiming]) -> StepTiming:
     return replace(middle, every=tuple(timing.total for timing in timings))
 
 
-def time_steps(recording: Recording, samples: int) -> list[StepTiming]:
-    """Each step of a recording; it lasts from the end of the step before it, where that was recorded."""
+def time_steps(trace: Trace, samples: int) -> list[StepTiming]:
+    """Each step of a trace; it lasts from the end of the step before it, where that was recorded."""
     timings: list[StepTiming] = []
     before: float | None = None
-    for number in recording.steps:
-        step = recording.step(number)
-        end = max(span.end for span in step.spans)
+    for number in trace.steps:
+        step = trace.step(number)
+        end = step.bounds[1]
         timings.append(time_of_step(step, samples, end - before if before is not None else 0.0))
         before = end
     return timings

@@ -28,7 +28,7 @@ def shares(trace: Trace) -> list[Shares]:
     """The shares of each rank, of a step that was run or simulated."""
     whole = trace.makespan
     if not whole:
-        return [Shares(0.0, 0.0, 1.0) for _ in trace.program.ranks]
+        return [Shares(0.0, 0.0, 1.0) for _ in range(trace.ranks)]
     times = zip(trace.work, trace.exposed_communication, trace.waiting, strict=True)
     return [Shares(work / whole, exposed / whole, waiting / whole) for work, exposed, waiting in times]
 
@@ -40,7 +40,7 @@ def utilisation_table(trace: Trace) -> str:
     rank 0  ███████████████░·········  62 % computes   3 % communicates  35 % waits
     ```
     """
-    digits = len(str(trace.program.world_size - 1))
+    digits = len(str(trace.ranks - 1))
     return "\n".join(f"rank {rank:>{digits}}  {_line(share)}" for rank, share in enumerate(shares(trace)))
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from microparallel.performance.fit import fit_line
-from microparallel.performance.fitted_pipeline import FittedPipeline
+from microparallel.performance.fitted_pipeline import FittedPipeline, with_update
 from microparallel.performance.fitted_step import Fitted, FittedStep, RankWork
-from microparallel.program import Op, halves
+from microparallel.program import Named, Op, OptimizerStep, Value, halves
 from microparallel.schedules import PIPELINES, build
 
 
@@ -200,7 +200,7 @@ def _scaled_like(step: FittedStep, changed: FittedStep) -> FittedStep:
 
 
 def _of_pipeline(pipe: FittedPipeline) -> Iterator[_Row]:
-    halved: dict[Op, float] = {op: seconds / 2 for op, seconds in pipe.times.items()}
+    halved = {key: seconds / 2 for key, seconds in pipe.times.items()}
     yield TWICE_THE_SPEED, "", replace(pipe, times=halved).makespan, 1.0
     yield NO_COMMUNICATION, "", pipe.with_messages(0.0).makespan, 1.0
     advice = "use a faster transport or network"
@@ -213,14 +213,17 @@ def _of_pipeline(pipe: FittedPipeline) -> Iterator[_Row]:
 
 
 def work_of(pipe: FittedPipeline) -> list[float]:
-    """What each rank computes, in seconds."""
-    return [sum(pipe.times.get(op, 0.0) for op in ops) for ops in pipe.program.ranks]
+    """How long each rank's stages compute, in seconds."""
+    return [
+        sum(pipe.times.get((rank, op), 0.0) for op in ops if halves(op)) for rank, ops in enumerate(pipe.program.ranks)
+    ]
 
 
 def bubble_of(pipe: FittedPipeline) -> float:
     """How long ranks are idle by the schedule alone: with stages all alike, and messages that take no time."""
-    ideal = _balanced(pipe).with_messages(0.0)
-    return max(0.0, ideal.simulate().makespan - max(work_of(ideal)))
+    balanced = _balanced(pipe).with_messages(0.0)
+    ideal = replace(balanced, times={key: seconds for key, seconds in balanced.times.items() if halves(key[1])})
+    return max(0.0, ideal.makespan - max(work_of(ideal)))
 
 
 def busiest(pipe: FittedPipeline) -> int:
@@ -230,13 +233,14 @@ def busiest(pipe: FittedPipeline) -> int:
 
 
 def _balanced(pipe: FittedPipeline) -> FittedPipeline:
-    """Every rank computes as long as the mean of all."""
+    """Every rank's stages compute as long as the mean of all."""
     work = work_of(pipe)
     mean = statistics.fmean(work)
-    times: dict[Op, float] = {}
-    for ops, mine in zip(pipe.program.ranks, work, strict=True):
-        times |= {op: pipe.times[op] * mean / mine for op in ops if op in pipe.times and mine}
-    return replace(pipe, times=times)
+
+    def seconds(rank: int, op: Op) -> float:
+        return pipe.times[rank, op] * (mean / work[rank] if halves(op) and work[rank] else 1)
+
+    return replace(pipe, times={key: seconds(*key) for key in pipe.times})
 
 
 def _more_microbatches(pipe: FittedPipeline) -> float | None:
@@ -247,11 +251,17 @@ def _more_microbatches(pipe: FittedPipeline) -> float | None:
     if name is None:
         return None
     means = _means(pipe)
+    sums: dict[Value, float] = {value: seconds for value, seconds in pipe.messages.items() if isinstance(value, Named)}
 
     def of(count: int, share: float) -> float:
-        program = build(name, ranks, count)
-        times = {op: means[_key(op)] * share for ops in program.ranks for op in ops if halves(op)}
-        return FittedPipeline(program, times, pipe.message * share, {}, pipe.meeting, pipe.tails).makespan
+        program = with_update(build(name, ranks, count), summed=bool(sums))
+        times = {
+            (rank, op): means[_key(op)] * share if halves(op) else pipe.times.get((rank, op), 0.0)
+            for rank, ops in enumerate(program.ranks)
+            for op in ops
+            if halves(op) or isinstance(op, OptimizerStep)
+        }
+        return FittedPipeline(program, times, pipe.message * share, sums).makespan
 
     # Means are not what was recorded, so only the ratio counts.
     now = of(microbatches, 1.0)
@@ -264,7 +274,7 @@ def _key(op: Op) -> tuple[type, tuple[int, ...]]:
 
 def _means(pipe: FittedPipeline) -> dict[tuple[type, tuple[int, ...]], float]:
     found: dict[tuple[type, tuple[int, ...]], list[float]] = {}
-    for op, seconds in pipe.times.items():
+    for (_, op), seconds in pipe.times.items():
         found.setdefault(_key(op), []).append(seconds)
     return {key: statistics.fmean(seconds) for key, seconds in found.items()}
 

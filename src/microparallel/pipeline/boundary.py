@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from microparallel.comms.calls import describe_content
 from microparallel.errors import PartitionError, UsageError
+from microparallel.torch_private import pytree, version_of
 
 Plain = str | int | float | bool | None
 
@@ -148,8 +148,9 @@ class DryRun:
         try:
             try:
                 return self._apply(inputs)
-            except RuntimeError as error:
-                if self.changes_input or "in-place" not in str(error):
+            except RuntimeError:
+                # autograd refuses to change in place what a gradient is needed for; of a copy, it does not
+                if self.changes_input:
                     raise
                 self.changes_input = True
                 return self._apply(inputs)
@@ -169,7 +170,7 @@ class DryRun:
         for layer in self._layers:
             value = layer(value)
         # A tensor counts how often it was changed. Micro-batches are views of one batch, and count together.
-        self.changes_input |= any(tensor._version for tensor in tensors)
+        self.changes_input |= any(version_of(tensor) for tensor in tensors)
         return value
 
 

@@ -9,7 +9,7 @@ neighbours send to each other at the same time, and each would wait inside its s
 
 from __future__ import annotations
 
-import time
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -17,8 +17,9 @@ from typing import Protocol
 import torch
 
 from microparallel.errors import ProgramError
+from microparallel.observe import Activity, Observer
 from microparallel.pipeline.worker import Worker
-from microparallel.program import AllReduce, Bucket, Free, Op, Recv, Send, Value, halves
+from microparallel.program import AllReduce, Free, Join, Op, Recv, Send, Value, halves
 from microparallel.transport.base import Exchange, Transport, Work
 
 # Messages of a pipeline have a tag of their own, so that they never mix with the caller's.
@@ -26,37 +27,13 @@ PIPELINE_TAG = 5
 
 
 class Reduction(Protocol):
-    """A sum over replicas that can be started and waited for."""
+    """A sum over some ranks that can be started and waited for."""
 
-    def start(self) -> None:
-        """Begin to add up."""
+    def start(self, operation: AllReduce) -> bool:
+        """Begin to add up, as the program says; whether there is anything to add."""
 
     def finish(self) -> None:
         """Return when the sum is there."""
-
-
-class Recorder(Protocol):
-    """Whoever wants to know what happened when."""
-
-    def settle(self) -> None:
-        """Make sure that what was computed has been computed, before it is called done."""
-
-    def __call__(
-        self, op: Op, start: float, end: float, sent: Sequence[torch.Tensor] = (), waited: float | None = None
-    ) -> None:
-        """Take note of an operation: what it sent, and since when the rank had waited for it."""
-
-
-class _Nobody:
-    """Nobody wants to know."""
-
-    def settle(self) -> None:
-        """Nothing is measured."""
-
-    def __call__(
-        self, op: Op, start: float, end: float, sent: Sequence[torch.Tensor] = (), waited: float | None = None
-    ) -> None:
-        """Forget it."""
 
 
 class Interpreter:
@@ -66,11 +43,13 @@ class Interpreter:
         ops: what to do, in order.
         worker: who computes, and holds the tensors.
         transport: how messages travel.
-        reductions: for each bucket, its sum over the replicas.
+        reductions: for each value that is all-reduced, the sum.
         ahead: how many receives are posted before they are needed.
         line: the rank's messages in the order that all ranks keep (`line_up`), where a transport runs them one after
             another. It says when a receive is posted, instead of `ahead`.
-        recorder: is told of every operation.
+        observers: are told of every operation.
+        as_told: the operation as the program of all ranks has it, which observers are told.
+        world_ranks: of the pipeline's ranks.
         doing: is told what is about to be computed.
     """
 
@@ -79,11 +58,13 @@ class Interpreter:
         ops: Sequence[Op],
         worker: Worker,
         transport: Transport,
-        reductions: Mapping[int, Reduction] | None = None,
+        reductions: Mapping[Value, Reduction] | None = None,
         *,
         ahead: int = 0,
         line: Sequence[Send | Recv] | None = None,
-        recorder: Recorder | None = None,
+        observers: Sequence[Observer] = (),
+        as_told: Callable[[Op], Op] = lambda op: op,
+        world_ranks: Sequence[int] = (),
         doing: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._doing = doing
@@ -93,7 +74,9 @@ class Interpreter:
         self._transport = transport
         self._reductions = {} if reductions is None else reductions
         self._ahead = ahead
-        self._recorder = recorder or _Nobody()
+        self._observers = tuple(observers)
+        self._as_told = as_told
+        self._world_ranks = world_ranks
         self._to_post = deque(op for op in ops if isinstance(op, Recv))
         self._line = None if line is None else deque(line)
         self._posted: dict[Recv, list[tuple[Work, torch.Tensor]]] = {}
@@ -101,32 +84,61 @@ class Interpreter:
 
     def run(self) -> Iterator[Work]:
         """Do everything; yields what must be waited for."""
-        reducing: list[tuple[AllReduce, Reduction, float]] = []
+        reducing: list[tuple[AllReduce, Reduction]] = []
         for run in runs(self._ops):
             if isinstance(run, tuple):
                 yield from self._exchange(run)
                 continue
-            self.now, start = run, time.perf_counter()
+            self.now = run
             self._doing(str(run))
             if isinstance(run, AllReduce):
                 reduction = self._reduction(run)
-                reduction.start()
-                reducing.append((run, reduction, start))
+                told = self._as_told(run)
+                if reduction.start(told):  # type: ignore[arg-type]
+                    reducing.append((run, reduction))
+                else:
+                    self._ends(self._begins(run))
+            elif isinstance(run, Join):
+                self._finish(reducing)
             else:
+                activity = self._begins(run)
                 self._worker.compute(run)
-                self._recorder.settle()
-                self._recorder(run, start, time.perf_counter())
-        for op, reduction, start in reducing:
-            self.now = op
-            reduction.finish()
-            self._recorder(op, start, time.perf_counter())
+                self._ends(activity)
+        self._finish(reducing)
         for work, _ in self._leaving:
             yield work
 
+    def _finish(self, reducing: list[tuple[AllReduce, Reduction]]) -> None:
+        """Wait for all sums that were started."""
+        for op, reduction in reducing:
+            self.now = op
+            reduction.finish()
+        reducing.clear()
+
     def _reduction(self, op: AllReduce) -> Reduction:
-        if not isinstance(op.value, Bucket) or op.value.index not in self._reductions:
-            raise ProgramError(f"{op}: this rank has no replicas to sum {op.value} with")
-        return self._reductions[op.value.index]
+        if op.value not in self._reductions:
+            raise ProgramError(f"{op}: this rank has nobody to sum {op.value} with")
+        return self._reductions[op.value]
+
+    # ── observers ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begins(self, op: Op, size: int = 0, peer: int | None = None) -> Activity | None:
+        if not self._observers:
+            return None
+        activity = Activity(self._as_told(op), size=size, peer=None if peer is None else self._world_ranks[peer])
+        for observer in self._observers:
+            observer.begins(activity)
+        return activity
+
+    def _waits(self, activity: Activity | None) -> None:
+        if activity is not None:
+            for observer in self._observers:
+                observer.waits(activity)
+
+    def _ends(self, activity: Activity | None) -> None:
+        if activity is not None:
+            for observer in self._observers:
+                observer.ends(activity)
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -141,17 +153,19 @@ class Interpreter:
             if isinstance(op, Recv):
                 yield from self._receive(op)
             elif isinstance(op, Free):
-                now = time.perf_counter()
+                activity = self._begins(op)
                 self._worker.free(op.value)
-                self._recorder(op, now, now)
+                self._ends(activity)
 
     def _start_sends(self, sends: Iterable[Send], exchange: Exchange) -> None:
         self._leaving = [(work, tensor) for work, tensor in self._leaving if not has_ended(work)]
         for op in sends:
-            self.now, start = op, time.perf_counter()
+            self.now = op
             tensors = [tensor.contiguous() for tensor in self._worker.values[op.value]]
+            activity = self._begins(op, sum(tensor.nbytes for tensor in tensors), op.to)
+            self._waits(activity)  # to hand it over takes the rank's own time
             self._leaving += [(exchange.isend(tensor, op.to), tensor) for tensor in tensors]
-            self._recorder(op, start, time.perf_counter(), tensors)
+            self._ends(activity)
 
     def _due(self, run: tuple[Send | Recv | Free, ...]) -> Iterator[Recv]:
         """The receives to post now: those that are needed, and some that come after them."""
@@ -176,15 +190,16 @@ class Interpreter:
             self._posted[op] = [(exchange.irecv(buffer, op.source), buffer) for buffer in buffers]
 
     def _receive(self, op: Recv) -> Iterator[Work]:
-        self.now, start = op, time.perf_counter()
+        self.now = op
         works = self._posted.pop(op)
+        activity = self._begins(op, sum(buffer.nbytes for _, buffer in works), op.source)
+        self._waits(activity)
         for work, _ in works:
             yield work
-        end = time.perf_counter()
-        # What lies before the message's arrival is waiting, not communication.
-        arrived = max((getattr(work, "arrived", end) for work, _ in works), default=end)
         self._worker.values[op.value] = [buffer for _, buffer in works]
-        self._recorder(op, min(max(start, arrived), end), end, waited=start)
+        if activity is not None:  # what lies before the message's arrival is waiting, not communication
+            activity.arrived = max((getattr(work, "arrived", math.nan) for work, _ in works), default=math.nan)
+            self._ends(activity)
 
 
 def has_ended(work: Work) -> bool:
@@ -224,8 +239,8 @@ def runs(ops: Iterable[Op]) -> Iterator[Run]:
 
 
 def _require_known(op: Op) -> None:
-    if not halves(op) and not isinstance(op, AllReduce):
+    if not halves(op) and not isinstance(op, AllReduce | Join):
         raise ProgramError(
-            f"{op} cannot be run in a pipeline: it runs F, B, I, W, messages, frees and all-reduces of buckets; "
+            f"{op} cannot be run in a pipeline: it runs F, B, I, W, messages, frees and all-reduces; "
             "the caller's optimizer updates the weights"
         )

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from microparallel.errors import UsageError
 from microparallel.pipeline.layers import NamedLayer, named_tensors
+from microparallel.torch_private import buffers_of, pytree
 
 
 def layer_times(layers: Sequence[NamedLayer], example: Any, repeats: int = 5) -> list[float]:
@@ -90,7 +90,7 @@ def _left_as_found(layers: Sequence[NamedLayer]) -> Iterator[None]:
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for layer in layers
         for module in layer.module.modules()
-        for name, buffer in module._buffers.items()
+        for name, buffer in buffers_of(module).items()
     ]
     for parameter in gradients:
         parameter.grad = None

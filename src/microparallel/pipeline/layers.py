@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from microparallel.errors import PartitionError
+from microparallel.torch_private import children_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def _layers_of_module(model: nn.Module) -> list[NamedLayer]:
     if not plain and not isinstance(model, nn.ModuleList):
         raise _uncuttable(model)
     # named_children() would leave out the second of two equal modules.
-    return [_checked(name, module) for name, module in model._modules.items()]
+    return [_checked(name, module) for name, module in children_of(model).items()]
 
 
 def _layers_it_names(model: Any) -> list[NamedLayer]:

@@ -15,11 +15,9 @@ A receive may so be posted before it is needed: here rank 1 takes A0.1 before it
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
 
-from microparallel.program import Program, Recv, Send, halves
-
-Message = tuple[Send, Recv]
+from microparallel.program import Cursor, Op, Policy, Program, Recv, Send, Walk, halves
 
 
 def line_up(program: Program) -> list[list[Send | Recv]]:
@@ -28,28 +26,40 @@ def line_up(program: Program) -> list[list[Send | Recv]]:
     What a rank sends before it waits for a message is in front of that message, so it never has to wait for itself.
     """
     lines: list[list[Send | Recv]] = [[] for _ in program.ranks]
-    for send, recv in _in_order(program):
-        lines[recv.source].append(send)
-        lines[send.to].append(recv)
+    for cursor in Walk(program, _InTurns()):
+        if isinstance(cursor.op, Send):
+            lines[cursor.rank].append(cursor.op)
+            lines[cursor.op.to].append(Recv(cursor.op.value, cursor.rank))
     return lines
 
 
-def _in_order(program: Program) -> Iterator[Message]:
-    """All messages, as ranks send them that take turns; in each turn a rank computes once."""
-    place = [0] * program.world_size
-    sent: set[tuple[int, Recv]] = set()  # the receiver, and its receive
-    moving = True
-    while moving:
-        moving = False
-        for rank, ops in enumerate(program.ranks):
-            for op in ops[place[rank] :]:
-                if isinstance(op, Recv) and (rank, op) not in sent:
-                    break
-                place[rank] += 1
-                moving = True
-                if isinstance(op, Send):
-                    message = op, Recv(op.value, rank)
-                    sent.add((op.to, message[1]))
-                    yield message
-                elif halves(op):
-                    break
+class _InTurns(Policy):
+    """Ranks take turns, from the first to the last and again; in each turn a rank computes once."""
+
+    def turn_ends(self, op: Op) -> bool:
+        """A computation ends a rank's turn."""
+        return bool(halves(op))
+
+    def queue(self) -> _Turns:
+        """Whose turn it is."""
+        return _Turns()
+
+
+class _Turns:
+    """Ranks that can go on: those further down in this turn, the others in the next."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, int, Cursor]] = []  # by turn and rank
+        self._now = (0, -1)
+
+    def append(self, cursor: Cursor) -> None:
+        turn, rank = self._now
+        heapq.heappush(self._waiting, (turn + (cursor.rank <= rank), cursor.rank, cursor))
+
+    def popleft(self) -> Cursor:
+        *now, cursor = heapq.heappop(self._waiting)
+        self._now = (now[0], now[1])
+        return cursor
+
+    def __len__(self) -> int:
+        return len(self._waiting)

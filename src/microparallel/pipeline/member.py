@@ -11,11 +11,15 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.data_parallel.replicate import replicas_are_identical, replicate
 from microparallel.pipeline.cut import shared_parameters
+from microparallel.pipeline.interpreter import Reduction
 from microparallel.pipeline.layers import NamedLayer
 from microparallel.pipeline.stage import Stage
 from microparallel.pipeline.state import clip_gradients, gather_state, load_own_part, own_state
 from microparallel.pipeline.sums import ColumnSum, TiedSum
+from microparallel.program import AllReduce, Bucket, Named, Value
 from microparallel.topology import Mesh
+
+SAMPLES = AllReduce(Named("samples"), "dp")
 
 
 class Member:
@@ -39,28 +43,34 @@ class Member:
             if mesh.dp > 1:
                 replicate(layer.module, self._column)
         self._ties: list[TiedSum] = []
-        self._last_sum: ColumnSum | None
-        self._sums, self._last_sum = self._column_sums(bucket_mb * 2**20) if mesh.dp > 1 else ({}, None)
+        self._shared_places: tuple[int, ...] = ()  # of a pipeline: where several stages use one parameter
+        self._tied_places: tuple[tuple[int, ...], ...] = ()  # for each parameter that ranks share, those
+        self._sums: dict[Value, Reduction] = self._column_sums(bucket_mb * 2**20) if mesh.dp > 1 else {}
 
-    def _column_sums(self, bucket_bytes: float) -> tuple[dict[int, ColumnSum], ColumnSum]:
+    def _column_sums(self, bucket_bytes: float) -> dict[Value, Reduction]:
         """For each stage the sum of its gradients over the replicas; what several stages share is summed in the end."""
         uses = Counter(parameter for stage in self.stages.values() for parameter in stage.parameters)
-        by_stage = {
-            index: ColumnSum([one for one in stage.parameters if uses[one] == 1], self._column, bucket_bytes)
+        sums: dict[Value, Reduction] = {
+            Bucket(index): ColumnSum([one for one in stage.parameters if uses[one] == 1], self._column, bucket_bytes)
             for index, stage in self.stages.items()
         }
-        return by_stage, ColumnSum([one for one, times in uses.items() if times > 1], self._column, bucket_bytes)
+        several = [one for one, times in uses.items() if times > 1]
+        return sums | {Named("shared"): ColumnSum(several, self._column, bucket_bytes)}
 
-    def _tie(self, pieces: Sequence[Sequence[NamedLayer]]) -> list[TiedSum]:
-        """Find the parameters that stages on different ranks share, and connect those ranks."""
-        ties = []
+    def _tie(self, pieces: Sequence[Sequence[NamedLayer]]) -> None:
+        """Find the parameters that several stages share, and connect the ranks among which they do."""
         for parameter, places in shared_parameters(pieces):
-            homes = sorted({self._homes[stage] for stage, _ in places})
-            if len(homes) > 1:
-                rows = [[self.mesh.rank(replica, home) for home in homes] for replica in range(self.mesh.dp)]
-                groups = [self.comms.group(ranks) for ranks in rows]
-                ties += [TiedSum(parameter, group) for group in groups if group is not None]
-        return ties
+            homes = tuple(sorted({self._homes[stage] for stage, _ in places}))
+            if len(homes) == 1:
+                self._shared_places = tuple(sorted({*self._shared_places, *homes}))
+                continue
+            for replica in range(self.mesh.dp):
+                group = self.comms.group([self.mesh.rank(replica, home) for home in homes])
+                if group is not None:
+                    tie = TiedSum(parameter, group)
+                    self._ties.append(tie)
+                    self._sums[Named(f"tied{len(self._tied_places)}")] = tie
+            self._tied_places = (*self._tied_places, homes)
 
     @property
     def _has_first(self) -> bool:
@@ -72,12 +82,12 @@ class Member:
 
     def _samples_of_all(self, mine: int) -> int:
         """How many samples all replicas have together."""
-        return mine if self.mesh.dp == 1 else int(self._column.all_reduce(torch.tensor(mine)))
+        return mine if self.mesh.dp == 1 else int(self._column.all_reduce(torch.tensor(mine), operation=SAMPLES))
 
     def _summed_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients are sums over ranks."""
         tied = [tie.parameter for tie in self._ties]
-        replicated = [parameter for index in self._sums for parameter in self.stages[index].parameters]
+        replicated = [one for stage in self.stages.values() for one in stage.parameters] if self.mesh.dp > 1 else []
         return list(dict.fromkeys([*tied, *replicated]))
 
     # ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────

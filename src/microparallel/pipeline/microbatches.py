@@ -19,9 +19,9 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from microparallel.errors import UsageError
+from microparallel.torch_private import pytree
 
 
 def split_batch(batch: Any, count: int, what: str = "batch") -> list[Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,23 +13,21 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
 from microparallel.comms.record import Recorder
-from microparallel.errors import CommsError, StageError, UsageError
+from microparallel.errors import TransportError, UsageError
 from microparallel.pipeline.cut_together import cut_together
 from microparallel.pipeline.interpreter import Interpreter
 from microparallel.pipeline.layers import NamedLayer
-from microparallel.pipeline.member import Member
+from microparallel.pipeline.member import SAMPLES, Member
 from microparallel.pipeline.microbatches import batch_size, join_batch, sizes, split_batch
 from microparallel.pipeline.programs import Schedule
-from microparallel.pipeline.recording import Events, gather_trace
 from microparallel.pipeline.shapes import Plan, Shapes
 from microparallel.pipeline.stage import LossFunction, Stage
-from microparallel.pipeline.sums import beside_earlier_gradients
-from microparallel.pipeline.telling import Telling
+from microparallel.pipeline.sums import LossSum, beside_earlier_gradients
 from microparallel.pipeline.worker import Microbatch, Worker
-from microparallel.program import Act, AllReduce, Op, Program, Recv, Send
-from microparallel.schedules.replicas import with_reductions
+from microparallel.program import WORLD, Act, AllReduce, Join, Named, Op, Program, Recv, Send
+from microparallel.schedules.replicas import shifted
 from microparallel.topology import Mesh
-from microparallel.trace import Trace
+from microparallel.trace import Event, Observed, Trace
 
 _AHEAD = 2  # receives that are posted before they are needed
 
@@ -96,7 +96,7 @@ class Pipeline(Member):
         }
         super().__init__(comms, mesh, plan.homes, stages, bucket_mb)
         self._prepare(plan)
-        self._ties = self._tie(pieces)
+        self._tie(pieces)
         self._knows_loss = loss_fn is not None
 
     @classmethod
@@ -148,29 +148,42 @@ class Pipeline(Member):
                 passes no inputs.
             allow_fewer: cut a batch with fewer samples than micro-batches into fewer, instead of refusing it.
         """
-        loss, _ = self._step(inputs, targets, samples, allow_fewer, None)
+        loss, _ = self._step(inputs, targets, samples, allow_fewer)
         return loss
 
     def traced_step(
         self, inputs: Any = None, targets: Any = None, *, samples: int | None = None, allow_fewer: bool = False
     ) -> tuple[torch.Tensor, Trace]:
         """Do a step, and return its trace as well: what every rank did, and when."""
-        events = Events(self.comms.device)
+        recorder = Recorder(self.comms)
         self.comms.barrier()
-        loss, count = self._step(inputs, targets, samples, allow_fewer, events)
+        recorder.start()
+        try:
+            loss, count = self._step(inputs, targets, samples, allow_fewer)
+        finally:
+            recorder.stop()
         most = max(1, *gather_json(count, self.comms))  # a replica with fewer samples may have fewer micro-batches
-        program = self._schedule.whole(most, self.mesh.dp)
-        shift = (self.replica * most, self.replica * self.mesh.pp)
-        return loss, gather_trace(events, program, self.comms, shift)
+        trace = recorder.gather({})
+        events = [self._renumbered(event, most) for event in trace.events if not isinstance(event.op, Observed)]
+        return loss, replace(trace, events=events, program=self._whole(most))
+
+    def _renumbered(self, event: Event, microbatches: int) -> Event:
+        """An event of a step whose pipelines have other numbers of micro-batches than usual."""
+        replica = event.rank // self.mesh.pp
+        return event._replace(op=shifted(event.op, replica * (microbatches - self._schedule.microbatches), 0))  # type: ignore[arg-type]
 
     @property
     def program(self) -> Program:
-        """What a step does, on all ranks."""
-        return self._schedule.whole(self._schedule.microbatches, self.mesh.dp)
+        """What a step does, on all ranks, up to the optimizer, which is the caller's.
 
-    def _step(
-        self, inputs: Any, targets: Any, samples: int | None, allow_fewer: bool, events: Events | None
-    ) -> tuple[torch.Tensor, int]:
+        With `samples=` given, the ranks need not count them (`*:samples@dp`).
+        """
+        return self._whole(self._schedule.microbatches)
+
+    def _whole(self, microbatches: int) -> Program:
+        return self._schedule.whole(microbatches, self.mesh.dp, self._shared_places, self._tied_places)
+
+    def _step(self, inputs: Any, targets: Any, samples: int | None, allow_fewer: bool) -> tuple[torch.Tensor, int]:
         """The loss, and into how many micro-batches this rank's batch was cut."""
         self._require_batch("step", inputs, targets, samples)
         plan = self._agree(True, inputs, allow_fewer)
@@ -179,21 +192,23 @@ class Pipeline(Member):
         worker = self._worker(plan, inputs, targets, total)
         with beside_earlier_gradients(self._summed_parameters()), torch.enable_grad():
             count = len(plan.crossings)
-            self._run(self._ops(count), worker, self._line(count, training=True), events)
-            if self._last_sum is not None:
-                self._last_sum.start()
-                self._last_sum.finish()
-            for tie in self._ties:
-                tie.add_up()
+            self._run(self._ops(count), worker, self._line(count, training=True))
         self.most_activations = worker.most_kept
-        return self.comms.all_reduce(worker.loss), count
+        return worker.loss, count
 
     def _ops(self, microbatches: int) -> Sequence[Op]:
-        """What this rank does; one whose pipeline has no samples only takes part in the sums."""
-        ops: Sequence[Op] = self._schedule.program(microbatches or self._schedule.microbatches).ranks[self._place]
-        if self._sums:
-            ops = with_reductions(ops)
-        return ops if microbatches else [op for op in ops if isinstance(op, AllReduce)]
+        """What this rank does, counted as its own pipeline counts; one that has no samples only takes part in sums."""
+        ops = self._own_ops(microbatches or self._schedule.microbatches)
+        return ops if microbatches else [op for op in ops if isinstance(op, AllReduce | Join)]
+
+    @functools.cache  # noqa: B019 a pipeline has few programs
+    def _own_ops(self, microbatches: int) -> Sequence[Op]:
+        mine = self._whole(microbatches).ranks[self.comms.rank]
+        before = (-self.replica * microbatches, -self.replica * self.mesh.pp)
+        return [shifted(op, *before) for op in mine if op != SAMPLES]  # which have been counted
+
+    def _as_told(self, op: Op) -> Op:
+        return shifted(op, self.replica * self._schedule.microbatches, self.replica * self.mesh.pp)
 
     def _line(self, microbatches: int, training: bool) -> Sequence[Send | Recv] | None:
         """Its messages in the order that all ranks keep, where they run one after another."""
@@ -221,28 +236,23 @@ class Pipeline(Member):
             raise UsageError(f"rank {self.comms.rank} was given {samples} {what}, and the batch has {plan.samples}")
         return split_batch(batch, count, what) if count else []
 
-    def _run(
-        self, ops: Sequence[Op], worker: Worker, line: Sequence[Send | Recv] | None, events: Events | None
-    ) -> None:
-        recorders = [listener for listener in self.comms.listeners if isinstance(listener, Recorder)]
-        telling = Telling(events, recorders, self._row.world_ranks)
+    def _run(self, ops: Sequence[Op], worker: Worker, line: Sequence[Send | Recv] | None) -> None:
         interpreter = Interpreter(
             ops,
             worker,
             self._row.mail,
-            self._sums,
+            {**self._sums, Named("loss"): LossSum(worker, self.comms)},
             ahead=_AHEAD,
             line=line,
-            recorder=telling,
+            observers=self.comms.observers,
+            as_told=self._as_told,
+            world_ranks=self._row.world_ranks,
             doing=self.comms.flight.doing,
         )
         try:
-            with telling.quietly():
-                for work in interpreter.run():
-                    work.wait()
-        except (StageError, CommsError):
-            raise
-        except RuntimeError as error:
+            for work in interpreter.run():
+                work.wait()
+        except TransportError as error:
             doing = _in_words(interpreter.now, self._row.world_ranks)
             raise self._row.explain(error, f"the pipeline's {doing}") from error
 
@@ -250,9 +260,7 @@ class Pipeline(Member):
         """Learn from the rank with the first stage what is coming."""
         try:
             return self._shapes[training].agree(inputs, self._schedule.microbatches, allow_fewer)
-        except CommsError:
-            raise
-        except RuntimeError as error:
+        except TransportError as error:
             raise self._row.explain(error, "the pipeline's talk about the batch's shapes") from error
 
     def _require_batch(self, call: str, inputs: Any, targets: Any, samples: int | None) -> None:
@@ -282,7 +290,7 @@ class Pipeline(Member):
         self._require_batch("evaluate", inputs, targets, samples)
         worker, plan = self._forwards(inputs, targets, samples)
         self._require_targets("evaluate", plan, targets)
-        return self.comms.all_reduce(worker.loss)
+        return self.comms.all_reduce(worker.loss, operation=AllReduce(Named("loss"), WORLD))
 
     def predict(self, inputs: Any = None) -> Any:
         """Return the last stage's outputs on the rank that has it, and None on all others."""
@@ -303,7 +311,7 @@ class Pipeline(Member):
                 worker = self._worker(plan, inputs, targets, total)
                 if count := len(plan.crossings):
                     ops = self._schedule.forwards(count).ranks[self._place]
-                    self._run(ops, worker, self._line(count, training=False), None)
+                    self._run(ops, worker, self._line(count, training=False))
                 return worker, plan
         finally:
             for module, mode in zip(modules, modes, strict=True):

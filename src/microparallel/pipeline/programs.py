@@ -8,7 +8,7 @@ from dataclasses import replace
 from microparallel.errors import ProgramError, UsageError
 from microparallel.pipeline.line import line_up
 from microparallel.program import Act, BackwardInput, Grad, Program, Recv, Send, TrainingStep, halves
-from microparallel.schedules import DATA_PARALLEL, PIPELINES, build, forwards_only, lower, replicate
+from microparallel.schedules import DATA_PARALLEL, PIPELINES, build, forwards_only, lower, with_sums
 from microparallel.schedules.trimming import first_microbatches
 from microparallel.verifier import verify
 
@@ -50,9 +50,11 @@ class Schedule:
         return line_up(self.program(microbatches) if training else self.forwards(microbatches))
 
     @functools.cache  # noqa: B019
-    def whole(self, microbatches: int, replicas: int) -> Program:
-        """The step of several pipelines."""
-        return replicate(self.program(microbatches), replicas)
+    def whole(
+        self, microbatches: int, replicas: int, shared: tuple[int, ...] = (), ties: tuple[tuple[int, ...], ...] = ()
+    ) -> Program:
+        """The step of several pipelines, with everything that ranks sum up (`schedules.with_sums`)."""
+        return with_sums(self.program(microbatches), replicas, shared=shared, ties=ties)
 
     def _build(self, microbatches: int) -> Program:
         if self._given is None:

@@ -21,6 +21,8 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from microparallel.torch_private import has_hooks
+
 
 class PutOff:
     """What the linear layers of one micro-batch's forward still have to do for their weights."""
@@ -73,8 +75,7 @@ def _possible(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 
 def _plain(parameter: torch.Tensor) -> bool:
     """Whether a tensor is a parameter that is trained, without hooks that wait for its gradient."""
-    hooks = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return isinstance(parameter, nn.Parameter) and parameter.requires_grad and not any(hooks)
+    return isinstance(parameter, nn.Parameter) and parameter.requires_grad and not has_hooks(parameter)
 
 
 class _Linear:

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from typing import Any, cast
 
 import torch
@@ -34,6 +33,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from microparallel.errors import UsageError
+from microparallel.torch_private import hooks_of_saved, what_arrives_at
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -284,19 +284,7 @@ def _is_divisible(node: Node) -> bool:
 
 def _is_checkpointed(node: Node) -> bool:
     """Whether what the node saved must be calculated anew each time torch's engine starts (checkpoints of today)."""
-    for name in _names_of_saved(type(node)):
-        with contextlib.suppress(RuntimeError):  # freed already: running it will say so better than we can
-            saved = getattr(node, name)
-            for tensor in saved if isinstance(saved, tuple | list) else (saved,):
-                hook = getattr(tensor, "unpack_hook", None)
-                if getattr(hook, "__module__", "") == "torch.utils.checkpoint":
-                    return True
-    return False
-
-
-@cache
-def _names_of_saved(kind: type) -> list[str]:
-    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+    return any(getattr(hook, "__module__", "") == "torch.utils.checkpoint" for hook in hooks_of_saved(node))
 
 
 @contextlib.contextmanager
@@ -364,5 +352,5 @@ def _while_only_needing(edges: Iterable[GradientEdge], call: Callable[[], None])
 
 def _fitted(gradient: torch.Tensor, edge: GradientEdge) -> torch.Tensor:
     """What the engine does to gradients between nodes: undo broadcasting, and give them the tensor's dtype."""
-    wanted = edge.node._input_metadata[edge.output_nr]
+    wanted = what_arrives_at(edge)
     return gradient.sum_to_size(wanted.shape).to(wanted.dtype)

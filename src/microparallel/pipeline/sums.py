@@ -10,6 +10,8 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.data_parallel.flat_bucket import FlatBucket, split
+from microparallel.pipeline.worker import Worker
+from microparallel.program import AllReduce
 
 
 class ColumnSum:
@@ -21,12 +23,13 @@ class ColumnSum:
         self._bucket_bytes = bucket_bytes
         self._buckets: list[FlatBucket] = []
 
-    def start(self) -> None:
-        """Put all gradients into buckets, and begin to add them up."""
+    def start(self, operation: AllReduce) -> bool:
+        """Put all gradients into buckets, and begin to add them up; says whether there is anything to add."""
         self._prepare()
         for bucket in self._buckets:
             bucket.fill_up(1.0)
-            bucket.leave(self._column, overlap=True)
+            bucket.leave(self._column, operation, overlap=True)
+        return bool(self._buckets)
 
     def _prepare(self) -> None:
         """Make buckets for the parameters that are trained now."""
@@ -52,13 +55,33 @@ class TiedSum:
         self.holders = holders
         holders.broadcast(parameter.data)
 
-    def add_up(self) -> None:
+    def start(self, operation: AllReduce) -> bool:
         """Add the gradients up; afterwards every holder has the same bits, and updates its copy in the same way."""
         if not self.parameter.requires_grad:
-            return
+            return False
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
-        self.holders.all_reduce(self.parameter.grad)
+        self.holders.all_reduce(self.parameter.grad, operation=operation)
+        return True
+
+    def finish(self) -> None:
+        """The sum is there already."""
+
+
+class LossSum:
+    """The loss of the whole batch: the sum of what each rank knows of it, in `loss` when it has been started."""
+
+    def __init__(self, worker: Worker, comms: Comms) -> None:
+        self.loss = worker.loss
+        self._comms = comms
+
+    def start(self, operation: AllReduce) -> bool:
+        """Add up what all ranks know."""
+        self._comms.all_reduce(self.loss, operation=operation)
+        return True
+
+    def finish(self) -> None:
+        """The sum is there already."""
 
 
 @contextmanager

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from microparallel.errors import StageError, UsageError
 from microparallel.pipeline.boundary import Boundary
 from microparallel.pipeline.stage import Pass, Stage
 from microparallel.program import Act, Backward, BackwardInput, BackwardWeight, Forward, Grad, Op, Value, halves
 from microparallel.program.rules import Compute
+from microparallel.torch_private import pytree
 
 _WORDS = {
     Forward: "forward",

@@ -1,14 +1,19 @@
 """The language: values, operations, programs, the one dependency rule, and the text form."""
 
 from microparallel.program.ops import (
+    AUTO,
+    WORLD,
     Add,
     AllReduce,
     Backward,
     BackwardInput,
     BackwardWeight,
+    Broadcast,
     Forward,
     ForwardBackward,
+    ForwardStages,
     Free,
+    GroupOp,
     Join,
     Lane,
     Op,
@@ -17,39 +22,55 @@ from microparallel.program.ops import (
     Send,
     lane,
 )
-from microparallel.program.program import Collective, Goal, Program, TrainingStep
-from microparallel.program.rules import Rules, halves, live_activations, peak_activations
+from microparallel.program.program import Collective, Goal, Groups, Program, TrainingStep
+from microparallel.program.rules import OpenSends, Rules, halves, live_activations, peak_activations
 from microparallel.program.text import from_text, parse_op, to_text
-from microparallel.program.values import Act, Bucket, Chunk, Delta, Grad, Part, Rest, Value, parse_value, touch
+from microparallel.program.values import Act, Bucket, Chunk, Delta, Grad, Named, Part, Rest, Value, parse_value, touch
+from microparallel.program.walk import Cursor, Message, Policy, Queue, Sends, Wait, Walk
 
 __all__ = [
+    "AUTO",
+    "WORLD",
     "Act",
     "Add",
     "AllReduce",
     "Backward",
     "BackwardInput",
     "BackwardWeight",
+    "Broadcast",
     "Bucket",
     "Chunk",
     "Collective",
+    "Cursor",
     "Delta",
     "Forward",
     "ForwardBackward",
+    "ForwardStages",
     "Free",
     "Goal",
     "Grad",
+    "GroupOp",
+    "Groups",
     "Join",
     "Lane",
+    "Message",
+    "Named",
     "Op",
+    "OpenSends",
     "OptimizerStep",
     "Part",
+    "Policy",
     "Program",
+    "Queue",
     "Recv",
     "Rest",
     "Rules",
     "Send",
+    "Sends",
     "TrainingStep",
     "Value",
+    "Wait",
+    "Walk",
     "from_text",
     "halves",
     "lane",

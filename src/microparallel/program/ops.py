@@ -3,6 +3,7 @@
 | operation                     | text        | meaning                                                              |
 |-------------------------------|-------------|----------------------------------------------------------------------|
 | `Forward(0, 3)`               | `F0.3`      | forward of stage 0 on micro-batch 3                                  |
+| `ForwardStages(0, 4, 3)`      | `F0:4.3`    | forward of stages 0 to 3 on micro-batch 3, as one operation          |
 | `Backward(0, 3)`              | `B0.3`      | its full backward                                                    |
 | `BackwardInput(0, 3)`         | `I0.3`      | the half that gives the gradient of the stage's input                |
 | `BackwardWeight(0, 3)`        | `W0.3`      | the half that gives the gradients of its weights                     |
@@ -13,8 +14,12 @@
 | `Add(value, into)`            | `C0:4+=P1`  | add one value to another                                             |
 | `Free(value)`                 | `!A0.3`     | forget a value                                                       |
 | `AllReduce(value, "dp")`      | `*U0@dp`    | sum a value over the ranks of one axis of the mesh                   |
+| `Broadcast(value, "dp", 0)`   | `^:w@dp/0`  | copy rank 0's value to the ranks of one axis of the mesh             |
 | `OptimizerStep()`             | `S`         | update the weights                                                   |
 | `Join()`                      | `=`         | both lanes wait here for each other                                  |
+
+An AllReduce or a Broadcast may name its algorithm (`*U0@dp:ring`, `^:w@dp/0:tree`). Without, it is "auto": whoever runs
+or simulates it asks `collectives.resolve` which one to take.
 
 A rank's operations are one list, and they do what they would do one after another. But they run on two *lanes*, one
 that computes and one that communicates: a lane keeps its order, and an operation waits for the other lane only where
@@ -26,7 +31,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from microparallel.errors import ProgramError
 from microparallel.program.values import Value
+
+WORLD = "world"  # the axis that holds all ranks, whatever the mesh
+AUTO = "auto"  # the algorithm of an AllReduce or a Broadcast that leaves the choice open
+
+
+WORLD = "world"  # the axis that holds all ranks, whatever the mesh
+AUTO = "auto"  # the algorithm of an AllReduce or a Broadcast that leaves the choice open
 
 
 class Lane(StrEnum):
@@ -45,6 +58,22 @@ class Forward:
 
     def __str__(self) -> str:
         return f"F{self.stage}.{self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStages:
+    """Compute the outputs of stages `start` to `stop` - 1, one after another, as one operation."""
+
+    start: int
+    stop: int
+    microbatch: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ProgramError(f"{self} has no stages; the first must be below {self.stop}")
+
+    def __str__(self) -> str:
+        return f"F{self.start}:{self.stop}.{self.microbatch}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +170,27 @@ class AllReduce:
 
     value: Value
     axis: str
+    algorithm: str = AUTO
 
     def __str__(self) -> str:
-        return f"*{self.value}@{self.axis}"
+        return f"*{self.value}@{self.axis}{_named(self.algorithm)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Copy the root's value to the ranks along one axis of the mesh; the root is a rank of the whole program."""
+
+    value: Value
+    axis: str
+    root: int
+    algorithm: str = AUTO
+
+    def __str__(self) -> str:
+        return f"^{self.value}@{self.axis}/{self.root}{_named(self.algorithm)}"
+
+
+def _named(algorithm: str) -> str:
+    return "" if algorithm == AUTO else f":{algorithm}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +211,7 @@ class Join:
 
 Op = (
     Forward
+    | ForwardStages
     | Backward
     | BackwardInput
     | BackwardWeight
@@ -173,10 +221,12 @@ Op = (
     | Add
     | Free
     | AllReduce
+    | Broadcast
     | OptimizerStep
     | Join
 )
-_COMMUNICATION = (Send, Recv, Add, AllReduce)
+GroupOp = AllReduce | Broadcast  # what the ranks of a group do together
+_COMMUNICATION = (Send, Recv, Add, AllReduce, Broadcast)
 
 
 def lane(op: Op) -> Lane:

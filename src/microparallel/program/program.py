@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from microparallel.errors import ProgramError
-from microparallel.program.ops import AllReduce, Op, Recv, Send
+from microparallel.program.ops import AllReduce, Broadcast, GroupOp, Op, Recv, Send
 
-CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "scatter", "gather"]
+CollectiveKind = Literal[
+    "all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "scatter", "gather", "all-to-all"
+]
 MOST_SLICES = 100_000
 ROOTED = ("broadcast", "reduce", "scatter", "gather")
 
@@ -27,6 +30,9 @@ class Collective:
     | `gather`         | rank r slice r                          | the root every slice                          |
     | `broadcast`      | the root every slice                    | every rank every slice                        |
     | `scatter`        | the root every slice                    | rank r slice r                                |
+    | `all-to-all`     | rank r slices r·p to r·p + p            | rank r slices r, p + r, 2p + r, …             |
+
+    In an all-to-all among p ranks there is a slice for each pair: number s·p + r is what rank s has for rank r.
     """
 
     kind: CollectiveKind
@@ -34,10 +40,15 @@ class Collective:
     root: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.slices <= MOST_SLICES:
+        if not 1 <= self.per_rank <= MOST_SLICES:
             raise ProgramError(f"a collective has 1 to {MOST_SLICES:,} slices, not {self.slices:,}")
         if (self.root is not None) != (self.kind in ROOTED):
             raise ProgramError(f"{self.kind} {'needs a' if self.kind in ROOTED else 'has no'} root")
+
+    @property
+    def per_rank(self) -> int:
+        """How many slices one rank's own tensor has: all there are; in an all-to-all, one for each rank."""
+        return math.isqrt(max(0, self.slices)) if self.kind == "all-to-all" else self.slices
 
     def __str__(self) -> str:
         root = "" if self.root is None else f", root {self.root}"
@@ -74,21 +85,44 @@ class TrainingStep:
 
 
 Goal = Collective | TrainingStep
+Groups = dict[tuple[int, GroupOp], tuple[int, ...]]  # by rank and operation: the ranks that do it together
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A parallel algorithm: what each rank does, in order, and what all of them are to achieve."""
+    """A parallel algorithm: what each rank does, in order, and what all of them are to achieve.
+
+    Args:
+        name: what people call it.
+        goal: what must hold at the end.
+        ranks: each rank's operations.
+        mesh: the axes along which the ranks form a grid, with their sizes, the last one running fastest:
+            `(("dp", 2), ("pp", 3))` puts ranks 0, 1, 2 into one pipeline and ranks 0, 3 into one group of replicas.
+            Without it every axis holds all ranks, and the axis `world` always does.
+    """
 
     name: str
     goal: Goal
     ranks: tuple[tuple[Op, ...], ...]
+    mesh: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if self.name != self.name.strip() or not self.name or any(sign in self.name for sign in "#\n\r"):
             raise ProgramError(f"{self.name!r} is no name for a program; it needs letters, and neither # nor line ends")
         if not self.ranks:
             raise ProgramError(f"program {self.name!r} has no ranks; at least 1 is needed")
+        if isinstance(self.goal, Collective) and self.goal.kind == "all-to-all":
+            pairs = len(self.ranks) ** 2
+            if self.goal.slices != pairs:
+                raise ProgramError(
+                    f"an all-to-all among {len(self.ranks)} ranks has a slice for each pair, {pairs} in all, "
+                    f"not {self.goal.slices}"
+                )
+        if self.mesh and math.prod(size for _, size in self.mesh) != len(self.ranks):
+            grid = " × ".join(f"{axis} {size}" for axis, size in self.mesh)
+            raise ProgramError(f"the mesh of program {self.name!r} is {grid}, and it has {len(self.ranks)} ranks")
+        if len({axis for axis, _ in self.mesh}) < len(self.mesh):
+            raise ProgramError(f"the mesh of program {self.name!r} names an axis twice")
 
     @property
     def world_size(self) -> int:
@@ -104,14 +138,29 @@ class Program:
         """Whether it only says what to compute: `mp.schedules.lower` adds the messages."""
         return not any(isinstance(op, Send | Recv) for ops in self.ranks for op in ops)
 
-    def all_reduces(self) -> dict[AllReduce, list[int]]:
-        """Each all-reduce, with the ranks that take part in it."""
-        groups: dict[AllReduce, list[int]] = {}
+    def all_reduces(self) -> list[AllReduce]:
+        """The different all-reduces that are done."""
+        return [op for op in dict.fromkeys(itertools.chain(*self.ranks)) if isinstance(op, AllReduce)]
+
+    def groups(self) -> Groups:
+        """Each AllReduce and Broadcast a rank does, with the ranks that take part: those on its axis that do the same.
+
+        A rank that does the same operation twice meets the others twice.
+        """
+        together: dict[tuple[GroupOp, int], list[int]] = {}
         for rank, ops in enumerate(self.ranks):
-            for op in dict.fromkeys(ops):
-                if isinstance(op, AllReduce):
-                    groups.setdefault(op, []).append(rank)
-        return groups
+            for op in dict.fromkeys(op for op in ops if isinstance(op, (AllReduce, Broadcast))):  # many are neither
+                together.setdefault((op, self.line(rank, op.axis)), []).append(rank)
+        return {(rank, op): tuple(ranks) for (op, _), ranks in together.items() for rank in ranks}
+
+    def line(self, rank: int, axis: str) -> int:
+        """The first of the ranks that stand in one line with a rank, along an axis of the mesh."""
+        apart = 1  # how far two neighbours on an axis are apart
+        for name, size in reversed(self.mesh):
+            if name == axis:
+                return rank - rank // apart % size * apart
+            apart *= size
+        return 0
 
     def messages_sent(self) -> list[int]:
         """How many messages each rank sends."""

@@ -3,6 +3,7 @@
 | operation           | needs                                             | makes                              |
 |---------------------|---------------------------------------------------|------------------------------------|
 | F s.m               | the output of the stage before                    | its own output                     |
+| F s:t.m             | the output of the stage before s                  | the outputs of stages s to t-1     |
 | B s.m               | the stage's input, its output and its gradient    | the input's gradient, the weights' |
 | I s.m               | the same                                          | the input's gradient, the rest     |
 | W s.m               | the stage's input, its output and the rest        | the weights' gradients             |
@@ -12,30 +13,45 @@
 | Add                 | both values                                       | their sum                          |
 | Free                | the value                                         | (it takes the value away)          |
 | AllReduce of bucket | the weights' gradients of its stages, of this rank| the bucket                         |
+| of a named value    |                                                   | the value                          |
+| Broadcast           |                                                   | the value                          |
 | OptimizerStep       | its stages' buckets; without, their gradients     |                                    |
 
 The first stage's input is the batch, which is always there, and its gradient is nobody's concern. The last stage makes
-its output's gradient itself, from the loss. This is the only place where the rule is written: the verifier, the
-simulator, the passes and the interpreters all read it here.
+its output's gradient itself, from the loss. A named value is whatever its rank says it is, so a Join stands where a
+lane must wait for one.
+
+The hazard: a Send carries its value as it was when it was issued, so as long as it is *open* (may still read), nobody
+may write to what it reads. An Add writes when it begins. A Recv writes from the moment it is posted; with `reduce`,
+only when the message has arrived, since that may arrive beside its place.
+
+This is the only place where these rules are written: the walk (`walk.py`), and so the verifier, the simulator and all
+that is a policy of it, the passes and the interpreters read them here.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
+from typing import Generic, TypeVar
 
 from microparallel.errors import ProgramError
 from microparallel.program import ops as o
 from microparallel.program.program import Goal, TrainingStep
-from microparallel.program.values import Act, Bucket, Delta, Grad, Rest, Value
+from microparallel.program.values import Act, Bucket, Chunk, Delta, Grad, Named, Rest, Value
 
 Compute = o.Forward | o.Backward | o.BackwardInput | o.BackwardWeight
 
 
 def halves(op: o.Op) -> tuple[Compute, ...]:
-    """The stage operations that an operation consists of: two for a pair, one for itself, else none."""
+    """The stage operations that an operation consists of: two for a pair, one for itself, else none.
+
+    Several stages' forward is as many forwards.
+    """
     if isinstance(op, o.ForwardBackward):
         return (op.forward, op.backward)
+    if isinstance(op, o.ForwardStages):
+        return tuple(o.Forward(stage, op.microbatch) for stage in range(op.start, op.stop))
     return (op,) if isinstance(op, Compute) else ()
 
 
@@ -53,7 +69,7 @@ class Rules:
     def needs(self, op: o.Op) -> tuple[Value, ...]:
         """The values that must be there before an operation begins."""
         match op:
-            case o.Forward(stage, microbatch):
+            case o.Forward(stage, microbatch) | o.ForwardStages(stage, _, microbatch):
                 return (Act(stage - 1, microbatch),) if stage else ()
             case o.Backward(stage, microbatch) | o.BackwardInput(stage, microbatch):
                 given = () if stage == self._last else (Grad(stage, microbatch),)
@@ -68,7 +84,7 @@ class Rules:
                 return (value, into)
             case o.Send(value) | o.Free(value):
                 return (value,)
-            case o.AllReduce(value):
+            case o.AllReduce(value) | o.Broadcast(value):
                 return self._gradients(value)
             case o.OptimizerStep():
                 return self._reduced()
@@ -79,6 +95,8 @@ class Rules:
         match op:
             case o.Forward(stage, microbatch):
                 return (Act(stage, microbatch),)
+            case o.ForwardStages(start, stop, microbatch):
+                return tuple(Act(stage, microbatch) for stage in range(start, stop))
             case o.Backward(stage, microbatch):
                 return (*_passed_on(stage, microbatch), Delta(stage, microbatch))
             case o.BackwardInput(stage, microbatch):
@@ -87,7 +105,7 @@ class Rules:
                 return (Delta(stage, microbatch),)
             case o.ForwardBackward(forward, backward):
                 return self.makes(forward) + self.makes(backward)
-            case o.Recv(value) | o.Add(_, value) | o.AllReduce(value):
+            case o.Recv(value) | o.Add(_, value) | o.AllReduce(value) | o.Broadcast(value):
                 return (value,)
         return ()
 
@@ -106,6 +124,8 @@ class Rules:
         return self._gradients_of[value]
 
     def _find_gradients(self, value: Value) -> tuple[Value, ...]:
+        if isinstance(value, Named):
+            return ()
         if not isinstance(value, Bucket):
             return (value,)
         if value.index >= len(self._buckets):
@@ -137,6 +157,61 @@ def _kept(stage: int, microbatch: int) -> tuple[Value, ...]:
 
 def _passed_on(stage: int, microbatch: int) -> tuple[Value, ...]:
     return (Grad(stage - 1, microbatch),) if stage else ()
+
+
+def written(op: o.Recv | o.Add) -> Value:
+    """The memory that an operation changes, while its rank may still be sending what is there."""
+    return op.into if isinstance(op, o.Add) else op.value
+
+
+Sending = TypeVar("Sending")
+
+
+class OpenSends(Generic[Sending]):
+    """The sends of one rank that may still read what they carry, each with whatever stands for it.
+
+    They are kept by the memory they read, so that those in the way of a write are found without looking at all.
+    """
+
+    def __init__(self) -> None:
+        self._reading: dict[object, dict[Sending, Value]] = {}
+
+    def add(self, value: Value, sending: Sending) -> None:
+        """A send of a value has begun."""
+        for place in _memory(value):
+            if place in self._reading:
+                self._reading[place][sending] = value
+            else:
+                self._reading[place] = {sending: value}
+
+    def conflicts(self, op: o.Recv | o.Add) -> dict[Sending, Value]:
+        """The sends that an operation must wait for before it writes, since they read it; and what each carries."""
+        if not self._reading:
+            return {}
+        found: dict[Sending, Value] = {}
+        for place in _memory(written(op)):
+            if place in self._reading:
+                found |= self._reading[place]
+        return found
+
+    def close(self, value: Value, sending: Sending) -> None:
+        """A send of a value has read it."""
+        for place in _memory(value):
+            reading = self._reading[place]
+            del reading[sending]
+            if not reading:
+                del self._reading[place]
+
+    def __iter__(self) -> Iterator[Sending]:
+        """All of them, once each."""
+        return iter({sending: None for reading in self._reading.values() for sending in reading})
+
+
+def _memory(value: Value) -> Iterable[object]:
+    """The pieces of memory that a value names: two values share one if they touch."""
+    if not isinstance(value, Chunk):
+        return (value,)
+    return (value.start,) if value.stop == value.start + 1 else value.slices
 
 
 def live_activations(op: o.Op) -> tuple[int, int]:

@@ -7,7 +7,7 @@ rank 0: >C0@1 <+C1@1 >C1@1 <C0@1     # what follows # is a remark
 rank 1: >C1@0 <+C0@0 >C0@0 <C1@0
 ```
 
-It reads back to the same program.
+A program whose ranks form a grid says so in a line `mesh: dp 2, pp 3`. It reads back to the same program.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ _COMPUTE: dict[str, Callable[[int, int], o.Op]] = {
 _N = "[0-9]{1,9}"
 _RANK = re.compile(_N)
 _STAGE_OP = re.compile(rf"([FBIW])({_N})\.({_N})")
+_STAGES_OP = re.compile(rf"F({_N}):({_N})\.({_N})")
 _PAIR = re.compile(rf"F({_N})\.({_N})&B({_N})\.({_N})")
 _COLLECTIVE = re.compile(rf"({'|'.join(get_args(CollectiveKind))}) of ({_N}) slices?(?:, root ({_N}))?")
 _BUCKETS = rf"(?:, buckets((?: {_N}:{_N})+))?"
+_MESH = re.compile(rf"[A-Za-z_]\w* {_N}(?:, *[A-Za-z_]\w* {_N})*")
+_GROUP = re.compile(rf"([^:/]+)(?:/({_N}))?(?::([a-z][a-z-]*))?")  # axis, root, algorithm
 _TRAINING = re.compile(rf"training step of ({_N}) stages?, ({_N}) micro-batch(?:es)?{_BUCKETS}")
 
 
@@ -40,12 +43,13 @@ def to_text(program: Program) -> str:
     """Write a program down, one line for each rank."""
     width = len(str(program.world_size - 1))
     rows = [f"rank {rank:>{width}}: {' '.join(map(str, ops))}".rstrip() for rank, ops in enumerate(program.ranks)]
-    return "\n".join([f"program {program.name}", f"goal: {program.goal}", *rows]) + "\n"
+    mesh = [f"mesh: {', '.join(f'{axis} {size}' for axis, size in program.mesh)}"] if program.mesh else []
+    return "\n".join([f"program {program.name}", f"goal: {program.goal}", *mesh, *rows]) + "\n"
 
 
 def from_text(text: str) -> Program:
     """Read a program from its text form; errors name the line and the word."""
-    name, goal = "", None
+    name, goal, mesh = "", None, None
     ranks: list[tuple[o.Op, ...]] = []
     for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
         content = line.partition("#")[0].strip()
@@ -60,6 +64,10 @@ def from_text(text: str) -> Program:
                 name = content.removeprefix("program ").strip()
             elif content.startswith("goal:"):
                 goal = parse_goal(content.removeprefix("goal:").strip())
+            elif content.startswith("mesh:"):
+                if mesh is not None:
+                    raise ProgramError("a second mesh; a program has at most one")
+                mesh = _parse_mesh(content.removeprefix("mesh:").strip())
             else:
                 ranks.append(_parse_rank(content, len(ranks)))
         except ProgramError as error:
@@ -67,7 +75,7 @@ def from_text(text: str) -> Program:
     if not name or goal is None:
         missing = "`program NAME`" if not name else "`goal: …`, such as `goal: all-reduce of 4 slices`"
         raise ProgramError(f"the program has no line {missing}")
-    return Program(name, goal, tuple(ranks))
+    return Program(name, goal, tuple(ranks), mesh or ())
 
 
 def parse_goal(text: str) -> Goal:
@@ -83,6 +91,13 @@ def parse_goal(text: str) -> Goal:
     )
 
 
+def _parse_mesh(text: str) -> tuple[tuple[str, int], ...]:
+    if not _MESH.fullmatch(text):
+        raise ProgramError(f"{text!r} is no mesh; it looks like `mesh: dp 2, pp 3`")
+    axes = [axis.split() for axis in text.split(",")]
+    return tuple((axis, int(size)) for axis, size in axes)
+
+
 def parse_op(text: str) -> o.Op:
     """Read one operation."""
     if text == "S":
@@ -91,6 +106,8 @@ def parse_op(text: str) -> o.Op:
         return o.Join()
     if match := _STAGE_OP.fullmatch(text):
         return _COMPUTE[match[1]](int(match[2]), int(match[3]))
+    if match := _STAGES_OP.fullmatch(text):
+        return o.ForwardStages(*map(int, match.groups()))
     if match := _PAIR.fullmatch(text):
         numbers = [int(number) for number in match.groups()]
         return o.ForwardBackward(o.Forward(*numbers[:2]), o.Backward(*numbers[2:]))
@@ -104,20 +121,27 @@ def parse_op(text: str) -> o.Op:
 
 def _parse_communication(text: str) -> o.Op:
     kind, (value, _, place) = text[:1], text[1:].partition("@")
-    if kind == "*" and place:
-        return o.AllReduce(parse_value(value), place)
+    if kind in ("*", "^") and (match := _GROUP.fullmatch(place)):
+        axis, root, algorithm = match.groups(default="")
+        if kind == "*" and not root:
+            return o.AllReduce(parse_value(value), axis, algorithm or o.AUTO)
+        if kind == "^" and root:
+            return o.Broadcast(parse_value(value), axis, int(root), algorithm or o.AUTO)
     if kind == ">" and _RANK.fullmatch(place):
         return o.Send(parse_value(value), int(place))
     if kind == "<" and _RANK.fullmatch(place):
         return o.Recv(parse_value(value.removeprefix("+")), int(place), reduce=value.startswith("+"))
-    raise ProgramError(f"{text!r} is no operation; it looks like F0.3, B0.3, >A0.3@1, <A0.3@0, <+C2@0 or C0+=P1")
+    raise ProgramError(
+        f"{text!r} is no operation; it looks like F0.3, B0.3, >A0.3@1, <A0.3@0, <+C2@0, C0+=P1, *U0@dp or ^:w@dp/0"
+    )
 
 
 def _parse_rank(content: str, expected: int) -> tuple[o.Op, ...]:
     match = re.fullmatch(rf"rank +({_N}):(.*)", content)
     if match is None:
         raise ProgramError(
-            f"{content.split(maxsplit=1)[0]!r} begins no line of a program; lines begin with program, goal: or rank"
+            f"{content.split(maxsplit=1)[0]!r} begins no line of a program; "
+            "lines begin with program, goal:, mesh: or rank"
         )
     if int(match[1]) != expected:
         raise ProgramError(f"rank {match[1]} comes where rank {expected} should; ranks are counted from 0, in order")

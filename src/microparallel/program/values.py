@@ -10,6 +10,7 @@
 | `Chunk(2, 5)`     | `C2:5` | slices 2, 3 and 4; two chunks touch where their ranges overlap                   |
 | `Part(1)`         | `P1`   | the whole contribution of rank 1, kept apart from one's own                      |
 | `Bucket(4)`       | `U4`   | the gradients of some layers                                                     |
+| `Named("loss")`   | `:loss`| anything else that ranks share: the loss, buffers, weights, a norm, …            |
 """
 
 from __future__ import annotations
@@ -107,10 +108,25 @@ class Bucket:
         return f"U{self.index}"
 
 
-Value = Act | Grad | Rest | Delta | Chunk | Part | Bucket
+@dataclass(frozen=True, slots=True)
+class Named:
+    """Something that ranks share and that no other name covers: the loss, buffers, weights, the norm of gradients."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ProgramError(f"{self.name!r} is no name of a value; it begins with a letter, then letters, 0-9 . _ -")
+
+    def __str__(self) -> str:
+        return f":{self.name}"
+
+
+Value = Act | Grad | Rest | Delta | Chunk | Part | Bucket | Named
 
 _OF_A_STAGE: dict[str, type[Act | Grad | Rest | Delta]] = {"A": Act, "G": Grad, "R": Rest, "D": Delta}
 _N = "[0-9]{1,9}"
+_NAME = re.compile("[A-Za-z][A-Za-z0-9._-]*")
 _VALUE = re.compile(rf"([AGRD])({_N})\.({_N})|C({_N})(?::({_N}))?|P({_N})|U({_N})")
 
 
@@ -123,9 +139,11 @@ def touch(one: Value, other: Value) -> bool:
 
 def parse_value(text: str) -> Value:
     """Read a value's text form back."""
+    if text.startswith(":"):
+        return Named(text[1:])
     match = _VALUE.fullmatch(text)
     if match is None:
-        raise ProgramError(f"{text!r} names no value; it looks like A0.3, G0.3, C2, C2:5, P1 or U0")
+        raise ProgramError(f"{text!r} names no value; it looks like A0.3, G0.3, C2, C2:5, P1, U0 or :loss")
     letter, stage, microbatch, start, stop, rank, bucket = match.groups()
     if letter is not None:
         return _OF_A_STAGE[letter](int(stage), int(microbatch))

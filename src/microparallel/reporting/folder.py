@@ -13,15 +13,14 @@ RUN/
 from __future__ import annotations
 
 import json
-import math
 import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from microparallel.errors import DataError
-from microparallel.trace.recording import FORMAT, Kind, Recording, Span
+from microparallel.trace import Trace
 
 _MARKS = ("config.toml", "metrics.jsonl", "trace.json")  # a folder with one of them is a run's
 
@@ -37,7 +36,7 @@ class Run:
         config: what the run was told.
         metrics: what it wrote down as it went on.
         summary: how it ended.
-        recording: what its ranks did.
+        trace: what its ranks did.
         predicted: what they were expected to do.
     """
 
@@ -45,8 +44,8 @@ class Run:
     config: dict[str, Any]
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
-    recording: Recording | None = None
-    predicted: Recording | None = None
+    trace: Trace | None = None
+    predicted: Trace | None = None
 
 
 def read_run(path: Path | str) -> Run:
@@ -60,9 +59,14 @@ def read_run(path: Path | str) -> Run:
         config=_read(folder / "config.toml", tomllib.loads) or {},
         metrics=_read(folder / "metrics.jsonl", _records) or [],
         summary=_read(folder / "summary.json", _object) or {},
-        recording=_read(folder / "trace.json", _recording, "; record it again with `microparallel train --trace`"),
-        predicted=_read(folder / "predicted.json", _recording, "; write it again, or remove it"),
+        trace=read_trace(folder / "trace.json", "; record it again with `microparallel train --trace`"),
+        predicted=read_trace(folder / "predicted.json", "; write it again, or remove it"),
     )
+
+
+def read_trace(path: Path, fix: str) -> Trace | None:
+    """Read a trace's file, if it is there; raises `DataError`, in one line that ends with `fix`, if it is broken."""
+    return _read(path, Trace.from_json, fix)
 
 
 def _read(path: Path, understand: Callable[[str], Content], fix: str = "") -> Content | None:
@@ -95,33 +99,3 @@ def _object(text: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"this is a {type(content).__name__}, not an object")
     return content
-
-
-def _recording(text: str) -> Recording:
-    content = _object(text)
-    if content["format"] != FORMAT:
-        raise ValueError(f"its format is {content['format']!r}, and this version reads {FORMAT}")
-    recording = Recording.from_json(text)
-    if not isinstance(recording.ranks, int) or recording.ranks < 1 or not isinstance(recording.about, dict):
-        raise ValueError("it does not say how many ranks there were, and what they ran")
-    if not math.isfinite(recording.clock_error):
-        raise ValueError(f"its clocks are {recording.clock_error} seconds apart")
-    for number, span in enumerate(recording.spans):
-        if not _makes_sense(span, recording.ranks):
-            raise ValueError(f"span {number} makes no sense: {span}")
-    return recording
-
-
-def _makes_sense(span: Span, ranks: int) -> bool:
-    counts = (span.rank, span.step, span.bytes, span.number, *span.group)
-    people = (span.rank, *span.group, *(() if span.peer is None else (span.peer,)))
-    return (
-        span.kind in get_args(Kind)
-        and isinstance(span.name, str)
-        and isinstance(span.place, str)
-        and all(isinstance(count, int) for count in counts)
-        and all(isinstance(rank, int) and 0 <= rank < ranks for rank in people)
-        and math.isfinite(span.start)
-        and span.start <= span.end < math.inf
-        and not math.isinf(span.waited)
-    )

@@ -9,8 +9,8 @@ from dataclasses import astuple
 from typing import Any
 
 from microparallel.reporting.steps import KINDS, WAITING, StepView, Table, by_step
+from microparallel.trace import Difference, Trace
 from microparallel.trace.parts import Parts, parts
-from microparallel.trace.recording import Recording
 
 # In characters: a page has to stay below 2 MB, and to open on a phone.
 _ROOM = 1_300_000
@@ -22,14 +22,15 @@ class Measured:
     """What was recorded.
 
     Attributes:
+        trace: all of it.
         steps: every recorded step.
         typical: the number of the step whose length is in the middle.
         parts: of every step, where each rank's time went.
     """
 
-    def __init__(self, recording: Recording, predicted: Recording | None = None) -> None:
-        self.recording = recording
-        self.steps = by_step(recording)
+    def __init__(self, trace: Trace, predicted: Trace | None = None) -> None:
+        self.trace = trace
+        self.steps = by_step(trace)
         lengths = {number: step.makespan for number, step in self.steps.items()}
         self.typical = sorted(lengths, key=lambda number: (lengths[number], number))[(len(lengths) - 1) // 2]
         self.parts = {number: parts(step) for number, step in self.steps.items()}
@@ -39,8 +40,8 @@ class Measured:
 
     @property
     def first_step(self) -> int:
-        """How many steps the run had made before the recording's step 0."""
-        first = self.recording.about.get("first step", 0)
+        """How many steps the run had made before the trace's step 0."""
+        first = self.trace.about.get("first step", 0)
         return first if isinstance(first, int) else 0
 
     def share(self, *names: str) -> float:
@@ -60,6 +61,14 @@ class Measured:
         """A typical step's length, in seconds."""
         return self.steps[self.typical].makespan
 
+    @property
+    def differences(self) -> list[Difference]:
+        """What was predicted beside what was measured, of a typical step; nothing without a prediction."""
+        if not self._predicted:
+            return []
+        predicted = self._predicted.get(self.typical, next(iter(self._predicted.values())))
+        return predicted.compare(self.steps[self.typical])
+
     def waited_for(self) -> dict[int, float]:
         """For how many seconds others waited for each rank, in all steps, the most first."""
         found: dict[int, float] = defaultdict(float)
@@ -73,7 +82,7 @@ class Measured:
         """Everything the page shows of it."""
         steps = sorted(self._steps(), key=lambda step: int(step["step"]))
         return {
-            "ranks": self.recording.ranks,
+            "ranks": self.trace.ranks,
             "kinds": KINDS,
             "part_names": list(Parts.__dataclass_fields__),
             "steps": steps,
@@ -103,7 +112,7 @@ class Measured:
 
     def _whole_or_pruned(self, view: StepView) -> dict[str, Any]:
         """A step without its shortest bars, if it would not fit with them."""
-        most = min(len(view.recording.spans), _ROOM // 50)
+        most = min(len(view.trace.events), _ROOM // 50)
         while True:
             self._names, self._places = Table(), Table()
             step = view.written(self._names, self._places, most)

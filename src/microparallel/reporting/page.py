@@ -14,7 +14,7 @@ from microparallel.drawing.markup import Markup, data_script, element, joined
 from microparallel.reporting.curves import curves, memory
 from microparallel.reporting.folder import Run
 from microparallel.reporting.measured import Measured
-from microparallel.reporting.words import configuration_of, lead_of, subtitle_of, tiles_of, title_of
+from microparallel.reporting.words import configuration_of, lead_of, prediction_of, subtitle_of, tiles_of, title_of
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 _SCRIPTS = (
@@ -42,8 +42,8 @@ _COLOURS = {
 
 def report_page(run: Run, version: str = "") -> str:
     """Write the report of a run as a page that needs nothing else, neither files nor a network."""
-    measured = Measured(run.recording, run.predicted) if run.recording is not None and run.recording.spans else None
-    sizes = memory(run.metrics, run.summary, run.recording.about if run.recording is not None else {})
+    measured = Measured(run.trace, run.predicted) if run.trace is not None and run.trace.events else None
+    sizes = memory(run.metrics, run.summary, run.trace.about if run.trace is not None else {})
     data = {
         "curves": curves(run.metrics),
         "measured": measured.written() if measured is not None else None,
@@ -53,7 +53,7 @@ def report_page(run: Run, version: str = "") -> str:
     sections = [
         *_head(run, measured),
         *_learning(run),
-        _step(run) if measured is not None else _no_trace(),
+        _step(run, measured) if measured is not None else _no_trace(),
         *([_section("memory", "Memory", Markup('<div id="memory-figures"></div>'))] if sizes is not None else []),
         _configuration(run),
         element("footer", f"Written by microparallel {version}. This page needs no network.", class_="quiet"),
@@ -93,7 +93,7 @@ def _no_trace() -> Markup:
     return _section("step", "Inside a step", element("div", *words, class_="note"))
 
 
-def _step(run: Run) -> Markup:
+def _step(run: Run, measured: Measured) -> Markup:
     """The frames that the scripts fill: shares, the timeline, and when buckets arrived."""
     picker = Markup(
         '<div class="picker controls"><label for="step-choice">Step</label>'
@@ -107,7 +107,7 @@ def _step(run: Run) -> Markup:
         "Inside a step",
         picker,
         _section("shares", "Where the time went", Markup('<div id="share-rows"></div>'), level="h3"),
-        _section("timeline", "Who did what, when", *_timeline(run), level="h3"),
+        _section("timeline", "Who did what, when", *_timeline(run), *_prediction(measured), level="h3"),
         _section(
             "arrivals",
             "When gradients arrived",
@@ -155,11 +155,23 @@ def _timeline(run: Run) -> list[Markup]:
     ]
 
 
+def _prediction(measured: Measured) -> list[Markup]:
+    rows = prediction_of(measured)
+    if not rows:
+        return []
+    heading = element("tr", *(element("th", name, scope="col") for name in (" ", "predicted", "measured", "ratio")))
+    body = [
+        element("tr", element("th", name, scope="row"), *(element("td", value) for value in values))
+        for name, *values in rows
+    ]
+    return [element("table", element("caption", "A typical step"), heading, *body, id="prediction")]
+
+
 def _configuration(run: Run) -> Markup:
     words = {
         "told": "What it was told",
         "found": "What came of it",
-        "recording": "The recording",
+        "trace": "The trace",
     }
     tables = [
         element(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -22,14 +21,14 @@ from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Any
 
-from microparallel.trace.intervals import Span as Interval
-from microparallel.trace.intervals import outside, union
+from microparallel.program import BackwardInput, BackwardWeight, Free
+from microparallel.trace import Event, Trace
+from microparallel.trace.intervals import Span, outside, union
+from microparallel.trace.meetings import meetings, needed
 from microparallel.trace.parts import parts
-from microparallel.trace.recording import Recording, Span
 
 KINDS = ("forward", "backward", "optimizer", "collective", "send", "receive", "input half", "weight half")
 WAITING, EXPOSED = 0, 1
-_HALF = re.compile(r"([IW])\d+\.\d+")
 _MOST_ROWS = 4  # of communication that runs at the same time; what is beyond shares the last
 _MOST_ARRIVALS = 60
 _LONGEST_TEXT = 200
@@ -51,32 +50,32 @@ class Table:
         return self._numbers[text]
 
 
-def by_step(recording: Recording) -> dict[int, Recording]:
+def by_step(trace: Trace) -> dict[int, Trace]:
     """Each step alone, in order; those in which nobody computed anything belong to no training step.
 
-    Such a one is at the end of many recordings: ranks agree that they are done.
+    Such a one is at the end of many traces: ranks agree that they are done.
     """
-    found: dict[int, list[Span]] = defaultdict(list)
-    for span in recording.spans:
-        found[span.step].append(span)
-    working = sorted(step for step, spans in found.items() if any(span.computes for span in spans))
-    return {step: replace(recording, spans=found[step]) for step in working or sorted(found)}
+    found: dict[int, list[Event]] = defaultdict(list)
+    for event in trace.events:
+        if not isinstance(event.op, Free):  # which takes no time that anybody could see
+            found[event.step].append(event)
+    working = sorted(step for step, events in found.items() if any(event.computes for event in events))
+    return {step: replace(trace, events=found[step]) for step in working or sorted(found)}
 
 
 class StepView:
     """One step, ready to be written down.
 
     Attributes:
-        recording: that step alone.
+        trace: that step alone.
         start: when it began.
         end: when all ranks had ended it.
     """
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
-        self.start = min(span.start for span in recording.spans)
-        self.end = max(span.end for span in recording.spans)
-        self._meetings = _meetings(recording)
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.start, self.end = trace.bounds
+        self._meetings = meetings(trace.events)
         self._latest = {number: self._last_to_come(places) for number, places in enumerate(self._meetings)}
         self._meeting_of = {place: number for number, places in enumerate(self._meetings) for place in places}
 
@@ -85,49 +84,57 @@ class StepView:
         kept = self._kept(most)
         blocked = sorted(self.blocked(kept), key=lambda row: row[1] - row[2])[:most]
         return {
-            "step": self.recording.spans[0].step,
+            "step": self.trace.events[0].step,
             "length": self._at(self.end),
             "spans": [self._row(place, names, places) for place in kept],
-            "left_out": len(self.recording.spans) - len(kept),
+            "left_out": len(self.trace.events) - len(kept),
             "blocked": [list(row) for row in sorted(blocked)],
-            "parts": [[round(1e6 * part, 1) for part in astuple(rank)] for rank in parts(self.recording)],
+            "parts": self._parts,
             **self._arrivals(names),
         }
 
+    @cached_property
+    def _parts(self) -> list[list[float]]:
+        return [[round(1e6 * part, 1) for part in astuple(rank)] for rank in parts(self.trace)]
+
     def outline(self, names: Table, most: int) -> dict[str, Any]:
         """Only who did what when: what the page shows of a prediction, in that many of the longest bars."""
-        rows = [
-            [span.rank, KINDS.index(_look(span)), names.number(span.name), self._at(span.start), self._at(span.end)]
-            for span in (self.recording.spans[place] for place in self._kept(most))
-        ]
-        return {"length": self._at(self.end), "spans": rows}
+        rows: dict[tuple[object, ...], list[Any]] = {}
+        for place in self._kept(most):
+            event = self.trace.events[place]
+            row = [event.rank, KINDS.index(_look(event)), names.number(event.name)]
+            # What was observed as a whole may be simulated in pieces, between which the rank waits.
+            key = (*row,) if event.computes else (place,)
+            known = rows.setdefault(key, [*row, self._at(event.asked), self._at(event.end)])
+            known[-1] = self._at(event.end)
+        return {"length": self._at(self.end), "spans": list(rows.values())}
 
     def _at(self, time: float) -> float:
         return round(1e6 * (time - self.start), 1)
 
     def _kept(self, most: int | None) -> dict[int, int]:
-        """Which spans are shown, by their place in the recording: the longest, if there are too many."""
-        spans = self.recording.spans
-        wanted = sorted(range(len(spans)), key=lambda place: -spans[place].duration)[:most]
-        ordered = sorted(wanted, key=lambda place: (spans[place].rank, spans[place].start, -spans[place].end))
+        """Which events are shown, by their place in the trace: the longest, if there are too many."""
+        events = self.trace.events
+        wanted = sorted(range(len(events)), key=lambda place: events[place].asked - events[place].end)[:most]
+        ordered = sorted(wanted, key=lambda place: (events[place].rank, events[place].asked, -events[place].end))
         return {place: number for number, place in enumerate(ordered)}
 
     def _row(self, place: int, names: Table, places: Table) -> list[Any]:
-        span = self.recording.spans[place]
-        begun = self.recording.begun.get(place)
+        event = self.trace.events[place]
+        waited = self.trace.waits[place]
         meeting = self._meeting_of.get(place)
         return [
-            span.rank,
-            KINDS.index(_look(span)),
-            names.number(span.name),
-            self._at(span.start),
-            self._at(span.end),
-            None if begun is None else self._at(begun),
-            None if math.isnan(span.waited) else self._at(span.waited),
-            span.bytes,
+            event.rank,
+            KINDS.index(_look(event)),
+            names.number(event.name),
+            self._at(event.asked),
+            self._at(event.end),
+            None if event.computes else self._at(event.start),
+            None if waited is None else self._at(waited),
+            event.bytes,
             meeting,
             None if meeting is None else self._latest[meeting],
-            places.number(span.place) if span.place else None,
+            places.number(event.place) if event.place else None,
             self._rows[place],
         ]
 
@@ -135,94 +142,81 @@ class StepView:
 
     @cached_property
     def _rows(self) -> dict[int, int]:
-        lanes = itertools.product(range(self.recording.ranks), (True, False))
+        lanes = itertools.product(range(self.trace.ranks), (True, False))
         return dict(itertools.chain.from_iterable(self._rows_of(rank, computes) for rank, computes in lanes))
 
     def _rows_of(self, rank: int, computes: bool) -> Iterator[tuple[int, int]]:
-        spans = self.recording.spans
-        mine = [place for place, span in enumerate(spans) if span.rank == rank and span.computes == computes]
+        events = self.trace.events
+        mine = [place for place, event in enumerate(events) if event.rank == rank and event.computes == computes]
         free = [-math.inf] * _MOST_ROWS
-        for place in sorted(mine, key=lambda place: (spans[place].start, -spans[place].end)):
-            row = next((row for row, time in enumerate(free) if time <= spans[place].start), _MOST_ROWS - 1)
-            free[row] = spans[place].end
+        for place in sorted(mine, key=lambda place: (events[place].asked, -events[place].end)):
+            row = next((row for row, time in enumerate(free) if time <= events[place].asked), _MOST_ROWS - 1)
+            free[row] = events[place].end
             yield place, row
 
     # ── who waited for whom ────────────────────────────────────────────────────────────────────────────────────
 
     def _last_to_come(self, places: list[int]) -> int | None:
         """The rank whose coming began it: the last of a collective, the sender of a message."""
-        spans = self.recording.spans
-        needed = [place for place in places if spans[place].kind in ("collective", "send")]
-        return spans[max(needed, key=lambda place: spans[place].start)].rank if needed else None
+        events = self.trace.events
+        came = needed(events, places)
+        return events[max(came, key=lambda place: events[place].asked)].rank if came else None
 
     def blocked(self, kept: dict[int, int]) -> Iterator[tuple[int, float, float, int, int | None, int]]:
-        """When ranks had nothing to do: rank, from, to, what it was, the span that explains it, and for whom it was.
+        """When ranks had nothing to do: rank, from, to, what it was, the event that explains it, and for whom it was.
 
         These are the moments that `parts` counts as waiting and as exposed communication.
         """
-        spans, begun = self.recording.spans, self.recording.begun
-        last = max(spans, key=lambda span: span.end).rank
-        for rank in range(self.recording.ranks):
-            talking = [place for place, span in enumerate(spans) if span.rank == rank and not span.computes]
-            waits = [place for place in talking if not math.isnan(spans[place].waited)]
-            nothing_else = union((spans[place].waited, spans[place].end) for place in waits)
-            under_way = union((begun[place], spans[place].end) for place in talking)
-            waiting = outside(nothing_else, under_way)
-            exposed = outside(nothing_else, waiting)
-            before = [(spans[place].waited, begun[place], place) for place in waits]
-            after = [(begun[place], spans[place].end, place) for place in talking]
+        events, waits = self.trace.events, self.trace.waits
+        last = max(events, key=lambda event: event.end).rank
+        for rank in range(self.trace.ranks):
+            talking = [place for place, event in enumerate(events) if event.rank == rank and not event.computes]
+            waiting = outside(self.trace.blocked[rank], self.trace.communicating[rank])
+            exposed = outside(self.trace.blocked[rank], waiting)
+            before = [(since, events[place].start, place) for place in talking if (since := waits[place]) is not None]
+            after = [(events[place].start, events[place].end, place) for place in talking]
             for what, times, candidates in ((WAITING, waiting, before), (EXPOSED, exposed, after)):
                 for (start, end), place in zip(times, _explained(times, candidates), strict=True):
                     whom = self._latest.get(self._meeting_of.get(place, -1)) if place is not None else None
                     number = None if place is None else kept.get(place)
                     yield rank, self._at(start), self._at(end), what, number, last if whom is None else whom
-            done = max((span.end for span in spans if span.rank == rank), default=self.end)
+            done = max((event.end for event in events if event.rank == rank), default=self.end)
             if done < self.end:
                 yield rank, self._at(done), self._at(self.end), WAITING, None, last
 
     # ── collectives that were handed over while backward ran ───────────────────────────────────────────────────
 
     def _arrivals(self, names: Table) -> dict[str, Any]:
-        spans = self.recording.spans
+        events = self.trace.events
         backward = [
-            union((span.start, span.end) for span in spans if span.rank == rank and span.kind == "backward")
-            for rank in range(self.recording.ranks)
+            union((event.start, event.end) for event in mine if event.kind == "backward") for mine in self.trace.by_rank
         ]
         found: list[list[Any]] = []
         for number, places in enumerate(self._meetings):
-            members = [spans[place] for place in places]
-            if members[0].kind == "collective" and any(_inside(one.start, backward[one.rank]) for one in members):
-                met = max(one.start for one in members)
-                handed = sorted([one.rank, self._at(one.start)] for one in members)
+            members = [events[place] for place in places]
+            if members[0].kind == "collective" and any(_inside(one.asked, backward[one.rank]) for one in members):
+                handed = sorted([one.rank, self._at(one.asked)] for one in members)
+                met = self._at(max(one.asked for one in members))
                 back = self._at(max(one.end for one in members))
                 sizes = max(one.bytes for one in members)
                 name = names.number(members[0].name)
-                found.append([number, name, sizes, handed, self._at(met), back, self._latest[number]])
+                found.append([number, name, sizes, handed, met, back, self._latest[number]])
         found.sort(key=lambda row: min(time for _, time in row[3]))
         times = [interval for intervals in backward for interval in intervals]
         window = [self._at(min(start for start, _ in times)), self._at(max(end for _, end in times))] if times else None
         return {"arrivals": found[:_MOST_ARRIVALS], "all_arrivals": len(found), "backward": window}
 
 
-def _look(span: Span) -> str:
-    """What it is shown as: the halves of a split backward have colours of their own."""
-    half = _HALF.match(span.name) if span.kind == "backward" else None
-    return span.kind if half is None else {"I": "input half", "W": "weight half"}[half[1]]
+def _look(event: Event) -> str:
+    """What it is shown as: the halves of a split backward have colours of their own; to add belongs to receiving."""
+    if isinstance(event.op, BackwardInput):
+        return "input half"
+    if isinstance(event.op, BackwardWeight):
+        return "weight half"
+    return "receive" if event.kind == "other" else event.kind
 
 
-def _meetings(recording: Recording) -> list[list[int]]:
-    """The spans that belong together: of one collective, or the send and the receive of one message."""
-    found: dict[tuple[Any, ...], list[int]] = defaultdict(list)
-    for place, span in enumerate(recording.spans):
-        if span.kind == "collective":
-            found["collective", span.group, span.number].append(place)
-        elif not span.computes:
-            ends = (span.rank, span.peer) if span.kind == "send" else (span.peer, span.rank)
-            found["message", ends, span.number].append(place)
-    return list(found.values())
-
-
-def _explained(times: Iterable[Interval], candidates: list[tuple[float, float, int]]) -> Iterator[int | None]:
+def _explained(times: Iterable[Span], candidates: list[tuple[float, float, int]]) -> Iterator[int | None]:
     """For each of these times, which are in order, the candidate that covers most of it."""
     waiting = sorted(candidates)
     position, active = 0, list[tuple[float, float, int]]()
@@ -235,6 +229,6 @@ def _explained(times: Iterable[Interval], candidates: list[tuple[float, float, i
         yield None if best is None else best[1]
 
 
-def _inside(time: float, intervals: list[Interval]) -> bool:
+def _inside(time: float, intervals: list[Span]) -> bool:
     place = bisect_right(intervals, (time, math.inf)) - 1
     return place >= 0 and time <= intervals[place][1]

@@ -11,6 +11,7 @@ from microparallel.reporting.folder import Run
 from microparallel.reporting.measured import Measured
 
 _LONGEST_TEXT = 500
+_TIMES = ("makespan", "work of the busiest rank", "bubble", "exposed communication")
 _SPACE = "\u00a0"  # keeps a number and its unit together
 
 
@@ -32,8 +33,8 @@ def subtitle_of(run: Run) -> str:
 
 def ranks_of(run: Run) -> int | None:
     """How many there were, as far as anybody wrote it down."""
-    if run.recording is not None:
-        return run.recording.ranks
+    if run.trace is not None:
+        return run.trace.ranks
     ranks = _fact(run, "ranks")
     return ranks if isinstance(ranks, int) else None
 
@@ -79,10 +80,19 @@ def lead_of(measured: Measured) -> list[str]:
     return [*sentences, *_straggler(measured)]
 
 
+def prediction_of(measured: Measured) -> list[tuple[str, str, str, str]]:
+    """What was predicted of a typical step and what was measured, where both are times: a row each."""
+    return [
+        (row.name, time(row.one), time(row.other), f"{row.ratio:.2f}" if row.one else "–")
+        for row in measured.differences
+        if row.name in _TIMES and (row.one or row.other)
+    ]
+
+
 def _straggler(measured: Measured) -> list[str]:
     waited = measured.waited_for()
     total = sum(waited.values())
-    if measured.recording.ranks < 2 or measured.share("waiting") < 0.02 or not total:
+    if measured.trace.ranks < 2 or measured.share("waiting") < 0.02 or not total:
         return []
     rank, seconds = next(iter(waited.items()))
     if seconds < 0.5 * total:
@@ -94,19 +104,16 @@ def configuration_of(run: Run) -> dict[str, dict[str, str]]:
     """Everything the run was told and found, as names and values, in groups."""
     found = {key: value for key, value in run.summary.items() if key not in run.config}
     groups = {"told": run.config, "found": found}
-    if run.recording is not None:
-        error = run.recording.clock_error
+    if run.trace is not None:
+        error = run.trace.clock_error
         clocks = "the same for all ranks" if error == 0 else f"at most {time(error)} apart"
-        groups["recording"] = {"clocks": clocks, "spans": len(run.recording.spans), **run.recording.about}
+        groups["trace"] = {"clocks": clocks, "events": len(run.trace.events), **run.trace.about}
     return {name: {key: _text(value) for key, value in group.items()} for name, group in groups.items() if group}
 
 
 def time(seconds: float) -> str:
-    """A time in the unit that suits it."""
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * scale >= 1 or unit == "µs":
-            return f"{numbers.short(float(f'{seconds * scale:.3g}'))}{_SPACE}{unit}"
-    raise AssertionError
+    """A time that stays on one line."""
+    return numbers.seconds(seconds).replace(" ", _SPACE)
 
 
 def percent(share: float) -> str:
@@ -115,8 +122,8 @@ def percent(share: float) -> str:
 
 
 def _fact(run: Run, key: str) -> Any:
-    """What is known: how it ended, what it was told, or what the recording says."""
-    about = run.recording.about if run.recording is not None else {}
+    """What is known: how it ended, what it was told, or what the trace says."""
+    about = run.trace.about if run.trace is not None else {}
     return next((facts[key] for facts in (run.summary, run.config, about) if facts.get(key) is not None), None)
 
 

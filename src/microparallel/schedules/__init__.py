@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from microparallel.errors import UsageError
 from microparallel.program import Program
-from microparallel.schedules.data_parallel import ddp, ddp_naive
+from microparallel.schedules.data_parallel import data_parallel_step, ddp, ddp_naive
 from microparallel.schedules.dualpipe import dualpipev
 from microparallel.schedules.forwards import forwards_only
 from microparallel.schedules.gpipe import gpipe
@@ -16,7 +17,7 @@ from microparallel.schedules.interleaved import interleaved
 from microparallel.schedules.lowering import free_dead_values, insert_sends, lower
 from microparallel.schedules.naive import naive
 from microparallel.schedules.one_f_one_b import one_f_one_b
-from microparallel.schedules.replicas import replicate
+from microparallel.schedules.replicas import replicate, with_sums
 from microparallel.schedules.zero_bubble import zb_h1, zb_h2, zbv
 
 PIPELINES: dict[str, Callable[..., Program]] = {
@@ -32,12 +33,12 @@ PIPELINES: dict[str, Callable[..., Program]] = {
 DATA_PARALLEL: dict[str, Callable[..., Program]] = {"ddp": ddp, "ddp-naive": ddp_naive}
 
 
-def build(name: str, ranks: int, microbatches: int | None = None, **options: int) -> Program:
+def build(name: str, ranks: int, microbatches: int | None = None, **options: Any) -> Program:
     """Build a training step by name: a pipeline schedule, with its sends, receives and frees, or a DDP step.
 
     Args:
         name: `naive`, `gpipe`, `1f1b`, `interleaved` (`chunks=2`), `zb-h1`, `zb-h2`, `zbv` or `dualpipev`;
-            or `ddp` (`layers=8, buckets=4`) and `ddp-naive` (`layers=8`).
+            or `ddp` (`layers=8, buckets=4`) and `ddp-naive` (`layers=8`), with the `algorithm` of their all-reduces.
         ranks: how many ranks share the work, any number from 1.
         microbatches: into how many micro-batches a pipeline's batch is cut, any number from 1.
         options: what only some schedules take, as above.
@@ -64,7 +65,7 @@ def build(name: str, ranks: int, microbatches: int | None = None, **options: int
     return lower(builders[name](ranks, microbatches, **options))
 
 
-def _build_data_parallel(name: str, ranks: int, microbatches: int | None, options: dict[str, int]) -> Program:
+def _build_data_parallel(name: str, ranks: int, microbatches: int | None, options: dict[str, Any]) -> Program:
     if microbatches is not None:
         raise UsageError(f"microbatches={microbatches}: {name!r} has none; every rank has its share of the batch")
     options.setdefault("layers", 8)
@@ -75,7 +76,7 @@ def _build_data_parallel(name: str, ranks: int, microbatches: int | None, option
     return free_dead_values(DATA_PARALLEL[name](ranks=ranks, **options))
 
 
-def _require_options(name: str, builder: Callable[..., Program], options: dict[str, int]) -> None:
+def _require_options(name: str, builder: Callable[..., Program], options: dict[str, Any]) -> None:
     known = [option for option in inspect.signature(builder).parameters if option not in ("ranks", "microbatches")]
     for option in options:
         if option not in known:
@@ -87,6 +88,7 @@ __all__ = [
     "DATA_PARALLEL",
     "PIPELINES",
     "build",
+    "data_parallel_step",
     "ddp",
     "ddp_naive",
     "dualpipev",
@@ -99,6 +101,7 @@ __all__ = [
     "naive",
     "one_f_one_b",
     "replicate",
+    "with_sums",
     "zb_h1",
     "zb_h2",
     "zbv",

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from microparallel.errors import ProgramError
 from microparallel.program import (
+    AUTO,
+    WORLD,
     Act,
     AllReduce,
     Backward,
     BackwardWeight,
+    Broadcast,
     Bucket,
     Forward,
     ForwardBackward,
     Free,
     Grad,
+    Join,
+    Named,
     Op,
     Program,
     Recv,
@@ -28,7 +33,7 @@ from microparallel.program import (
 from microparallel.program.rules import Compute
 
 
-def replicate(program: Program, replicas: int) -> Program:
+def replicate(program: Program, replicas: int, algorithm: str = AUTO) -> Program:
     """Run a pipeline several times, on different micro-batches, and sum each stage's gradients over the replicas.
 
     ```
@@ -45,16 +50,58 @@ def replicate(program: Program, replicas: int) -> Program:
     if replicas == 1:
         return program
     ranks = [
-        tuple(shifted(op, copy * goal.microbatches, copy * program.world_size) for op in with_reductions(ops))
+        tuple(
+            shifted(op, copy * goal.microbatches, copy * program.world_size) for op in with_reductions(ops, algorithm)
+        )
         for copy in range(replicas)
         for ops in program.ranks
     ]
     buckets = tuple((stage, stage + 1) for stage in range(goal.stages))
     whole = TrainingStep(goal.stages, goal.microbatches * replicas, buckets)
-    return replace(program, name=f"{program.name} × {replicas}", goal=whole, ranks=tuple(ranks))
+    mesh = (("dp", replicas), *(program.mesh or (("pp", program.world_size),)))
+    return replace(program, name=f"{program.name} × {replicas}", goal=whole, ranks=tuple(ranks), mesh=mesh)
 
 
-def with_reductions(ops: Sequence[Op]) -> list[Op]:
+def with_sums(
+    program: Program,
+    replicas: int = 1,
+    *,
+    shared: Collection[int] = (),
+    ties: Sequence[Collection[int]] = (),
+    algorithm: str = AUTO,
+) -> Program:
+    """The whole step of a pipeline, or of several side by side: with all that its ranks sum up.
+
+    ```
+    1f1b, 2 ranks, 1 micro-batch, twice, with an embedding that the first and the last stage share
+    rank 0  *:samples@dp = F0.0 >A0.0@1 <G0.0@1 B0.0 *U0@dp = *:tied0@pp *:loss@world
+    ```
+
+    Replicas count their samples first, since each one's gradients count for its share. In the end, when every gradient
+    has been added up over the replicas, copies of a parameter on different ranks get their sum, and all learn the loss.
+
+    Args:
+        program: of one pipeline.
+        replicas: how many there are.
+        shared: the ranks of a pipeline several of whose stages use the same parameter: that is summed last.
+        ties: for each parameter that stages on different ranks share, those ranks of a pipeline.
+        algorithm: of the buckets' all-reduces.
+    """
+    whole = replicate(program, replicas, algorithm)
+    orders: list[tuple[Op, ...]] = []
+    for rank, ops in enumerate(whole.ranks):
+        place = rank % program.world_size
+        before: list[Op] = [AllReduce(Named("samples"), "dp"), Join()] if replicas > 1 else []
+        after: list[Op] = [Join()]
+        if replicas > 1 and place in shared:
+            after += [AllReduce(Named("shared"), "dp"), Join()]
+        after += [AllReduce(Named(f"tied{index}"), "pp") for index, ranks in enumerate(ties) if place in ranks]
+        orders.append((*before, *ops, *after, AllReduce(Named("loss"), WORLD)))
+    mesh = whole.mesh or (("pp", program.world_size),)
+    return replace(whole, ranks=tuple(orders), mesh=mesh)
+
+
+def with_reductions(ops: Sequence[Op], algorithm: str = AUTO) -> list[Op]:
     """Add each stage's all-reduce behind its last backward, and behind what that sends: others wait for it."""
     last: dict[int, int] = {}
     for place, op in enumerate(ops):
@@ -68,7 +115,7 @@ def with_reductions(ops: Sequence[Op]) -> list[Op]:
             result += due
             due = []
         result.append(op)
-        due += [AllReduce(Bucket(stage), "dp") for stage, end in last.items() if end == place]
+        due += [AllReduce(Bucket(stage), "dp", algorithm) for stage, end in last.items() if end == place]
     return result + due
 
 
@@ -86,6 +133,8 @@ def shifted(op: Op, microbatches: int, ranks: int) -> Op:
         return Recv(_value(op.value, microbatches), op.source + ranks, op.reduce)
     if isinstance(op, Free):
         return Free(_value(op.value, microbatches))
+    if isinstance(op, Broadcast):
+        return replace(op, root=op.root + ranks)
     return op
 
 

@@ -18,11 +18,16 @@ from microparallel.program import (
     Collective,
     Forward,
     ForwardBackward,
+    ForwardStages,
     Goal,
+    GroupOp,
+    Named,
     Op,
     OptimizerStep,
     Program,
+    Send,
     Value,
+    halves,
 )
 from microparallel.topology import Link
 
@@ -42,8 +47,10 @@ class Costs:
         latency: what each message costs, however small; as long, it keeps its sender's and its receiver's port busy.
         seconds_per_byte: what each of its bytes costs.
         add_seconds_per_byte: what it costs to add a received byte to one's own.
-        bytes_per_value: the size of a collective's whole tensor, of a stage's output, or of a layer's gradients; or a
-            function from a value to its size.
+        bytes_per_value: the size of a rank's whole tensor in a collective, of a stage's output, or of a layer's
+            gradients; or a function from a value to its size. Without a function, named values (`:loss`) have none.
+        transport: what carries the messages; it decides by which algorithm an AllReduce or a Broadcast runs that names
+            none (`collectives.resolve`).
         links: connections that differ from the others, by (sender, receiver); what a `Link` leaves out is as usual.
 
     Example:
@@ -62,6 +69,7 @@ class Costs:
     seconds_per_byte: float = 0
     add_seconds_per_byte: float = 0
     bytes_per_value: float | Callable[[Value], float] = 1
+    transport: str = "gloo"
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,25 +90,34 @@ class Costs:
             if isinstance(value, Sequence) and len(value) != stages:
                 raise UsageError(f"Costs: {name} has {len(value)} numbers, and the program has {stages} stages")
 
-    def of(self, op: Op) -> float:
-        """How long a computation takes."""
+    def of(self, op: Op, rank: int = 0) -> float:
+        """How long a computation takes on a rank; here all ranks are alike."""
         match op:
             case Forward(stage):
                 return _at(self.forward, stage)
+            case ForwardStages():
+                return sum(self.of(forward, rank) for forward in halves(op))
             case BackwardInput(stage):
                 return _at(self.backward_input, stage)
             case BackwardWeight(stage):
                 return _at(self.backward_weight, stage)
             case Backward(stage):
-                halves = _at(self.backward_input, stage)
-                return halves + _at(self.backward_weight, stage)
+                return _at(self.backward_input, stage) + _at(self.backward_weight, stage)
             case ForwardBackward(forward, backward):
                 if self.forward_backward is not None:
                     return _at(self.forward_backward, forward.stage)
-                return self.of(forward) + self.of(backward)
+                return self.of(forward, rank) + self.of(backward, rank)
             case OptimizerStep():
                 return self.optimizer
         return 0
+
+    def transfer(self, send: Send) -> float | None:  # noqa: ARG002
+        """How long a message takes where that was measured; else its size and its link say so."""
+        return None
+
+    def together(self, op: GroupOp) -> float | None:  # noqa: ARG002
+        """How long an AllReduce or a Broadcast takes where that was measured; else its program is simulated."""
+        return None
 
     def size(self, value: Value, goal: Goal) -> float:
         """How many bytes a value has."""
@@ -110,10 +127,12 @@ class Costs:
                 raise UsageError(f"Costs: bytes_per_value says that {value} has {size} bytes; it must be 0 or more")
             return size
         if isinstance(value, Chunk) and isinstance(goal, Collective):
-            return self.bytes_per_value * len(value) / goal.slices
+            return self.bytes_per_value * len(value) / goal.per_rank
         if isinstance(value, Bucket) and not isinstance(goal, Collective) and value.index < len(goal.buckets):
             start, stop = goal.buckets[value.index]
             return self.bytes_per_value * (stop - start)
+        if isinstance(value, Named):
+            return 0
         return self.bytes_per_value
 
     def link(self, sender: int, receiver: int) -> Link:

@@ -28,7 +28,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Trace:
     costs = costs or Costs()
     costs.check(program)
     with _no_garbage_collection():
-        return Simulation(program, costs).run()
+        return Trace(Simulation(program, costs).run(), program, simulated=True)
 
 
 @contextmanager

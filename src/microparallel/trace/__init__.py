@@ -1,8 +1,21 @@
 """What happened: events, traces, everything that is measured on them, and why ranks waited."""
 
 from microparallel.trace.compare import Difference, compare
-from microparallel.trace.event import Event
+from microparallel.trace.event import Event, Kind, Observed, kind_of, lane_of
+from microparallel.trace.parts import Parts, parts
 from microparallel.trace.reasons import reasons
 from microparallel.trace.trace import Trace
 
-__all__ = ["Difference", "Event", "Trace", "compare", "reasons"]
+__all__ = [
+    "Difference",
+    "Event",
+    "Kind",
+    "Observed",
+    "Parts",
+    "Trace",
+    "compare",
+    "kind_of",
+    "lane_of",
+    "parts",
+    "reasons",
+]

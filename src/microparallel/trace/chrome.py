@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from microparallel.program import Op, Recv, Send
 from microparallel.trace.event import Event
+from microparallel.trace.meetings import meetings
+from microparallel.trace.trace import Trace
 
-# A rank sends and receives at the same time, and a viewer cannot draw two bars on one row.
-_ROWS = ("compute", "send", "receive and reduce")
+# Viewers draw bars of one row inside each other, so what runs at the same time needs rows of its own.
+_ROWS = ("compute", "collectives", "send", "receive and add")
 
 
-def write_chrome(events: Sequence[Event], ranks: int, path: Path, seconds_per_unit: float) -> None:
-    """Write events as a Chrome trace; times become microseconds."""
+def write_chrome(trace: Trace, path: Path, seconds_per_unit: float) -> None:
+    """Write a trace; times become microseconds."""
     scale = 1e6 * seconds_per_unit
-    entries = [*_names(ranks), *(_bar(event, scale) for event in events), *_arrows(events, scale)]
+    entries = [*_names(trace.ranks), *(_bar(event, scale) for event in trace.events), *_arrows(trace.events, scale)]
     path = path.resolve()  # a link stays one, and what it leads to is replaced
     aside = path.with_name(f"{path.name}.part")
     aside.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}))
-    aside.replace(path)  # whoever opens it sees the whole trace
+    aside.replace(path)  # a reader sees the whole trace, or none
 
 
 def _row(event: Event) -> int:
-    if isinstance(event.op, Send):
-        return 1
-    return 0 if event.lane == "compute" else 2
+    return 0 if event.computes else {"collective": 1, "send": 2}.get(event.kind, 3)
 
 
 def _names(ranks: int) -> Iterator[dict[str, Any]]:
@@ -40,37 +38,32 @@ def _names(ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def _bar(event: Event, scale: float) -> dict[str, Any]:
+    details = {"step": event.step, "bytes": float(event.bytes), "place": event.place}
     return {
         "ph": "X",
-        "name": str(event.op),
-        "cat": _kind(event.op),
+        "name": event.name,
+        "cat": event.kind,
         "pid": event.rank,
         "tid": _row(event),
         "ts": float(event.start * scale),
         "dur": float(event.duration * scale),
-        "args": {"bytes": float(event.bytes)} if event.messages else {},
+        "args": {name: value for name, value in details.items() if value},
     }
 
 
-def _kind(op: Op) -> str:
-    return type(op).__name__
-
-
-def _arrows(events: Sequence[Event], scale: float) -> Iterator[dict[str, Any]]:
-    """Messages of a channel arrive in order, so the n-th send of a channel belongs to its n-th receive."""
-    sends: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    receives: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    for event in sorted(events, key=lambda event: event.start):
-        if isinstance(event.op, Send):
-            sends[event.rank, event.op.to].append(event)
-        elif isinstance(event.op, Recv):
-            receives[event.op.source, event.rank].append(event)
-    number = 0
-    for channel, sent in sends.items():
-        for send, receive in zip(sent, receives[channel], strict=False):
-            number += 1
-            arrow = {"name": str(send.op), "cat": "message", "id": number}
-            yield {**arrow, "ph": "s", "pid": send.rank, "tid": 1, "ts": float(send.start * scale)}
+def _arrows(events: list[Event], scale: float) -> Iterator[dict[str, Any]]:
+    for number, places in enumerate(meetings(events)):
+        ends = {events[place].kind: events[place] for place in places}
+        if "send" in ends and "receive" in ends:
+            send, receive = ends["send"], ends["receive"]
+            arrow = {"name": send.name, "cat": "message", "id": number}
+            yield {**arrow, "ph": "s", "pid": send.rank, "tid": _row(send), "ts": float(send.start * scale)}
             # "bp": "e" ties the arrow's head to the bar it points at.
-            end = float(receive.end * scale)
-            yield {**arrow, "ph": "f", "bp": "e", "pid": receive.rank, "tid": 2, "ts": end}
+            yield {
+                **arrow,
+                "ph": "f",
+                "bp": "e",
+                "pid": receive.rank,
+                "tid": _row(receive),
+                "ts": float(receive.end * scale),
+            }

@@ -1,4 +1,4 @@
-"""Two traces of one program beside each other: the predicted and the measured, say."""
+"""Two traces beside each other: the predicted and the measured, say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from microparallel.trace.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One number in both traces."""
+    """One number in both traces: first what was predicted, then what was measured."""
 
     name: str
     one: float
@@ -19,6 +19,11 @@ class Difference:
     def ratio(self) -> float:
         """How many times larger the other is."""
         return self.other / self.one if self.one else float("nan" if not self.other else "inf")
+
+    @property
+    def error(self) -> float:
+        """How much too large the first is, as a share of the other; negative if it is too small."""
+        return self.one / self.other - 1 if self.other else 0.0
 
 
 def compare(one: Trace, other: Trace) -> list[Difference]:

@@ -2,26 +2,143 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from microparallel.program import Lane, Op
+from microparallel.errors import UsageError
+from microparallel.program import (
+    AllReduce,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Broadcast,
+    Forward,
+    ForwardBackward,
+    ForwardStages,
+    Lane,
+    Op,
+    OptimizerStep,
+    Recv,
+    Send,
+)
+
+Kind = Literal["forward", "backward", "optimizer", "collective", "send", "receive", "other"]
+COMPUTE: tuple[Kind, ...] = ("forward", "backward", "optimizer")
+
+_KIND_OF: dict[type, Kind] = {
+    Forward: "forward",
+    ForwardStages: "forward",
+    Backward: "backward",
+    BackwardInput: "backward",
+    BackwardWeight: "backward",
+    ForwardBackward: "backward",
+    OptimizerStep: "optimizer",
+    AllReduce: "collective",
+    Broadcast: "collective",
+    Send: "send",
+    Recv: "receive",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Something that was seen from outside and that no program names: a module's forward, a call of a Comms."""
+
+    name: str
+    kind: Kind
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def kind_of(op: Op | Observed) -> Kind:
+    """What an operation is, in one word."""
+    return op.kind if isinstance(op, Observed) else _KIND_OF.get(type(op), "other")
+
+
+def lane_of(kind: Kind) -> Lane:
+    """The lane of something observed."""
+    return Lane.COMPUTE if kind in COMPUTE else Lane.COMM
 
 
 class Event(NamedTuple):
     """An operation that ran from `start` to `end`, on one lane of one rank.
 
-    Waiting is not part of it: a receive begins when its message begins to arrive, not when the rank began to wait.
+    Waiting is not part of it. A receive starts when its message begins to arrive, and a collective when the last rank
+    has come: not when this rank asked for it (`issued`), and not when it had nothing left to do (`waited`).
+
+    ```
+    rank 0  ▒▒▒▒▒issued▒▒▒▒▒▒▒▒▒waited·····start░░░░░░░░end▒▒▒▒      ▒ computes   · waits   ░ exposed communication
+    rank 1  ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒start, the last to come
+    ```
+
+    Attributes:
+        rank: whose it is.
+        lane: what it kept busy.
+        op: an operation of a program, or something `Observed`.
+        start: when it began.
+        end: when it had ended.
+        messages: how many this rank sent for it.
+        sent: how many bytes those were.
+        bytes: of the tensor that was sent, received or reduced.
+        step: the training step it belongs to.
+        issued: of communication, when the rank asked for it; None: when it began.
+        waited: of communication, since when the rank had nothing to do but to wait for it; None if it never waited.
+        group: of a collective, the ranks that took part.
+        number: which collective of its group it was, or which message of its channel, counted from 0.
+        peer: of a message, the other rank.
+        place: where in the user's code it was asked for.
     """
 
     rank: int
     lane: Lane
-    op: Op
+    op: Op | Observed
     start: float
     end: float
-    messages: int = 0  # that this rank sent
+    messages: int = 0
+    sent: float = 0
     bytes: float = 0
+    step: int = 0
+    issued: float | None = None
+    waited: float | None = None
+    group: tuple[int, ...] = ()
+    number: int = 0
+    peer: int | None = None
+    place: str = ""
 
     @property
     def duration(self) -> float:
         """How long it took."""
         return self.end - self.start
+
+    @property
+    def kind(self) -> Kind:
+        """What it is, in one word."""
+        return kind_of(self.op)
+
+    @property
+    def operation(self) -> Op:
+        """The operation of a program, where there must be one."""
+        if isinstance(self.op, Observed):
+            raise UsageError(f"{self.op} was observed, and is no operation of a program; try view='parts'")
+        return self.op
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return str(self.op)
+
+    @property
+    def computes(self) -> bool:
+        """Whether the rank itself was at work."""
+        return self.lane is Lane.COMPUTE
+
+    def moved(self, by: float) -> Event:
+        """The same on a clock that shows so much more."""
+        issued, waited = (None if moment is None else moment + by for moment in (self.issued, self.waited))
+        return self._replace(start=self.start + by, end=self.end + by, issued=issued, waited=waited)
+
+    @property
+    def asked(self) -> float:
+        """When the rank asked for it."""
+        return self.start if self.issued is None else self.issued

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from microparallel.program import AllReduce, Lane, Recv, Rules, Value, lane
-from microparallel.trace.event import Event
+from microparallel.program import AllReduce, Broadcast, Recv, Rules, Value
+from microparallel.trace.event import Event, Observed
 from microparallel.trace.trace import Trace
 
 
@@ -15,17 +15,19 @@ def reasons(trace: Trace) -> dict[int, str]:
     begin = min((event.start for event in trace.events), default=0)
     found: dict[int, str] = {}
     for rank, events in enumerate(trace.by_rank):
-        rules = Rules(trace.program.goal, [event.op for event in events])
+        rules = Rules(trace.followed.goal, [event.op for event in events if not isinstance(event.op, Observed)])
         for event, reason in _waits(rank, events, rules, begin):
             found[places[id(event)]] = reason
     return found
 
 
 def _waits(rank: int, events: list[Event], rules: Rules, begin: float) -> Iterator[tuple[Event, str]]:
-    makers: dict[Value, Event] = {value: event for event in events for value in rules.makes(event.op)}
+    makers: dict[Value, Event] = {
+        value: event for event in events if not isinstance(event.op, Observed) for value in rules.makes(event.op)
+    }
     free = begin
     for event in events:
-        if lane(event.op) is not Lane.COMPUTE:
+        if isinstance(event.op, Observed) or not event.computes:
             continue
         if event.start > free:
             given = [(makers[value].end, value) for value in rules.needs(event.op) if value in makers]
@@ -40,4 +42,6 @@ def _words(rank: int, event: Event, value: Value, makers: dict[Value, Event]) ->
         return f"rank {rank} waited for {value} from rank {maker.source} before {event.op}"
     if isinstance(maker, AllReduce):
         return f"rank {rank} waited for the all-reduce of {value} before {event.op}"
+    if isinstance(maker, Broadcast):
+        return f"rank {rank} waited for the broadcast of {value} before {event.op}"
     return f"rank {rank} waited for {maker} before {event.op}"

@@ -1,31 +1,61 @@
-"""Trace: what happened, or would happen, when a program ran; and everything one can measure on it."""
+"""Trace: what happened, or would happen, and everything one can measure on it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from microparallel.program import Lane, Program, peak_activations
-from microparallel.trace.chrome import write_chrome
-from microparallel.trace.event import Event
-from microparallel.trace.intervals import length, outside, union
+from microparallel.errors import UsageError
+from microparallel.program import Program, peak_activations
+from microparallel.trace.event import Event, Observed
+from microparallel.trace.intervals import Span, length, outside, union
+
+if TYPE_CHECKING:
+    from microparallel.trace.compare import Difference
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of one run of a program, in the order in which they began on each rank.
+    """The events of one or several steps, on one clock.
 
     A simulation and a real run both give a Trace, so every number and picture is made in one place.
+
+    Attributes:
+        events: what the ranks did.
+        program: what they followed; None if nobody knows.
+        ranks: how many there are; without it, as many as the program has.
+        clock_error: how far apart the ranks' clocks may be, in seconds.
+        about: what was run: any words and numbers.
+        simulated: whether it only would happen.
     """
 
-    program: Program
     events: list[Event]
+    program: Program | None = None
+    ranks: int = 0
+    clock_error: float = 0.0
+    about: dict[str, Any] = field(default_factory=dict)
+    simulated: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.ranks and self.program is not None:
+            object.__setattr__(self, "ranks", self.program.world_size)
+        if self.ranks < 1:
+            raise UsageError(f"ranks={self.ranks}: a trace of no program must say how many ranks there are")
+
+    @property
+    def followed(self) -> Program:
+        """The program, where one is needed."""
+        if self.program is None:
+            raise UsageError("this trace was recorded without a program; mp.draw shows what its ranks did")
+        return self.program
 
     @cached_property
     def by_rank(self) -> list[list[Event]]:
         """Each rank's events, in the order in which they began."""
-        ranks: list[list[Event]] = [[] for _ in self.program.ranks]
+        ranks: list[list[Event]] = [[] for _ in range(self.ranks)]
         for event in self.events:
             ranks[event.rank].append(event)
         for events in ranks:
@@ -35,19 +65,75 @@ class Trace:
     @cached_property
     def compute(self) -> list[list[Event]]:
         """Each rank's computations, in order."""
-        return [[event for event in events if event.lane is Lane.COMPUTE] for events in self.by_rank]
+        return [[event for event in events if event.computes] for events in self.by_rank]
+
+    @cached_property
+    def blocked(self) -> list[list[Span]]:
+        """When each rank had nothing to do but to wait for communication, or for the ranks it communicates with.
+
+        A measured rank may do something else that no event tells of. A simulated one does not: if it does not compute,
+        it waits.
+        """
+        if self.simulated:
+            return [self._idle(events) for events in self.by_rank]
+        return [
+            union((event.waited, event.end) for event in events if event.waited is not None) for events in self.by_rank
+        ]
+
+    def _idle(self, events: list[Event]) -> list[Span]:
+        end = max((event.end for event in events), default=self.bounds[0])
+        return outside([(self.bounds[0], end)], union((event.start, event.end) for event in events if event.computes))
+
+    @cached_property
+    def waits(self) -> list[float | None]:
+        """For each event, since when its rank had nothing to do but to wait for it; None if it never waited."""
+        if not self.simulated:
+            return [event.waited for event in self.events]
+        return [_waited(event, self.blocked[event.rank]) for event in self.events]
+
+    @cached_property
+    def computing(self) -> list[list[Span]]:
+        """When each rank computed; an observed backward is blocked inside of itself, and then it does not."""
+        return [
+            outside(union((event.start, event.end) for event in events), blocked)
+            for events, blocked in zip(self.compute, self.blocked, strict=True)
+        ]
+
+    @cached_property
+    def communicating(self) -> list[list[Span]]:
+        """When each rank's communication went on: all it needed had come, and it had not ended."""
+        return [union((event.start, event.end) for event in events if not event.computes) for events in self.by_rank]
+
+    # ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def steps(self) -> list[int]:
+        """The numbers of the steps."""
+        return sorted({event.step for event in self.events})
+
+    def step(self, number: int) -> Trace:
+        """One step alone."""
+        return replace(self, events=[event for event in self.events if event.step == number])
+
+    # ── measures ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def bounds(self) -> Span:
+        """When the first rank came to something, and when the last was done."""
+        if not self.events:
+            return 0.0, 0.0
+        return min(event.asked for event in self.events), max(event.end for event in self.events)
 
     @property
     def makespan(self) -> float:
         """From the first operation's start to the last one's end."""
-        if not self.events:
-            return 0
-        return max(event.end for event in self.events) - min(event.start for event in self.events)
+        start, end = self.bounds
+        return end - start
 
     @property
     def work(self) -> list[float]:
         """How long each rank computes."""
-        return [sum(event.duration for event in events) for events in self.compute]
+        return [length(times) for times in self.computing]
 
     @property
     def bubble(self) -> float:
@@ -68,7 +154,10 @@ class Trace:
     @property
     def peak_activations(self) -> list[int]:
         """The most activations each rank holds at once; one is held until the backward of its weights has ended."""
-        return [peak_activations(event.op for event in events) for events in self.compute]
+        return [
+            peak_activations(event.op for event in events if not isinstance(event.op, Observed))
+            for events in self.compute
+        ]
 
     @property
     def messages_sent(self) -> list[int]:
@@ -78,16 +167,19 @@ class Trace:
     @property
     def bytes_sent(self) -> list[float]:
         """How many bytes each rank sends."""
-        return [sum(event.bytes for event in events) for events in self.by_rank]
+        return [sum(event.sent for event in events) for events in self.by_rank]
 
     @property
     def exposed_communication(self) -> list[float]:
         """How long each rank communicates while it computes nothing: what overlap did not hide."""
-        exposed = []
-        for events, computing in zip(self.by_rank, self.compute, strict=True):
-            talking = union((event.start, event.end) for event in events if event.lane is Lane.COMM)
-            exposed.append(length(outside(talking, union((event.start, event.end) for event in computing))))
-        return exposed
+        both = zip(self.communicating, self.computing, strict=True)
+        return [length(outside(talking, computing)) for talking, computing in both]
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of all ranks' communication during which they computed: 1 if all of it was hidden, 0 if none."""
+        talking = sum(length(times) for times in self.communicating)
+        return 1 - sum(self.exposed_communication) / talking if talking else 1.0
 
     @property
     def waiting(self) -> list[float]:
@@ -95,11 +187,55 @@ class Trace:
         busy = zip(self.work, self.exposed_communication, strict=True)
         return [self.makespan - work - exposed for work, exposed in busy]
 
+    def compare(self, other: Trace) -> list[Difference]:
+        """The numbers that matter, of this trace and of another: of a prediction, and of what was measured, say."""
+        from microparallel.trace.compare import compare
+
+        return compare(self, other)
+
+    # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def to_json(self) -> str:
+        """Everything, as a text that `from_json` reads."""
+        from microparallel.trace.files import written
+
+        return written(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Trace:
+        """Read a trace back; raises `ValueError`, in one line, where the text is none."""
+        from microparallel.trace.files import read
+
+        return read(text)
+
     def to_chrome(self, path: str | Path, seconds_per_unit: float = 1.0) -> None:
-        """Write a file that chrome://tracing and Perfetto open, with one process for each rank.
+        """Write a file that chrome://tracing and Perfetto open: a process for each rank, arrows for messages.
 
         Args:
             path: the file to write.
             seconds_per_unit: how many seconds one unit of the trace's time is.
         """
-        write_chrome(self.events, self.program.world_size, Path(path), seconds_per_unit)
+        from microparallel.trace.chrome import write_chrome
+
+        write_chrome(self, Path(path), seconds_per_unit)
+
+    def save(self, folder: str | Path) -> None:
+        """Write trace.json, of which `microparallel report FOLDER` makes a page, and trace-chrome.json for Perfetto."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "trace.json").write_text(self.to_json())
+        self.to_chrome(path / "trace-chrome.json")
+
+
+def _waited(event: Event, idle: list[Span]) -> float | None:
+    """Since when a simulated rank has waited for this: it is idle when the event ends.
+
+    Nobody waits for a message to leave, but for those after the last computation: then there is nothing else to do.
+    """
+    almost = event.end - 1e-12 - 1e-9 * abs(event.end)
+    place = bisect_left(idle, (almost,)) - 1
+    if event.computes or place < 0 or idle[place][1] < almost:
+        return None
+    if event.kind == "send":
+        return max(idle[place][0], event.start) if place == len(idle) - 1 else None
+    return idle[place][0]

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from microparallel.comms import Comms
 from microparallel.comms.calls import describe
@@ -21,6 +20,7 @@ from microparallel.pipeline import Pipeline
 from microparallel.pipeline.cut import cut
 from microparallel.pipeline.programs import Schedule
 from microparallel.topology import parse_slow_links, parse_slow_ranks
+from microparallel.torch_private import pytree
 from microparallel.train import user_code
 from microparallel.train.config import DEFAULTS, TrainConfig, parse_balance
 from microparallel.train.data import Split, digits, from_user

@@ -17,7 +17,7 @@ from microparallel.data_parallel import Replicas
 from microparallel.drawing.numbers import count
 from microparallel.errors import UsageError
 from microparallel.schedules import PIPELINES
-from microparallel.trace.recording import Recording
+from microparallel.trace import Trace
 from microparallel.train.build import build, build_optimizer
 from microparallel.train.config import TrainConfig
 from microparallel.train.strategies import Step, single
@@ -29,7 +29,7 @@ _PIPELINE = "pp "  # begins the name of a row with a schedule
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 
 Progress = Callable[[str], None]
-Keep = Callable[[str, Recording], None]
+Keep = Callable[[str, Trace], None]
 _RECORDED = 5  # steps
 
 
@@ -40,7 +40,7 @@ class Outcome:
     losses: list[float]
     weights: dict[str, torch.Tensor]
     seconds_a_step: float
-    recording: Recording | None = None  # of the last steps, if that was wanted
+    trace: Trace | None = None  # of the last steps, if that was wanted
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def compare(
     strategies: Sequence[str],
     pool: Pool,
     progress: Progress = lambda _: None,
-    keep: Keep = lambda _name, _recording: None,
+    keep: Keep = lambda _name, _trace: None,
 ) -> list[Comparison]:
     """Do a job as a single process, then with each strategy, and measure how far apart they end.
 
@@ -71,15 +71,15 @@ def compare(
         strategies: how else to do it.
         pool: ranks to do it on.
         progress: is told what is being done.
-        keep: is handed each strategy's recording.
+        keep: is handed each strategy's trace.
     """
 
     def run(strategy: str, ranks: int) -> Outcome:
         progress(f"{strategy} on {count(ranks, 'rank')}")
         job = _job(config, strategy, ranks)
         result: Outcome = pool.run(outcome, ranks, job, transport=config.transport, device=config.device)[0]
-        if result.recording is not None:
-            keep(strategy, result.recording)
+        if result.trace is not None:
+            keep(strategy, result.trace)
         return result
 
     return _side_by_side(run, dict.fromkeys(strategies, config.ranks), config.dtype)
@@ -182,13 +182,13 @@ def _carry_out(training: Training, config: TrainConfig, state: Callable[[], dict
         begun = time.perf_counter()
         losses.append(training.step())
         seconds.append(time.perf_counter() - begun)
-    recording = None
+    trace = None
     if recorder is not None:
         recorder.stop()
-        recording = recorder.gather({"strategy": config.strategy, "schedule": config.schedule})
+        trace = recorder.gather({"strategy": config.strategy, "schedule": config.schedule})
     weights = {name: tensor.cpu() for name, tensor in state().items()}
     # the first steps warm up
-    return Outcome(losses, weights, statistics.median(seconds[2:] or seconds), recording)
+    return Outcome(losses, weights, statistics.median(seconds[2:] or seconds), trace)
 
 
 def _side_by_side(run: Callable[[str, int], Outcome], strategies: dict[str, int], dtype: str) -> list[Comparison]:

@@ -94,7 +94,7 @@ class TrainConfig:
     device: str = "auto"
     transport: str = "auto"
     slow_rank: str | None = None  # 2=3x: rank 2 computes three times slower; several have spaces between them
-    slow_link: str | None = None  # 0-1=5ms,100Mbit: messages between those ranks are late
+    slow_link: str | None = None  # 0-1=5ms,100Mbit: every message between them takes that long
     validate_every: int | None = None  # steps; None: once an epoch and at the end
     save_every: int | None = None  # steps; None: only at the end
     keep: int = 3  # checkpoints

@@ -121,6 +121,7 @@ def wrong_collectives(comms: Comms) -> list[str]:
         "scatter": torch.equal(comms.scatter(everybody if rank == 0 else None), mine(rank)),
         "reduce": torch.equal(reduced, total if rank == last else mine(rank)),
         "reduce_scatter": torch.equal(comms.reduce_scatter([mine(rank)] * ranks), total),
+        "all_to_all": all(map(torch.equal, comms.all_to_all(everybody), [mine(rank)] * ranks)),
         "messages": _ring_is_right(comms, mine),
     }
     comms.barrier()

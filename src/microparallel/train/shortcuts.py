@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from microparallel.comms import Comms
+from microparallel.comms.message_group import count_messages
 from microparallel.data_parallel import DataParallel, ParameterAveraging, accumulate, accumulated_step, mean_loss
-from microparallel.data_parallel.counted_comms import CountedComms
 from microparallel.train.build import build
 from microparallel.train.compare import Progress
 from microparallel.train.config import TrainConfig
@@ -75,9 +75,9 @@ def compare_shortcuts(config: TrainConfig, every: int, pool: Pool, progress: Pro
 def learn(comms: Comms, config: TrainConfig, way: str, every: int) -> _Counted:
     """One rank's part in learning all batches in one of the ways; only rank 0 measures the loss."""
     training = build(replace(config, strategy="naive"), comms)  # whose step we do not use: it adds nothing to the model
-    counted = CountedComms(comms)
-    learn_from = WAYS[way](training, cast(Comms, counted), every)
-    before = counted.bytes_sent  # getting ready is not counted
+    counted, counts = count_messages(comms)
+    learn_from = WAYS[way](training, counted, every)
+    before = counts.bytes_sent  # getting ready is not counted
     samples, losses, synchronisations = [0], [_loss(training, config)], 0
     for first in range(0, config.steps or 0, every):
         training.set_learning_rate(first)  # where it is not constant, it changes for all ways at the same samples
@@ -87,7 +87,7 @@ def learn(comms: Comms, config: TrainConfig, way: str, every: int) -> _Counted:
         losses.append(_loss(training, config))
     parameters = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
     return _Counted(
-        samples, losses, synchronisations, counted.bytes_sent - before, sum(tensor.nbytes for tensor in parameters)
+        samples, losses, synchronisations, counts.bytes_sent - before, sum(tensor.nbytes for tensor in parameters)
     )
 
 

@@ -20,7 +20,7 @@ from microparallel.data_parallel import (
     naive_data_parallel_step,
     register_ddp_hooks,
 )
-from microparallel.data_parallel.shortcuts import MicroBatch
+from microparallel.data_parallel.shortcuts import LOSS, MicroBatch
 from microparallel.train.data import chosen_samples, first_samples
 
 # (this rank's inputs, this rank's targets, samples of all ranks together) → the mean loss of the whole batch
@@ -71,7 +71,8 @@ def averaging(model: nn.Module, comms: Comms, loss_fn: LossFunction | None, micr
     def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
         mine = len(targets)
         loss = accumulate(model, cut(inputs, targets, micro_batches), loss_fn, samples=mine)
-        return comms.all_reduce(loss * (mine / samples))  # only to be told: nobody's training waits for this number
+        # Only to be told: nobody's training waits for this number.
+        return comms.all_reduce(loss * (mine / samples), operation=LOSS)
 
     return step
 

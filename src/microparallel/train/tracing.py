@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from microparallel.comms.record import Recorder
 from microparallel.errors import UsageError
-from microparallel.performance.predicted_recording import predicted_recording
-from microparallel.trace.recording import Recording
+from microparallel.performance.predicted import predicted
+from microparallel.trace import Trace
 from microparallel.train.atomic import write_atomically
 from microparallel.train.config import TrainConfig
 from microparallel.train.run_folder import RunFolder
@@ -46,19 +46,19 @@ class Tracing:
         recorder.stop()
         recorder.gather(self._about)
         if self._folder is not None:
-            write_atomically(self._folder.trace_file, recorder.recording.to_json().encode())
-            recorder.recording.to_chrome(self._folder.chrome_file)
-            self._predict(self._folder, recorder.recording)
+            write_atomically(self._folder.trace_file, recorder.trace.to_json().encode())
+            recorder.trace.to_chrome(self._folder.chrome_file)
+            self._predict(self._folder, recorder.trace)
 
-    def _predict(self, folder: RunFolder, measured: Recording) -> None:
+    def _predict(self, folder: RunFolder, measured: Trace) -> None:
         """Write what the simulator makes of a typical step, for the report to draw over the measured one."""
-        full = [number for number in measured.steps if any(span.computes for span in measured.step(number).spans)]
+        full = [number for number in measured.steps if any(measured.step(number).compute)]
         by_length = sorted(full, key=lambda number: measured.step(number).makespan)
         try:
-            predicted = predicted_recording(measured.step(by_length[len(by_length) // 2]))
+            typical = predicted(measured.step(by_length[len(by_length) // 2]))
         except (UsageError, IndexError):  # not every program is one that can be simulated
             return
-        write_atomically(folder.predicted_file, predicted.to_json().encode())
+        write_atomically(folder.predicted_file, typical.to_json().encode())
 
     def __enter__(self) -> Self:
         return self

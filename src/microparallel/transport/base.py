@@ -11,7 +11,12 @@ class Work(Protocol):
     """A transfer under way."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the transfer is complete; raise when it failed or `timeout` seconds have passed."""
+        """Return when the transfer is complete.
+
+        Raises:
+            TransportTimeout: when `timeout` seconds have passed (None: the transport's own patience).
+            PeerGone: when a rank that it needs is gone.
+        """
 
 
 class Complete:

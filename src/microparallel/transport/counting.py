@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,8 +10,25 @@ import torch
 from microparallel.transport.base import Exchange, Loan, Transport, Work
 
 
+@dataclass
+class Counts:
+    """What a rank has sent."""
+
+    messages_sent: int = 0
+    bytes_sent: int = 0
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor is being sent."""
+        self.messages_sent += 1
+        self.bytes_sent += tensor.nbytes
+
+
 class CountingTransport:
     """Another transport, with a count of the messages and the bytes that this rank sends through it.
+
+    Args:
+        transport: what moves the tensors.
+        counts: what to add to; several transports may have one.
 
     Example:
         ```python
@@ -20,16 +38,25 @@ class CountingTransport:
         ```
     """
 
-    def __init__(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport, counts: Counts | None = None) -> None:
         self.rank = transport.rank
         self.world_size = transport.world_size
-        self.messages_sent = 0
-        self.bytes_sent = 0
+        self.counts = Counts() if counts is None else counts
         self._transport = transport
+
+    @property
+    def messages_sent(self) -> int:
+        """How many messages this rank has sent."""
+        return self.counts.messages_sent
+
+    @property
+    def bytes_sent(self) -> int:
+        """How many bytes it has sent."""
+        return self.counts.bytes_sent
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Count a message, and start sending it."""
-        self.count(tensor)
+        self.counts.add(tensor)
         return self._transport.isend(tensor, to, tag)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
@@ -38,12 +65,7 @@ class CountingTransport:
 
     def exchange(self, tag: int = 0) -> CountingExchange:
         """Open an exchange whose sends are counted."""
-        return CountingExchange(self._transport.exchange(tag), self)
-
-    def count(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor is being sent."""
-        self.messages_sent += 1
-        self.bytes_sent += tensor.nbytes
+        return CountingExchange(self._transport.exchange(tag), self.counts)
 
     def __getattr__(self, name: str) -> Any:
         # Whatever else a transport can do, such as collectives of its own, passes uncounted.
@@ -53,13 +75,13 @@ class CountingTransport:
 class CountingExchange:
     """An exchange of another transport, whose sends are counted."""
 
-    def __init__(self, exchange: Exchange, counts: CountingTransport) -> None:
+    def __init__(self, exchange: Exchange, counts: Counts) -> None:
         self._exchange = exchange
         self._counts = counts
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
         """Count a message, and add it."""
-        self._counts.count(tensor)
+        self._counts.add(tensor)
         return self._exchange.isend(tensor, to)
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:

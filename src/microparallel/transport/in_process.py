@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from microparallel.errors import CommsError
+from microparallel.errors import TransportTimeout
 from microparallel.transport.base import COMPLETE, Complete, SeparateMessages, Work
 
 
@@ -45,7 +45,7 @@ class Awaited:
     def wait(self, timeout: float | None = None) -> None:  # noqa: ARG002
         """Take the message; nobody else runs while this rank waits, so it must be there."""
         if not self.poll():
-            raise CommsError(f"{self}, and it has not been sent")
+            raise TransportTimeout(f"{self}, and it has not been sent")
 
     def __str__(self) -> str:
         return self._description

@@ -24,7 +24,7 @@ from itertools import combinations
 
 import torch
 
-from microparallel.errors import CommsError, Mismatch
+from microparallel.errors import CommsError, Mismatch, TransportTimeout
 from microparallel.transport.base import Loan, ReceivedCopy
 
 
@@ -112,7 +112,7 @@ class StreamWork:
     def wait(self, timeout: float | None = None) -> None:  # noqa: ARG002
         """Return if the exchange has ended; nobody else runs while this rank waits, so otherwise it never will."""
         if not self.poll():
-            raise CommsError(f"deadlock under NCCL's rules: {self._streams}")
+            raise TransportTimeout(f"deadlock under NCCL's rules: {self._streams}")
 
     def __str__(self) -> str:
         return self._streams.standing(self._rank)

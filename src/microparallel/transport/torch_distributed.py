@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from datetime import timedelta
+from types import TracebackType
 from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
 
+from microparallel.errors import AddressInUse, MicroparallelError, PeerGone, TransportError, TransportTimeout
 from microparallel.transport.base import Loan, ReceivedCopy, Work
 from microparallel.transport.torch_groups import make_group
 
@@ -30,25 +33,67 @@ _BATCHED = frozenset({"cuda"})
 _FIRST_LOSS = "microparallel/first-loss"
 
 
+def translate(error: RuntimeError) -> TransportError:
+    """torch's error as one of ours.
+
+    torch raises the same types for whatever went wrong, so its text is all there is to go by. No other place reads it.
+    """
+    reason = str(error).partition("\n")[0]
+    said = reason.lower()
+    if "eaddrinuse" in said or "address already in use" in said:
+        return AddressInUse(reason)
+    if "timed out" in said or "timeout" in said:
+        return TransportTimeout(reason)
+    return TransportError(reason)
+
+
+class Translated:
+    """`with` this around calls into torch.distributed: what torch raises there becomes a TransportError."""
+
+    def __init__(self, translation: Callable[[RuntimeError], TransportError] = translate) -> None:
+        self._translation = translation
+
+    def __enter__(self) -> None:
+        """Nothing to prepare."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # What has a type of ours was raised by our own backend beneath torch.
+        if isinstance(error, RuntimeError) and not isinstance(error, MicroparallelError):
+            raise self._translation(error) from error
+
+
+TRANSLATED = Translated()
+
+
 class TorchWork:
     """A torch.distributed transfer, with the tensors it reads or writes kept alive."""
 
-    def __init__(self, work: dist.Work | None, *tensors: torch.Tensor) -> None:
+    def __init__(self, work: dist.Work | None, translated: Translated, *tensors: torch.Tensor) -> None:
         self._work = work
+        self._translated = translated
         self._tensors = tensors
 
     def poll(self) -> bool:
         """Whether the transfer is known to be complete."""
         return self._work is None or self._work.is_completed()
 
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call this when it is complete, in a thread of torch's, where torch can say so; else never."""
+        if self._work is not None and all(tensor.device.type == "cpu" for tensor in self._tensors):
+            with contextlib.suppress(RuntimeError):  # not every backend has futures
+                self._work.get_future().then(lambda _: callback())
+
     def wait(self, timeout: float | None = None) -> None:
         """Return when the transfer is complete (on CUDA: when the current stream may rely on it)."""
         if self._work is None:
             return
-        if timeout is None:
-            self._work.wait()
-        else:
-            self._work.wait(timedelta(seconds=timeout))
+        with self._translated:
+            if timeout is None:
+                self._work.wait()
+            else:
+                self._work.wait(timedelta(seconds=timeout))
         self._work = None
 
 
@@ -86,8 +131,7 @@ class TorchExchange:
     def close(self) -> None:
         """Start what was put into the batch."""
         if self._batch:
-            tensors = [message.tensor for message in self._batch]
-            self._works = [TorchWork(work, *tensors) for work in dist.batch_isend_irecv(self._batch)]
+            self._works = self._transport.start_batch(self._batch)
 
     def poll(self) -> bool:
         """Whether the whole batch is known to be complete."""
@@ -116,49 +160,74 @@ class TorchTransport:
         self._store = store
         self._subgroups: list[TorchTransport] = []
 
+    @property
+    def _translated(self) -> Translated:
+        return Translated(self._failure)  # kept by no transport: groups end with the last reference to them
+
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> TorchWork:
         """Start sending a contiguous tensor."""
-        return TorchWork(dist.isend(tensor, group=self.group, group_dst=to, tag=tag), tensor)
+        with self._translated:
+            work = dist.isend(tensor, group=self.group, group_dst=to, tag=tag)
+        return TorchWork(work, self._translated, tensor)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> TorchWork:
         """Start receiving into a contiguous tensor."""
-        return TorchWork(dist.irecv(tensor, group=self.group, group_src=source, tag=tag), tensor)
+        with self._translated:
+            work = dist.irecv(tensor, group=self.group, group_src=source, tag=tag)
+        return TorchWork(work, self._translated, tensor)
 
     def exchange(self, tag: int = 0) -> TorchExchange:
         """Open an exchange, to which messages are added."""
         return TorchExchange(self, tag)
 
+    def start_batch(self, batch: list[dist.P2POp]) -> list[TorchWork]:
+        """Start messages together."""
+        tensors = [message.tensor for message in batch]
+        with self._translated:
+            works = dist.batch_isend_irecv(batch)
+        return [TorchWork(work, self._translated, *tensors) for work in works]
+
     def broadcast(self, tensor: torch.Tensor, source: int) -> TorchWork:
         """Start copying the source's tensor over everybody else's."""
-        return TorchWork(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True), tensor)
+        with self._translated:
+            work = dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
+        return TorchWork(work, self._translated, tensor)
 
     def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, source: int) -> TorchWork:
         """Start handing the source's inputs out, one to each rank, all of one size."""
-        work = dist.scatter(output, inputs, group=self.group, group_src=source, async_op=True)
-        return TorchWork(work, output, *(inputs or ()))
+        with self._translated:
+            work = dist.scatter(output, inputs, group=self.group, group_src=source, async_op=True)
+        return TorchWork(work, self._translated, output, *(inputs or ()))
 
     def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, to: int) -> TorchWork:
         """Start collecting everybody's tensor on one rank."""
-        work = dist.gather(tensor, outputs, group=self.group, group_dst=to, async_op=True)
-        return TorchWork(work, tensor, *(outputs or ()))
+        with self._translated:
+            work = dist.gather(tensor, outputs, group=self.group, group_dst=to, async_op=True)
+        return TorchWork(work, self._translated, tensor, *(outputs or ()))
 
     def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> TorchWork:
         """Start collecting everybody's tensor on every rank."""
-        return TorchWork(dist.all_gather(outputs, tensor, group=self.group, async_op=True), tensor, *outputs)
+        with self._translated:
+            work = dist.all_gather(outputs, tensor, group=self.group, async_op=True)
+        return TorchWork(work, self._translated, tensor, *outputs)
 
     def reduce(self, tensor: torch.Tensor, to: int, op: str) -> TorchWork:
         """Start combining everybody's tensor on one rank; what the others' tensors hold afterwards is undefined."""
-        work = dist.reduce(tensor, op=_REDUCE_OPS[op], group=self.group, group_dst=to, async_op=True)
-        return TorchWork(work, tensor)
+        with self._translated:
+            work = dist.reduce(tensor, op=_REDUCE_OPS[op], group=self.group, group_dst=to, async_op=True)
+        return TorchWork(work, self._translated, tensor)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> TorchWork:
         """Start combining the ranks' inputs position by position; rank r gets position r."""
-        work = dist.reduce_scatter(output, inputs, op=_REDUCE_OPS[op], group=self.group, async_op=True)
-        return TorchWork(work, output, *inputs)
+        with self._translated:
+            work = dist.reduce_scatter(output, inputs, op=_REDUCE_OPS[op], group=self.group, async_op=True)
+        return TorchWork(work, self._translated, output, *inputs)
 
     def native_all_reduce(self, tensor: torch.Tensor, op: str) -> TorchWork:
         """Start combining everybody's tensor, in place, on every rank."""
-        return TorchWork(dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self.group, async_op=True), tensor)
+        with self._translated:
+            work = dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self.group, async_op=True)
+        return TorchWork(work, self._translated, tensor)
 
     def subgroup(self, ranks: list[int]) -> Self | None:
         """Make a group of some of these ranks; only they need to call this. None on a rank that is not among them."""
@@ -170,7 +239,14 @@ class TorchTransport:
         self._subgroups.append(subgroup)
         return subgroup
 
-    def lost_peers(self) -> list[int]:
+    def _failure(self, error: RuntimeError) -> TransportError:
+        """torch's error as one of ours; whether a peer is gone, its connection tells better than the text does."""
+        failure = translate(error)
+        if type(failure) is TransportError and (lost := self._lost_peers()):
+            return PeerGone(lost)
+        return failure
+
+    def _lost_peers(self) -> list[int]:
         """Find the ranks whose connection has gone, after a call has failed.
 
         The first rank to notice a loss writes it down in the store. Later ones also see connections that were closed

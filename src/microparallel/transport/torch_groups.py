@@ -8,14 +8,13 @@ themselves.
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+
+from microparallel.torch_private import next_group_is_called
 
 
 class _Family:
@@ -27,7 +26,6 @@ class _Family:
 
 
 _families: WeakKeyDictionary[dist.ProcessGroup, _Family] = WeakKeyDictionary()
-_naming = threading.Lock()
 
 
 def make_group(parent: dist.ProcessGroup, world_ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
@@ -36,19 +34,7 @@ def make_group(parent: dist.ProcessGroup, world_ranks: Sequence[int], backend: s
     family = _families.setdefault(parent, _Family("microparallel"))
     family.made[members] += 1
     name = f"{family.name}/{'-'.join(map(str, members))}#{family.made[members]}"
-    with _named(name):
+    with next_group_is_called(name):
         group: dist.ProcessGroup = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
     _families[group] = _Family(name)
     return group
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Let the next group have this name: torch has no argument for it."""
-    with _naming:
-        before = distributed_c10d._process_group_name
-        distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            distributed_c10d._process_group_name = before

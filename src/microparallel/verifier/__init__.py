@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from microparallel.errors import ProgramError, UsageError
-from microparallel.program import Collective, Program, peak_activations
+from microparallel.program import Collective, Program, Sends, Wait, peak_activations
 from microparallel.verifier.collective import check_collective
-from microparallel.verifier.execution import Sends, Wait
 from microparallel.verifier.findings import Deadlock, Miscounted, Missing, NeverReduced, Unmatched, Unreached
 from microparallel.verifier.matching import check_matching
 from microparallel.verifier.order import check_order

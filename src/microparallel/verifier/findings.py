@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,7 +9,8 @@ from microparallel.errors import ProgramError
 from microparallel.program import Bucket, Op, Recv, Send, Value
 
 if TYPE_CHECKING:
-    from microparallel.verifier.execution import Wait
+    from microparallel.program import Wait
+    from microparallel.program.symbols import Symbol
 
 
 class Unmatched(ProgramError):
@@ -56,8 +56,6 @@ class NeverReduced(ProgramError):
 class Unreached(ProgramError):
     """A slice of a collective that ends with other contributions than promised: (rank, slice) → how many times."""
 
-    def __init__(
-        self, message: str, rank: int, index: int, found: Counter[tuple[int, int]], wanted: Counter[tuple[int, int]]
-    ):
+    def __init__(self, message: str, rank: int, index: int, found: Symbol, wanted: Symbol):
         super().__init__(message)
         self.rank, self.index, self.found, self.wanted = rank, index, found, wanted

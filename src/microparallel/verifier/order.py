@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from microparallel.program import Program
-from microparallel.verifier.execution import Execution, Sends, Wait
+from collections import deque
+
+from microparallel.program import Policy, Program, Sends, Wait, Walk
 from microparallel.verifier.findings import Deadlock
 from microparallel.verifier.place import show_place
 
 
 def check_order(program: Program, sends: Sends) -> None:
     """Raise `Deadlock` when ranks wait for each other for ever, naming the circle and drawing where they stand."""
-    waits = Execution(program, sends).run(lambda _rank, _place, _op: None)
+    walk = Walk(program, Policy(sends))
+    deque(walk, maxlen=0)
+    waits = walk.waits()
     if not waits:
         return
     circle, last = find_circle(waits)

@@ -6,21 +6,29 @@ its forward and its backward on every stage, once, on the rank that has the stag
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, defaultdict
 
-from microparallel.errors import ProgramError
+from microparallel.collectives import require_algorithm
+from microparallel.errors import ProgramError, UsageError
 from microparallel.program import (
+    AUTO,
+    WORLD,
     Act,
     Add,
     AllReduce,
     Backward,
     BackwardInput,
     BackwardWeight,
+    Broadcast,
     Bucket,
     Chunk,
+    Cursor,
     Forward,
     Free,
     Grad,
+    GroupOp,
+    Named,
     Op,
     OptimizerStep,
     Part,
@@ -31,9 +39,9 @@ from microparallel.program import (
     Send,
     TrainingStep,
     Value,
+    Walk,
     halves,
 )
-from microparallel.verifier.execution import Execution
 from microparallel.verifier.findings import Miscounted, Missing, NeverReduced
 from microparallel.verifier.place import show_place
 
@@ -54,6 +62,7 @@ def check_training_step(program: Program, goal: TrainingStep) -> None:
         for microbatch in range(goal.microbatches):
             _check_once(done, stage, microbatch)
     _check_replicas(program, goal, done[Forward])
+    _check_groups(program)
     _check_updates(program)
 
 
@@ -64,7 +73,9 @@ def _not_allowed(op: Op, goal: TrainingStep) -> str:
             return f"and the goal is a {goal}, counted from 0"
     if isinstance(op, Add) or (isinstance(op, Recv) and op.reduce):
         return "and a training step adds only by all-reduce"
-    if isinstance(op, AllReduce):
+    if isinstance(op, Broadcast) and not isinstance(op.value, Named):
+        return "and only a named value, such as :weights, is broadcast"
+    if isinstance(op, AllReduce) and not isinstance(op.value, Named):
         if not isinstance(op.value, Bucket) or op.value.index >= len(goal.buckets):
             return f"and the goal names {len(goal.buckets) or 'no'} buckets"
     elif isinstance(op, Send | Recv | Free) and isinstance(op.value, Chunk | Part):
@@ -82,18 +93,17 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
     lonely = program.sends_nothing and program.world_size > 1
     hint = "; nothing is sent: mp.schedules.lower(program) adds the messages" if lonely else ""
 
-    def visit(rank: int, place: int, op: Op) -> None:
-        def words(reason: str) -> str:
-            return f"rank {rank} does {op}, {reason}\n  {show_place(program, rank, place)}"
-
+    for cursor in Walk(program):
+        rank, op = cursor.rank, cursor.op
+        words = functools.partial(_words, program, cursor)
         for value in rules[rank].needs(op):
             if value not in held[rank]:
                 state = "has freed" if value in ever[rank] else "does not have"
                 travels = isinstance(value, Act | Grad)
                 needs = words(f"which needs {value}, and {state} it{hint if travels else ''}")
-                raise Missing(needs, rank, place, op, value)
+                raise Missing(needs, rank, cursor.place, op, value)
         for value in rules[rank].makes(op):
-            if value in ever[rank]:
+            if value in ever[rank] and not isinstance(value, Named):
                 raise ProgramError(words(f"and has had {value} before"))
             held[rank].add(value)
             ever[rank].add(value)
@@ -104,9 +114,12 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
             if steps[rank] > 1:
                 raise ProgramError(words("its second in one training step"))
 
-    Execution(program, "buffered").run(visit)
     if any(isinstance(op, Free) for ops in program.ranks for op in ops):
         _check_leaks(held)
+
+
+def _words(program: Program, cursor: Cursor, reason: str) -> str:
+    return f"rank {cursor.rank} does {cursor.op}, {reason}\n  {show_place(program, cursor.rank, cursor.place)}"
 
 
 def _check_leaks(held: list[set[Value]]) -> None:
@@ -201,7 +214,27 @@ def _check_axes(program: Program) -> None:
     axes: dict[Value, tuple[int, str]] = {}
     for rank, ops in enumerate(program.ranks):
         for op in ops:
-            if isinstance(op, AllReduce):
+            if isinstance(op, AllReduce) and isinstance(op.value, Bucket):
                 other, axis = axes.setdefault(op.value, (rank, op.axis))
                 if axis != op.axis:
                     raise ProgramError(f"rank {other} sums {op.value} along {axis}, and rank {rank} along {op.axis}")
+
+
+def _check_groups(program: Program) -> None:
+    """What ranks do together must be the same on all of them, with an algorithm and a root that exist."""
+    named = [axis for axis, _ in program.mesh]
+    alike: dict[object, tuple[int, GroupOp]] = {}
+    groups = program.groups()
+    for (rank, op), members in groups.items():
+        if named and op.axis not in (WORLD, *named):
+            raise ProgramError(f"rank {rank} does {op}, and the mesh has the axes {', '.join(named)}")
+        try:
+            if op.algorithm != AUTO:
+                require_algorithm("all-reduce" if isinstance(op, AllReduce) else "broadcast", op.algorithm)
+        except UsageError as error:
+            raise ProgramError(f"rank {rank} does {op}: {error}") from None
+        if isinstance(op, Broadcast) and op.root not in members:
+            raise ProgramError(f"rank {rank} does {op}, and rank {op.root} does not take part in it")
+        other, theirs = alike.setdefault((type(op), op.value, program.line(rank, op.axis)), (rank, op))
+        if theirs != op and ((other, op) not in groups or (rank, theirs) not in groups):
+            raise ProgramError(f"rank {other} does {theirs}, and rank {rank} does {op}; they would not meet")

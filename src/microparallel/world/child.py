@@ -85,7 +85,7 @@ def main(parent_fd: int, lifeline_fd: int, answers_fd: int) -> None:
 def _run(job: Job, parent: Connection) -> None:
     import cloudpickle
 
-    from microparallel.errors import CheckpointError, PeerLost, UsageError
+    from microparallel.errors import CheckpointError, PeerGone, PeerLost, UsageError
 
     comms = None
     try:
@@ -110,9 +110,9 @@ def _run(job: Job, parent: Connection) -> None:
         report = Raised(
             f"raised {type(error).__name__}: {_text(error)}",
             "" if isinstance(error, CheckpointError) else traceback.format_exc(),
-            secondary=isinstance(error, PeerLost),
+            secondary=isinstance(error, PeerLost | PeerGone),
             refusal=str(error) if isinstance(error, UsageError) else None,
-            lost=error.ranks if isinstance(error, PeerLost) else (),
+            lost=error.ranks if isinstance(error, PeerLost | PeerGone) else (),
         )
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

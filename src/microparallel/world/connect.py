@@ -16,7 +16,6 @@ import torch.distributed as dist
 # Its functions have the world as a default argument. Imported while there is a world (making an optimizer does that),
 # they would hold it for ever: its threads would outlive `close()`, and now and then crash the process as Python ends.
 import torch.distributed.nn.functional
-from torch.distributed import distributed_c10d
 
 from microparallel._torch_entry import register
 from microparallel.comms import Comms
@@ -25,11 +24,13 @@ from microparallel.comms.backend_flight import using
 from microparallel.comms.group import Group
 from microparallel.comms.torch_group import TorchGroup
 from microparallel.drawing.numbers import count
-from microparallel.errors import CommsTimeout, UsageError
+from microparallel.errors import AddressInUse, CommsTimeout, TransportTimeout, UsageError
 from microparallel.flight import Flight, agreed_folder
 from microparallel.topology import threads_per_rank
 from microparallel.topology.placement import Placement, find_placement
+from microparallel.torch_private import store_of_the_world
 from microparallel.transport.shared_memory import futex, this_machine
+from microparallel.transport.torch_distributed import TRANSLATED
 from microparallel.world.missing import notes_of, saying_who_is_missing
 
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")
@@ -121,7 +122,7 @@ def _adopted_flight(placement: Placement) -> Flight:
     if isinstance(world, MicroparallelGroup):
         return world.shared_memory.flight
     if world not in _flights:
-        folder = agreed_folder(distributed_c10d._get_default_store())
+        folder = agreed_folder(store_of_the_world())
         flight = Flight.open(folder, placement.rank, placement.world_size, placement.local_world_size)
         _flights[world] = flight
         finalize(world, flight.close).atexit = False  # it ends with the process by itself
@@ -190,21 +191,19 @@ def _meet(placement: Placement, timeout: float) -> dist.Store:
 def _meeting_errors(placement: Placement, timeout: float) -> Iterator[None]:
     place = f"{placement.address}:{placement.port}"
     try:
-        yield
-    except RuntimeError as error:
-        reason = str(error).lower()
-        if "eaddrinuse" in reason or "address already in use" in reason:
-            raise UsageError(
-                f"port {placement.port} on {placement.address} is in use by another program; "
-                "choose a free one with MASTER_PORT (or torchrun's --master-port)"
-            ) from error
-        if "timed out" in reason or "timeout" in reason:
-            raise CommsTimeout(
-                f"rank {placement.rank} waited {timeout:g} s at {place} "
-                f"for the other {count(placement.world_size - 1, 'rank')}; "
-                "were all of them started, and can they reach that address?"
-            ) from error
-        raise
+        with TRANSLATED:
+            yield
+    except AddressInUse as error:
+        raise UsageError(
+            f"port {placement.port} on {placement.address} is in use by another program; "
+            "choose a free one with MASTER_PORT (or torchrun's --master-port)"
+        ) from error
+    except TransportTimeout as error:
+        raise CommsTimeout(
+            f"rank {placement.rank} waited {timeout:g} s at {place} "
+            f"for the other {count(placement.world_size - 1, 'rank')}; "
+            "were all of them started, and can they reach that address?"
+        ) from error
 
 
 def require_possible(transport: str, device: str, placement: Placement) -> None:

@@ -22,7 +22,7 @@ from types import TracebackType
 from microparallel.errors import LaunchError
 
 # What every rank needs, and what a process's first optimizer imports, which takes as long again.
-NEEDED = ("microparallel.world.connect", "microparallel.models", "torch._dynamo")
+NEEDED = ("microparallel.world.connect", "microparallel.models", "microparallel.torch_private:load_for_optimizers")
 _TAKE_ORPHANS, _DOES_IT_TAKE_ORPHANS = 36, 37  # PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER
 
 
@@ -34,7 +34,7 @@ def can_fork() -> bool:
 
 
 class Nursery:
-    """Starts ranks by forking a process that has imported `modules`."""
+    """Starts ranks by forking a process that has imported `modules`; one may name a function of it to call, too."""
 
     def __init__(self, modules: Sequence[str] = NEEDED) -> None:
         self._process: subprocess.Popen[bytes] | Fork

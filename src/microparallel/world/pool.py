@@ -217,12 +217,10 @@ class _Watch:
     def _timed_out(self) -> RanksTimedOut:
         late = self._pending
         why = self._flights.why()
-        rows = [
-            f"  rank {rank}: {self._processes[rank].where() if rank in late else 'finished'}"
-            for rank in range(len(self._processes))
-        ]
+        places = {rank: process.where() if rank in late else "finished" for rank, process in enumerate(self._processes)}
+        rows = [f"  rank {rank}: {place}" for rank, place in places.items()]
         headline = f"{len(late)} of {len(self._processes)} ranks had not finished after {self._timeout:g} s"
-        return RanksTimedOut(late, "\n".join([headline + why, *rows]))
+        return RanksTimedOut(late, "\n".join([headline + why, *rows]), places)
 
     def _let_ranks_stop(self) -> None:
         """Pass Ctrl-C on, and give ranks that save their work a moment; a second Ctrl-C cuts it short."""

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from microparallel.errors import CommsError
+from microparallel.errors import CommsError, TransportTimeout
 
 _HELLO = struct.Struct("II")  # rank, how many ranks it expects
 
@@ -49,7 +49,7 @@ def exchange_descriptors(
         for peer in range(rank):  # the higher rank of a pair connects to the lower
             peers[peer] = _visit(store, peer, rank, ranks, descriptor, timeout)
         while len(peers) < ranks - 1:
-            connection, _ = listener.accept()
+            connection = _accept(listener, sorted(set(range(ranks)) - {rank} - peers.keys()), timeout)
             connection.settimeout(timeout)
             if not _same_user(connection):
                 connection.close()
@@ -64,6 +64,14 @@ def exchange_descriptors(
     for connection, _ in peers.values():
         connection.setblocking(False)
     return peers
+
+
+def _accept(listener: socket.socket, missing: list[int], timeout: float) -> socket.socket:
+    try:
+        return listener.accept()[0]
+    except TimeoutError as error:
+        names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        raise TransportTimeout(f"{names} did not come to the meeting within {timeout:g} s") from error
 
 
 @contextmanager
@@ -99,7 +107,7 @@ def _visit(
         except ConnectionError as error:
             connection.close()
             if time.monotonic() > deadline:
-                raise CommsError(f"the socket of rank {peer} cannot be reached: {error}") from error
+                raise TransportTimeout(f"the socket of rank {peer} cannot be reached: {error}") from error
             time.sleep(0.001)
         except BaseException:
             connection.close()

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from microparallel.errors import Mismatch
+from microparallel.errors import Mismatch, PeerGone
 from microparallel.transport.shared_memory.segment import Segment
 from microparallel.transport.shared_memory.status import Status
 
@@ -32,7 +32,6 @@ class Peers:
         segments: Mapping[int, Segment],
         connections: dict[int, socket.socket],
     ) -> None:
-        self.lost: list[int] = []  # ranks that were found to be gone
         self._rank = rank
         self._world_ranks = world_ranks
         self._connections = connections
@@ -46,7 +45,11 @@ class Peers:
 
     def have_called(self, number: int) -> bool:
         """Whether everybody has called a collective."""
-        return all((status.called - number) % 2**32 < 2**31 for status in self._statuses.values())
+        return all(status.has_called(number) for status in self._statuses.values())
+
+    def missing(self, number: int) -> list[int]:
+        """The ranks that have not called a collective."""
+        return sorted(rank for rank, status in self._statuses.items() if not status.has_called(number))
 
     def begin(self, call: str, signature: int) -> None:
         """Remember which collective this rank is in, and the last few before it."""
@@ -96,9 +99,8 @@ class Peers:
         return call if isinstance(call, str) else None
 
     def _give_up(self, lost: list[int]) -> NoReturn:
-        self.lost = lost
         self._statuses[self._rank].fail({"lost": [self._world_ranks[rank] for rank in lost]})
-        raise RuntimeError(f"rank {', '.join(map(str, lost))} went away")
+        raise PeerGone(lost)
 
     def _hung_up(self, peer: int) -> bool:
         connection = self._connections.get(peer)

@@ -1,13 +1,14 @@
-"""Memory of torch's own that was moved to where the peers can read it.
+"""Memory of torch's own that was moved to where the peers can read it, if the user has asked for that.
 
-torch's DistributedDataParallel keeps gradients in buckets that it allocates itself. Each all-reduce would begin by
-copying them into the segment. So a bucket that comes for the second time is moved, once: torch puts its memory into an
-anonymous file, under every view of it at the same time (`Tensor.share_memory_` does so, too), and we hand the file's
-descriptor to the peers over the connections that are there anyway.
+torch's DistributedDataParallel keeps gradients in buckets that it allocates itself. Each all-reduce begins by copying
+them into the segment. With `MICROPARALLEL_MOVE=1` in the environment, a large tensor that all-reduce meets for the
+second time is moved, once: torch puts its memory into an anonymous file, under every view of it at the same time
+(`Tensor.share_memory_` does so, too), and we hand the file's descriptor to the peers over the connections that are
+there anyway. `benchmarks/torch_ddp.py` measures what it gains.
 
-A pointer into the old memory that torch knows nothing of would dangle from then on. What `Tensor.numpy` has shown is
-safe: torch marks such memory, and it is left alone. A tensor that was handed over by DLPack before the move is not.
-`MICROPARALLEL_MOVE=0` in the environment leaves everything where it is.
+It is not the default, because a pointer into the old memory that torch knows nothing of dangles from then on: what
+`Tensor.data_ptr` returned, or a tensor that was handed over by DLPack before. What `Tensor.numpy` has shown is safe:
+torch marks such memory, and it is left alone.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from collections.abc import Mapping
 
 import torch
 
-from microparallel.errors import CommsError
+from microparallel.errors import CommsError, PeerGone
 from microparallel.topology import available_memory
+from microparallel.torch_private import share_by_descriptor
 from microparallel.transport.shared_memory.arena import MARGIN
 from microparallel.transport.shared_memory.status import Status
 
@@ -51,7 +53,7 @@ class OwnRegions:
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._gone: deque[int] = deque()
         self._count = 0
-        self._given_up = os.environ.get(VARIABLE) == "0"
+        self._given_up = os.environ.get(VARIABLE) != "1"
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         """The number of the region that a tensor lies in, and where in it; None when it lies elsewhere."""
@@ -75,7 +77,7 @@ class OwnRegions:
 
     def _move(self, storage: torch.UntypedStorage) -> None:
         try:
-            descriptor, size = storage._share_fd_cpu_()
+            descriptor, size = share_by_descriptor(storage)
         except RuntimeError:  # it lies where it was, and is copied each time as before
             self._given_up = True
             return
@@ -103,7 +105,8 @@ class OwnRegions:
 class TheirRegions:
     """The storages that a peer has moved, as this rank maps them."""
 
-    def __init__(self, connection: socket.socket, status: Status) -> None:
+    def __init__(self, peer: int, connection: socket.socket, status: Status) -> None:
+        self._peer = peer
         self._connection = connection
         self._status = status
         self._read = 0
@@ -125,17 +128,19 @@ class TheirRegions:
     def _read_news(self) -> None:
         try:
             message, descriptors, _, _ = socket.recv_fds(self._connection, _NEWS.size, 1)
+        except ConnectionError as error:
+            raise PeerGone([self._peer]) from error
         except OSError as error:
             raise CommsError(f"a peer has not handed over what it told of: {error}") from error
         if len(message) != _NEWS.size:
-            raise CommsError("a peer went away while it handed over memory")
+            raise PeerGone([self._peer])
         number, size = _NEWS.unpack(message)
         if not size:
             self._regions.pop(number, None)
         elif descriptors:
             self._regions[number] = _mapped(descriptors[0], size)
         else:
-            raise CommsError(f"no descriptor was left for a peer's memory; raise `ulimit -n`, or set {VARIABLE}=0")
+            raise CommsError(f"no descriptor was left for a peer's memory; raise `ulimit -n`, or unset {VARIABLE}")
 
     def close(self) -> None:
         """Let go of everything."""

@@ -28,6 +28,10 @@ class Status:
         """How many collectives the rank has called, modulo 2³²; it may not have run them."""
         return self._segment.words[2]
 
+    def has_called(self, number: int) -> bool:
+        """Whether the rank has called the collective of this number."""
+        return (self.called - number) % 2**32 < 2**31
+
     def call(self) -> int:
         """Count one more; returns its number."""
         self._segment.words[2] = number = (self.called + 1) % 2**32

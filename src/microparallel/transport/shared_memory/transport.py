@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from microparallel.errors import CommsError
+from microparallel.errors import CommsError, TransportTimeout
 from microparallel.topology import available_cores, total_memory
 from microparallel.transport.shared_memory import futex
 from microparallel.transport.shared_memory.arena import Arena
@@ -61,7 +61,7 @@ class SharedMemoryTransport:
         self.peers = Peers(rank, self.world_ranks, self._segments, connections)
         statuses = {member: Status(segment) for member, segment in self._segments.items()}
         self._regions = OwnRegions(connections, statuses[rank])
-        self._their_regions = {peer: TheirRegions(connections[peer], statuses[peer]) for peer in connections}
+        self._their_regions = {peer: TheirRegions(peer, connections[peer], statuses[peer]) for peer in connections}
         self._out = [[_channel(self._segment, peer, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._in = [[_channel(self._segments[peer], rank, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._staged: list[deque[Sent]] = [deque() for _ in range(LANES)]  # copies that may not have been read yet
@@ -91,7 +91,7 @@ class SharedMemoryTransport:
             regions.refresh()
 
     def move_what_comes_again(self, tensor: torch.Tensor) -> None:
-        """Move a large tensor to where peers can read it, if collectives have met it before."""
+        """Move a large tensor to where peers can read it, if the user wants that and collectives have met it before."""
         self._regions.move_what_comes_again(tensor)
 
     def borrow(self, source: int, timeout: float | None = None) -> Borrowed:
@@ -144,7 +144,7 @@ class SharedMemoryTransport:
                         return source
             self.peers.require_any_alive()
             if time.monotonic() > deadline:
-                raise RuntimeError("timed out waiting for a message of any rank")
+                raise TransportTimeout("timed out waiting for a message of any rank")
             time.sleep(_GLANCE)
 
     def take_message(self, into: torch.Tensor, source: int, tag: int, deadline: float) -> float:
@@ -253,7 +253,7 @@ class SharedMemoryTransport:
             if look() == seen:
                 self.peers.require_alive(peer)
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"timed out waiting for rank {peer}")
+                    raise TransportTimeout(f"timed out waiting for rank {peer}")
 
     def wait_until_taken(self, channel: Channel, slot: int, to: int, timeout: float | None) -> None:
         """Sleep until a message has been read."""

@@ -1,4 +1,4 @@
-"""A recording as text or as a figure: for each rank, what it did with every moment.
+"""Where the time of a trace went, as text or as a figure: for each rank, what it did with every moment.
 
 ```
 rank 0  ▓▓▓▓▓█████████░░▒▒▒▒▒▒
@@ -9,13 +9,15 @@ rank 1  ▓▓▓████████····░▒▒▒▒▒▒
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from microparallel.drawing import kinds
 from microparallel.drawing.markup import Markup, element, joined
-from microparallel.drawing.numbers import round_step, short
-from microparallel.trace.intervals import Span as Interval
+from microparallel.drawing.numbers import seconds, short
+from microparallel.drawing.overlap import ticks
+from microparallel.trace import Trace
+from microparallel.trace.intervals import Span
 from microparallel.trace.parts import pieces_of
-from microparallel.trace.recording import Recording
 
 # What is drawn, with its sign in a terminal and its colour in a figure.
 _SIGNS = {"forward": "▓", "backward": "█", "optimizer": "▒", "communicating": "░", "waiting": "·"}
@@ -30,37 +32,40 @@ _WIDTH = 100  # columns
 _LEFT, _RIGHT, _ROW, _TOP, _PIXELS = 70.0, 16.0, 30.0, 44.0, 900.0
 
 
-def recording_text(recording: Recording, width: int | None = None) -> str:
-    """Draw a recording with letters: each column shows what took most of its time."""
-    start, end = _bounds(recording)
-    gutter = len(f"rank {recording.ranks - 1}") + 2
+def parts_text(trace: Trace, width: int | None = None) -> str:
+    """Draw a trace with letters: each column shows what took most of its time."""
+    start, end = trace.bounds
+    gutter = len(f"rank {trace.ranks - 1}") + 2
     columns = max(8, (width or _WIDTH) - gutter)
-    lines = [_title(recording)]
-    for rank, pieces in enumerate(pieces_of(recording)):
+    lines = [_title(trace)]
+    for rank, pieces in enumerate(pieces_of(trace)):
         cells = [_sign(pieces, *_column(start, end, column, columns)) for column in range(columns)]
         lines.append(f"{f'rank {rank}'.ljust(gutter)}{''.join(cells)}".rstrip())
     marks, numbers = ["─"] * columns, [" "] * (columns + 12)
-    for time, text in _ticks(end - start, columns / 10):
-        at = min(columns - 1, math.floor(time / (end - start) * columns)) if end > start else 0
+    for time, text in _ticks(trace, columns / 10):
+        at = min(columns - 1, math.floor(time / (end - start) * columns))
         marks[at] = "┼"
         if at + len(text) <= columns:
             numbers[at : at + len(text)] = text
-    lines += [" " * gutter + "".join(marks), f"{'ms'.ljust(gutter)}{''.join(numbers)}".rstrip()]
+    lines += [
+        " " * gutter + "".join(marks),
+        f"{('time' if trace.simulated else 'ms').ljust(gutter)}{''.join(numbers)}".rstrip(),
+    ]
     lines.append("  ".join(f"{sign} {name}" for name, sign in _SIGNS.items()))
     return "\n".join(lines)
 
 
-def recording_figure(recording: Recording) -> str:
-    """Draw a recording as an SVG image; hovering over a piece says what it is and how long it took."""
-    start, end = _bounds(recording)
+def parts_figure(trace: Trace) -> str:
+    """Draw a trace as an SVG image; hovering over a piece says what it is and how long it took."""
+    start, end = trace.bounds
     scale = (_PIXELS - _LEFT - _RIGHT) / (end - start or 1)
-    parts = [element("title", _title(recording)), element("text", _title(recording), x=12, y=24, font_size=15)]
-    for rank, pieces in enumerate(pieces_of(recording)):
+    parts = [element("title", _title(trace)), element("text", _title(trace), x=12, y=24, font_size=15)]
+    for rank, pieces in enumerate(pieces_of(trace)):
         top = _TOP + rank * _ROW
         parts.append(element("text", f"rank {rank}", x=12, y=top + 16))
-        parts += [_box(name, times, top, start, scale) for name, times in pieces.items()]
-    bottom = _TOP + recording.ranks * _ROW
-    for time, text in _ticks(end - start, 10):
+        parts += [_box(trace, name, times, top, scale) for name, times in pieces.items()]
+    bottom = _TOP + trace.ranks * _ROW
+    for time, text in _ticks(trace, 10):
         parts.append(element("text", text, x=_LEFT + time * scale, y=bottom + 16, font_size=11))
     parts += _legend(bottom + 40)
     height = bottom + 56
@@ -72,19 +77,20 @@ def recording_figure(recording: Recording) -> str:
         width=_PIXELS,
         height=height,
         role="img",
-        aria_label=_title(recording),
+        aria_label=_title(trace),
         font_family="system-ui, sans-serif",
         font_size=12,
         fill="#767676",
     )
 
 
-def _box(name: str, times: list[Interval], top: float, begun: float, scale: float) -> Markup:
+def _box(trace: Trace, name: str, times: list[Span], top: float, scale: float) -> Markup:
     """All pieces of one kind in a row."""
+    begun, _ = trace.bounds
     boxes = [
         element(
             "rect",
-            element("title", f"{name}, {_seconds(end - start)}"),
+            element("title", f"{name}, {_time(trace, end - start)}"),
             x=_LEFT + (start - begun) * scale,
             y=top,
             width=max(0.5, (end - start) * scale),
@@ -108,27 +114,23 @@ def _legend(y: float) -> list[Markup]:
     return entries
 
 
-def _bounds(recording: Recording) -> Interval:
-    start = min((span.start for span in recording.spans), default=0.0)
-    return start, max((span.end for span in recording.spans), default=0.0)
+def _title(trace: Trace) -> str:
+    steps = len(trace.steps)
+    words = [f"{trace.ranks} rank{'s' * (trace.ranks != 1)}", f"{steps} step{'s' * (steps != 1)}"]
+    return " · ".join(["simulated" if trace.simulated else "recorded", *words, _time(trace, trace.makespan)])
 
 
-def _title(recording: Recording) -> str:
-    steps = len(recording.steps)
-    words = [f"{recording.ranks} rank{'s' * (recording.ranks != 1)}", f"{steps} step{'s' * (steps != 1)}"]
-    return " · ".join(["recording", *words, _seconds(recording.makespan)])
+def _time(trace: Trace, time: float) -> str:
+    """A length of time; those of a simulation have the unit of its costs."""
+    return short(time) if trace.simulated else seconds(time)
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _column(start: float, end: float, column: int, columns: int) -> Interval:
+def _column(start: float, end: float, column: int, columns: int) -> Span:
     length = (end - start) / columns
     return start + column * length, start + (column + 1) * length
 
 
-def _sign(pieces: dict[str, list[Interval]], start: float, end: float) -> str:
+def _sign(pieces: dict[str, list[Span]], start: float, end: float) -> str:
     """The sign of what took most of a column; nothing if that was something else."""
     shares = {name: sum(_common(one, (start, end)) for one in times) for name, times in pieces.items()}
     name = max(shares, key=lambda one: shares[one])
@@ -136,14 +138,12 @@ def _sign(pieces: dict[str, list[Interval]], start: float, end: float) -> str:
     return _SIGNS[name] if shares[name] > other else " "
 
 
-def _common(one: Interval, two: Interval) -> float:
+def _common(one: Span, two: Span) -> float:
     """How long both are."""
     return max(0.0, min(one[1], two[1]) - max(one[0], two[0]))
 
 
-def _ticks(length: float, count: float) -> list[tuple[float, str]]:
-    """Round times, about so many, as milliseconds."""
-    if length <= 0:
-        return []
-    step = round_step(length / max(1.0, count))
-    return [(index * step, short(index * step * 1e3)) for index in range(math.floor(length / step) + 1)]
+def _ticks(trace: Trace, count: float) -> Iterator[tuple[float, str]]:
+    """Round times, about so many, each with its number."""
+    if trace.makespan > 0:
+        yield from ticks(trace.makespan, trace.makespan / max(1.0, count), seconds=not trace.simulated)

@@ -1,0 +1,119 @@
+"""What the ranks of a group do together: its algorithm's program, run on the links between them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from microparallel.collectives import GroupKind, program_of, resolve
+from microparallel.program import AllReduce, Chunk, Collective, Goal, GroupOp, Program, Send, Value
+from microparallel.simulator.costs import Costs
+from microparallel.topology import Link
+from microparallel.trace import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's share of what its group does: how long it takes part, and what it sends."""
+
+    seconds: float
+    messages: int
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What can be said of an algorithm's program without costs."""
+
+    program: Program
+    channels: list[tuple[int, int]]  # (sender, receiver)
+    sent: list[tuple[int, float]]  # for each rank: how many messages, and how much of the whole tensor
+
+
+class Groups:
+    """Finds out what AllReduces and Broadcasts cost: it simulates their programs, and what is alike only once.
+
+    Args:
+        costs: of the whole program.
+        goal: of the whole program.
+        run: simulates a program.
+    """
+
+    def __init__(self, costs: Costs, goal: Goal, run: Callable[[Program, Costs], list[Event]]) -> None:
+        self._costs = costs
+        self._goal = goal
+        self._run = run
+        self._known: dict[tuple[object, ...], list[float]] = {}
+
+    def shares(self, op: GroupOp, ranks: tuple[int, ...]) -> list[Share]:
+        """The share of each rank when all begin at the same time."""
+        size = self._costs.size(op.value, self._goal)
+        kind: GroupKind = "all-reduce" if isinstance(op, AllReduce) else "broadcast"
+        algorithm = resolve(kind, op.algorithm, len(ranks), size, self._costs.transport)
+        if algorithm == "ring" and (link := self._only_link(ranks)) is not None:
+            return [self._ring(op, len(ranks), size, link)] * len(ranks)
+        shape = _shape(kind, algorithm, len(ranks), None if isinstance(op, AllReduce) else ranks.index(op.root))
+        measured = self._costs.together(op) if len(ranks) > 1 else 0
+        seconds = self._simulated(shape, ranks, size) if measured is None else [measured] * len(ranks)
+        return [Share(end, messages, part * size) for end, (messages, part) in zip(seconds, shape.sent, strict=True)]
+
+    def _only_link(self, ranks: tuple[int, ...]) -> Link | None:
+        """How neighbours in a ring are connected, if all are in the same way."""
+        links = {self._costs.link(*pair) for pair in itertools.pairwise((*ranks, ranks[0])) if len(ranks) > 1}
+        return links.pop() if len(links) == 1 else None
+
+    def _ring(self, op: GroupOp, count: int, size: float, link: Link) -> Share:
+        """Where all links are alike, all ranks do each step at the same time. So one rank's steps tell everything.
+
+        A ring of a thousand ranks has millions of operations.
+        """
+        messages = 2 * (count - 1)
+        adding = (count - 1) * size / count * self._costs.add_seconds_per_byte
+        measured = self._costs.together(op)
+        seconds = messages * link.seconds(size / count) + adding if measured is None else measured
+        return Share(seconds, messages, messages * size / count)
+
+    def _simulated(self, shape: _Shape, ranks: tuple[int, ...], size: float) -> list[float]:
+        links = tuple(self._costs.link(ranks[sender], ranks[receiver]) for sender, receiver in shape.channels)
+        key = (id(shape), links, size)
+        if key not in self._known:
+            ends: list[float] = [0] * len(ranks)
+            self._known[key] = ends
+            for event in self._run(shape.program, _Within(costs=self._costs, ranks=ranks, whole=size)):
+                ends[event.rank] = max(ends[event.rank], event.end)
+        return self._known[key]
+
+
+@functools.cache
+def _shape(kind: GroupKind, algorithm: str, ranks: int, root: int | None) -> _Shape:
+    program = program_of(kind, algorithm, ranks, root)
+    assert isinstance(program.goal, Collective)
+    slices = program.goal.slices
+    sends = [[op for op in ops if isinstance(op, Send)] for ops in program.ranks]
+    channels = dict.fromkeys((rank, op.to) for rank, mine in enumerate(sends) for op in mine)
+    held = [sum(len(op.value) if isinstance(op.value, Chunk) else slices for op in mine) for mine in sends]
+    sent = [(len(mine), count / slices) for mine, count in zip(sends, held, strict=True)]
+    return _Shape(program, list(channels), sent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Within(Costs):
+    """The costs of a whole program, as they are among the ranks of one group."""
+
+    costs: Costs
+    ranks: tuple[int, ...]
+    whole: float  # bytes of the value
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "add_seconds_per_byte", self.costs.add_seconds_per_byte)
+
+    def size(self, value: Value, goal: Goal) -> float:
+        """How many bytes a part of the group's value has."""
+        assert isinstance(goal, Collective)
+        return self.whole * len(value) / goal.slices if isinstance(value, Chunk) else self.whole
+
+    def link(self, sender: int, receiver: int) -> Link:
+        """The connection between two ranks of the group."""
+        return self.costs.link(self.ranks[sender], self.ranks[receiver])

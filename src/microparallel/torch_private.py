@@ -1,0 +1,351 @@
+"""torch's private names, each with what breaks without it: no other file uses one.
+
+A name of torch's is private if it begins with an underscore, or if such a name is on the way to it: `torch._C.…`,
+`torch.utils._pytree`, `tensor._version`. torch may rename it in any release without a word. So each has a function
+here, under a name that says what it is for, and `tests/test_torch_private.py` tests that function: if a new torch fails
+there, this file is the only one to change. Methods that torch calls by a private name are here, too: the classes at the
+end lead such calls to methods of ours with names of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import GradientEdge, Node
+from torch.distributed import distributed_c10d
+from torch.nn.modules import module as torch_modules
+from torch.utils import _pytree
+
+# Without it: whatever a model takes or returns could only be a tensor, not a tuple or dictionary of tensors. Pipelines
+# could not cut such batches nor send them from stage to stage, and DataParallel would not find what needs a gradient.
+pytree = _pytree
+
+Engine = Callable[..., Any]
+_autograd: Any = torch.autograd
+_naming = threading.Lock()
+
+
+# ── autograd ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Let the backward that is running call this when all gradients are there, before it returns.
+
+    Without it: nobody would know when the last bucket is complete if parameters are unused, so DataParallel would need
+    a call of its own after `loss.backward()`; and recordings would not show what torch's DDP waits for in backward.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def number_of_backward() -> int | None:
+    """The number of the backward in which the calling thread is; None outside of one.
+
+    Without it: a recording could not tell a call that backward began, and waits for, from the program's own; and where
+    ranks fill the cores, a thread of ours would interrupt a backward that could have finished first.
+    """
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else int(number)
+
+
+def backward_engine() -> Engine:
+    """The function through which all of `torch.autograd` starts a backward.
+
+    Without it, and `replace_backward_engine`: recordings would miss the backward of what has no module, and that of
+    modules would cost several times as much (hooks on everything a module returns, and a callback at the end).
+    """
+    engine: Engine = _autograd._engine_run_backward
+    return engine
+
+
+def replace_backward_engine(engine: Engine) -> None:
+    """Let `torch.autograd` start every backward through this function."""
+    _autograd._engine_run_backward = engine
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place.
+
+    Without it: a pipeline would not notice that a stage changes its input, which others may have saved for backward.
+    """
+    return tensor._version
+
+
+def hooks_of_gradient(tensor: torch.Tensor) -> Collection[Any]:
+    """What was given to `register_post_accumulate_grad_hook`.
+
+    Without it: `mp.ddp_step` and the hook tracker would not find the buckets of a model that was prepared elsewhere.
+    """
+    return (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether anybody waits for a tensor's gradient.
+
+    Without it: zero-bubble pipelines could not put the gradients of weights off where that is safe, only never.
+    """
+    return bool(tensor._backward_hooks) or bool(hooks_of_gradient(tensor))
+
+
+def what_arrives_at(edge: GradientEdge) -> Any:
+    """The shape and dtype that the gradient has which flows along an edge of autograd's graph.
+
+    Without it: split backward could not undo broadcasting, as the engine does between two nodes.
+    """
+    node: Any = edge.node
+    return node._input_metadata[edge.output_nr]
+
+
+def hooks_of_saved(node: Node) -> list[Any]:
+    """The functions that unpack what a node of autograd's graph has saved; those of `torch.utils.checkpoint` are some.
+
+    Without it: split backward could not see that a node was checkpointed, and would calculate its forward twice.
+    """
+    hooks = []
+    for name in _names_of_saved(type(node)):
+        with contextlib.suppress(RuntimeError):  # freed already: running it will say so better than we can
+            saved = getattr(node, name)
+            for tensor in saved if isinstance(saved, tuple | list) else (saved,):
+                hooks.append(getattr(tensor, "unpack_hook", None))
+    return [hook for hook in hooks if hook is not None]
+
+
+@cache
+def _names_of_saved(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_raw_saved_")]
+
+
+def share_by_descriptor(storage: torch.UntypedStorage) -> tuple[int, int]:
+    """Move a storage into shared memory, under all of its views; returns a descriptor of the file, and its size.
+
+    Without it: with MICROPARALLEL_MOVE=1, tensors would still be copied. `Tensor.share_memory_` moves them as well, but
+    does not hand out the descriptor that other processes need.
+    """
+    descriptor, size = storage._share_fd_cpu_()
+    return int(descriptor), int(size)
+
+
+# ── modules ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Hooks = dict[int, Any]
+
+
+def forward_pre_hooks_of_all_modules() -> Hooks:
+    """Torch's own dictionary of the hooks that every module calls before its forward.
+
+    Without it: a recording would have to listen to all modules inside a model, some microseconds each.
+    """
+    return torch_modules._global_forward_pre_hooks
+
+
+def forward_hooks_of(module: nn.Module) -> tuple[Hooks, Hooks]:
+    """A module's own dictionaries of what it calls after its forward, and which of these even after an error.
+
+    Without them: a recording would register a hook for each forward, which takes as long as all the rest of it.
+    """
+    always: Any = module._forward_hooks_always_called
+    return module._forward_hooks, always
+
+
+def children_of(module: nn.Module) -> MutableMapping[str, nn.Module | None]:
+    """A module's children by name, with those that it has twice (`named_children` leaves them out).
+
+    Without it: a pipeline of layers that share their weights could not be cut.
+    """
+    return module._modules
+
+
+def buffers_of(module: nn.Module) -> MutableMapping[str, torch.Tensor | None]:
+    """A module's own buffers by name, with those that are None as yet.
+
+    Without it: measuring how long layers take would change what batch normalisation has counted.
+    """
+    return module._buffers
+
+
+def load_for_optimizers() -> None:
+    """Import what a process's first optimizer imports.
+
+    Without it: ranks that are forked from a process that has imported torch would each spend a second on that.
+    """
+    import torch._dynamo  # noqa: F401
+
+
+def leave_uncompiled(function: Any) -> None:
+    """Keep `torch.compile` from compiling a function and all it calls when a model that it compiles gets here.
+
+    Without it: compiled DDP models fail in our backend. `torch.compiler.disable` would import for a second first.
+    """
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+
+
+# ── torch.distributed ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def next_group_is_called(name: str) -> Iterator[None]:
+    """Let the next process group have this name: torch has no argument for it.
+
+    Without it: members of a new group that are in different numbers of groups would wait for each other for ever.
+    """
+    with _naming:
+        before = distributed_c10d._process_group_name
+        distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            distributed_c10d._process_group_name = before
+
+
+def store_of_the_world() -> dist.Store:
+    """The store through which the world has met.
+
+    Without it: ranks of a world that another program has made could not agree on a folder for their flight recorders.
+    """
+    return distributed_c10d._get_default_store()
+
+
+def nccl_group(
+    device: torch.device, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group with NCCL, which torch has not on its list.
+
+    Without it, and `gloo_group`: a mixed group ("cpu:microparallel,cuda:nccl") could not carry tensors of a GPU.
+    """
+    backend = dist.ProcessGroupNCCL(store, rank, len(world_ranks), nccl_options(world_ranks, timeout))
+    return _group_with(dist.ProcessGroup.BackendType.NCCL, backend, device, store, rank, len(world_ranks))
+
+
+def nccl_options(world_ranks: Sequence[int], timeout: timedelta) -> Any:
+    """How NCCL works in a group of these ranks.
+
+    Without it: tensors of a GPU in a mixed group would wait for half an hour, whatever timeout the program asked for.
+    """
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.global_ranks_in_group = list(world_ranks)
+    return options
+
+
+def gloo_group(
+    device: torch.device, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group with gloo, which torch has not on its list."""
+    backend = dist.ProcessGroupGloo(store, rank, len(world_ranks), timeout)
+    return _group_with(dist.ProcessGroup.BackendType.GLOO, backend, device, store, rank, len(world_ranks))
+
+
+def _group_with(
+    kind: dist.ProcessGroup.BackendType, backend: Any, device: torch.device, store: dist.Store, rank: int, ranks: int
+) -> dist.ProcessGroup:
+    group = dist.ProcessGroup(store, rank, ranks)
+    group._register_backend(torch.device(device.type), kind, backend)
+    group._set_default_backend(kind)
+    return group
+
+
+# What torch called these methods before 2.13.
+BEFORE_2_13 = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+
+
+def call_on(group: dist.ProcessGroup, name: str, *arguments: Any, **named: Any) -> Any:
+    """Call a process group's method by the name that it has since torch 2.13.
+
+    Without it: in a mixed group, tensors of a GPU could not be gathered nor scattered under an older torch.
+    """
+    method = getattr(group, name if hasattr(group, name) else BEFORE_2_13[name])
+    return method(*arguments, **named)
+
+
+def start_coalescing(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Let a process group start its next calls together.
+
+    Without it, and `end_coalescing`: `batch_isend_irecv` of a GPU's tensors would hang in a mixed group.
+    """
+    group._start_coalescing(device)
+
+
+def end_coalescing(group: dist.ProcessGroup, device: torch.device) -> dist.Work:
+    """Start the calls that were made since `start_coalescing`."""
+    return group._end_coalescing(device)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What carries a device's tensors in a process group of torch's own.
+
+    Without it: torch could not ask a mixed group whether NCCL can split or shrink, and `barrier` would fail there.
+    """
+    return group._get_backend(device)
+
+
+# torch declares several forms of each method. With a base that is Any, ours can say what they take in one.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class CalledProcessGroup(_ProcessGroup):  # type: ignore[misc]
+    """A process group written in Python: what torch calls by a private name arrives under a name of ours.
+
+    Without these methods, and `CalledWork`, torch would ask its own base class, which has no backend: every group would
+    fail as soon as it is named, and `barrier`, FSDP and `batch_isend_irecv` at their first call.
+    """
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self.backend_of(device)
+
+    def _get_backend_name(self) -> str:
+        return str(self.getBackendName())
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        devices: list[torch.device] = self.devices()
+        return devices
+
+    def _set_group_name(self, name: str) -> None:
+        self.setGroupName(name)
+
+    def _set_group_desc(self, description: str) -> None:
+        self.setGroupDesc(description)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self.start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        work: dist.Work = self.end_coalescing(device)
+        return work
+
+    # The names that torch used before 2.13, as in `BEFORE_2_13`.
+
+    def _allgather_base(self, *arguments: Any, **named: Any) -> dist.Work:
+        work: dist.Work = self.all_gather_single(*arguments, **named)
+        return work
+
+    def _reduce_scatter_base(self, *arguments: Any, **named: Any) -> dist.Work:
+        work: dist.Work = self.reduce_scatter_single(*arguments, **named)
+        return work
+
+
+class CalledWork(dist.Work):
+    """A work written in Python; see `CalledProcessGroup`."""
+
+    def source_rank(self) -> int:
+        """Who sent the message; -1 where there is none, or nobody knows."""
+        return -1
+
+    def _source_rank(self) -> int:
+        return self.source_rank()

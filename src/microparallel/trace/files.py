@@ -1,0 +1,104 @@
+"""A trace as JSON: a table of its events, and what is known about all of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, get_args
+
+from microparallel.errors import ProgramError
+from microparallel.program import Op, from_text, lane, parse_op, to_text
+from microparallel.trace.event import Event, Kind, Observed, lane_of
+from microparallel.trace.meetings import met
+from microparallel.trace.trace import Trace
+
+FORMAT = 2
+_COLUMNS = ("rank", "op", "kind", *Event._fields[3:])  # an operation says itself which lane it keeps busy
+
+
+def written(trace: Trace) -> str:
+    """Everything a trace says; an operation of a program is its text, and has no kind."""
+    head = {
+        "format": FORMAT,
+        "ranks": trace.ranks,
+        "clock_error": trace.clock_error,
+        "about": trace.about,
+        "simulated": trace.simulated,
+        "program": None if trace.program is None else to_text(trace.program),
+    }
+    return json.dumps({**head, "columns": _COLUMNS, "events": [_row(event) for event in trace.events]})
+
+
+def _row(event: Event) -> list[Any]:
+    kind = event.op.kind if isinstance(event.op, Observed) else None
+    return [event.rank, str(event.op), kind, *event[3:]]
+
+
+def read(text: str) -> Trace:
+    """Read a trace back; nothing that makes no sense gets through."""
+    content = json.loads(text)
+    if not isinstance(content, dict):
+        raise ValueError(f"this is a {type(content).__name__}, not an object")
+    if content["format"] not in (1, FORMAT):
+        raise ValueError(f"its format is {content['format']!r}, and this version reads up to {FORMAT}")
+    ranks, about, error = content["ranks"], content["about"], content["clock_error"]
+    if not isinstance(ranks, int) or ranks < 1 or not isinstance(about, dict):
+        raise ValueError("it does not say how many ranks there were, and what they ran")
+    if not math.isfinite(error):
+        raise ValueError(f"its clocks are {error} seconds apart")
+    old = content["format"] == 1
+    events = []
+    for number, row in enumerate(content["spans" if old else "events"]):
+        event = (_old_event if old else _event)(dict(zip(content["columns"], row, strict=True)))
+        if event is None or not _makes_sense(event, ranks):
+            raise ValueError(f"event {number} makes no sense: {row}")
+        events.append(event)
+    program = content.get("program")
+    return Trace(
+        met(events) if old else events,
+        None if program is None else from_text(program),
+        ranks,
+        error,
+        about,
+        bool(content.get("simulated", False)),
+    )
+
+
+def _old_event(row: dict[str, Any]) -> Event | None:
+    """One row of format 1: it says when something was asked for instead of when it began, and only names operations."""
+    name, kind = row.pop("name"), row["kind"]
+    row["kind"] = None if isinstance(name, str) and kind in get_args(Kind) and _parsed(name) is not None else kind
+    sends = kind == "send"
+    return _event({**row, "op": name, "messages": int(sends), "sent": row["bytes"] if sends else 0})
+
+
+def _event(row: dict[str, Any]) -> Event | None:
+    name, kind = row.pop("op"), row.pop("kind")
+    row["group"] = tuple(row["group"])
+    if not isinstance(name, str):
+        return None
+    if kind is not None:
+        return Event(lane=lane_of(kind), op=Observed(name, kind), **row) if kind in get_args(Kind) else None
+    op = _parsed(name)
+    return None if op is None else Event(lane=lane(op), op=op, **row)
+
+
+def _parsed(text: str) -> Op | None:
+    try:
+        return parse_op(text)
+    except ProgramError:
+        return None
+
+
+def _makes_sense(event: Event, ranks: int) -> bool:
+    counts = (event.rank, event.step, event.number, event.messages, *event.group)
+    members = (event.rank, *event.group, *(() if event.peer is None else (event.peer,)))
+    return (
+        isinstance(event.place, str)
+        and all(isinstance(count, int) for count in counts)
+        and all(isinstance(rank, int) and 0 <= rank < ranks for rank in members)
+        and all(isinstance(size, int | float) and math.isfinite(size) for size in (event.bytes, event.sent))
+        and math.isfinite(event.start)
+        and event.start <= event.end < math.inf
+        and all(moment is None or math.isfinite(moment) for moment in (event.waited, event.issued))
+    )

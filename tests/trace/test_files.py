@@ -1,0 +1,96 @@
+"""Traces in files: what was written is read back, files of the old format too, and nonsense is refused."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.spans import recorded, span
+from tests.trace.test_parts import events
+
+import microparallel as mp
+from microparallel.program import Backward, Lane, Recv
+from microparallel.trace import Observed, Trace, parts
+
+
+@given(st.lists(events(), max_size=10))
+def test_a_recorded_trace_survives_its_text(found):
+    trace = recorded(3, found, clock_error=1e-6, about={"model": "mlp"})
+    again = Trace.from_json(trace.to_json())
+    assert again == trace
+
+
+@pytest.mark.parametrize("program", [mp.schedules.build("zb-h1", 2, 3), mp.collectives.build("ring", 3)], ids=str)
+def test_a_simulated_trace_survives_its_text(program):
+    trace = mp.simulate(program, mp.Costs(latency=0.1, seconds_per_byte=0.01, add_seconds_per_byte=0.01))
+    again = Trace.from_json(trace.to_json())
+    assert again == trace
+    assert again.simulated and again.program == program
+    assert again.waiting == trace.waiting and parts(again) == parts(trace)
+
+
+def test_a_saved_trace_is_what_report_reads(tmp_path):
+    trace = recorded(1, [span(0, "forward", "forward", 0.0, 1.0)])
+    trace.save(tmp_path / "runs" / "own")
+    found = Trace.from_json((tmp_path / "runs" / "own" / "trace.json").read_text())
+    assert found == trace
+    assert json.loads((tmp_path / "runs" / "own" / "trace-chrome.json").read_text())["traceEvents"]
+
+
+# As earlier versions wrote it: a span began when its rank asked for it, and was named by its text alone.
+FORMAT_1 = """{"format": 1, "ranks": 2, "clock_error": 2e-06, "about": {"model": "mlp"},
+"columns": ["rank", "kind", "name", "start", "end", "step", "waited", "bytes", "group", "number", "peer", "place"],
+"spans": [
+[0, "backward", "backward", 0.0, 2.0, 3, null, 0, [], 0, null, ""],
+[0, "collective", "all_reduce(float32[4])", 2.0, 7.0, 3, 2.0, 16, [0, 1], 0, null, "mine.py:8"],
+[1, "backward", "B1.2", 0.0, 6.0, 3, null, 0, [], 0, null, ""],
+[1, "collective", "all_reduce(float32[4])", 6.0, 7.0, 3, 6.0, 16, [0, 1], 0, null, "mine.py:8"],
+[0, "send", ">A0.0@1", 7.0, 8.0, 3, 7.0, 64, [], 0, 1, ""],
+[1, "receive", "<A0.0@0", 7.0, 8.5, 3, 7.0, 0, [], 0, 0, ""]]}"""
+
+
+def test_files_of_the_old_format_are_read():
+    trace = Trace.from_json(FORMAT_1)
+    assert (trace.ranks, trace.clock_error, trace.about, trace.program) == (2, 2e-6, {"model": "mlp"}, None)
+    assert trace.steps == [3] and not trace.simulated
+    quick, collective, pipelined, _, send, receive = trace.events
+    assert quick.op == Observed("backward", "backward") and quick.lane is Lane.COMPUTE
+    assert (collective.asked, collective.waited, collective.start, collective.end) == (2, 2, 6, 7)
+    assert (collective.bytes, collective.group, collective.place) == (16, (0, 1), "mine.py:8")
+    assert pipelined.op == Backward(1, 2)  # a pipeline's were named after their operations
+    assert isinstance(receive.op, Recv) and (send.messages, send.sent) == (1, 64)
+    first, second = parts(trace)
+    assert (first.backward, first.waiting, first.communicating) == (2, 4.5, 2)
+    assert (second.backward, second.waiting, second.communicating) == (6, 0, 2.5)
+    assert Trace.from_json(trace.to_json()) == trace  # and written in the new one
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "this is a list, not an object"),
+        (FORMAT_1.replace('"format": 1', '"format": 3'), "its format is 3, and this version reads up to 2"),
+        (FORMAT_1.replace('"ranks": 2', '"ranks": 0'), "how many ranks"),
+        (FORMAT_1.replace("2e-06", "NaN"), "clocks are nan seconds apart"),
+        (FORMAT_1.replace('[0, "backward"', '[0, "dancing"'), "event 0 makes no sense"),
+        (FORMAT_1.replace('[1, "backward", "B1.2", 0.0, 6.0', '[7, "backward", "B1.2", 0.0, 6.0'), "event 2 makes no"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(text, words):
+    with pytest.raises(ValueError, match=words) as caught:
+        Trace.from_json(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_operation_that_is_none_is_refused():
+    content = json.loads(mp.simulate(mp.schedules.build("gpipe", 2, 1)).to_json())
+    content["events"][0][content["columns"].index("op")] = "F0.zero"
+    with pytest.raises(ValueError, match="event 0 makes no sense"):
+        Trace.from_json(json.dumps(content))
+
+
+def test_nothing_recorded_lasts_forever():
+    trace = recorded(1, [span(0, "forward", "forward", 0.0, math.inf)])
+    with pytest.raises(ValueError, match="makes no sense"):
+        Trace.from_json(trace.to_json())

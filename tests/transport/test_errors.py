@@ -1,0 +1,124 @@
+"""What every transport raises: a type for what went wrong, so that nobody above reads its text."""
+
+import ast
+import contextlib
+from pathlib import Path
+
+import pytest
+import torch
+
+import microparallel as mp
+from microparallel.transport import in_process_transports, nccl_rules_transports
+
+SOURCE = Path(mp.__file__).parent
+
+
+def waits_in_vain(comms):
+    """Rank 1 waits for a message that rank 0 never sends; rank 0 stays until rank 1 has gone."""
+    if comms.rank == 0:
+        with contextlib.suppress(mp.PeerGone):
+            comms._transport.irecv(torch.zeros(1), 1).wait()
+        return None
+    try:
+        comms._transport.irecv(torch.zeros(1), 0).wait(0.1)
+    except mp.TransportTimeout as error:
+        return isinstance(error, TimeoutError), isinstance(error, RuntimeError)
+
+
+def test_a_transfer_that_takes_too_long(any_pool):
+    assert any_pool.run(waits_in_vain, 2, timeout=30)[1] == (True, True)
+
+
+def is_left_alone(comms):
+    """Rank 0 returns at once; rank 1 waits for a message from it."""
+    if comms.rank == 0:
+        return None
+    try:
+        comms._transport.irecv(torch.zeros(1), 0).wait()
+    except mp.PeerGone as error:
+        return error.ranks, isinstance(error, ConnectionError), str(error)
+
+
+def test_a_peer_that_is_gone(any_pool):
+    assert any_pool.run(is_left_alone, 2, timeout=30)[1] == ((0,), True, "rank 0 went away")
+
+
+@pytest.mark.parametrize("make_transports", [in_process_transports, nccl_rules_transports])
+def test_in_one_process_nobody_else_runs_while_a_rank_waits(make_transports):
+    with pytest.raises(mp.TransportTimeout, match="rank 0"):
+        make_transports(2)[0].irecv(torch.zeros(1), 1).wait()
+
+
+# ── nobody above the transports looks for words in an error's text ──────────────────────────────────────────────
+
+
+def matches_on_text(tree):
+    """The lines in which the text of a caught error decides: `"…" in str(error)`, `str(error) == …`, `re.search(…)`."""
+    for handler in ast.walk(tree):
+        if isinstance(handler, ast.ExceptHandler) and handler.name:
+            yield from _decisions(handler.body, {handler.name})
+        if isinstance(handler, ast.FunctionDef):
+            errors = {one.arg for one in handler.args.args if one.annotation and _is_error(ast.unparse(one.annotation))}
+            if errors:
+                yield from _decisions(handler.body, errors)
+
+
+def _is_error(annotation):
+    kinds = (name.rpartition(".")[2].strip() for name in annotation.split("|"))
+    return any(name.endswith(("Error", "Exception", "Timeout", "TimedOut", "Failed", "Lost", "Gone")) for name in kinds)
+
+
+def _decisions(body, errors):
+    told = set()  # names that hold an error's text
+
+    def is_text(node):
+        for part in ast.walk(node):
+            match part:
+                case ast.Call(func=ast.Name(id="str" | "repr"), args=[ast.Name(id=name)]) if name in errors:
+                    return True
+                case ast.Attribute(attr="args" | "reason" | "traceback", value=ast.Name(id=name)) if name in errors:
+                    return True
+                case ast.Name(id=name) if name in told:
+                    return True
+        return False
+
+    for node in (node for statement in body for node in ast.walk(statement)):
+        if isinstance(node, ast.Assign) and is_text(node.value):
+            told |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        by_value = (ast.In, ast.NotIn, ast.Eq, ast.NotEq)
+        if isinstance(node, ast.Compare) and any(isinstance(sign, by_value) for sign in node.ops) and is_text(node):
+            yield node.lineno
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            asks = node.func.attr in ("startswith", "endswith", "find", "index", "search", "match", "fullmatch")
+            if asks and is_text(node):
+                yield node.lineno
+
+
+def test_the_search_finds_what_it_looks_for():
+    for found in (
+        'try: f()\nexcept RuntimeError as error:\n    if "timed out" in str(error).lower(): pass',
+        'try: f()\nexcept Exception as e:\n    text = str(e)\n    if text.startswith("no"): pass',
+        'try: f()\nexcept Exception as e:\n    found = re.search("gone", e.args[0])',
+        'def explain(error: RuntimeError):\n    if str(error) == "gone": pass',
+    ):
+        assert list(matches_on_text(ast.parse(found))), found
+    for fine in (
+        "try: f()\nexcept Exception as e:\n    raise Wrong(str(e)) from e",
+        "try: f()\nexcept OSError as e:\n    if isinstance(e, TimeoutError) and e.errno == 3: pass",
+    ):
+        assert not list(matches_on_text(ast.parse(fine))), fine
+
+
+def test_no_error_is_known_by_its_text_above_the_transports():
+    """torch has one type for everything: it is translated right where torch raises it.
+
+    Graders may read what Python and torch say about a learner's own code: for those mistakes they have better words.
+    """
+    found = {
+        f"{path.relative_to(SOURCE)}:{line}"
+        for path in SOURCE.rglob("*.py")
+        for line in matches_on_text(ast.parse(path.read_text()))
+    }
+    allowed = ("transport/torch_distributed.py", "learn/graders/")
+    assert any(place.startswith(allowed[0]) for place in found)
+    assert [place for place in sorted(found) if not place.startswith(allowed)] == []
