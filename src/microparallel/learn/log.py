@@ -7,14 +7,15 @@ activation it was that a rank sent is for the grader to say, who knows the exerc
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
+from microparallel.observe import Activity
 from microparallel.program import Op
+from microparallel.trace import Observed
 from microparallel.verifier import Wait
 
 SENDS = ("send_tensor", "isend")
@@ -57,29 +58,37 @@ Row = list[Moment]
 
 
 class Log:
-    """The observer: a row for every rank, written by that rank's thread."""
+    """A rank's observer: it is told of the calls of its Comms, and of operations by the grader's stages and hooks."""
 
-    def __init__(self, ranks: int) -> None:
-        self.rows: list[Row] = [[] for _ in range(ranks)]
-        self.watched: dict[int, torch.Tensor] = {}  # by rank: the tensor to be looked at in every moment
-        self._numbers = itertools.count()
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.row: Row = []
+        self.watched: torch.Tensor | None = None  # to be looked at in every moment
+        self.call: Called  # the one that is being made, as the exam knows it
+        self._numbers = numbers
+        self._calls: dict[Activity, Called] = {}
 
-    def begins(self, op: Called | Op, rank: int) -> None:
-        """Write down that a rank begins something."""
-        self._note("begins", op, rank)
+    def begins(self, activity: Activity) -> None:
+        """Write down that the rank begins something."""
+        if isinstance(activity.op, Observed):
+            self._calls[activity] = self.call
+        self._note("begins", self.call if isinstance(activity.op, Observed) else activity.op)
 
-    def waits(self, op: Called, on: int | None) -> None:  # noqa: ARG002
-        """Write down that its rank waits for a call, perhaps not for the first time."""
-        self._note("waits", op, op.rank)
+    def waits(self, activity: Activity) -> None:
+        """Write down that it waits for a call."""
+        self._note("waits", self._calls[activity])
 
-    def ends(self, op: Called, bytes: int = 0) -> None:  # noqa: ARG002
+    def waits_again(self, call: Called) -> None:
+        """Write down that it waits for a call that has ended."""
+        self._note("waits", call)
+
+    def ends(self, activity: Activity) -> None:
         """Write down that a call has ended."""
-        op.ended = True
-        self._note("ends", op, op.rank)
+        self._calls[activity].ended = True
+        self._note("ends", self._calls[activity])
 
-    def _note(self, phase: Literal["begins", "waits", "ends"], op: Called | Op, rank: int) -> None:
-        tensor = self.watched.get(rank)
-        self.rows[rank].append(Moment(phase, op, next(self._numbers), None if tensor is None else tensor.clone()))
+    def _note(self, phase: Literal["begins", "waits", "ends"], op: Called | Op) -> None:
+        tensor = None if self.watched is None else self.watched.clone()
+        self.row.append(Moment(phase, op, next(self._numbers), tensor))
 
 
 def calls(row: Sequence[Moment], *names: str) -> list[Called]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 import threading
 from collections import defaultdict
@@ -24,7 +25,7 @@ from microparallel.comms.wire import as_bytes
 from microparallel.errors import Mismatch
 from microparallel.flight import Flight
 from microparallel.learn.guards import trusted
-from microparallel.learn.log import Called, Log, Row
+from microparallel.learn.log import Called, Log
 from microparallel.learn.verdict import NotAllowed, Wrong
 from microparallel.learn.words import shown
 from microparallel.transport.base import Work
@@ -52,7 +53,8 @@ class World:
     """What the ranks share: messages, calls of all, and who waits for what. Everything is guarded by one lock."""
 
     def __init__(self, ranks: int) -> None:
-        self.log = Log(ranks)
+        numbers = itertools.count()
+        self.logs = [Log(numbers) for _ in range(ranks)]
         self.sent: dict[tuple[int, int], list[Message]] = defaultdict(list)  # by sender and receiver
         self.asked_for: dict[tuple[int, int], list[Message]] = defaultdict(list)
         self.calls: dict[int, list[Message]] = defaultdict(list)  # of all ranks, by rank
@@ -131,10 +133,8 @@ class _Transfer:
                 f"the tensor that rank {self._call.rank} began to {deed} in line {self._call.line} was changed before "
                 f"the {what} was waited for: {why}"
             )
-        self._world.log.waits(self._call, self._call.peer)
         self._world.wait(self._call, self._missing)
         self._finish()
-        self._world.log.ends(self._call)
 
 
 _SENT = "send", "send", "the receiver may get the new numbers; wait first, or send a clone"
@@ -150,19 +150,18 @@ class ThreadGroup:
         self.rank, self.world_size, self.world_ranks = rank, ranks, tuple(range(ranks))
         self.flight = Flight(None)
         self.log = self.flight.group(self.world_ranks)
-        self.world = world
-        self.call: Called  # the one that is being made
+        self.world, self.observer = world, world.logs[rank]
 
     def announce(self, call: str) -> None:
         """Remember what both ends of a message, or all ranks, must agree about."""
-        self.call.agreement = call
+        self.observer.call.agreement = call
 
     def run_in_background(self) -> None:
         """Nothing needs help: what is under way is complete when it is waited for."""
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:  # noqa: ARG002
         """Start sending; complete when the receiver has asked for it."""
-        call, before, channel = self.call, tensor.clone(), (self.rank, to)
+        call, before, channel = self.observer.call, tensor.clone(), (self.rank, to)
         number = self.world.add(self.world.sent[channel], (call, before))
 
         def missing() -> int | None:
@@ -172,7 +171,7 @@ class ThreadGroup:
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:  # noqa: ARG002
         """Start receiving; complete when that many have been sent."""
-        call, channel = self.call, (source, self.rank)
+        call, channel = self.observer.call, (source, self.rank)
         number = self.world.add(self.world.asked_for[channel], (call, tensor))
 
         def missing() -> int | None:
@@ -205,7 +204,7 @@ class ThreadGroup:
         return self._together(tensor, combine)
 
     def _together(self, tensor: torch.Tensor, finish: Callable[[list[torch.Tensor]], Any]) -> Work:
-        call, before, ranks = self.call, tensor.clone(), self.world_ranks
+        call, before, ranks = self.observer.call, tensor.clone(), self.world_ranks
         number = self.world.add(self.world.calls[self.rank], (call, before)) - 1
 
         def missing() -> int | None:
@@ -248,16 +247,16 @@ class ExamComms(Comms):
         super().__init__(cast("Group", group), device=torch.device("cpu"), local_rank=group.rank)
         self.refused: list[str] = []
         self.line_of_ranks = False
-        self.log: Log = group.world.log
-        self.row: Row = self.log.rows[group.rank]
-        self._group, self._file, self._allowed = group, file, allowed
+        self.log, self.row = group.observer, group.observer.row
+        self.observers.append(self.log)
+        self._file, self._allowed = file, allowed
         self._inside = False  # a call that was begun makes others
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"comms has no {name!r}; it offers {', '.join(self._allowed)}")
 
     def begin(self, name: str, arguments: dict[str, Any]) -> Called:
-        """Refuse a call, or write it down."""
+        """Refuse a call, or say what the log will be told of."""
         line = self._line()
         if name not in self._allowed:
             offers = ", ".join(f"comms.{one}" for one in self._allowed) or "nothing of comms"
@@ -273,8 +272,7 @@ class ExamComms(Comms):
             if name in POINT_TO_POINT and argument in arguments:
                 call.peer = arguments[argument]
                 self._require_other(call, argument)
-        self._group.call = call
-        self.log.begins(call, self.rank)
+        self.log.call = call
         return call
 
     def _require_other(self, call: Called, argument: str) -> None:
@@ -312,7 +310,7 @@ class _Watched:
         """Come back with what the request brings."""
         self._call.waits_in = self._comms._line()
         if self._call.ended:
-            self._comms.log.waits(self._call, None)
+            self._comms.log.waits_again(self._call)
         with trusted():
             return self._request.wait(timeout)
 

@@ -97,7 +97,7 @@ def sit(
     threads = [threading.Thread(target=take_part, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:
         thread.start()
-    in_time, finished = world.join(patience), sorted(world.results)
+    in_time, finished, rows = world.join(patience), sorted(world.results), [log.row for log in world.logs]
     with contextlib.suppress(Exception):
         sys.stdout.flush()
     failure = None if in_time else _still_busy(threads, finished, file)
@@ -108,9 +108,9 @@ def sit(
         failure = _raised(rank, world.failures[rank], file)
     if failure is not None or world.stuck:
         _KEPT.append(guarded)
-        return Sitting([], world.log.rows, failure, world.stuck, finished)
+        return Sitting([], rows, failure, world.stuck, finished)
     with guarded:
-        return Sitting([world.results[rank] for rank in range(ranks)], world.log.rows)
+        return Sitting([world.results[rank] for rank in range(ranks)], rows)
 
 
 _KEPT: list[contextlib.ExitStack] = []  # guards of ranks that may still run; the process ends soon

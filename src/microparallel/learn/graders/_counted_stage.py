@@ -12,6 +12,7 @@ from torch import nn
 from microparallel.learn.graders._common_pp import WIDTH
 from microparallel.learn.log import Log
 from microparallel.learn.verdict import Wrong
+from microparallel.observe import Activity
 from microparallel.program import Backward, Forward
 
 
@@ -45,7 +46,7 @@ class CountedStage(nn.Module):
         self._forwards += 1
         self._look_around()
         self._alive.add(work)
-        self._log.begins(Forward(self.rank, work.microbatch), self.rank)
+        self._log.begins(Activity(Forward(self.rank, work.microbatch)))
         outputs: torch.Tensor = _Meter.apply(self.layers(inputs), self, work)  # type: ignore[no-untyped-call]
         return outputs
 
@@ -53,7 +54,7 @@ class CountedStage(nn.Module):
         """Note that the gradient of a micro-batch's outputs has come."""
         self._look_around()
         work.done = True
-        self._log.begins(Backward(self.rank, work.microbatch), self.rank)
+        self._log.begins(Activity(Backward(self.rank, work.microbatch)))
 
     def _look_around(self) -> None:
         self.most_kept = max(self.most_kept, sum(one.done for one in self._alive))

@@ -18,6 +18,7 @@ from microparallel.learn.graders._common_dp import LEARNING_RATE, batch, combine
 from microparallel.learn.log import Called, Row
 from microparallel.learn.ranks import NoTensor
 from microparallel.learn.verdict import NotAllowed, Wrong
+from microparallel.observe import Activity
 from microparallel.program import Bucket, Program, TrainingStep
 from microparallel.program import ops as o
 
@@ -199,7 +200,7 @@ class _Watcher:
         stage = self._stages[parameter]  # type: ignore[index]
         if parameter.grad is not None:
             self._places[parameter.grad.data_ptr()] = list(trainable(self._model))[stage]
-        self._comms.log.begins(o.Backward(stage, self._comms.rank), self._comms.rank)
+        self._comms.log.begins(Activity(o.Backward(stage, self._comms.rank)))
 
     def backward(self, step: int, finish: Callable[[], None]) -> Pass:
         """One pass, and what the learner does after it."""

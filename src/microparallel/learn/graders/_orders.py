@@ -16,12 +16,6 @@ def tokens(program: Program, rank: int) -> list[str]:
     return [str(op) for op in program.ranks[rank] if halves(op)]
 
 
-def part(found: Sequence[str], expected: Sequence[str]) -> int | None:
-    """The first place where two orders differ; None if nowhere."""
-    pairs = enumerate(itertools.zip_longest(found, expected))
-    return next((place for place, (mine, wanted) in pairs if mine != wanted), None)
-
-
 def show(order: Sequence[str], place: int) -> str:
     """A few operations around a place, with that one in brackets."""
     first, last = max(0, place - _AROUND), place + _AROUND + 1
@@ -33,7 +27,8 @@ def show(order: Sequence[str], place: int) -> str:
 
 def compare(found: Sequence[str], expected: Sequence[str], name: str) -> str:
     """Two lines that show where they part; nothing if they do not."""
-    place = part(found, expected)
+    pairs = enumerate(itertools.zip_longest(found, expected))
+    place = next((place for place, (mine, wanted) in pairs if mine != wanted), None)
     if place is None:
         return ""
     width = max(len("yours"), len(name))

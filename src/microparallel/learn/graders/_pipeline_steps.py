@@ -28,6 +28,7 @@ from microparallel.learn.graders._orders import compare, tokens
 from microparallel.learn.log import RECEIVES, SENDS, Called, Row, calls, computed
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, flat, listed, require_equal, require_number, shown
+from microparallel.observe import Activity
 from microparallel.program import Act, Grad, Program, TrainingStep, halves
 from microparallel.program import ops as o
 from microparallel.verifier import Missing, Unmatched, verify
@@ -73,7 +74,7 @@ def do_steps(learner: Any, comms: Any, steps: int, function: str, samples: int, 
             ) from None
         except RuntimeError as error:
             raise _in_words(error, rank, ranks) from None
-        comms.log.begins(o.OptimizerStep(), rank)
+        comms.log.begins(Activity(o.OptimizerStep()))
         require_all_waited(comms)
         _require_proper_loss(loss, rank, ranks)
         outcome.losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)

@@ -48,7 +48,7 @@ def _tensor(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _broadcast(learner: Any, comms: Any, src: int, dtype: torch.dtype) -> torch.Tensor:
     tensor = _tensor(comms.rank, dtype)
-    comms.log.watched[comms.rank] = tensor
+    comms.log.watched = tensor
     learner.broadcast(tensor, src, comms)
     return tensor
 

@@ -36,7 +36,7 @@ def _reduce(learner: Any, comms: Any, shape: tuple[int, ...], dtype: torch.dtype
     found = []
     for _ in range(2):
         tensor, before = contribution(comms.rank, shape, dtype), len(comms.row)
-        comms.log.watched[comms.rank] = tensor
+        comms.log.watched = tensor
         learner.naive_all_reduce(tensor, comms)
         require_like(tensor, contribution(comms.rank, shape, dtype), f"rank {comms.rank}'s tensor")
         found.append((tensor, comms.row[before:]))
@@ -57,7 +57,9 @@ def _require_sum(exam: Exam, ranks: int, shape: tuple[int, ...], dtype: torch.dt
                 verify(program)
         except Unreached as error:
             if not all(right):
-                raise Wrong(which + _in_words(error.rank, [error.found[rank, 0] for rank in range(ranks)])) from None
+                raise Wrong(
+                    which + _in_words(error.rank, [error.found.get((rank, 0), 0) for rank in range(ranks)])
+                ) from None
             _require_few_messages(rows, total.nbytes, [])
         except ProgramError as error:
             raise Wrong(f"{which}{error}") from None

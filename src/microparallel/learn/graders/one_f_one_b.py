@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from microparallel.learn.exam import Exam, Stuck
@@ -50,12 +51,14 @@ def _do_steps(learner: Any, comms: Any, steps: int, function: str, samples: int,
         ) from None
 
 
+_take_steps = functools.partial(take_steps, function="one_f_one_b_step", suspects=suspects, body=_do_steps)
+
+
 def _require_steps(
     exam: Exam, ranks: int, samples: int, microbatches: int, steps: int
 ) -> tuple[list[Outcome], list[Program]]:
     try:
-        named = {"steps": steps, "function": "one_f_one_b_step", "suspects": suspects, "body": _do_steps}
-        return take_steps(exam, ranks, samples, microbatches, **named)  # type: ignore[arg-type]
+        return _take_steps(exam, ranks, samples, microbatches, steps=steps)
     except Stuck as stuck:
         raise _with_place(stuck, exam.rows, one_f_one_b(ranks, microbatches)) from None
 

@@ -37,7 +37,7 @@ def check(exam: Exam) -> None:
 
 def _reduce(learner: Any, comms: Any, size: int, dtype: torch.dtype, divisor: int = 1) -> torch.Tensor:
     tensor = _given(comms.rank, size, dtype, divisor)
-    comms.log.watched[comms.rank] = tensor
+    comms.log.watched = tensor
     learner.ring_all_reduce(tensor, comms)
     require_like(tensor, contribution(comms.rank, size, dtype), f"rank {comms.rank}'s tensor")
     require_all_waited(comms)
@@ -113,7 +113,7 @@ def _unreached(program: Program, error: Unreached) -> str:
         )
     if not any(added):
         return "the first half replaces your own slice by what arrives, and your numbers are lost: add it (add_)"
-    counts = [error.found[rank, error.index] for rank in range(ranks)]
+    counts = [error.found.get((rank, error.index), 0) for rank in range(ranks)]
     return (
         f"rank {error.rank}'s slice {error.index} has what {counted_in_words(counts)} put in: in the first half what "
         "arrives is added to its slice (add_), in the second it replaces what was there (copy_)"
