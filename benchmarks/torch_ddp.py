@@ -37,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from microparallel._torch_entry import register
 from microparallel.comms.blocks import listed
-from microparallel.comms.plans import plan_of
 from microparallel.topology import threads_per_rank
 
 Tensors = torch.futures.Future[torch.Tensor]  # what torch wants from a hook, and as an annotation no text
@@ -114,18 +113,14 @@ def hook_moved(group: Any, bucket: dist.GradBucket) -> Tensors:
     pieces = list(buffer.view(ranks, -1).unbind())
     mine = pieces[group.rank]
     group.announce("reduce_scatter of a bucket")
-    group._program(_plan("direct-reduce-scatter", group), listed(pieces))
+    group._run(group._plan("reduce-scatter"), listed(pieces))
     group.afterwards(lambda: mine.div_(ranks))
     group.announce("all_gather of a bucket")
-    turn = group._program(_plan("direct-all-gather", group), listed(pieces))
+    turn = group._run(group._plan("all-gather"), listed(pieces))
     done: Tensors = torch.futures.Future()
     turn.then(lambda: done.set_result(buffer))
     group.run_after_backward()
     return done
-
-
-def _plan(name: str, group: Any) -> Any:
-    return plan_of(name, group.world_size, group.rank)
 
 
 class AtTheEnd:

@@ -119,7 +119,7 @@ def test_messages_that_stand_together_leave_together():
     assert cut_into_runs("<A0.0@0 >A0.0@2 <A0.1@0") == "<A0.0@0 | >A0.0@2 <A0.1@0"
 
 
-@pytest.mark.parametrize("word", ["S", "=", "C0:4+=P1"])
+@pytest.mark.parametrize("word", ["S", "C0:4+=P1", "^:w@dp/0"])
 def test_what_a_pipeline_cannot_run_is_refused(word):
     with pytest.raises(ProgramError, match=r"cannot be run in a pipeline: it runs F, B, I, W"):
         cut_into_runs(f"F0.0 {word}")

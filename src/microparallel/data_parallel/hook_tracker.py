@@ -78,7 +78,8 @@ class HookTracker:
         self._model = model
         self._parameters = dict(named)
         self._names = {id(parameter): name for name, parameter in named}
-        self.comms = slow_network(comms, link_seconds) if link_seconds else comms
+        self._slowed = link_seconds > 0
+        self.comms = slow_network(comms, link_seconds) if self._slowed else comms
         self.comms.observers.append(self)
         self._flights: dict[Activity, Flight] = {}  # in the order in which they left
         self._called: dict[str, float] = {}
@@ -122,6 +123,8 @@ class HookTracker:
         self._handles.clear()
         if self in self.comms.observers:
             self.comms.observers.remove(self)
+        if self._slowed:
+            self.comms.close()
 
     # ── what a Comms tells ──────────────────────────────────────────────────────────────────────────────────────
 

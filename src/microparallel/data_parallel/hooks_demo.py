@@ -162,6 +162,8 @@ def compare_hook_timing(
                 begun = time.perf_counter()
                 step()
                 seconds[kind].append(time.perf_counter() - begun)
+    if slowed is not comms:
+        slowed.close()
     slowest = comms.all_reduce(torch.tensor(list(seconds.values()), dtype=torch.float64), op="max")
     medians = {kind: statistics.median(times[2:]) for kind, times in zip(seconds, slowest.tolist(), strict=True)}
     if show and comms.rank == 0:
