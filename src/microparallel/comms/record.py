@@ -104,7 +104,8 @@ class Recorder:
         self._row_of[activity] = row
 
     def _under_way(self, op: Op) -> Row | None:
-        return next((row for row in self._row_of.values() if row.op == op), None)
+        rows = list(self._row_of.values())  # at once: another thread may end one of them meanwhile
+        return next((row for row in rows if row.op == op), None)
 
     def _new_row(self, activity: Activity) -> Row:
         row = Row(activity, self._now(), self.step)
