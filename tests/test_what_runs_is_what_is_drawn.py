@@ -122,3 +122,21 @@ def test_a_step_that_does_something_else_is_noticed():
     assert not differences(trace, program)
     assert differences(mp.Trace(trace.events[:-1], program), program)
     assert differences(trace, mp.schedules.data_parallel_step(2, 2, loss=True))
+
+
+def many_buckets(comms):
+    """Sums over replicas that are several calls each, of which early ones may be back before later ones leave."""
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)), nn.ReLU())
+    loss_fn = nn.functional.mse_loss
+    pipe = mp.Pipeline(layers, comms, "1f1b", 2, loss_fn, balance=[4, 1], replicas=2, bucket_mb=1e-6)
+    batch = torch.ones(4, WIDTH), torch.zeros(4, WIDTH)
+    pipe.step(*batch)
+    _, trace = pipe.traced_step(*batch)
+    sizes = {event.name: event.bytes for event in trace.events if event.rank == 0 and event.name.startswith("*U")}
+    return differences(trace, pipe.program), sizes
+
+
+def test_a_sum_of_several_calls_is_one_operation_and_one_of_nothing_is_none(any_pool):
+    for wrong, sizes in any_pool.run(many_buckets, 4, timeout=50):
+        assert not wrong
+        assert sizes["*U0@dp"] > 4 * 4 * WIDTH * WIDTH  # all of its eight tensors

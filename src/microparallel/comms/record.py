@@ -100,6 +100,8 @@ class Recorder:
             row = self._new_row(activity)
         else:
             row.bytes += activity.bytes
+            if not row.group:
+                self._join(row, activity.group)
         row.parts += 1
         self._row_of[activity] = row
 
@@ -110,10 +112,9 @@ class Recorder:
     def _new_row(self, activity: Activity) -> Row:
         row = Row(activity, self._now(), self.step)
         kind = kind_of(row.op)
-        if row.group:
-            row.number = next(self._numbers[row.group])
-        elif row.peer is not None:
+        if row.peer is not None:
             row.number = next(self._numbers[kind, row.peer])
+        self._join(row, activity.group)
         if not isinstance(row.op, Observed) and kind in ("forward", "backward"):
             self._computing.mute()  # modules and backwards inside of it are told by this operation
             around = self._of_torch.get(kind)
@@ -123,6 +124,11 @@ class Recorder:
                 around.told = True
         self._rows.append(row)
         return row
+
+    def _join(self, row: Row, group: tuple[int, ...]) -> None:
+        """Count the collectives of a group: its ranks call them in one and the same order."""
+        if group:
+            row.group, row.number = group, next(self._numbers[group])
 
     def waits(self, activity: Activity) -> None:
         """The rank has nothing else to do."""

@@ -29,8 +29,8 @@ PIPELINE_TAG = 5
 class Reduction(Protocol):
     """A sum over some ranks that can be started and waited for."""
 
-    def start(self, operation: AllReduce) -> bool:
-        """Begin to add up, as the program says; whether there is anything to add."""
+    def start(self, operation: AllReduce) -> None:
+        """Begin to add up, as the program says."""
 
     def finish(self) -> None:
         """Return when the sum is there."""
@@ -93,11 +93,10 @@ class Interpreter:
             self._doing(str(run))
             if isinstance(run, AllReduce):
                 reduction = self._reduction(run)
-                told = self._as_told(run)
-                if reduction.start(told):  # type: ignore[arg-type]
-                    reducing.append((run, reduction))
-                else:
-                    self._ends(self._begins(run))
+                activity = self._begins(run)  # a sum may be several calls, or none
+                reduction.start(run)
+                self._ends(activity)
+                reducing.append((run, reduction))
             elif isinstance(run, Join):
                 self._finish(reducing)
             else:

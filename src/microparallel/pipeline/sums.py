@@ -23,13 +23,12 @@ class ColumnSum:
         self._bucket_bytes = bucket_bytes
         self._buckets: list[FlatBucket] = []
 
-    def start(self, operation: AllReduce) -> bool:
-        """Put all gradients into buckets, and begin to add them up; says whether there is anything to add."""
+    def start(self, operation: AllReduce) -> None:
+        """Put all gradients into buckets, and begin to add them up."""
         self._prepare()
         for bucket in self._buckets:
             bucket.fill_up(1.0)
             bucket.leave(self._column, operation, overlap=True)
-        return bool(self._buckets)
 
     def _prepare(self) -> None:
         """Make buckets for the parameters that are trained now."""
@@ -55,14 +54,13 @@ class TiedSum:
         self.holders = holders
         holders.broadcast(parameter.data)
 
-    def start(self, operation: AllReduce) -> bool:
+    def start(self, operation: AllReduce) -> None:
         """Add the gradients up; afterwards every holder has the same bits, and updates its copy in the same way."""
         if not self.parameter.requires_grad:
-            return False
+            return
         if self.parameter.grad is None:
             self.parameter.grad = torch.zeros_like(self.parameter)
         self.holders.all_reduce(self.parameter.grad, operation=operation)
-        return True
 
     def finish(self) -> None:
         """The sum is there already."""
@@ -75,10 +73,9 @@ class LossSum:
         self.loss = worker.loss
         self._comms = comms
 
-    def start(self, operation: AllReduce) -> bool:
+    def start(self, operation: AllReduce) -> None:
         """Add up what all ranks know."""
         self._comms.all_reduce(self.loss, operation=operation)
-        return True
 
     def finish(self) -> None:
         """The sum is there already."""
