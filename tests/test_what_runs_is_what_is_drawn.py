@@ -19,9 +19,9 @@ def operations(trace, rank, which):
 
 
 def differences(trace, program):
-    """Where a trace is not what its program says; a Join is an order, and nothing to be done."""
+    """Where a trace is not what its program says; a Join is nothing to be done, but an order that must be kept."""
     mp.verify(program)
-    found = []
+    found = [wrong for rank, ops in enumerate(program.ranks) for wrong in broken_joins(trace, rank, ops)]
     for rank, ops in enumerate(program.ranks):
         for which in Lane:
             meant = [str(op) for op in ops if lane(op) is which and not isinstance(op, Join)]
@@ -29,6 +29,16 @@ def differences(trace, program):
             if meant != done:
                 found.append(f"rank {rank}, {which}: meant {meant}, did {done}")
     return found
+
+
+def broken_joins(trace, rank, ops):
+    events = {str(event.op): event for event in trace.events if event.rank == rank}
+    for place, op in enumerate(ops):
+        if isinstance(op, Join):
+            before = [events[name].end for name in map(str, ops[:place]) if name in events]
+            after = [events[name].asked for name in map(str, ops[place:]) if name in events]
+            if before and after and max(before) > min(after):
+                yield f"rank {rank}: what stands behind Join {place} began {max(before) - min(after)} s too early"
 
 
 # ── data parallelism ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -83,6 +93,50 @@ def test_an_accumulated_step_counts_samples_first_and_sums_the_loss_last(pool):
     assert pool.run(accumulated, 2, transport="shm", timeout=50) == [[], []]
 
 
+def models_side_by_side(comms):
+    """Two models on one Comms, whose buckets have the same names; a layer that raises; a backward for inputs alone."""
+    one, other = (mp.DataParallel(nn.Linear(WIDTH, size), comms, overlap=True) for size in (WIDTH, 4 * WIDTH))
+    one.requires_grad_(True)
+    with mp.record(comms) as recorder:
+        for _ in range(8):
+            (one(torch.ones(2, WIDTH)).sum() + other(torch.ones(2, WIDTH)).sum()).backward()
+    return [(event.number, event.name, event.bytes) for event in recorder.trace.events if event.kind == "collective"]
+
+
+def test_two_models_keep_their_operations_apart(pool):
+    for calls in pool.run(models_side_by_side, 2, transport="shm", timeout=50):
+        half = len(calls) // 2
+        assert sorted(calls[:half]) == sorted(calls[half:])  # both ranks count alike
+        assert len({size for _, name, size in calls if name == "*U0@dp"}) == 2
+
+
+def begun_in_the_middle(comms):
+    model = mp.DataParallel(nn.Linear(WIDTH, WIDTH), comms)
+    with model.no_sync():
+        model(torch.ones(2, WIDTH)).sum().backward()
+    torch.autograd.grad(model(torch.ones(2, WIDTH, requires_grad=True)).sum(), list(model.parameters()))
+    with mp.record(comms) as recorder:
+        model(torch.ones(2, WIDTH)).sum().backward()
+    return [event.name for event in recorder.trace.events if event.rank == 0 and event.computes]
+
+
+def test_micro_batches_are_counted_whether_anybody_looks_or_not(pool):
+    assert pool.run(begun_in_the_middle, 2, transport="shm", timeout=50) == [["F0:1.2", "B0.2"]] * 2
+
+
+def frozen(comms):
+    model = mp.DataParallel(nn.Linear(WIDTH, WIDTH), comms)
+    model.requires_grad_(False)
+    inputs = torch.ones(2, WIDTH, requires_grad=True)
+    with mp.record(comms) as recorder:
+        model(inputs).sum().backward()
+    return inputs.grad is not None, [event.kind for event in recorder.trace.by_rank[comms.rank] if event.computes]
+
+
+def test_a_backward_for_the_inputs_alone_follows_nothing(pool):
+    assert pool.run(frozen, 2, transport="shm", timeout=50) == [(True, ["forward", "backward"])] * 2
+
+
 # ── pipelines ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -122,6 +176,32 @@ def test_a_step_that_does_something_else_is_noticed():
     assert not differences(trace, program)
     assert differences(mp.Trace(trace.events[:-1], program), program)
     assert differences(trace, mp.schedules.data_parallel_step(2, 2, loss=True))
+
+
+class Fragile(nn.Module):
+    broken = True
+
+    def forward(self, inputs):
+        if Fragile.broken:
+            raise RuntimeError("broken")
+        return inputs
+
+
+def after_an_error(comms):
+    pipe = mp.Pipeline(nn.Sequential(nn.Linear(WIDTH, WIDTH), Fragile()), comms, "gpipe", 2, nn.functional.mse_loss)
+    batch = torch.ones(4, WIDTH), torch.zeros(4, WIDTH)
+    with mp.record(comms) as recorder:
+        for Fragile.broken in (True, False):
+            recorder.step += 1
+            with pytest.raises(mp.StageError) if Fragile.broken else nullcontext():
+                pipe.step(*batch)
+        nn.Linear(2, 2)(torch.ones(1, 2))
+    seen = [event.name for event in recorder.trace.step(2).events if event.computes]
+    return seen[0], seen[-1]
+
+
+def test_a_step_after_one_that_failed_is_recorded_whole(pool):
+    assert pool.run(after_an_error, 1, transport="shm", timeout=50) == [("F0.0", "forward of Linear")]
 
 
 def many_buckets(comms):

@@ -25,7 +25,7 @@ from microparallel.comms.request import Request
 from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
 from microparallel.errors import CommsError, Mismatch, TransportError, UsageError
 from microparallel.flight import Flight
-from microparallel.program import Op
+from microparallel.program import AllReduce, Op
 from microparallel.transport.base import Work
 
 
@@ -376,6 +376,8 @@ class Comms(Conversation):
             async_op: return a `Request` at once; its `wait()` returns the tensor.
             operation: what this call is in the program that its caller follows; observers are told so.
         """
+        if algorithm == "auto" and isinstance(operation, AllReduce):
+            algorithm = operation.algorithm
         chosen = "" if algorithm == "auto" else f", algorithm={algorithm!r}"
         call = Call.of_all("all_reduce", describe(tensor), f"op={op!r}{chosen}", size=_bytes([tensor]))
         if algorithm != "auto":

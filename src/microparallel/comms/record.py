@@ -42,7 +42,7 @@ class Row:
     """One event that is being recorded."""
 
     __slots__ = (
-        *("arrived", "bytes", "end", "group", "number", "op", "parts"),
+        *("arrived", "bytes", "end", "group", "number", "op", "opened", "parts"),
         *("peer", "place", "start", "step", "told", "waited"),
     )
 
@@ -59,6 +59,7 @@ class Row:
         self.peer = activity.peer
         self.place = activity.place
         self.parts = 0  # calls that are under way
+        self.opened = False  # by who makes the calls of it
         self.told = False  # of torch's forward and backward: by the operations of a program that ran inside
 
 
@@ -79,6 +80,7 @@ class Recorder:
         self._computing = Computing(self._torch_begins, self._torch_ends)
         self._of_torch: dict[Kind, Row] = {}  # the forward and the backward of torch's that are under way
         self._waited_in_backward: list[Row] = []
+        self._ended: Moment | None = None  # when the last operation did, since torch's last forward or backward began
         self._trace: Trace | None = None
         self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._event
         self._zero: torch.cuda.Event | None = None
@@ -94,41 +96,37 @@ class Recorder:
     # ── what happens ────────────────────────────────────────────────────────────────────────────────────────────
 
     def begins(self, activity: Activity) -> None:
-        """An operation begins; a further call of one that is under way is part of it."""
-        row = None if isinstance(activity.op, Observed) else self._under_way(activity.op)
+        """An operation begins; a call inside of one that a pipeline has opened is part of that."""
+        number = next(self._numbers[activity.group]) if activity.group else 0
+        row = self._opened(activity.op) if activity.group else None
         if row is None:
-            row = self._new_row(activity)
+            row = self._new_row(activity, number)
         else:
             row.bytes += activity.bytes
             if not row.group:
-                self._join(row, activity.group)
+                row.group, row.number = activity.group, number
         row.parts += 1
         self._row_of[activity] = row
 
-    def _under_way(self, op: Op) -> Row | None:
+    def _opened(self, op: Op | Observed) -> Row | None:
+        """The collective that was opened without a call, and is still open."""
         rows = list(self._row_of.values())  # at once: another thread may end one of them meanwhile
-        return next((row for row in rows if row.op == op), None)
+        return next((row for row in rows if row.op == op and row.opened), None)
 
-    def _new_row(self, activity: Activity) -> Row:
+    def _new_row(self, activity: Activity, number: int) -> Row:
         row = Row(activity, self._now(), self.step)
         kind = kind_of(row.op)
-        if row.peer is not None:
-            row.number = next(self._numbers[kind, row.peer])
-        self._join(row, activity.group)
+        row.number = number if row.peer is None else next(self._numbers[kind, row.peer])
+        row.opened = kind == "collective" and not row.group
         if not isinstance(row.op, Observed) and kind in ("forward", "backward"):
             self._computing.mute()  # modules and backwards inside of it are told by this operation
             around = self._of_torch.get(kind)
             if around is not None:
-                if not around.told:  # it began when torch's own did
-                    row.start = around.start
+                if not around.told:  # it began when torch's own did, but for what the rank was told to do first
+                    row.start = around.start if self._ended is None else self._ended
                 around.told = True
         self._rows.append(row)
         return row
-
-    def _join(self, row: Row, group: tuple[int, ...]) -> None:
-        """Count the collectives of a group: its ranks call them in one and the same order."""
-        if group:
-            row.group, row.number = group, next(self._numbers[group])
 
     def waits(self, activity: Activity) -> None:
         """The rank has nothing else to do."""
@@ -147,6 +145,7 @@ class Recorder:
         if row.parts:
             return
         row.end, row.arrived = self._now(), activity.arrived
+        self._ended = row.end
         if not isinstance(row.op, Observed) and kind_of(row.op) in ("forward", "backward"):
             self._computing.unmute()
 
@@ -170,6 +169,7 @@ class Recorder:
         row = Row(Activity(op), self._now(), self.step)
         self._rows.append(row)
         self._of_torch[kind_of(op)] = row
+        self._ended = None
         return row
 
     def _torch_ends(self, row: Row) -> None:

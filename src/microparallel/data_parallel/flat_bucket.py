@@ -77,9 +77,9 @@ class FlatBucket:
 
     def come_back(self) -> None:
         """Wait for the sum."""
-        if self.request is not None:
-            self.request.wait()
-            self.request = None
+        request, self.request = self.request, None  # one that fails is not waited for again
+        if request is not None:
+            request.wait()
 
     @property
     def anything_bad(self) -> bool:

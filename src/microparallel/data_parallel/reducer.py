@@ -75,6 +75,8 @@ class Reducer:
         self._not_finite: list[str] = []
         self._scale = 1.0
         self.microbatch = 0  # the backward that is next, counted since the last that was averaged
+        self._local_backward = False  # whether one is under way that is not averaged
+        self._came_locally = False  # whether it brought gradients
 
     def program(self, microbatches: int = 1, *, buffers: bool, samples: bool = False, loss: bool = False) -> Program:
         """What the step that begins does, on all ranks."""
@@ -94,7 +96,7 @@ class Reducer:
 
     def prepare(self) -> None:
         """Look whether parameters were frozen or unfrozen, or the last backward was cut short by an error."""
-        if self.running or self._watched is not None:
+        if self.running or self._local_backward:
             self._clean_up()
         trainable = [parameter for parameter in self._names if parameter.requires_grad]
         if len(trainable) != len(self._places) or any(parameter not in self._places for parameter in trainable):
@@ -140,17 +142,19 @@ class Reducer:
         self._ahead = deque(op for op in mine if isinstance(op, AllReduce) and isinstance(op.value, Bucket))
 
     def watch_backward(self) -> None:
-        """A backward begins: tell the observers, if there are any."""
-        if not self._comms.observers or self._watched is not None:
-            return
-        number = self.microbatch * self._comms.world_size + self._comms.rank
-        self._watched = WatchedBackward(self._comms.observers, [len(one.parameters) for one in self.buckets], number)
-        if not self.running:  # nobody else sees to its end
+        """A backward begins: tell the observers, if there are any; and count those that are not averaged."""
+        if not self.running and not self._local_backward:  # nobody else sees to its end
+            self._local_backward = True
             at_end_of_backward(self._local_backward_ends)
+        if self._comms.observers and self._watched is None and self.buckets:
+            number = self.microbatch * self._comms.world_size + self._comms.rank
+            sizes = [len(bucket.parameters) for bucket in self.buckets]
+            self._watched = WatchedBackward(self._comms.observers, sizes, number)
 
     def _local_backward_ends(self) -> None:
         self._end_watch()
-        self.microbatch += 1
+        self.microbatch += self._came_locally
+        self._local_backward = self._came_locally = False
 
     def _end_watch(self) -> None:
         watched, self._watched = self._watched, None
@@ -160,10 +164,13 @@ class Reducer:
     def arrive(self, parameter: nn.Parameter) -> None:
         """A gradient has been added to `parameter.grad`."""
         averaged = self.running or self.wanted()
-        bucket, index = self._places[parameter]
-        if self._watched is not None:
-            self._watched.arrives(bucket.number)
         if not averaged:
+            self._came_locally = True
+            self.watch_backward()
+        bucket, index = self._places[parameter]
+        if not averaged:
+            if self._watched is not None:
+                self._watched.arrives(bucket.number)
             return
         self._require_usable(parameter, bucket.ready[index])
         if self._check_finite and not bool(parameter.grad.isfinite().all()):  # type: ignore[union-attr]
@@ -197,16 +204,20 @@ class Reducer:
         return self.buckets[operation.value.index]
 
     def _leave(self, operation: AllReduce) -> None:
+        if self._watched is not None:
+            self._watched.ends()
         self._bucket_of(operation).leave(self._comms, operation, self._overlap)
+        if self._watched is not None:
+            self._watched.goes_on()
 
     # ── the end of backward ─────────────────────────────────────────────────────────────────────────────────────
 
     def _end(self) -> None:
         """torch calls this when backward has computed everything, and before it returns to its caller."""
-        self._end_watch()
         if self._arrived:
             self._average(take_results=True)
         else:  # torch.autograd.grad leaves parameters alone, and so do we
+            self._end_watch()
             self.running = False
 
     def take_part(self, *, take_results: bool) -> None:
@@ -220,6 +231,7 @@ class Reducer:
             bucket = self._bucket_of(self._ahead[0])
             bucket.fill_up(self._scale) if take_results else bucket.buffer.zero_()
             self._leave(self._ahead.popleft())
+        self._end_watch()
         for bucket in self.buckets:
             bucket.come_back()
         self.passes += 1
@@ -265,13 +277,14 @@ class Reducer:
         self._learnt = True
 
     def _clean_up(self) -> None:
+        self._end_watch()
         for bucket in self.buckets:
             bucket.come_back()
             bucket.reset()
         self._arrived = []
         self._not_finite = []
         self._ahead.clear()
-        self._end_watch()
+        self._local_backward = self._came_locally = False
         self.microbatch = 0
         self.running = False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from microparallel.observe import Activity, Observer
+from microparallel.observe import Activity, Observer, Told
 from microparallel.program import Backward
 
 
@@ -20,32 +20,35 @@ class WatchedBackward:
     """
 
     def __init__(self, observers: Sequence[Observer], sizes: Sequence[int], microbatch: int) -> None:
-        self._observers = tuple(observers)
+        self._observers = observers
         self._missing = list(sizes)
         self._microbatch = microbatch
         self._at = 0
-        self._activity = self._begin()
+        self._told: Told | None = None
+        self.goes_on()
 
     def arrives(self, bucket: int) -> None:
-        """A gradient of this bucket has been accumulated."""
+        """A gradient of this bucket has been accumulated, in a backward after which nothing leaves."""
         self._missing[bucket] -= 1
         while self._at < len(self._missing) and self._missing[self._at] <= 0:
-            self._go_on()
+            self.ends()
+            self.goes_on()
+
+    def goes_on(self) -> None:
+        """The backward of the next bucket begins, if there is one."""
+        if self._told is None and self._at < len(self._missing):
+            operation = Backward(len(self._missing) - 1 - self._at, self._microbatch)
+            self._told = Told(self._observers, Activity(operation)).__enter__()
+
+    def ends(self) -> None:
+        """The backward of this bucket has ended, and it may leave."""
+        if self._told is not None:
+            self._told.__exit__()
+            self._told = None
+            self._at += 1
 
     def end(self) -> None:
         """Backward has ended: what has not come by now does not come."""
         while self._at < len(self._missing):
-            self._go_on()
-
-    def _go_on(self) -> None:
-        for observer in self._observers:
-            observer.ends(self._activity)
-        self._at += 1
-        if self._at < len(self._missing):
-            self._activity = self._begin()
-
-    def _begin(self) -> Activity:
-        activity = Activity(Backward(len(self._missing) - 1 - self._at, self._microbatch))
-        for observer in self._observers:
-            observer.begins(activity)
-        return activity
+            self.goes_on()
+            self.ends()

@@ -16,7 +16,7 @@ from microparallel.data_parallel.agreement import require_same_model
 from microparallel.data_parallel.reducer import Reducer
 from microparallel.data_parallel.replicate import replicate
 from microparallel.errors import UsageError
-from microparallel.observe import Activity
+from microparallel.observe import Activity, Told
 from microparallel.program import Broadcast, ForwardStages, Named, Program
 from microparallel.torch_private import pytree
 
@@ -98,7 +98,7 @@ class DataParallel(nn.Module):
         self._reducer.prepare()
         self._forward_was_local = self._local > 0
         self._broadcast_buffers_before_forward()
-        call = self._watched_forward if self.comms.observers else self.module
+        call = self._watched_forward if self.comms.observers and self._reducer.buckets else self.module
         outputs = call(*inputs, **named_inputs)
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad:
@@ -108,15 +108,9 @@ class DataParallel(nn.Module):
     def _watched_forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Call the module, and tell the observers that it is an operation of the program."""
         number = self._reducer.microbatch * self.comms.world_size + self.comms.rank
-        activity = Activity(ForwardStages(0, len(self._reducer.buckets), number))
-        observers = tuple(self.comms.observers)
-        for observer in observers:
-            observer.begins(activity)
-        try:
+        operation = ForwardStages(0, len(self._reducer.buckets), number)
+        with Told(self.comms.observers, Activity(operation)):
             return self.module(*inputs, **named_inputs)
-        finally:
-            for observer in observers:
-                observer.ends(activity)
 
     def _broadcast_buffers_before_forward(self) -> None:
         if self._broadcasts_buffers and self.training and not self._local and not self._reducer.roll_call.joining:
@@ -128,7 +122,7 @@ class DataParallel(nn.Module):
 
     def _begin_if_wanted(self) -> bool:
         """Whether this backward is to be averaged; then everything is made ready for it."""
-        if self._local or self._forward_was_local:
+        if self._local or self._forward_was_local or not self._reducer.buckets:
             return False
         self._reducer.begin()
         return True

@@ -1,5 +1,5 @@
 """The one hook: an observer is told when an operation of its rank begins, waits and ends."""
 
-from microparallel.observe.observer import Activity, Observer, Watched, watch
+from microparallel.observe.observer import NOBODY, Activity, Observer, Told, Watched, watch
 
-__all__ = ["Activity", "Observer", "Watched", "watch"]
+__all__ = ["NOBODY", "Activity", "Observer", "Told", "Watched", "watch"]

@@ -65,6 +65,33 @@ class Observer(Protocol):
         """It has ended, well or not."""
 
 
+class Told:
+    """`with` this around an operation: observers are told that it begins, and that it has ended, whatever happens."""
+
+    __slots__ = ("_observers", "activity")
+
+    def __init__(self, observers: Sequence[Observer], activity: Activity) -> None:
+        self._observers = tuple(observers)
+        self.activity = activity
+
+    def __enter__(self) -> Told:
+        for observer in self._observers:
+            observer.begins(self.activity)
+        return self
+
+    def waits(self) -> None:
+        """The rank has nothing left to do but to wait for it."""
+        for observer in self._observers:
+            observer.waits(self.activity)
+
+    def __exit__(self, *_: object) -> None:
+        for observer in self._observers:
+            observer.ends(self.activity)
+
+
+NOBODY = Told((), Activity(Observed("nothing", "other")))  # where there are no observers
+
+
 class Watched:
     """A call that observers are told of and the flight recorder writes down; to its callers it is the entry."""
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from microparallel.errors import ProgramError
-from microparallel.observe import Activity, Observer
+from microparallel.observe import NOBODY, Activity, Observer, Told
 from microparallel.pipeline.worker import Worker
 from microparallel.program import AllReduce, Free, Join, Op, Recv, Send, Value, halves
 from microparallel.transport.base import Exchange, Transport, Work
@@ -93,16 +93,14 @@ class Interpreter:
             self._doing(str(run))
             if isinstance(run, AllReduce):
                 reduction = self._reduction(run)
-                activity = self._begins(run)  # a sum may be several calls, or none
-                reduction.start(run)
-                self._ends(activity)
+                with self._told(run):  # a sum may be several calls, or none
+                    reduction.start(run)
                 reducing.append((run, reduction))
             elif isinstance(run, Join):
                 self._finish(reducing)
             else:
-                activity = self._begins(run)
-                self._worker.compute(run)
-                self._ends(activity)
+                with self._told(run):
+                    self._worker.compute(run)
         self._finish(reducing)
         for work, _ in self._leaving:
             yield work
@@ -119,25 +117,12 @@ class Interpreter:
             raise ProgramError(f"{op}: this rank has nobody to sum {op.value} with")
         return self._reductions[op.value]
 
-    # ── observers ───────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _begins(self, op: Op, size: int = 0, peer: int | None = None) -> Activity | None:
+    def _told(self, op: Op, size: int = 0, peer: int | None = None) -> Told:
+        """`with` this around an operation, so that the observers are told of it."""
         if not self._observers:
-            return None
-        activity = Activity(self._as_told(op), size=size, peer=None if peer is None else self._world_ranks[peer])
-        for observer in self._observers:
-            observer.begins(activity)
-        return activity
-
-    def _waits(self, activity: Activity | None) -> None:
-        if activity is not None:
-            for observer in self._observers:
-                observer.waits(activity)
-
-    def _ends(self, activity: Activity | None) -> None:
-        if activity is not None:
-            for observer in self._observers:
-                observer.ends(activity)
+            return NOBODY
+        other = None if peer is None else self._world_ranks[peer]
+        return Told(self._observers, Activity(self._as_told(op), size=size, peer=other))
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -152,19 +137,17 @@ class Interpreter:
             if isinstance(op, Recv):
                 yield from self._receive(op)
             elif isinstance(op, Free):
-                activity = self._begins(op)
-                self._worker.free(op.value)
-                self._ends(activity)
+                with self._told(op):
+                    self._worker.free(op.value)
 
     def _start_sends(self, sends: Iterable[Send], exchange: Exchange) -> None:
         self._leaving = [(work, tensor) for work, tensor in self._leaving if not has_ended(work)]
         for op in sends:
             self.now = op
             tensors = [tensor.contiguous() for tensor in self._worker.values[op.value]]
-            activity = self._begins(op, sum(tensor.nbytes for tensor in tensors), op.to)
-            self._waits(activity)  # to hand it over takes the rank's own time
-            self._leaving += [(exchange.isend(tensor, op.to), tensor) for tensor in tensors]
-            self._ends(activity)
+            with self._told(op, sum(tensor.nbytes for tensor in tensors), op.to) as told:
+                told.waits()  # to hand it over takes the rank's own time
+                self._leaving += [(exchange.isend(tensor, op.to), tensor) for tensor in tensors]
 
     def _due(self, run: tuple[Send | Recv | Free, ...]) -> Iterator[Recv]:
         """The receives to post now: those that are needed, and some that come after them."""
@@ -191,14 +174,13 @@ class Interpreter:
     def _receive(self, op: Recv) -> Iterator[Work]:
         self.now = op
         works = self._posted.pop(op)
-        activity = self._begins(op, sum(buffer.nbytes for _, buffer in works), op.source)
-        self._waits(activity)
-        for work, _ in works:
-            yield work
+        with self._told(op, sum(buffer.nbytes for _, buffer in works), op.source) as told:
+            told.waits()
+            for work, _ in works:
+                yield work
+            # What lies before the message's arrival is waiting, not communication.
+            told.activity.arrived = max((getattr(work, "arrived", math.nan) for work, _ in works), default=math.nan)
         self._worker.values[op.value] = [buffer for _, buffer in works]
-        if activity is not None:  # what lies before the message's arrival is waiting, not communication
-            activity.arrived = max((getattr(work, "arrived", math.nan) for work, _ in works), default=math.nan)
-            self._ends(activity)
 
 
 def has_ended(work: Work) -> bool:
