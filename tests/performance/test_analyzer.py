@@ -100,7 +100,9 @@ def test_waiting_for_a_straggler_is_never_called_communication(any_pool, wrap, s
     for event in events:
         if event.kind == "collective" and event.rank == 0:
             together = [other.asked for other in events if other.kind == "collective" and other.number == event.number]
-            assert event.start == max(together)
+            # The root of a broadcast may be done before the others come; all other collectives need everybody.
+            last = min(max(together), event.end) if isinstance(event.op, Broadcast) else max(together)
+            assert event.start == last
 
 
 def test_several_steps_give_the_median_one(pool):
