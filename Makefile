@@ -27,7 +27,7 @@ test: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Run the tests
 	@$(BIN)/python -m pytest $(or $(ARGS),$(TWO_FILES_AT_A_TIME))
 
 test-full: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Run the tests and the slow ones, with everything in processes of its own
-	@$(BIN)/python -m pytest -m 'slow or not slow' --fresh $(or $(ARGS),$(TWO_FILES_AT_A_TIME))
+	@$(BIN)/python -m pytest -m 'slow or not slow' --fresh $(ARGS)
 
 lint: $(VENV)/.installed-dev ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .
