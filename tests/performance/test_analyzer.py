@@ -106,6 +106,12 @@ def test_waiting_for_a_straggler_is_never_called_communication(any_pool, wrap, s
             assert event.start == last
 
 
+def test_what_is_said_after_the_last_step_is_no_step():
+    step = [span(0, "forward", "f", 0, 2), span(0, "optimizer", "S", 2, 3)]
+    after = span(0, "collective", "all_reduce", 3, 4, step=1, group=(0,))
+    assert len(time_steps(recorded(1, [*step, after]), 1)) == 1
+
+
 def test_several_steps_give_the_median_one(pool):
     timing, *_ = pool.run(time_one, 2, True, "auto", steps=3)[0]
     assert len(timing.every) == 3 and timing.total == sorted(timing.every)[1]

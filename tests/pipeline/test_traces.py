@@ -163,3 +163,15 @@ def test_graphs_are_let_go_when_the_program_says_so(pool, name):
     for count, graphs, _, _, alive in pool.run(held, 4, name, 8, False, transport="shm", timeout=30):
         assert graphs == count
         assert not any(alive)
+
+
+def drawn(comms):
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    pipe = mp.Pipeline(layers, comms, "1f1b", 2, torch.nn.functional.mse_loss)
+    _, trace = pipe.traced_step(torch.ones(4, 4), torch.zeros(4, 4))
+    return [event.duration for event in trace.events if event.name.startswith("!")]
+
+
+def test_to_forget_a_value_takes_no_time(pool):
+    for durations in pool.run(drawn, 2, transport="shm", timeout=30):
+        assert durations and not any(durations)

@@ -31,7 +31,7 @@ from microparallel.comms.computing import Computing
 from microparallel.comms.notes import gather_json
 from microparallel.errors import UsageError
 from microparallel.observe import Activity
-from microparallel.program import Op, OptimizerStep, lane, parse_op
+from microparallel.program import Free, Op, OptimizerStep, lane, parse_op
 from microparallel.trace import Event, Kind, Observed, Trace, kind_of, lane_of
 from microparallel.trace.meetings import met
 
@@ -144,7 +144,9 @@ class Recorder:
         row.parts -= 1
         if row.parts:
             return
-        row.end, row.arrived = self._now(), activity.arrived
+        row.arrived = activity.arrived
+        # To forget a value takes no time that a drawing could show.
+        row.end = row.start if isinstance(row.op, Free) else self._now()
         self._ended = row.end
         if not isinstance(row.op, Observed) and kind_of(row.op) in ("forward", "backward"):
             self._computing.unmute()

@@ -212,11 +212,16 @@ def median_of(timings: Sequence[StepTiming]) -> StepTiming:
 
 
 def time_steps(trace: Trace, samples: int) -> list[StepTiming]:
-    """Each step of a trace; it lasts from the end of the step before it, where that was recorded."""
+    """Each step of a trace; it lasts from the end of the step before it, where that was recorded.
+
+    What ranks say to each other after the last step, before the recorder stops, is no step.
+    """
     timings: list[StepTiming] = []
     before: float | None = None
     for number in trace.steps:
         step = trace.step(number)
+        if timings and not any(event.computes for event in step.events):
+            continue
         end = step.bounds[1]
         timings.append(time_of_step(step, samples, end - before if before is not None else 0.0))
         before = end
