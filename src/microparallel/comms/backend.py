@@ -314,6 +314,7 @@ class MicroparallelGroup(CallingGroup):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
         """Meet in time, or raise `CommsTimeout`, on every rank that came, with all the ranks that did not.
 
+        That is what torch does with `wait_all_ranks=True`; without it, only its first rank knows, and of one rank.
         `torch.distributed.monitored_barrier` refuses any backend but gloo before it comes here: call the group's.
         """
         options = Options.of(timeout)

@@ -223,7 +223,9 @@ class DataParallel(nn.Module):
         """What the next step does, on all ranks: what it follows, and what can be verified, simulated and drawn.
 
         A stage is a bucket of gradients. Buckets are put in order in the first backward, so the program is final after
-        that. Inside of `weighted()` and `join()` it says what the ranks tell each other there.
+        that. Inside of `weighted()` and `join()` it says what the ranks tell each other there. It is the step in which
+        every rank has data, and equally many micro-batches: one that sits out only takes part in the sums. A world of
+        one rank has nothing to sum, and follows no program.
 
         Args:
             microbatches: how many each rank has; all but the last are inside of `no_sync()`.

@@ -26,7 +26,7 @@ may write to what it reads. An Add writes when it begins. A Recv writes from the
 only when the message has arrived, since that may arrive beside its place.
 
 This is the only place where these rules are written: the walk (`walk.py`), and so the verifier, the simulator and all
-that is a policy of it, the passes and the interpreters read them here.
+that is a policy of it, the passes and the interpreter of collectives read them here.
 """
 
 from __future__ import annotations

@@ -96,11 +96,6 @@ class Pool:
         """End the processes: whatever a function has changed in them is gone, and the next run starts new ones."""
         self._end_processes()
 
-    @property
-    def process_ids(self) -> list[int]:
-        """The processes of the ranks, in rank order."""
-        return [process.pid for process in self._processes]
-
     def close(self) -> None:
         """End all ranks."""
         self._end_processes()
