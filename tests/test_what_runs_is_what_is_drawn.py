@@ -93,6 +93,21 @@ def test_an_accumulated_step_counts_samples_first_and_sums_the_loss_last(pool):
     assert pool.run(accumulated, 2, transport="shm", timeout=50) == [[], []]
 
 
+def buffers_of_nothing(comms):
+    module = nn.Linear(WIDTH, WIDTH)
+    module.register_buffer("empty", torch.zeros(0))
+    model = mp.DataParallel(module, comms)
+    program = model.program()
+    with mp.record(comms) as recorder:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return differences(recorder.trace, program), ":buffers" in to_text(program)
+
+
+def test_buffers_of_nothing_are_not_sent(pool):
+    assert pool.run(buffers_of_nothing, 2, transport="shm", timeout=50) == [([], False)] * 2
+
+
 def models_side_by_side(comms):
     """Two models on one Comms, whose buckets have the same names; a layer that raises; a backward for inputs alone."""
     one, other = (mp.DataParallel(nn.Linear(WIDTH, size), comms, overlap=True) for size in (WIDTH, 4 * WIDTH))

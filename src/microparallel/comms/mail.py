@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from microparallel.comms.calls import describe
 from microparallel.comms.group import Group
-from microparallel.comms.recorded_work import RecordedWork
 from microparallel.comms.wire import as_bytes, to_wire
 from microparallel.flight import Entry, NoEntry
 from microparallel.transport.base import Exchange, Loan, ReceivedCopy, Work
+
+
+class RecordedWork:
+    """A message under way that the flight recorder writes down; for all but waiting it is the transport's own work."""
+
+    def __init__(self, work: Work, entry: Entry | NoEntry) -> None:
+        self._work = work
+        self._entry = entry
+        entry.started()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the transfer is complete."""
+        self._entry.waits()
+        try:
+            self._work.wait(timeout)
+        except BaseException as error:
+            self._entry.fails(timed_out=isinstance(error, TimeoutError))
+            raise
+        self._entry.ends()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 class Mail:

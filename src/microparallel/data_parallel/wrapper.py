@@ -80,7 +80,7 @@ class DataParallel(nn.Module):
         )
         self._averages = comms.world_size > 1 or check_finite or unused == "error"
         self._broadcasts_buffers = (
-            buffers == "broadcast" and comms.world_size > 1 and any(True for _ in module.buffers())
+            buffers == "broadcast" and comms.world_size > 1 and any(buffer.numel() for buffer in module.buffers())
         )
         self._local = 0  # how many no_sync() there are around us
         self._forward_was_local = False
@@ -133,14 +133,18 @@ class DataParallel(nn.Module):
             self._broadcast_buffers(source)
 
     def _broadcast_buffers(self, source: int) -> None:
-        """All of them in one message, as bytes: they are few, small and of several dtypes."""
-        buffers = [buffer for buffer in self.module.buffers() if buffer.numel()]
-        bytes_of = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
-        together = torch.cat(bytes_of)
+        """All buffers of a device in one message, as bytes: they are many, small and of several dtypes."""
+        filled = [buffer for buffer in self.module.buffers() if buffer.numel()]
+        for device in dict.fromkeys(buffer.device for buffer in filled):
+            self._broadcast_together([buffer for buffer in filled if buffer.device == device], source)
+
+    def _broadcast_together(self, buffers: list[torch.Tensor], source: int) -> None:
+        parts = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
+        together = torch.cat(parts)
         self.comms.broadcast(together, src=source, operation=Broadcast(Named("buffers"), "dp", source))
         if source != self.comms.rank:
-            parts = torch.split(together, [len(one) for one in bytes_of])
-            for buffer, part in zip(buffers, parts, strict=True):
+            arrived = torch.split(together, [len(part) for part in parts])
+            for buffer, part in zip(buffers, arrived, strict=True):
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 
     # ── how gradients are averaged ──────────────────────────────────────────────────────────────────────────────

@@ -178,8 +178,8 @@ class Interpreter:
             told.waits()
             for work, _ in works:
                 yield work
-            # What lies before the message's arrival is waiting, not communication.
-            told.activity.arrived = max((getattr(work, "arrived", math.nan) for work, _ in works), default=math.nan)
+            if self._observers:  # what lies before the message's arrival is waiting, not communication
+                told.activity.arrived = max((getattr(work, "arrived", math.nan) for work, _ in works), default=math.nan)
         self._worker.values[op.value] = [buffer for _, buffer in works]
 
 

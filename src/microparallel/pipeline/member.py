@@ -10,16 +10,15 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.data_parallel.replicate import replicas_are_identical, replicate
+from microparallel.data_parallel.shortcuts import SAMPLES
 from microparallel.pipeline.cut import shared_parameters
 from microparallel.pipeline.interpreter import Reduction
 from microparallel.pipeline.layers import NamedLayer
 from microparallel.pipeline.stage import Stage
 from microparallel.pipeline.state import clip_gradients, gather_state, load_own_part, own_state
 from microparallel.pipeline.sums import ColumnSum, TiedSum
-from microparallel.program import AllReduce, Bucket, Named, Value
+from microparallel.program import Bucket, Named, Value
 from microparallel.topology import Mesh
-
-SAMPLES = AllReduce(Named("samples"), "dp")
 
 
 class Member:

@@ -13,11 +13,12 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
 from microparallel.comms.record import Recorder
+from microparallel.data_parallel.shortcuts import SAMPLES
 from microparallel.errors import TransportError, UsageError
 from microparallel.pipeline.cut_together import cut_together
 from microparallel.pipeline.interpreter import Interpreter
 from microparallel.pipeline.layers import NamedLayer
-from microparallel.pipeline.member import SAMPLES, Member
+from microparallel.pipeline.member import Member
 from microparallel.pipeline.microbatches import batch_size, join_batch, sizes, split_batch
 from microparallel.pipeline.programs import Schedule
 from microparallel.pipeline.shapes import Plan, Shapes
