@@ -1,11 +1,12 @@
 """Is this commit slower than another? All-reduces and steps of two source trees, in turns.
 
     git worktree add /tmp/old COMMIT
-    python benchmarks/old_and_new.py --old /tmp/old/src --rounds 10 --cores 2,3,4,5
+    python benchmarks/old_and_new.py --old /tmp/old/src --starts 6 --turns 12 --cores 4,6,8,10
 
-Every round starts ranks on the old tree, on this one and on the old one again, each rank on a core of its own, and
-takes the median of each piece of work. Printed are the medians over the rounds of new ÷ old, with half the distance
-between the quartiles, and of old ÷ old beside it: what a ratio can be off by on this machine.
+Three teams of ranks stand ready at once: one on the old tree, one on this one, one on the old tree again. They share
+the same cores, rank r of every team on core r, and work one team at a time, a tenth of a second each, so that what the
+machine does to one it does to all. Printed are the medians over all turns of new ÷ old and of old ÷ old, each with
+half the distance between the quartiles of the medians of the starts: what a ratio can be off by on this machine.
 """
 
 from __future__ import annotations
@@ -18,97 +19,134 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 SIZES = {"4 KiB": 2**10, "256 KiB": 2**16, "4 MiB": 2**20, "32 MiB": 2**23}  # float32 numbers
+SECONDS = 0.1  # of one turn
 HERE = Path(__file__).resolve()
 
 
-def measure(ranks: int) -> dict[str, float]:
-    """Do all pieces of work on this rank; seconds, the median of each."""
+def pieces(comms: object) -> Iterator[tuple[str, Callable[[], object]]]:
+    """The pieces of work of one rank, each with its name."""
+    import torch
+
+    import microparallel as mp
+
+    for name, length in SIZES.items():
+        tensor = comms.empty(length)  # type: ignore[attr-defined]
+        tensor.fill_(1.0)
+        yield f"all-reduce, {name}", lambda tensor=tensor: comms.all_reduce(tensor, op="mean")  # type: ignore[attr-defined]
+    loose = torch.ones(2**20)
+    yield "all-reduce, 4 MiB, copied", lambda: comms.all_reduce(loose, op="mean")  # type: ignore[attr-defined]
+    yield "broadcast, 256 KiB", lambda: comms.broadcast(loose[: 2**16])  # type: ignore[attr-defined]
+
+    def layers(width: int, depth: int) -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        return torch.nn.Sequential(
+            *(layer for _ in range(depth) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU()))
+        )
+
+    loss_fn = torch.nn.functional.mse_loss
+    for width, depth, overlap in ((256, 8, True), (256, 8, False), (1024, 4, True)):
+        model = mp.DataParallel(layers(width, depth), comms, bucket_mb=width / 512, overlap=overlap)  # type: ignore[arg-type]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        batch = torch.randn(64, width), torch.randn(64, width)
+
+        def step(
+            model: torch.nn.Module = model,
+            optimizer: torch.optim.Optimizer = optimizer,
+            batch: tuple[torch.Tensor, torch.Tensor] = batch,
+        ) -> None:
+            optimizer.zero_grad()
+            loss_fn(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+        yield f"data-parallel step, {width}, {'overlap' if overlap else 'one after another'}", step
+    batch = torch.randn(64, 256), torch.randn(64, 256)
+    for schedule in ("1f1b", "zb-h1"):
+        pipe = mp.Pipeline(layers(256, 8), comms, schedule, microbatches=8, loss_fn=loss_fn)  # type: ignore[arg-type]
+        yield f"pipeline step, {schedule}", lambda pipe=pipe: pipe.step(*batch)  # type: ignore[misc]
+
+
+def be_a_rank() -> None:
+    """Make the pieces; then, for every name that comes in, do that piece for a turn and say its median in seconds."""
     import torch
 
     import microparallel as mp
 
     torch.set_num_threads(1)
-    found: dict[str, float] = {}
     with mp.connect(transport="shm") as comms:
-        for name, length in SIZES.items():
-            tensor = comms.empty(length)
-            tensor.fill_(1.0)
-            found[f"all-reduce, {name}"] = _median(lambda tensor=tensor: comms.all_reduce(tensor, op="mean"), comms)
-        loose = torch.ones(2**20)
-        found["all-reduce, 4 MiB, copied"] = _median(lambda: comms.all_reduce(loose, op="mean"), comms)
-        found["broadcast, 256 KiB"] = _median(lambda: comms.broadcast(loose[: 2**16]), comms)
+        made, counts = dict(pieces(comms)), {}
+        for name, work in made.items():
+            for _ in range(5):
+                work()
+            begun = time.perf_counter()
+            for _ in range(5):
+                work()
+            once = torch.tensor((time.perf_counter() - begun) / 5)
+            counts[name] = max(5, int(SECONDS / float(comms.all_reduce(once, op="max"))))
+        print(json.dumps(list(made)), flush=True)
+        for line in sys.stdin:
+            work, times = made[line.strip()], []
+            work()  # the ranks meet
+            for _ in range(counts[line.strip()]):
+                begun = time.perf_counter()
+                work()
+                times.append(time.perf_counter() - begun)
+            print(statistics.median(times), flush=True)
 
-        def layers() -> torch.nn.Sequential:
-            torch.manual_seed(0)
-            return torch.nn.Sequential(
-                *(layer for _ in range(8) for layer in (torch.nn.Linear(256, 256), torch.nn.ReLU()))
+
+class Team:
+    """The ranks of one source tree, each a process on a core of its own."""
+
+    def __init__(self, source: str, ranks: int, cores: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "PYTHONPATH": source}
+        pins = [["taskset", "-c", core] for core in cores.split(",")] if cores else [[]] * ranks
+        self.processes = [
+            subprocess.Popen(
+                [*pins[rank], sys.executable, str(HERE), "--rank"],
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
             )
+            for rank in range(ranks)
+        ]
 
-        inputs, targets = torch.randn(64, 256), torch.randn(64, 256)
-        loss_fn = torch.nn.functional.mse_loss
-        for overlap in (True, False):
-            model = mp.DataParallel(layers(), comms, bucket_mb=0.5, overlap=overlap)
-            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    def answers(self) -> list[str]:
+        """The next line of every rank."""
+        found = [_open(process.stdout).readline() for process in self.processes]
+        if not all(found):
+            raise SystemExit("a rank failed; its error stands above")
+        return found
 
-            def step(model: torch.nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
-                optimizer.zero_grad()
-                loss_fn(model(inputs), targets).backward()
-                optimizer.step()
+    def turn(self, work: str) -> float:
+        """Every rank does this piece of work for a turn; rank 0's median in seconds."""
+        for process in self.processes:
+            pipe = _open(process.stdin)
+            pipe.write(work + "\n")
+            pipe.flush()
+        return float(self.answers()[0])
 
-            found[f"data-parallel step, {'overlap' if overlap else 'one after another'}"] = _median(step, comms)
-        for schedule in ("1f1b", "zb-h1"):
-            pipe = mp.Pipeline(layers(), comms, schedule, microbatches=8, loss_fn=loss_fn)
-            found[f"pipeline step, {schedule}"] = _median(lambda pipe=pipe: pipe.step(inputs, targets), comms)
-    del ranks
-    return found
-
-
-def _median(work: Callable[[], object], comms: object, seconds: float = 0.4) -> float:
-    """The median time of a piece of work that is done for so long; all ranks do it equally often."""
-    import torch
-
-    begun = time.perf_counter()
-    for _ in range(3):
-        work()
-    once = torch.tensor((time.perf_counter() - begun) / 3)
-    count = max(5, min(2000, int(seconds / float(comms.all_reduce(once, op="max")))))  # type: ignore[attr-defined]
-    times = []
-    for _ in range(count):
-        begun = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times)
+    def end(self) -> None:
+        """No more work."""
+        for process in self.processes:
+            _open(process.stdin).close()
+        for process in self.processes:
+            try:
+                process.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                process.kill()
 
 
-def run(source: str, ranks: int, cores: str) -> dict[str, float]:
-    """Start the ranks on one source tree; rank 0's medians."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "PYTHONPATH": source}
-    pins = [["taskset", "-c", core] for core in cores.split(",")] if cores else [[]] * ranks
-    processes = [
-        subprocess.Popen(
-            [*pins[rank], sys.executable, str(HERE), "--rank"],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(process.returncode for process in processes):
-        raise SystemExit(f"the ranks on {source} failed")
-    found: dict[str, float] = json.loads(outputs[0].splitlines()[-1])
-    return found
+def _open(pipe: IO[str] | None) -> IO[str]:
+    assert pipe is not None
+    return pipe
 
 
 def main() -> None:
@@ -117,30 +155,45 @@ def main() -> None:
     parser.add_argument("--old", help="the other tree's src folder")
     parser.add_argument("--new", default=str(HERE.parent.parent / "src"), help="this tree's src folder")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--cores", default="", help="pin each rank to one of these, such as 2,3,4,5")
+    parser.add_argument("--starts", type=int, default=6, help="how often the teams are started anew")
+    parser.add_argument("--turns", type=int, default=12, help="of every piece of work, for each team and start")
+    parser.add_argument("--cores", default="", help="pin each rank to one of these, such as 4,6,8,10")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        print(json.dumps(measure(int(os.environ["WORLD_SIZE"]))))
+        be_a_rank()
         return
     if not options.old:
         parser.error("--old is needed: the src folder of the commit to compare with")
-    rounds = []
-    for number in range(options.rounds):
-        order = [("old", options.old), ("new", options.new), ("again", options.old)]
-        order = order if number % 2 else order[::-1]  # neither always comes first
-        rounds.append({name: run(source, options.ranks, options.cores) for name, source in order})
-        print(f"round {number + 1} of {options.rounds}", file=sys.stderr, flush=True)
-    print(f"{options.ranks} ranks, {options.rounds} rounds; new ÷ old, and old ÷ old, ± half the quartiles' distance")
-    for work in rounds[0]["old"]:
-        ratios = [one["new"][work] / statistics.fmean([one["old"][work], one["again"][work]]) for one in rounds]
-        alike = [one["again"][work] / one["old"][work] for one in rounds]
-        usual = statistics.median(one["old"][work] for one in rounds)
-        print(f"{work:<40}{usual * 1e6:>10.1f} µs   {_ratio(ratios)}   A/A {_ratio(alike)}")
+    usual: dict[str, list[float]] = {}
+    ratios: dict[str, list[tuple[float, float]]] = {}  # of every start: new ÷ old, old ÷ old
+    for start in range(options.starts):
+        sources = {"old": options.old, "new": options.new, "again": options.old}
+        order = list(sources) if start % 2 else list(sources)[::-1]  # neither always comes first
+        teams = {name: Team(sources[name], options.ranks, options.cores) for name in order}
+        try:
+            names = [json.loads(team.answers()[0]) for team in teams.values()][0]
+            for work in names:
+                turns = []
+                for number in range(options.turns):
+                    turning = order if number % 2 else order[::-1]
+                    turns.append({name: teams[name].turn(work) for name in turning})
+                usual.setdefault(work, []).extend(turn["old"] for turn in turns)
+                new = statistics.median(turn["new"] * 2 / (turn["old"] + turn["again"]) for turn in turns)
+                alike = statistics.median(turn["again"] / turn["old"] for turn in turns)
+                ratios.setdefault(work, []).append((new, alike))
+        finally:
+            for team in teams.values():
+                team.end()
+        print(f"start {start + 1} of {options.starts}", file=sys.stderr, flush=True)
+    print(f"{options.ranks} ranks, {options.starts} starts of {options.turns} turns; ± half the quartiles' distance")
+    print(f"{'':<46}{'old':>13}   {'new ÷ old':<15}   old ÷ old")
+    for work, found in ratios.items():
+        new, alike = zip(*found, strict=True)
+        print(f"{work:<46}{statistics.median(usual[work]) * 1e6:>10.1f} µs   {_ratio(new)}   {_ratio(alike)}")
 
 
-def _ratio(ratios: list[float]) -> str:
+def _ratio(ratios: tuple[float, ...]) -> str:
     first, _, third = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else (ratios[0],) * 3
     return f"{statistics.median(ratios):.3f} ± {(third - first) / 2:.3f}"
 
