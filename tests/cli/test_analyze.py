@@ -144,9 +144,9 @@ def test_what_train_recorded_can_be_analysed(microparallel):
         (["empty.json"], "holds no steps"),
         (["full.json", "--ranks", "4"], "--ranks"),
         (["full.json", "--barriers"], "--barriers"),
-        (["--scaling", "strng"], "did you mean strong?"),
+        (["--scaling", "strng"], "did you mean 'strong'?"),
         (["--steps", "0"], "--steps 0"),
-        (["--model", "mlpp"], "did you mean mlp?"),
+        (["--model", "mlpp"], "did you mean 'mlp'?"),
         (["--ranks", "4", "--batch", "2"], "--batch 2"),
         (["--pp", "2", "--barriers"], "--barriers"),
         (["--plot", "picture.gif"], ".svg or .png"),
@@ -178,7 +178,7 @@ def test_predictions_stand_beside_what_was_measured(microparallel):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--methods", "ddpp"], "did you mean ddp?"),
+        (["--methods", "ddpp"], "did you mean 'ddp'?"),
         (["--ranks", "1"], "--ranks 1"),
         (["--bucket-mb", "0"], "--bucket-mb 0"),
         (["--microbatches", "0"], "--microbatches 0"),

@@ -140,7 +140,7 @@ def test_a_terminal_s_width_is_kept(draw):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["rng"], ["'rng'", "did you mean ring"]),
+        (["rng"], ["'rng'", "did you mean 'ring'"]),
         (["nothing-like-it"], ["nothing-like-it", "ring", "1f1b", "file"]),
         (["pipeline:ring"], ["pipeline:ring"]),
         (["1f1b", "--ranks", "0"], ["ranks=0", "at least 1"]),

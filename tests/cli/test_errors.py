@@ -28,7 +28,7 @@ def refused(result):
         (["train", "--ranks", "-2"], ["--ranks -2", "at least 1"]),
         (["train", "--ranks", "100000"], ["--ranks 100000", "core"]),
         (["train", "--batch", "2", "--ranks", "4"], ["--batch 2", "--ranks 4", "try --batch 4"]),
-        (["train", "--optimizer", "adma"], ["adma", "did you mean adam"]),
+        (["train", "--optimizer", "adma"], ["adma", "did you mean 'adam'"]),
         (["train", "--model", "mpl"], ["mpl", "mlp"]),
         (["train", "--strategy", "nave"], ["nave", "naive"]),
         (["train", "--lr", "-1"], ["--lr -1", "above 0"]),
@@ -47,7 +47,7 @@ def refused(result):
         (["train", "--model", "absent_module:make", "--data", "digits"], ["absent_module"]),
         (["train", "--data", "own:raises"], ["own:raises", "ValueError: no data today"]),
         (["train", "--device", "cuda", "--transport", "nccl"], ["GPU"]),
-        (["train", "--data", "dgits"], ["dgits", "did you mean digits"]),
+        (["train", "--data", "dgits"], ["dgits", "did you mean 'digits'"]),
         (["train", "--data", "own:ragged", "--model", "own:make_model", "--quiet"], ["samples [", "put together"]),
         (
             ["train", "--data", "own:bad7", "--model", "own:make_model", "--quiet"],

@@ -113,7 +113,7 @@ def test_verify_says_it_in_json(run, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["simulate", "1f1"], ["'1f1'", "did you mean 1f1b"]),
+        (["simulate", "1f1"], ["'1f1'", "did you mean '1f1b'"]),
         (["simulate", "1f1b", "--ranks", "0"], ["ranks=0"]),
         (["simulate", "ring", "--microbatches", "4"], ["--microbatches 4", "collective"]),
         (["simulate", "1f1b", "--chunks", "2"], ["chunks"]),

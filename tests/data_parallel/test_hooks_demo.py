@@ -193,7 +193,7 @@ def test_rank_0_prints_what_it_saw(comms, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "gradients of rank 0 in the order in which they are ready"
     assert [line.split()[3] for line in lines[1:]] == order == ["1.bias", "1.weight", "0.bias", "0.weight"]
-    assert [line.split(maxsplit=4)[4] for line in lines[1:]] == ["1.2 KiB", "4.7 KiB", "16 B", "64 B"]
+    assert [line.split(maxsplit=4)[4] for line in lines[1:]] == ["1.2 KB", "4.8 KB", "16 B", "64 B"]
     mp.demonstrate_overlap(model, comms, steps=1)
     assert capsys.readouterr().out.count("% of it hidden") == 3
     mp.compare_hook_timing(model, comms, steps=1)

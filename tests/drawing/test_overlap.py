@@ -80,9 +80,9 @@ def test_times_in_seconds_are_shown_in_milliseconds():
         mp.Costs(forward=1e-3, backward_input=1e-3, backward_weight=1e-3, seconds_per_byte=2e-3),
     )
     text = mp.draw_overlap(trace, seconds=True)
-    assert "step 16.0 ms · communication 8.0 ms, 50.0 % of it hidden" in text
+    assert "step 16.0 ms · communication 8.00 ms, 50.0 % of it hidden" in text
     assert "\nms         0 " in text
-    assert "of which 4.0 ms exposed" in mp.draw_overlap(trace, "svg", seconds=True)
+    assert "of which 4.00 ms exposed" in mp.draw_overlap(trace, "svg", seconds=True)
 
 
 def test_a_trace_in_which_nothing_took_time_is_drawn_too():

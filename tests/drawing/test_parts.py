@@ -28,7 +28,7 @@ def straggler():
 
 def test_as_text():
     title, first, second, axis, numbers, legend = mp.draw(straggler(), width=8 + 16).splitlines()
-    assert title == "recorded · 2 ranks · 1 step · 8 s"
+    assert title == "recorded · 2 ranks · 1 step · 8.00 s"
     assert first == "rank 0  ████········░░▒▒"
     assert second == "rank 1  ▓▓▓▓▓▓██████░░▒▒"
     assert len(axis) == 24 and "ms" in numbers and "░ communicating" in legend
@@ -37,11 +37,11 @@ def test_as_text():
 def test_as_a_figure():
     figure = ElementTree.fromstring(mp.draw(straggler(), as_="svg"))
     texts = ["".join(node.itertext()) for node in figure.iter() if node.tag.endswith("title")]
-    assert "waiting, 4 s" in texts and "communicating, 1 s" in texts
+    assert "waiting, 4.00 s" in texts and "communicating, 1.00 s" in texts
 
 
 def test_an_empty_trace_is_drawn_too():
-    assert "0 µs" in mp.draw(recorded(1, []))
+    assert "0 s" in mp.draw(recorded(1, []))
     ElementTree.fromstring(mp.draw(recorded(1, []), as_="svg"))
 
 

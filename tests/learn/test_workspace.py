@@ -91,5 +91,5 @@ def test_an_exercise_has_several_names(name):
 
 
 def test_another_name_gets_advice():
-    with pytest.raises(UsageError, match="did you mean ring-all-reduce"):
+    with pytest.raises(UsageError, match="did you mean 'ring-all-reduce'"):
         find_exercise("ring-allreduce")

@@ -11,7 +11,6 @@ from microparallel.performance.all_reduce_report import report_on
 from microparallel.performance.chart import Line, Panel, Point, draw_chart
 from microparallel.performance.methods import BOUND, BOUND_IN_PLACE, SHM, SHM_IN_PLACE, TORCH_ON_SHM
 from microparallel.performance.picture import require_drawable, write_picture
-from microparallel.performance.units import show_seconds, show_size
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -130,23 +129,3 @@ def test_resvg_is_used_where_it_is_installed(tmp_path, monkeypatch):
 def test_what_cannot_be_drawn_is_refused(tmp_path, name, words):
     with pytest.raises(mp.UsageError, match=words):
         require_drawable(tmp_path / name, "--plot")
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [
-        (1.5e-7, "0.15 µs"),
-        (1.23e-5, "12.3 µs"),
-        (0.9996e-3, "1.00 ms"),
-        (0.1234, "123 ms"),
-        (99.96, "100 s"),
-        (2, "2.00 s"),
-    ],
-)
-def test_times_have_three_digits(seconds, shown):
-    assert show_seconds(seconds) == shown
-
-
-def test_sizes_have_the_unit_that_suits_them():
-    shown = [show_size(size) for size in (100, 4_000, 4_096, 1_500_000, 100_000_000, 2 * 10**9)]
-    assert shown == ["100 B", "4 KB", "4.096 KB", "1.5 MB", "100 MB", "2 GB"]

@@ -168,6 +168,6 @@ def test_what_was_predicted_stands_beside_what_was_measured(pipeline):
     page = report_page(Run("pipeline", {}, [], {}, pipeline, recorded(2, faster)))
     [table] = re.findall(r'<table id="prediction">.*?</table>', page, re.DOTALL)
     rows = [re.findall(r"<t[hd][^>]*>([^<]*)", row) for row in table.split("<tr>")[2:]]
-    assert ["work of the busiest rank", "6\u00a0ms", "12\u00a0ms", "2.00"] in rows
+    assert ["work of the busiest rank", "6.00\u00a0ms", "12.0\u00a0ms", "2.00"] in rows
     assert [row[0] for row in rows] == ["makespan", "work of the busiest rank", "bubble", "exposed communication"]
     assert 'id="prediction"' not in report_page(Run("pipeline", {}, [], {}, pipeline))

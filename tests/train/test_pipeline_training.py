@@ -193,7 +193,7 @@ class OwnLoss(nn.Module):
     ("settings", "message"),
     [
         ({"schedule": "gpipe"}, "--schedule gpipe is for pipelines; add --pp 2"),
-        ({"pp": 2, "schedule": "1f2b"}, "did you mean 1f1b"),
+        ({"pp": 2, "schedule": "1f2b"}, "did you mean '1f1b'"),
         ({"pp": 2, "ranks": 3}, "--ranks 3 cannot be shared out among pipelines of --pp 2; try --ranks 2"),
         ({"dp": 2, "pp": 2, "ranks": 3}, "--dp 2 times --pp 2 is 4, and there are 3 ranks"),
         ({"pp": 2, "strategy": "ddp"}, "--pp 2 makes a pipeline, and --strategy is ddp"),

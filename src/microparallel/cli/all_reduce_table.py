@@ -14,11 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from microparallel import __version__
-from microparallel.drawing.numbers import count
 from microparallel.performance.all_reduce_report import Report, Row
 from microparallel.performance.case import calls_in_a_row
 from microparallel.performance.methods import BOUNDS, TORCH
-from microparallel.performance.units import show_number, show_seconds, show_size, time_unit
+from microparallel.text import count, show_number, show_seconds, show_size, time_unit
 
 _COLUMNS = ("method", "time", "quartiles", "alg", "bus", "msgs", "÷torch", "of bound", "predicted", "÷time")
 _LEAST_IMPORTANT_FIRST = ("msgs", "alg", "quartiles")  # left out where the terminal is narrow

@@ -16,6 +16,7 @@ from microparallel.cli import options
 from microparallel.cli.bench_options import require_known
 from microparallel.cli.output import require_writable
 from microparallel.errors import ConfigError
+from microparallel.text import count
 from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import TrainConfig
 
@@ -181,7 +182,7 @@ def _live(
     from microparallel.world import Pool
 
     if not quiet:
-        print(f"starting {config.ranks} rank{'s' * (config.ranks > 1)} …", file=sys.stderr)
+        print(f"starting {count(config.ranks, 'rank')} …", file=sys.stderr)
     with Pool() as pool:
         findings: Findings = pool.run(
             *(measure, config.ranks, config, steps, barriers, quiet), transport=config.transport, device=config.device
@@ -238,7 +239,7 @@ def _scale(pool: Pool, config: TrainConfig, kinds: list[Kind], counts: list[int]
 
         def tell(ranks: int) -> None:
             nonlocal done
-            progress(done / (len(kinds) * len(counts)), f"{ranks} rank{'s' * (ranks > 1)}", 0)
+            progress(done / (len(kinds) * len(counts)), count(ranks, "rank"), 0)
             done += 1
 
         for kind in kinds:

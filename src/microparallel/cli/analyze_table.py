@@ -11,13 +11,12 @@ from rich.table import Table
 
 from microparallel.cli.analyze_measure import Findings
 from microparallel.cli.bench_output import console_for_results, machine, say
-from microparallel.drawing.numbers import count
 from microparallel.performance.bottleneck import Verdict
 from microparallel.performance.caveats import cores_are_shared
 from microparallel.performance.scaling import Scaling, scaling_bars
 from microparallel.performance.step_timing import StepTiming
-from microparallel.performance.units import show_number, show_seconds, show_size, time_unit
 from microparallel.performance.utilisation import apportion
+from microparallel.text import count, show_number, show_seconds, show_size, time_unit
 from microparallel.topology import available_cores
 from microparallel.trace.parts import Parts
 from microparallel.train.run_folder import without_nan

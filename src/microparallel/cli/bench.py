@@ -14,9 +14,9 @@ from microparallel.cli import bench_dp, bench_pp, bench_predict, options
 from microparallel.cli.bench_options import require_known
 from microparallel.cli.bench_world import choose_ranks, measure_on_ranks
 from microparallel.cli.output import require_writable
-from microparallel.cli.sizes import parse_sizes
 from microparallel.collectives import ALL_REDUCES
 from microparallel.errors import ConfigError, MicroparallelError
+from microparallel.text import parse_sizes
 from microparallel.topology import available_cores
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _measure(comms: Comms, settings: Settings, quiet: bool) -> Measurements:
     """What every rank does; the first one shows how it goes."""
     from microparallel.cli.bench_progress import progress_on_standard_error
     from microparallel.performance.all_reduce_bench import bench_all_reduce
-    from microparallel.performance.units import show_size
+    from microparallel.text import show_size
 
     with progress_on_standard_error(comms.rank == 0 and not quiet, "repeats") as progress:
         return bench_all_reduce(comms, settings, lambda done, size, times: progress(done, show_size(size), times))
@@ -149,7 +149,7 @@ def _show(measurements: Measurements, plot: Path | None, json: bool) -> None:
     from microparallel.performance.all_reduce_plot import plot_all_reduce
     from microparallel.performance.all_reduce_report import report_on
     from microparallel.performance.picture import write_picture
-    from microparallel.performance.units import show_size
+    from microparallel.text import show_size
 
     if (wrong := measurements.wrong) is not None:
         raise MicroparallelError(f"{wrong.method} gave a wrong sum on rank {wrong.rank}, at {show_size(wrong.size)}")

@@ -10,11 +10,10 @@ from rich import box
 from rich.table import Table
 
 from microparallel.cli.bench_output import console_for_results, machine, show_step
-from microparallel.drawing.numbers import count
 from microparallel.performance.data_parallel_bench import Result
 from microparallel.performance.data_parallel_bench_methods import DDP, NONE
 from microparallel.performance.data_parallel_bench_report import Report, Row, rows_of
-from microparallel.performance.units import show_seconds, show_size
+from microparallel.text import count, show_seconds, show_size
 
 _WIDTHS = {"step": 8, "quartiles": 11, "−none": 8, "÷none": 6, "÷torch": 6}  # so that all models' tables align
 _CAPTION = """\

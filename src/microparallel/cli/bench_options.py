@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from typing import Annotated
@@ -10,6 +9,7 @@ from typing import Annotated
 import typer
 
 from microparallel.errors import ConfigError
+from microparallel.text import did_you_mean
 
 Trace = Annotated[
     str | None,
@@ -28,12 +28,10 @@ def parse_names(text: str, flag: str) -> tuple[str, ...]:
 def require_known(name: str, choices: Sequence[str], problem: str) -> None:
     """Refuse a name that is none of these, with the nearest or all of them."""
     if name not in choices:
-        near = difflib.get_close_matches(name, choices, n=1)
         words = name.split()
         if len(words) > 1 and all(word in choices for word in words):
             raise ConfigError(f"{problem}; write commas between the names: {','.join(words)}")
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
-        raise ConfigError(f"{problem}; {hint}")
+        raise ConfigError(f"{problem}; {did_you_mean(name, choices)}")
 
 
 def require_time(seconds: float, steps: int | None, usual: float) -> None:

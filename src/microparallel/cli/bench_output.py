@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from microparallel import __version__
-from microparallel.performance.units import show_number, show_seconds, time_unit
+from microparallel.text import show_number, show_seconds, time_unit
 
 
 def console_for_results(width_of_files: int = 96) -> Console:

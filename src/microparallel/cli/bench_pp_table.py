@@ -11,10 +11,9 @@ from rich import box
 from rich.table import Table
 
 from microparallel.cli.bench_output import console_for_results, machine, say, show_step
-from microparallel.drawing.numbers import count
 from microparallel.performance.pipeline_bench_report import Report, Row
-from microparallel.performance.units import show_seconds, show_size
 from microparallel.performance.utilisation import apportion
+from microparallel.text import count, show_seconds, show_size
 
 
 @dataclass(frozen=True)

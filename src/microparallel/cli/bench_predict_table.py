@@ -11,10 +11,9 @@ from rich import box
 from rich.table import Table
 
 from microparallel.cli.bench_output import console_for_results, machine, show_step
-from microparallel.drawing.numbers import count
 from microparallel.performance.caveats import chance_speaks, cores_are_shared, quartiles
 from microparallel.performance.predict_bench import Predictions
-from microparallel.performance.units import show_seconds
+from microparallel.text import count, show_seconds
 
 _AIM = 0.1
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from microparallel.errors import ConfigError
+from microparallel.text import count
 from microparallel.topology import ALONE, MOST_RANKS_PER_CORE, Placement, available_cores, find_placement
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def choose_ranks(given: int | None, default: int) -> int:
         raise ConfigError(f"--ranks {ranks}: must be at least 1; try 2")
     if ranks > MOST_RANKS_PER_CORE * cores:
         raise ConfigError(
-            f"--ranks {ranks}: this machine has {cores} core{'s' * (cores > 1)}, "
+            f"--ranks {ranks}: this machine has {count(cores, 'core')}, "
             f"and more than {MOST_RANKS_PER_CORE} ranks a core cannot work; try {max(2, cores)}"
         )
     return ranks
@@ -48,5 +49,5 @@ def measure_on_ranks(
             return measurements if comms.rank == 0 else None
     require_possible(transport, device, Placement(0, ranks, local_rank=0, local_world_size=ranks))
     if not quiet:
-        print(f"starting {ranks} rank{'s' * (ranks > 1)} …", file=sys.stderr)
+        print(f"starting {count(ranks, 'rank')} …", file=sys.stderr)
     return launch(measure, ranks, *arguments, quiet, transport=transport, device=device)[0]

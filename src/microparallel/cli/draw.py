@@ -18,6 +18,7 @@ from microparallel.drawing import draw as draw_program
 from microparallel.errors import ConfigError, MicroparallelError, ProgramError, UsageError
 from microparallel.program import Collective, Program
 from microparallel.simulator import simulate
+from microparallel.text import did_you_mean
 from microparallel.trace import Trace, reasons
 from microparallel.train.atomic import write_atomically
 
@@ -129,7 +130,7 @@ def _view(view: str | None, program: Program, *, costs_given: bool) -> View:
     if view is None:
         return "hops" if isinstance(program.goal, Collective) and not costs_given else "timeline"
     if view not in get_args(View):
-        raise ConfigError(f"--view {view}: choose one of {', '.join(get_args(View))}")
+        raise ConfigError(f"--view {view}: {did_you_mean(view, get_args(View))}")
     if view not in ("timeline", "parts") and costs_given:
         raise ConfigError(
             f"--view {view} counts steps, whatever they cost; leave out the costs, or try --view timeline"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from microparallel.drawing.defaults import default_costs
 from microparallel.errors import ConfigError, DataError, ProgramError, UsageError
 from microparallel.program import Free, Program, Recv, Send, TrainingStep, from_text
 from microparallel.simulator import Costs
+from microparallel.text import did_you_mean
 from microparallel.topology import Link
 from microparallel.verifier import verify
 
@@ -194,9 +194,8 @@ def _kind(name: str, microbatches: int | None, tell: Callable[[str], None]) -> s
 
 def _unknown(name: str) -> str:
     names = [*_SCHEDULES, *_COLLECTIVES, "pipeline:naive", "all-reduce:naive"]
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(dict.fromkeys(names[:-2]))}, or a file"
-    return f"{name!r} is no program, and no such file is there; {hint}"
+    otherwise = f"choose one of {', '.join(dict.fromkeys(names[:-2]))}, or a file"
+    return f"{name!r} is no program, and no such file is there; {did_you_mean(name, names, otherwise)}"
 
 
 def read(path: Path) -> Program:

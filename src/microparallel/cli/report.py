@@ -15,6 +15,7 @@ from microparallel.cli import options
 from microparallel.cli.output import require_writable
 from microparallel.errors import ConfigError
 from microparallel.reporting import read_run, report_page
+from microparallel.text import show_size
 from microparallel.train.atomic import write_atomically
 
 EXAMPLES = options.examples(
@@ -49,7 +50,7 @@ def report(
     if json:
         print(json_format.dumps({"file": str(file), "bytes": len(page), "recorded_steps": len(steps)}))
     else:
-        print(f"wrote {file} ({len(page) / 1000:,.0f} kB)")
+        print(f"wrote {file} ({show_size(len(page))})")
         if not steps:
             print("its ranks were not recorded; microparallel train --trace shows what they do in a step")
     if open_ and not webbrowser.open(file.resolve().as_uri()):

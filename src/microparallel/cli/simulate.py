@@ -15,12 +15,12 @@ from rich.table import Table
 
 from microparallel.cli import options, programs
 from microparallel.cli.output import require_writable
-from microparallel.drawing.numbers import count
 from microparallel.errors import ConfigError, MicroparallelError
 from microparallel.program import Program, TrainingStep
 from microparallel.simulator import Costs
 from microparallel.simulator import simulate as simulate_program
 from microparallel.simulator.costs import PerStage
+from microparallel.text import count, short
 from microparallel.trace import Trace
 
 EXAMPLES = options.examples(
@@ -219,5 +219,5 @@ def _scaled(costs: Costs, share: float) -> Costs:
 
 
 def number(value: float) -> str:
-    """A number to six digits, as short as it can be said: 33, 0.125, 1.2e-05."""
-    return f"{float(value):.6g}"
+    """A number to six digits: programs that hardly differ are told apart."""
+    return short(value, digits=6)

@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 
 from microparallel.cli import options, programs
-from microparallel.drawing.numbers import count
 from microparallel.errors import ConfigError, ProgramError
 from microparallel.program import Program, TrainingStep, peak_activations
+from microparallel.text import count
 from microparallel.verifier import Sends
 from microparallel.verifier import verify as verify_program
 

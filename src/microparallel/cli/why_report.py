@@ -13,7 +13,7 @@ from rich.console import Console
 
 from microparallel.flight import Finding, Snapshot, diagnose, gather
 from microparallel.flight.place import Place
-from microparallel.flight.words import seconds
+from microparallel.text import show_age
 
 _INDENT = "  "
 _GAP = "  "  # between two columns
@@ -64,7 +64,7 @@ def show(report: Report, console: Console) -> None:
     first = next((one for one in report.ranks if one.pid), None)
     if first is None:
         return
-    began = seconds(time.time() - first.began)
+    began = show_age(time.time() - first.began)
     console.print(f"[bold]{len(report.ranks)} ranks[/], began {began} ago, started by process {first.parent}")
     for sentence in [finding.text for finding in report.findings] or [_nothing_wrong(report.ranks)]:
         _print(console, sentence, width, _INDENT)
@@ -121,7 +121,7 @@ def _cut(text: str, width: int) -> str:
 def _row(one: Snapshot) -> dict[str, Any]:
     """A rank, in the words of the table."""
     call, place = one.current, _place(one)
-    since = None if call is None else seconds((call.end or one.now) - call.since)
+    since = None if call is None else show_age((call.end or one.now) - call.since)
     return {
         "rank": one.rank,
         "pid": one.pid or None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from microparallel.collectives.rooted import gather, scatter
 from microparallel.collectives.tree import tree_all_reduce, tree_broadcast, tree_reduce
 from microparallel.errors import UsageError
 from microparallel.program import AUTO, Program
+from microparallel.text import did_you_mean
 
 ALL_REDUCES: dict[str, Callable[..., Program]] = {
     "naive": naive_all_reduce,
@@ -90,9 +90,7 @@ def build(name: str, ranks: int, **options: int) -> Program:
     """
     builders = ALL_REDUCES | OTHERS
     if name not in builders:
-        near = difflib.get_close_matches(name, builders, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(builders)}"
-        raise UsageError(f"there is no collective {name!r}; {hint}")
+        raise UsageError(f"there is no collective {name!r}; {did_you_mean(name, builders)}")
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: a collective needs at least 1 rank")
     if not 0 <= options.get("root", 0) < ranks:
@@ -153,8 +151,7 @@ def require_algorithm(collective: GroupKind, algorithm: str) -> None:
     """Raise `UsageError` unless there is such an algorithm for a collective."""
     known = ALGORITHMS[collective]
     if algorithm not in known:
-        near = difflib.get_close_matches(algorithm, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {AUTO}, {', '.join(known)}"
+        hint = did_you_mean(algorithm, (AUTO, *known))
         raise UsageError(f"there is no {collective} algorithm {algorithm!r}; {hint}")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import get_args
 
 import torch
 
 from microparallel.errors import UsageError
+from microparallel.text import did_you_mean
 from microparallel.transport.torch_distributed import Reduction
 
 REDUCTIONS = (*get_args(Reduction), "mean")
@@ -37,9 +37,7 @@ _NATIVE = {
 def check_reduction(op: str, dtype: torch.dtype, call: str) -> None:
     """Refuse what cannot be computed, with the reason."""
     if op not in REDUCTIONS:
-        near = difflib.get_close_matches(str(op), REDUCTIONS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(REDUCTIONS)}"
-        raise UsageError(f"{call}: there is no reduction {op!r}; {hint}")
+        raise UsageError(f"{call}: there is no reduction {op!r}; {did_you_mean(str(op), REDUCTIONS)}")
     if dtype not in _NATIVE and dtype not in _STAND_INS:
         raise UsageError(f"{call}: {dtype} cannot be reduced; convert the tensor first, for example tensor.float()")
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):

@@ -24,6 +24,7 @@ from microparallel.data_parallel.loss import LossFunction, mean_loss
 from microparallel.data_parallel.naive import naive_data_parallel_step
 from microparallel.drawing.overlap import draw_overlap
 from microparallel.errors import UsageError
+from microparallel.text import count, show_size
 from microparallel.trace import Trace
 
 Way = Literal["manual", "hooks", "buckets"]
@@ -241,19 +242,13 @@ def _order_table(seconds: dict[str, float], model: nn.Module, ranks: int, *, agr
     width = max(map(len, seconds), default=0)
     others = "" if ranks == 1 else f"; {'the same order' if agreed else 'another order'} on the other ranks"
     lines = [
-        f"{place:>5}  {at * 1e3:>8.2f} ms  {name:<{width}}  {_size(sizes[name]):>9}"
+        f"{place:>5}  {at * 1e3:>8.2f} ms  {name:<{width}}  {show_size(sizes[name]):>9}"
         for place, (name, at) in enumerate(seconds.items(), start=1)
     ]
     if len(lines) > _MOST_LINES:
         half = _MOST_LINES // 2
         lines[half:-half] = [f"    …  {len(lines) - 2 * half} more"]
     return "\n".join([f"gradients of rank 0 in the order in which they are ready{others}", *lines])
-
-
-def _size(count: int) -> str:
-    if count < 2**10:
-        return f"{count} B"
-    return f"{count / 2**10:.1f} KiB" if count < 2**20 else f"{count / 2**20:.1f} MiB"
 
 
 def _overlap_table(traces: dict[Way, Trace]) -> Iterator[str]:
@@ -264,7 +259,7 @@ def _overlap_table(traces: dict[Way, Trace]) -> Iterator[str]:
 
 
 def _timing_table(medians: dict[str, float], ranks: int, steps: int) -> Iterator[str]:
-    yield f"a step of {ranks} rank{'s' * (ranks > 1)}, median of {steps}"
+    yield f"a step of {count(ranks, 'rank')}, median of {steps}"
     for kind, seconds in medians.items():
         name = "no synchronisation" if kind == "none" else kind
         yield f"  {name:<20}{seconds * 1e3:>8.1f} ms{seconds / medians['none']:>9.2f} ×"

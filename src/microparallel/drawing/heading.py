@@ -7,10 +7,10 @@ from itertools import groupby
 
 from microparallel.drawing.kinds import Kind, kind_of
 from microparallel.drawing.lines import Line, Segment
-from microparallel.drawing.numbers import count, percent, short
 from microparallel.drawing.rows import Rows
 from microparallel.program import Collective, Forward, ForwardStages, Program, TrainingStep
 from microparallel.program.rules import halves
+from microparallel.text import count, short, show_percent
 from microparallel.trace import Trace
 
 _FEW = 12  # ranks that are listed one by one
@@ -44,7 +44,7 @@ def metrics_of(trace: Trace) -> dict[str, str]:
     metrics = {"makespan": short(trace.makespan)}
     if isinstance(trace.followed.goal, TrainingStep):
         if not trace.followed.goal.buckets:  # in data parallelism, gaps are communication
-            metrics["bubble"] = percent(trace.bubble_fraction)
+            metrics["bubble"] = show_percent(trace.bubble_fraction)
         if any(trace.exposed_communication):
             metrics["exposed communication"] = short(max(trace.exposed_communication))
         metrics["peak activations"] = per_rank(trace.peak_activations)

@@ -23,6 +23,7 @@ from microparallel.drawing.hops import Walkthrough
 from microparallel.drawing.kinds import kind_of
 from microparallel.drawing.lines import WIDEST, Line, Segment, clipped, flow, prose, width_of
 from microparallel.program import Op, Part, Recv
+from microparallel.text import count
 
 _DONE = "bold green"
 Row = tuple[str, list[Line]]  # its name, and its cells
@@ -33,7 +34,7 @@ def hop_table(walkthrough: Walkthrough, width: int | None) -> list[Line]:
     """Draw a collective hop by hop; tables that are too wide go on below."""
     program, hops = walkthrough.program, walkthrough.hops
     sent = f"messages sent {per_rank(program.messages_sent())}"
-    head = f"{title_of(program)} · {len(hops)} hop{'s' * (len(hops) != 1)} · {sent}"
+    head = f"{title_of(program)} · {count(len(hops), 'hop')} · {sent}"
     lines = prose(head, width, style="bold", between=" · ")
     if not hops:
         return lines + prose("nothing happens: no rank sends anything", width, style="dim")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from microparallel.drawing.kinds import shaded
 from microparallel.drawing.layout import CHARACTER, Layout, Place
 from microparallel.drawing.markup import Markup, element, joined
-from microparallel.drawing.numbers import short
 from microparallel.drawing.rows import Cell, Rows
 from microparallel.program import Collective, Recv, Send, lane
+from microparallel.text import short
 from microparallel.trace import reasons
 
 INK, FAINT = "#757b85", "#8a9099"

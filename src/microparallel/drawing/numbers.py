@@ -1,35 +1,10 @@
-"""Numbers as a reader wants them: short, and at round distances on an axis."""
+"""Numbers on an axis: at round distances, in a unit that suits its length."""
 
 from __future__ import annotations
 
 import math
 
-_UNITS = (("s", 1.0), ("ms", 1e3), ("µs", 1e6))
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
-
-
-def short(number: float) -> str:
-    """A number in about four digits: 33, 0.25, 27.31."""
-    rounded = round(number)
-    if math.isclose(number, rounded, rel_tol=1e-9, abs_tol=1e-12):
-        return str(rounded)
-    return f"{number:.0f}" if abs(number) >= 1000 else f"{number:.4g}"
-
-
-def count(number: int, noun: str, plural: str = "s") -> str:
-    """A number of things: `2 ranks`."""
-    return f"{number} {noun}{plural if number != 1 else ''}"
-
-
-def percent(fraction: float) -> str:
-    """A share with one digit after the point."""
-    return f"{100 * fraction:.1f} %"
-
-
-def seconds(time: float) -> str:
-    """A time in the unit that suits it: `12.3 ms`."""
-    unit, scale = next(((unit, scale) for unit, scale in _UNITS if time * scale >= 1), _UNITS[-1])
-    return f"{short(float(f'{time * scale:.3g}'))} {unit}"
 
 
 def round_step(smallest: float) -> float:

@@ -19,10 +19,11 @@ from typing import Literal, get_args
 
 from microparallel.drawing.kinds import BACKWARD, FORWARD, Kind, kind_of
 from microparallel.drawing.lines import NARROWEST, Line, Segment, coloured, flow, plain, prose
-from microparallel.drawing.numbers import percent, round_step, short
+from microparallel.drawing.numbers import round_step
 from microparallel.drawing.rows import from_zero
 from microparallel.errors import UsageError
 from microparallel.program import AllReduce, Backward, Bucket, Forward, ForwardStages, TrainingStep
+from microparallel.text import count, short, show_percent, show_seconds
 from microparallel.trace import Event, Trace
 from microparallel.trace.intervals import Span, length, outside, union
 
@@ -107,15 +108,15 @@ def rows_by_bucket(trace: Trace, rank: int | None = None) -> list[RankRows]:
 def heading(trace: Trace, *, seconds: bool) -> list[str]:
     """What the step is, how long it took, and how much communication was hidden."""
     ranks, messages = trace.followed.world_size, len(trace.followed.all_reduces())
-    title = f"{trace.followed.name} · {ranks} rank{'s' * (ranks > 1)} · {messages} all-reduce{'s' * (messages > 1)}"
+    title = f"{trace.followed.name} · {count(ranks, 'rank')} · {count(messages, 'all-reduce')}"
     talking = max(length(times) for times in trace.communicating)
-    hidden = f"communication {time_text(talking, seconds=seconds)}, {percent(trace.hidden_share)} of it hidden"
+    hidden = f"communication {time_text(talking, seconds=seconds)}, {show_percent(trace.hidden_share)} of it hidden"
     return [title, f"step {time_text(trace.makespan, seconds=seconds)}", hidden]
 
 
 def time_text(time: float, *, seconds: bool) -> str:
     """A length of time as a reader wants it."""
-    return f"{time * 1e3:.1f} ms" if seconds else short(time)
+    return show_seconds(time) if seconds else short(time)
 
 
 def _computed(events: list[Event]) -> list[Computed]:

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 from microparallel.drawing import kinds
 from microparallel.drawing.markup import Markup, element, joined
-from microparallel.drawing.numbers import seconds, short
 from microparallel.drawing.overlap import ticks
+from microparallel.text import count, short, show_seconds
 from microparallel.trace import Trace
 from microparallel.trace.intervals import Span
 from microparallel.trace.parts import pieces_of
@@ -116,13 +116,13 @@ def _legend(y: float) -> list[Markup]:
 
 def _title(trace: Trace) -> str:
     steps = len(trace.steps)
-    words = [f"{trace.ranks} rank{'s' * (trace.ranks != 1)}", f"{steps} step{'s' * (steps != 1)}"]
+    words = [count(trace.ranks, "rank"), count(steps, "step")]
     return " · ".join(["simulated" if trace.simulated else "recorded", *words, _time(trace, trace.makespan)])
 
 
 def _time(trace: Trace, time: float) -> str:
     """A length of time; those of a simulation have the unit of its costs."""
-    return short(time) if trace.simulated else seconds(time)
+    return short(time) if trace.simulated else show_seconds(time)
 
 
 def _column(start: float, end: float, column: int, columns: int) -> Span:

@@ -8,6 +8,7 @@ from microparallel.drawing.holdings import Held, Symbol, complete
 from microparallel.drawing.hops import Hop, Message, hops_of
 from microparallel.errors import UsageError
 from microparallel.program import Add, Chunk, Program, Value
+from microparallel.text import count
 
 _MOST_RANKS = 64
 _MOST_CELLS = 2_000_000  # moments × ranks × slices: some megabytes
@@ -48,7 +49,7 @@ def steps_of(program: Program) -> dict[str, Any]:
         "holds": holds,
         "parts": [[_parts(held) for held in each] for each in moments],
         "complete": right,
-        "start": f"{program.name}: {goal}, {ranks} rank{'s' * (ranks != 1)}"
+        "start": f"{program.name}: {goal}, {count(ranks, 'rank')}"
         + (f", {len(walkthrough.hops)} hops" if walkthrough.hops else ", nothing to send"),
         "hops": [
             {"messages": [_message(message) for message in hop.messages], "words": _words(hop)}

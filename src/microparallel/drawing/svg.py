@@ -9,9 +9,9 @@ from microparallel.drawing.heading import durations, head_of, metrics_of, notes_
 from microparallel.drawing.layout import CHARACTER, MARGIN, Layout, lay_out
 from microparallel.drawing.marks import BASELINE, FAINT, INK, MONOSPACE, marks
 from microparallel.drawing.markup import Markup, element, joined
-from microparallel.drawing.numbers import short
 from microparallel.drawing.rows import Row, Rows, rows_of
 from microparallel.program import Collective
+from microparallel.text import short
 from microparallel.trace import Trace
 
 _SANS_SERIF = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif"

@@ -11,7 +11,7 @@ from microparallel.flight.diagnosis import diagnose, in_words
 from microparallel.flight.gathering import gather
 from microparallel.flight.reading import read
 from microparallel.flight.record import Record, Snapshot
-from microparallel.flight.words import seconds
+from microparallel.text import show_age
 
 
 class Watchdog:
@@ -54,7 +54,7 @@ class Watchdog:
         if findings or not waiting.waits:
             self._told = waiting.number
         if findings and not self._end.is_set():
-            print(f"microparallel: rank {one.rank} has been waiting for {seconds(duration)}", file=sys.stderr)
+            print(f"microparallel: rank {one.rank} has been waiting for {show_age(duration)}", file=sys.stderr)
             print("".join(f"  {line}\n" for line in in_words(findings).splitlines()), end="", file=sys.stderr)
             sys.stderr.flush()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from microparallel.flight.record import Record, Snapshot
+from microparallel.text import show_age
 
 
 def names(ranks: Iterable[int]) -> str:
@@ -18,13 +19,6 @@ def verb(ranks: Sequence[int], one: str, several: str) -> str:
     return one if len(ranks) == 1 else several
 
 
-def seconds(duration: float) -> str:
-    """As in `0.4 s`, `12 s` and `3 min`."""
-    if duration < 9.95:
-        return f"{max(0.0, duration):.1f} s"
-    return f"{duration:.0f} s" if duration < 120 else f"{duration / 60:.0f} min"
-
-
 def ordinal(number: int) -> str:
     """As in `41st`."""
     ending = "th" if 10 <= number % 100 <= 20 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
@@ -33,7 +27,7 @@ def ordinal(number: int) -> str:
 
 def age(record: Record, now: float) -> str:
     """For how long a call has been waited for."""
-    return seconds((record.end or now) - record.since)
+    return show_age((record.end or now) - record.since)
 
 
 def whereabouts(one: Snapshot) -> str:
@@ -53,7 +47,7 @@ def last_call(one: Snapshot) -> str:
     last = one.last
     if last is None:
         return "it has made no call"
-    return f"its last call was {last}, {seconds(one.now - (last.end or last.begin))} ago"
+    return f"its last call was {last}, {show_age(one.now - (last.end or last.begin))} ago"
 
 
 def at_step(one: Snapshot) -> str:

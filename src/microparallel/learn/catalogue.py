@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from pathlib import Path
 
 from microparallel.errors import UsageError
+from microparallel.text import did_you_mean
 
 _ON_DEADLOCKS = (
     "data_parallel/05_sync_primitives",
@@ -98,6 +98,5 @@ def find_exercise(name: str) -> Exercise:
         if wanted in (exercise.name, exercise.file[3:-3].replace("_", "-")) or Path(name).name == exercise.file:
             return exercise
     names = [exercise.name for exercise in EXERCISES]
-    close = [one for one in names if wanted in one] or difflib.get_close_matches(wanted, names, 1, 0.4)
-    advice = f"did you mean {close[0]}?" if close else "microparallel learn list shows them all"
+    advice = did_you_mean(wanted, names, "microparallel learn list shows them all")
     raise UsageError(f"there is no exercise {name!r}: {advice}")

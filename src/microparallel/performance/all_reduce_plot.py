@@ -7,7 +7,7 @@ from dataclasses import replace
 from microparallel.performance.all_reduce_report import Report, Row, bus_bandwidth
 from microparallel.performance.chart import Line, Panel, Point, draw_chart
 from microparallel.performance.methods import BOUNDS, TORCH, TORCH_ON_SHM
-from microparallel.performance.units import show_seconds, show_size
+from microparallel.text import show_seconds, show_size
 
 _SIZE = "size of the tensor"
 

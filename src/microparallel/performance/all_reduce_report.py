@@ -11,9 +11,9 @@ from microparallel.performance.all_reduce_bench import Measurements, Timing
 from microparallel.performance.fit import MessageCosts, fit_messages, typical_factor
 from microparallel.performance.methods import ADD, BOUNDS, TORCH
 from microparallel.performance.time_budget import FEWEST_REPEATS
-from microparallel.performance.units import show_size
 from microparallel.program import Program
 from microparallel.simulator import Costs, simulate
+from microparallel.text import count, show_size
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _notes(measurements: Measurements, rows: list[Row], costs: MessageCosts | No
     for size, same_size in groupby(rows, key=lambda row: row.size):
         notes += _few_calls(show_size(size), list(same_size))
     if measurements.ranks_here > measurements.cores and measurements.device == "cpu":
-        cores = f"{measurements.cores} core{'s' * (measurements.cores > 1)}"
+        cores = count(measurements.cores, "core")
         note = f"{measurements.ranks_here} ranks share {cores} and take turns: times say more about that than about "
         note += "the methods" if costs is None else "the algorithms, and the model behind the predictions gives each "
         notes.append(note + ("" if costs is None else "rank a core of its own"))

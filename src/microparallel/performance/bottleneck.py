@@ -23,7 +23,6 @@ from typing import Literal
 from microparallel.performance.fitted_pipeline import FittedPipeline
 from microparallel.performance.fitted_step import Fitted, fit_step
 from microparallel.performance.roofline import Demand, Machine
-from microparallel.performance.units import show_seconds, show_size
 from microparallel.performance.what_if import (
     ALL_ALIKE,
     DOUBLE_BUCKETS,
@@ -42,6 +41,7 @@ from microparallel.performance.what_if import (
     slowest_rank,
     work_of,
 )
+from microparallel.text import show_seconds, show_size
 from microparallel.trace import Difference, Trace
 from microparallel.trace.parts import parts
 

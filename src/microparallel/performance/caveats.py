@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from microparallel.performance.time_budget import FEWEST_REPEATS
+from microparallel.text import count
 from microparallel.topology import find_placement
 
 
@@ -23,7 +24,7 @@ def chance_speaks(model: str, counted: int) -> list[str]:
     """Say so where there were few steps."""
     if counted >= FEWEST_REPEATS:
         return []
-    steps = f"{counted} step{'s' * (counted > 1)}"
+    steps = count(counted, "step")
     return [f"{model}: {steps} of each method, so chance speaks loudly; more --seconds or --steps would help"]
 
 
@@ -31,7 +32,7 @@ def cores_are_shared(ranks_here: int, cores: int, device: str) -> list[str]:
     """Say so where ranks take turns on the cores."""
     if ranks_here <= cores or device != "cpu":
         return []
-    available = f"{cores} core{'s' * (cores > 1)}"
+    available = count(cores, "core")
     return [
         f"{ranks_here} ranks share {available} and take turns: times say more about that than about the methods",
     ]

@@ -14,6 +14,7 @@ import torch
 
 from microparallel.errors import MicroparallelError
 from microparallel.performance.ping_pong import MessageTime, ping_pong
+from microparallel.text import show_seconds, show_size
 from microparallel.topology import available_cores
 from microparallel.world import Pool
 
@@ -42,7 +43,7 @@ class Problem:
 def facts(version: str) -> dict[str, str]:
     """The versions and the machine, in the order in which a person would ask."""
     gpus = [
-        f"{torch.cuda.get_device_name(index)} ({torch.cuda.get_device_properties(index).total_memory / 2**30:.0f} GiB)"
+        f"{torch.cuda.get_device_name(index)} ({show_size(torch.cuda.get_device_properties(index).total_memory)})"
         for index in range(torch.cuda.device_count())
     ]
     return {
@@ -66,7 +67,7 @@ def check_transports(pool: Pool, progress: Callable[[str], None] = lambda _: Non
             checks.append(TransportCheck(name, False, str(error).partition("\n")[0], []))
         else:
             small, large = times
-            detail = f"{small.seconds * 1e6:.0f} µs for 4 KiB one way, {large.bytes_per_second / 1e9:.2f} GB/s at 4 MiB"
+            detail = f"{show_seconds(small.seconds)} for 4 KiB one way, {show_size(large.bytes_per_second)}/s at 4 MiB"
             checks.append(TransportCheck(name, True, detail, times))
     return checks
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from microparallel.errors import ConfigError
 from microparallel.models import GPT, FullMLP
+from microparallel.text import count
 
 _DEPTH = 16
 _CLASSES = 2
@@ -78,7 +79,7 @@ def gpt_subject(name: str, width: int, batch: int, depth: int = 4) -> Subject:
         )
     return Subject(
         name,
-        f"{depth} block{'s' * (depth > 1)} of width {width}, {_CONTEXT} tokens a sample",
+        f"{count(depth, 'block')} of width {width}, {_CONTEXT} tokens a sample",
         batch,
         lambda: GPT(_VOCABULARY, _CONTEXT, width, heads=width // HEAD, depth=depth),
         lambda samples: _next_tokens(torch.randint(_VOCABULARY, (samples, _CONTEXT + 1))),

@@ -10,6 +10,7 @@ from microparallel.comms import Comms
 from microparallel.errors import UsageError
 from microparallel.performance.rounds import largest
 from microparallel.program import Add, Op, Part, Program, Recv, Send
+from microparallel.text import show_size
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,8 @@ class MemoryBudget:
         need = self._need(size, 1)
         if self.available is not None and need > self.available:
             raise UsageError(
-                f"tensors of {size:,} bytes: {self.ranks} ranks need {_gigabytes(need)} for them, "
-                f"and {_gigabytes(self.available)} are free; choose smaller --sizes or fewer --ranks"
+                f"tensors of {size:,} bytes: {self.ranks} ranks need {show_size(need)} for them, "
+                f"and {show_size(self.available)} are free; choose smaller --sizes or fewer --ranks"
             )
 
     def too_large(self, programs: Iterable[Program], size: int) -> dict[str, str]:
@@ -36,7 +37,7 @@ class MemoryBudget:
         if available is None:
             return {}
         return {
-            name: f"it needs {_gigabytes(need)} of memory, and {_gigabytes(available)} are free"
+            name: f"it needs {show_size(need)} of memory, and {show_size(available)} are free"
             for name, need in needs.items()
             if need > available
         }
@@ -54,10 +55,6 @@ def _parts(op: Op) -> list[Part]:
     return [op.value] if isinstance(op, Add | Recv | Send) and isinstance(op.value, Part) else []
 
 
-def _gigabytes(amount: float) -> str:
-    return f"{amount / 1e9:.1f} GB"
-
-
 def require_memory(comms: Comms, free: float | None, need: float, what: str, advice: str) -> None:
     """Refuse, on all ranks alike, what would not fit into this machine's memory; all ranks call this.
 
@@ -70,4 +67,4 @@ def require_memory(comms: Comms, free: float | None, need: float, what: str, adv
     """
     [shortage] = largest(comms, [-math.inf if free is None else -free])
     if comms.device.type == "cpu" and need > -shortage:
-        raise UsageError(f"{what} need {_gigabytes(need)} of memory, and {_gigabytes(-shortage)} are free; {advice}")
+        raise UsageError(f"{what} need {show_size(need)} of memory, and {show_size(-shortage)} are free; {advice}")

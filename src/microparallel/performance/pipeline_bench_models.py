@@ -15,6 +15,7 @@ from microparallel.errors import ConfigError
 from microparallel.models import FullMLP
 from microparallel.performance.data_parallel_bench_models import HEAD, WIDEST, Subject, gpt_subject
 from microparallel.pipeline.programs import Schedule
+from microparallel.text import count, did_you_mean
 
 _USUAL = {"mlp": (16, 512, 256), "gpt": (8, 128, 16)}  # depth, width, samples in a batch
 _MOST = (1024, WIDEST, 2**20)
@@ -60,7 +61,7 @@ def pipeline_subject(size: Size) -> Subject:
         return gpt_subject("gpt", width, batch, depth)
     return Subject(
         "mlp",
-        f"{depth} layer{'s' * (depth > 1)} of width {width}",
+        f"{count(depth, 'layer')} of width {width}",
         batch,
         lambda: FullMLP(width, depth, out_features=width),
         lambda samples: (torch.randn(samples, width), torch.randint(width, (samples,))),
@@ -87,11 +88,10 @@ def require_cuttable(size: Size, schedules: Sequence[str], ranks: int, microbatc
 
 def describe(subject: Subject, microbatches: int) -> str:
     """The model and how it is fed, for people."""
-    pieces = f"{microbatches} micro-batch{'es' * (microbatches > 1)}"
-    return f"{subject.text}, {subject.batch} sample{'s' * (subject.batch > 1)} in {pieces}"
+    return f"{subject.text}, {count(subject.batch, 'sample')} in {count(microbatches, 'micro-batch', 'es')}"
 
 
 def _usual(model: str) -> tuple[int, int, int]:
     if model not in _USUAL:
-        raise ConfigError(f"--model {model}: there is no such model here; choose from {', '.join(_USUAL)}")
+        raise ConfigError(f"--model {model}: there is no such model here; {did_you_mean(model, _USUAL)}")
     return _USUAL[model]

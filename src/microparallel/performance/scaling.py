@@ -21,6 +21,7 @@ from microparallel.comms import Comms
 from microparallel.errors import UsageError
 from microparallel.performance.rounds import largest
 from microparallel.performance.step_rounds import wait_for_gpu
+from microparallel.text import count
 from microparallel.topology import available_cores, threads_per_rank
 from microparallel.world import Pool
 
@@ -79,7 +80,7 @@ class Scaling:
         if self.device != "cpu" or most <= self.cores:
             return None
         first = next(point.ranks for point in self.points if point.ranks > self.cores)
-        cores = f"{self.cores} core{'s' * (self.cores != 1)}"
+        cores = count(self.cores, "core")
         return (
             f"this machine has {cores}: from {first} ranks on they take turns, so no speed-up beyond {self.cores} is "
             "possible here, and what is lost is not the fault of communication alone"
@@ -173,6 +174,6 @@ def scaling_bars(scaling: Scaling) -> str:
         ideal = max(1, round(_BAR * scaling.ideal(point) / most))
         reached = max(0, min(_BAR, round(_BAR * scaling.speedup(point) / most)))
         bar = "█" * reached + "·" * max(0, ideal - reached)
-        name = f"{point.ranks} rank{'s' * (point.ranks != 1)}"
+        name = count(point.ranks, "rank")
         lines.append(f"{name:<9}{bar:<{_BAR}}  {scaling.speedup(point):.2f} of {scaling.ideal(point):g}")
     return "\n".join(lines)

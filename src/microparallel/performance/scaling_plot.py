@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 from microparallel.performance.scaling import Scaling, ScalingPoint
+from microparallel.text import count
 
 _WIDTH, _HEIGHT = 880, 400
 _TOP, _BOTTOM = 96, 340
@@ -78,7 +79,7 @@ def _axes(panel: _Panel, marks: Sequence[float], scalings: Sequence[Scaling]) ->
         parts.append(f'<line {ends} stroke="{_GRID}"/>')
         parts.append(_text(panel.left - 7, height + 4, panel.show(mark), colour=_GREY, anchor="end"))
     for ranks in panel.counts:
-        name = f"{ranks} rank{'s' * (ranks != 1)}"
+        name = count(ranks, "rank")
         parts.append(_text(panel.x(ranks), _BOTTOM + 20, name, colour=_GREY, anchor="middle"))
     ends = f'x1="{panel.left}" y1="{_BOTTOM}" x2="{panel.right}" y2="{_BOTTOM}"'
     return [*parts, f'<line {ends} stroke="{_GREY}"/>']

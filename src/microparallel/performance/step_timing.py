@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from microparallel.errors import UsageError
-from microparallel.performance.units import show_seconds, show_size
+from microparallel.text import count, show_seconds, show_size
 from microparallel.trace import Trace
 from microparallel.trace.parts import Parts, parts
 
@@ -163,7 +163,7 @@ class CommunicationOverhead:
         """In one line."""
         text = (
             f"{self.exposed_share:.1%} of a step is exposed communication and {self.waiting_share:.1%} waiting; "
-            f"{show_size(self.bytes)} a rank in {self.calls:.0f} call{'s' * (round(self.calls) != 1)}"
+            f"{show_size(self.bytes)} a rank in {count(round(self.calls), 'call')}"
         )
         return text if self.bandwidth is None else f"{text}, {show_size(self.bandwidth)}/s"
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from microparallel.errors import ProgramError
 from microparallel.program.ops import AllReduce, Broadcast, GroupOp, Op, Recv, Send
+from microparallel.text import count
 
 CollectiveKind = Literal[
     "all-reduce", "reduce-scatter", "all-gather", "broadcast", "reduce", "scatter", "gather", "all-to-all"
@@ -52,7 +53,7 @@ class Collective:
 
     def __str__(self) -> str:
         root = "" if self.root is None else f", root {self.root}"
-        return f"{self.kind} of {self.slices} slice{'s' * (self.slices > 1)}{root}"
+        return f"{self.kind} of {count(self.slices, 'slice')}{root}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,8 @@ class TrainingStep:
 
     def __str__(self) -> str:
         buckets = "".join(f" {start}:{stop}" for start, stop in self.buckets)
-        stages = f"{self.stages} stage{'s' * (self.stages != 1)}"
-        microbatches = f"{self.microbatches} micro-batch{'es' * (self.microbatches != 1)}"
+        stages = count(self.stages, "stage")
+        microbatches = count(self.microbatches, "micro-batch", "es")
         return f"training step of {stages}, {microbatches}" + (f", buckets{buckets}" if buckets else "")
 
 

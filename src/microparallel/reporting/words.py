@@ -6,9 +6,9 @@ import json
 import math
 from typing import Any
 
-from microparallel.drawing import numbers
 from microparallel.reporting.folder import Run
 from microparallel.reporting.measured import Measured
+from microparallel.text import count, show_percent, show_seconds
 
 _LONGEST_TEXT = 500
 _TIMES = ("makespan", "work of the busiest rank", "bubble", "exposed communication")
@@ -19,7 +19,7 @@ def title_of(run: Run) -> str:
     """What was run, on how many ranks."""
     model, ranks = _fact(run, "model"), ranks_of(run)
     what = str(model) if model is not None else run.name
-    return what if ranks is None else f"{what} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    return what if ranks is None else f"{what} on {count(ranks, 'rank')}"
 
 
 def subtitle_of(run: Run) -> str:
@@ -113,12 +113,12 @@ def configuration_of(run: Run) -> dict[str, dict[str, str]]:
 
 def time(seconds: float) -> str:
     """A time that stays on one line."""
-    return numbers.seconds(seconds).replace(" ", _SPACE)
+    return show_seconds(seconds).replace(" ", _SPACE)
 
 
 def percent(share: float) -> str:
     """A share that stays on one line."""
-    return numbers.percent(share).replace(" ", _SPACE)
+    return show_percent(share).replace(" ", _SPACE)
 
 
 def _fact(run: Run, key: str) -> Any:

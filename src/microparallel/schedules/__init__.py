@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +18,7 @@ from microparallel.schedules.naive import naive
 from microparallel.schedules.one_f_one_b import one_f_one_b
 from microparallel.schedules.replicas import replicate, with_sums
 from microparallel.schedules.zero_bubble import zb_h1, zb_h2, zbv
+from microparallel.text import did_you_mean
 
 PIPELINES: dict[str, Callable[..., Program]] = {
     "naive": naive,
@@ -51,9 +51,7 @@ def build(name: str, ranks: int, microbatches: int | None = None, **options: Any
     """
     builders = PIPELINES | DATA_PARALLEL
     if name not in builders:
-        near = difflib.get_close_matches(name, builders, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(builders)}"
-        raise UsageError(f"there is no schedule {name!r}; {hint}")
+        raise UsageError(f"there is no schedule {name!r}; {did_you_mean(name, builders)}")
     _require_options(name, builders[name], options)
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: a training step needs at least 1 rank")

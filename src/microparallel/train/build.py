@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from microparallel.models import GPT, FullMLP, cross_entropy, mean_squared_error
 from microparallel.pipeline import Pipeline
 from microparallel.pipeline.cut import cut
 from microparallel.pipeline.programs import Schedule
+from microparallel.text import nearest
 from microparallel.topology import parse_slow_links, parse_slow_ranks
 from microparallel.torch_private import pytree
 from microparallel.train import user_code
@@ -173,8 +173,8 @@ def build_data(config: TrainConfig) -> Split:
     context = config.context or DEFAULTS["gpt"]["context"]
     if name == "text":
         return text(None, context)
-    if not Path(name).exists() and (near := difflib.get_close_matches(name, ["digits", "text"], n=1)):
-        raise DataError(f"--data {name}: there is no such file or folder; did you mean {near[0]}?")
+    if not Path(name).exists() and (near := nearest(name, ["digits", "text"])):
+        raise DataError(f"--data {name}: there is no such file or folder; did you mean {near!r}?")
     return text(name, context)
 
 

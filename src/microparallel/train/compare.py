@@ -14,9 +14,9 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
 from microparallel.data_parallel import Replicas
-from microparallel.drawing.numbers import count
 from microparallel.errors import UsageError
 from microparallel.schedules import PIPELINES
+from microparallel.text import count
 from microparallel.trace import Trace
 from microparallel.train.build import build, build_optimizer
 from microparallel.train.config import TrainConfig

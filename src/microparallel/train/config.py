@@ -6,11 +6,10 @@ here, so that `--help` and a mistyped value are answered at once.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import tomli_w
 
 from microparallel.errors import ConfigError
+from microparallel.text import count, did_you_mean
 from microparallel.topology import MOST_RANKS_PER_CORE, available_cores, parse_slow_links, parse_slow_ranks
 from microparallel.train import own_schedule, user_code
 
@@ -171,7 +171,7 @@ def read_config(path: Path | str) -> dict[str, Any]:
         ) from error
     for name, value in values.items():
         if name not in _TYPES:
-            raise ConfigError(f"{place}: unknown key {name!r}; {_nearest(name, _TYPES)}")
+            raise ConfigError(f"{place}: unknown key {name!r}; {did_you_mean(name, _TYPES)}")
         _check_value(name, value, file=str(path))
     return values
 
@@ -219,12 +219,12 @@ def _check_text(name: str, value: str, given: str) -> None:
     if not value or re.search("[\0\ud800-\udfff]", value):  # halves of characters, which UTF-8 cannot store
         raise ConfigError(f"{given!r}: empty, or with characters that cannot be written down; try a plain name")
     if name in _CHOICES and value not in _CHOICES[name]:
-        raise ConfigError(f"{given}: {_nearest(value, _CHOICES[name])}")
+        raise ConfigError(f"{given}: {did_you_mean(value, _CHOICES[name])}")
     if name == "schedule":
         own_schedule.require_schedule(value, given)
     own = _CHOICES_OR_YOUR_OWN.get(name)
     if own and value not in own and not user_code.is_spec(value):
-        raise ConfigError(f"{given}: {_nearest(value, own)}, or your own as my_module:my_function")
+        raise ConfigError(f"{given}: {did_you_mean(value, own)}, or your own as my_module:my_function")
 
 
 def _check_whole_number(name: str, value: int, given: str) -> None:
@@ -235,7 +235,7 @@ def _check_whole_number(name: str, value: int, given: str) -> None:
         raise ConfigError(f"{given}: must be at least 1; try 1, or leave it out")
     elif name == "ranks" and value > MOST_RANKS_PER_CORE * (cores := available_cores()):
         raise ConfigError(
-            f"{given}: this machine has {cores} core{'s' * (cores > 1)}, "
+            f"{given}: this machine has {count(cores, 'core')}, "
             f"and more than {MOST_RANKS_PER_CORE} ranks a core cannot work; try {cores}"
         )
 
@@ -367,9 +367,3 @@ def _shown(name: str, value: Any, file: str | None = None) -> str:
     if file is None:
         return f"--{name.replace('_', '-')} {value}"
     return f"{name} = {value!r} in {file}"
-
-
-def _nearest(value: str, choices: Iterable[str]) -> str:
-    """Name the choice the user probably meant, or all of them."""
-    close = difflib.get_close_matches(value, list(choices), n=1)
-    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(choices)}"

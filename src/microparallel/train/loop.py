@@ -12,6 +12,7 @@ import torch
 
 from microparallel.comms import Comms
 from microparallel.errors import CheckpointError, MicroparallelError
+from microparallel.text import count
 from microparallel.train import checkpoint
 from microparallel.train.build import build, total_steps
 from microparallel.train.config import TrainConfig
@@ -198,7 +199,7 @@ def _go_on_from_latest(training: Training, resume: Path, display: Display) -> No
 
 def _description(training: Training, config: TrainConfig) -> str:
     ranks = training.comms.world_size
-    where = f"{ranks} rank{'s' * (ranks > 1)}"
+    where = count(ranks, "rank")
     if config.is_pipeline:
         where = f"dp {config.dp} × pp {config.pp}, {config.schedule}, {config.microbatches} micro-batches"
     return (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from microparallel.errors import ConfigError, DataError, ProgramError
 from microparallel.program import Program, TrainingStep, from_text
 from microparallel.schedules import PIPELINES
+from microparallel.text import did_you_mean
 
 
 def canonical(schedule: str) -> str:
@@ -26,9 +26,8 @@ def require_schedule(name: str, given: str) -> None:
     """Refuse what is neither the name of a schedule nor a file, with the nearest name."""
     if name.lower() in PIPELINES or Path(name).is_file():
         return
-    near = difflib.get_close_matches(name.lower(), PIPELINES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(PIPELINES)}, or a file with a program"
-    raise ConfigError(f"{given}: {hint}")
+    otherwise = f"choose one of {', '.join(PIPELINES)}, or a file with a program"
+    raise ConfigError(f"{given}: {did_you_mean(name.lower(), PIPELINES, otherwise)}")
 
 
 def microbatches_of(name: str) -> int | None:

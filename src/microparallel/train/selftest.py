@@ -9,6 +9,7 @@ import torch
 
 from microparallel.comms import Comms
 from microparallel.errors import MicroparallelError
+from microparallel.text import count
 from microparallel.train.compare import compare
 from microparallel.train.config import TrainConfig
 from microparallel.transport.shared_memory import futex
@@ -24,7 +25,7 @@ class Setting:
     ranks: int
 
     def __str__(self) -> str:
-        return f"{self.transport}, {self.ranks} rank{'s' * (self.ranks > 1)} on {self.device}"
+        return f"{self.transport}, {count(self.ranks, 'rank')} on {self.device}"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import sys
@@ -12,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from microparallel.errors import UsageError
+from microparallel.text import did_you_mean
 
 
 def is_spec(text: str) -> bool:
@@ -82,6 +82,5 @@ def _import_failed(error: Exception, module_name: str, spec: str, what: str) -> 
 def _nearest(name: str, known: Iterable[str]) -> str:
     """Offer the nearest name there is, or list what there is when none is near."""
     names = sorted(known)
-    if close := difflib.get_close_matches(name, names, n=1):
-        return f"; did you mean {close[0]!r}?"
-    return f"; there is {', '.join(names[:8])}" if names else ""
+    there = f"there is {', '.join(names[:8])}"
+    return f"; {did_you_mean(name, names, there)}" if names else ""

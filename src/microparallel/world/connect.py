@@ -23,9 +23,9 @@ from microparallel.comms.backend import MicroparallelGroup
 from microparallel.comms.backend_flight import using
 from microparallel.comms.group import Group
 from microparallel.comms.torch_group import TorchGroup
-from microparallel.drawing.numbers import count
 from microparallel.errors import AddressInUse, CommsTimeout, TransportTimeout, UsageError
 from microparallel.flight import Flight, agreed_folder
+from microparallel.text import count
 from microparallel.topology import threads_per_rank
 from microparallel.topology.placement import Placement, find_placement
 from microparallel.torch_private import store_of_the_world

@@ -12,8 +12,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from microparallel.drawing.numbers import count
 from microparallel.flight.recorder import in_ranges
+from microparallel.text import count
 from microparallel.topology.placement import Placement
 
 _SOON = 10.0  # seconds of waiting that are worth a word; then twice as many, and so on
