@@ -93,7 +93,7 @@ def test_a_file_reads_back_to_the_same_configuration(tmp_path: Path) -> None:
 
 
 def test_the_text_keeps_the_order_of_the_fields() -> None:
-    assert config_text(TrainConfig(ranks=2)).startswith('model = "mlp"\nranks = 2\nstrategy = "auto"\naccumulate = 1\n')
+    assert config_text(TrainConfig(ranks=2)).startswith('model = "mlp"\naccumulate = 1\nmomentum = 0.0\n')
 
 
 def test_flags_win_over_the_file() -> None:

@@ -14,11 +14,13 @@ import typer
 
 from microparallel.cli import options
 from microparallel.cli.bench_options import require_known
+from microparallel.cli.flags import takes
 from microparallel.cli.output import require_writable
 from microparallel.errors import ConfigError
+from microparallel.settings import declared
 from microparallel.text import count
 from microparallel.topology import ALONE, find_placement
-from microparallel.train.config import TrainConfig
+from microparallel.train.config import OF_PIPELINES, TrainConfig
 
 if TYPE_CHECKING:
     from microparallel.cli.analyze_measure import Findings
@@ -40,10 +42,22 @@ EXAMPLES = options.examples(
     ("microparallel analyze --json > analysis.json", "every number, for scripts"),
 )
 _SCALINGS = ("strong", "weak", "both", "none")
+_RANKS, _STEPS = 2, 20  # unless something else is said
 _STEPS_OF_SCHEDULE = 10**6  # the learning rate's: nobody trains to the end here
 
 
+@takes(
+    TrainConfig,
+    (
+        *("model", "data", "loss", "dim", "depth", "heads", "context", "batch", "accumulate", "optimizer", "seed"),
+        *("dtype", "ranks", "strategy", "average_every", "dp", "pp", *OF_PIPELINES, "device", "transport"),
+        *("slow_rank", "slow_link"),
+    ),
+    changed={"ranks": {"shown": str(_RANKS)}},
+)
 def analyze(
+    given: dict[str, Any],
+    *,
     run: Annotated[
         Path | None,
         typer.Argument(
@@ -52,36 +66,7 @@ def analyze(
             show_default=False,
         ),
     ] = None,
-    model: options.Model = None,
-    data: options.Data = None,
-    loss: options.Loss = None,
-    dim: options.Dim = None,
-    depth: options.Depth = None,
-    heads: options.Heads = None,
-    context: options.Context = None,
-    batch: options.Batch = None,
-    accumulate: options.Accumulate = None,
-    optimizer: options.Optimizer = None,
-    seed: options.Seed = None,
-    dtype: options.DType = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option(help="How many processes share each batch.", show_default="2", rich_help_panel="Where to train"),
-    ] = None,
-    strategy: options.Strategy = None,
-    average_every: options.AverageEvery = None,
-    dp: options.Dp = None,
-    pp: options.Pp = None,
-    schedule: options.Schedule = None,
-    microbatches: options.Microbatches = None,
-    chunks: options.Chunks = None,
-    balance: options.Balance = None,
-    recompute: options.Recompute = None,
-    device: options.Device = None,
-    transport: options.TransportName = None,
-    slow_rank: options.SlowRank = None,
-    slow_link: options.SlowLink = None,
-    steps: Annotated[int | None, typer.Option(help="Steps to record.", show_default="20")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to record.", show_default=str(_STEPS))] = None,
     scaling: Annotated[
         str | None,
         typer.Option(help="Run 1, 2, 4, … ranks: strong, weak, both or none.", show_default="strong"),
@@ -104,16 +89,11 @@ def analyze(
     The verdict comes from the simulator: the recorded step is simulated without communication, without its slowest
     rank's delay, with other buckets and so on, and what it gains is what that costs.
     """
-    given = {
-        name: value
-        for name, value in locals().items()
-        if name in TrainConfig.__dataclass_fields__ and name != "steps" and value is not None
-    }
     if run is not None:
         _require_nothing_else(run, given, {"--steps": steps, "--scaling": scaling, "--plot": plot}, barriers)
         analysis = _recorded(run)
     else:
-        found = _live(given, 20 if steps is None else steps, scaling or "strong", barriers, plot, quiet)
+        found = _live(given, _STEPS if steps is None else steps, scaling or "strong", barriers, plot, quiet)
         if found is None:  # another rank of torchrun's world speaks
             return 0
         analysis = found
@@ -125,7 +105,7 @@ def analyze(
 
 
 def _require_nothing_else(run: Path, given: dict[str, Any], others: dict[str, Any], barriers: bool) -> None:
-    flags = [f"--{name.replace('_', '-')}" for name in given]
+    flags = [declared(TrainConfig)[name].flag for name in given]
     flags += [flag for flag, value in others.items() if value is not None] + ["--barriers"] * barriers
     if flags:
         raise ConfigError(f"{flags[0]}: {run} is analysed as it was recorded; leave {' and '.join(flags)} out")
@@ -194,9 +174,9 @@ def _live(
 def _config(given: dict[str, Any], steps: int, scaling: str, barriers: bool) -> TrainConfig:
     require_known(scaling, _SCALINGS, f"--scaling {scaling}: there is no such scaling")
     if steps < 1:
-        raise ConfigError(f"--steps {steps}: must be at least 1; try 20")
+        raise ConfigError(f"--steps {steps}: must be at least 1; try {_STEPS}")
     if not given.keys() & {"ranks", "dp", "pp"} and given.get("strategy") != "single":
-        given = {**given, "ranks": 2}
+        given = {**given, "ranks": _RANKS}
     config = TrainConfig(**given, steps=_STEPS_OF_SCHEDULE)
     if barriers and config.is_pipeline:
         raise ConfigError("--barriers is for data parallelism: a pipeline's phases are interwoven; leave --pp out")

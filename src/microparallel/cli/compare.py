@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from microparallel.cli import compare_shortcuts, options
+from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError
 from microparallel.topology import ALONE, find_placement
-from microparallel.train.config import STRATEGIES, TrainConfig, merge, read_config
+from microparallel.train.config import MICROBATCHES, STRATEGIES, TrainConfig, merge, read_config
 from microparallel.train.run_folder import without_nan
 
 if TYPE_CHECKING:
@@ -46,41 +47,31 @@ _CAPTION = {
 }
 
 
+def _shown_default(name: str) -> str:
+    usual, of_shortcuts = _DEFAULTS[name], compare_shortcuts.DEFAULTS.get(name)
+    return str(usual) if of_shortcuts is None else f"{usual}; of shortcuts {of_shortcuts}"
+
+
+_CHANGED: dict[str, dict[str, Any]] = {name: {"shown": _shown_default(name)} for name in _DEFAULTS}
+_CHANGED["steps"] |= {"help": "How many steps to compare."}
+_CHANGED["ranks"] |= {"help": "How many processes (or replicas) share each batch."}
+_CHANGED["microbatches"] = {"help": "With --pipelines: micro-batches of each batch.", "shown": str(MICROBATCHES)}
+
+
+@takes(
+    TrainConfig,
+    (
+        *("model", "data", "loss", "dim", "depth", "heads", "context", "steps", "batch", "lr", "lr_schedule"),
+        *("optimizer", "momentum", "seed", "dtype", "ranks", "microbatches", "device", "transport"),
+    ),
+    changed=_CHANGED,
+)
 def compare(
-    model: options.Model = None,
-    data: options.Data = None,
-    loss: options.Loss = None,
-    dim: options.Dim = None,
-    depth: options.Depth = None,
-    heads: options.Heads = None,
-    context: options.Context = None,
-    steps: Annotated[
-        int | None, typer.Option(help="How many steps to compare.", show_default="20; of shortcuts 120")
-    ] = None,
-    batch: options.Batch = None,
-    lr: Annotated[
-        float | None, typer.Option("--lr", help="Learning rate.", show_default="0.01; of shortcuts 0.05")
-    ] = None,
-    lr_schedule: Annotated[
-        str | None, typer.Option("--lr-schedule", help="linear or constant.", show_default="constant")
-    ] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adam, adamw or sgd.", show_default="sgd")] = None,
-    momentum: options.Momentum = None,
-    seed: options.Seed = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 or float64.", show_default="float64")] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="How many processes (or replicas) share each batch.", show_default="2")
-    ] = None,
+    given: dict[str, Any],
+    *,
     pipelines: Annotated[
         bool, typer.Option("--pipelines", help="Compare every pipeline schedule instead, the model cut for the ranks.")
     ] = False,
-    microbatches: Annotated[
-        int | None, typer.Option(help="With --pipelines: micro-batches of each batch.", show_default="8")
-    ] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Record each strategy's last five steps, as Chrome traces (for Perfetto)."),
-    ] = None,
     in_process: Annotated[
         bool,
         typer.Option("--in-process", help="Compare replicas in one process with each other and with nn.DataParallel."),
@@ -95,8 +86,10 @@ def compare(
             help="With --shortcuts: batches between two synchronisations.", show_default=str(compare_shortcuts.EVERY)
         ),
     ] = None,
-    device: options.Device = None,
-    transport: options.TransportName = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Record each strategy's last five steps, as Chrome traces (for Perfetto)."),
+    ] = None,
     config: options.ConfigFile = None,
     json: options.Json = False,
 ) -> int:
@@ -115,8 +108,8 @@ def compare(
     accumulated over several batches, and parameters averaged instead of gradients. These learn different things; what
     each does to the loss and to the bytes sent is shown.
     """
-    given = {name: value for name, value in locals().items() if name in TrainConfig.__dataclass_fields__}
-    given["trace"] = True if trace is not None else None
+    if trace is not None:
+        given["trace"] = True
     in_file = read_config(config) if config else {}
     defaults = _DEFAULTS | _defaults_of_shortcuts(in_file | given) if shortcuts else _DEFAULTS
     if pipelines:

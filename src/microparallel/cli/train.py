@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from microparallel.cli import options
+from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError, Interrupted, MicroparallelError, RankFailed
+from microparallel.settings import declared
 from microparallel.topology import ALONE, find_placement
-from microparallel.train.config import TrainConfig, merge, read_config
+from microparallel.train.config import OF_PIPELINES, TrainConfig, merge, read_config
 from microparallel.train.run_folder import RunFolder, check_new, without_nan
 
 if TYPE_CHECKING:
@@ -33,58 +35,13 @@ EXAMPLES = options.examples(
     ("torchrun --nproc-per-node=4 -m microparallel train", "the same, started by torchrun"),
 )
 # A resumed run goes on bit for bit, so only what does not change its course may be changed.
-_OF_PIPELINES = ("schedule", "microbatches", "chunks", "balance", "recompute")
-_CHANGEABLE = (
-    *("steps", "epochs", "ranks", "strategy", "dp", "pp", *_OF_PIPELINES, "accumulate", "device", "transport"),
-    *("validate_every", "save_every", "keep", "trace", "slow_rank", "slow_link"),
-)
+_CHANGEABLE = [name for name, one in declared(TrainConfig).items() if one.setting.may_change]
 
 
+@takes(TrainConfig)
 def train(
-    model: options.Model = None,
-    data: options.Data = None,
-    loss: options.Loss = None,
-    dim: options.Dim = None,
-    depth: options.Depth = None,
-    heads: options.Heads = None,
-    context: options.Context = None,
-    steps: options.Steps = None,
-    epochs: options.Epochs = None,
-    batch: options.Batch = None,
-    accumulate: options.Accumulate = None,
-    lr: options.LearningRate = None,
-    lr_schedule: options.LearningRateSchedule = None,
-    optimizer: options.Optimizer = None,
-    momentum: options.Momentum = None,
-    seed: options.Seed = None,
-    dtype: options.DType = None,
-    ranks: options.Ranks = None,
-    strategy: options.Strategy = None,
-    average_every: options.AverageEvery = None,
-    dp: options.Dp = None,
-    pp: options.Pp = None,
-    schedule: options.Schedule = None,
-    microbatches: options.Microbatches = None,
-    chunks: options.Chunks = None,
-    balance: options.Balance = None,
-    recompute: options.Recompute = None,
-    device: options.Device = None,
-    transport: options.TransportName = None,
-    out: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Where the run is kept.", show_default="runs/<time>-<model>")
-    ] = None,
-    save_every: Annotated[
-        int | None, typer.Option(help="Steps between checkpoints.", show_default="at the end")
-    ] = None,
-    keep: Annotated[int | None, typer.Option(help="Checkpoints to keep.", show_default="3")] = None,
-    validate_every: Annotated[
-        int | None, typer.Option(help="Steps between measurements on held-back data.", show_default="once an epoch")
-    ] = None,
-    slow_rank: options.SlowRank = None,
-    slow_link: options.SlowLink = None,
-    trace: Annotated[
-        bool | None, typer.Option("--trace", help="Record ten steps: what every rank did when (see report).")
-    ] = None,
+    given: dict[str, Any],
+    *,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with an earlier run's folder.")] = None,
     config: options.ConfigFile = None,
     quiet: options.Quiet = False,
@@ -95,7 +52,6 @@ def train(
     The global batch is split between the ranks, so any number of ranks computes the same thing, but for
     --average-every. Each run keeps its configuration, metrics, checkpoints and summary in a folder.
     """
-    given = {name: value for name, value in locals().items() if name in TrainConfig.__dataclass_fields__}
     chosen = _choose(given, config, resume)
     summary = _run(chosen, resume, quiet)
     if summary is None:  # another rank of torchrun's world speaks
@@ -106,7 +62,6 @@ def train(
 
 def _choose(given: dict[str, Any], file: Path | None, resume: Path | None) -> TrainConfig:
     """Put the flags over the configuration file's values, or over those of the run that goes on."""
-    given = {name: value for name, value in given.items() if value is not None}
     if resume is None:
         values = merge(read_config(file) if file is not None else {}, given)
     else:
@@ -130,7 +85,7 @@ def _values_of_run(resume: Path, file: Path | None, given: dict[str, Any]) -> di
     for name, value in given.items():
         if name not in _CHANGEABLE and value != values.get(name):
             raise ConfigError(
-                f"--{name.replace('_', '-')} {value} would change a run that began with {values.get(name)}; "
+                f"{declared(TrainConfig)[name].given(value)} would change a run that began with {values.get(name)}; "
                 f"leave it out, or start a new run (--resume allows: {', '.join(_CHANGEABLE).replace('_', '-')})"
             )
     left_out = _no_longer_true(values, given)
@@ -145,7 +100,7 @@ def _no_longer_true(values: dict[str, Any], given: dict[str, Any]) -> set[str]:
     if given.keys() & {"dp", "pp"}:
         left_out |= {"ranks", "strategy"}
     if "pp" not in given and given.get("strategy") != "pipeline":
-        left_out |= set(_OF_PIPELINES)
+        left_out |= set(OF_PIPELINES)
         if values.get("strategy") == "pipeline":
             left_out.add("strategy")
     return left_out | {"dp", "pp"}

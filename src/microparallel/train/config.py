@@ -1,7 +1,8 @@
 """Everything a training run can be told, checked before anything starts.
 
-Each key is a flag of the command line: `save_every = 100` in a TOML file is `--save-every 100`. Torch is not imported
-here, so that `--help` and a mistyped value are answered at once.
+Each setting is declared once, as a field: `save_every = 100` in a TOML file is `--save-every 100` on the command line,
+with the same help, range and default. Torch is not imported here, so that `--help` and a mistyped value are answered at
+once.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 
 from microparallel.errors import ConfigError
+from microparallel.schedules import PIPELINES
+from microparallel.settings import AT_LEAST_ONE, Range, check_all, check_value, declared, setting
 from microparallel.text import count, did_you_mean
 from microparallel.topology import MOST_RANKS_PER_CORE, available_cores, parse_slow_links, parse_slow_ranks
 from microparallel.train import own_schedule, user_code
@@ -47,63 +50,217 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 MICROBATCHES = 8  # of a pipeline, unless the batch is smaller
 
-_CHOICES = {
-    "strategy": STRATEGIES,
-    "optimizer": OPTIMIZERS,
-    "lr_schedule": LR_SCHEDULES,
-    "dtype": ("float32", "float64"),
-    "device": ("auto", "cpu", "cuda"),
-    "transport": ("auto", "shm", "gloo", "nccl"),
-}
-_CHOICES_OR_YOUR_OWN = {"model": MODELS, "loss": LOSSES}  # or "module:function"
-_WORDS = {"int": "a whole number", "float": "a number", "str": "text in quotes", "bool": "true or false"}
+# The headings under which `--help` shows the settings.
+SUBJECT, STEPS, WORLD, ON_PURPOSE = "What to train", "How to train", "Where to train", "Slow on purpose"
+# Those that mean nothing without a pipeline.
+OF_PIPELINES = ("schedule", "microbatches", "chunks", "balance", "recompute")
+
 _LARGEST_SEED = 2**32 - 1  # the largest that Python, torch and numpy all take
+
+
+def _by_model(name: str) -> str:
+    """What each model takes when a setting is left out, for `--help`."""
+    values = {model if ":" not in model else "your own": one[name] for model, one in DEFAULTS.items() if name in one}
+    if len(values) == len(DEFAULTS) and len(set(values.values())) == 1:
+        return str(values.popitem()[1])
+    return ", ".join(f"{model} {value}" for model, value in values.items())
+
+
+def _one_of_or_your_own(known: Sequence[str]) -> Callable[[str, str], None]:
+    def check(value: str, given: str) -> None:
+        if value not in known and not user_code.is_spec(value):
+            raise ConfigError(f"{given}: {did_you_mean(value, known)}, or your own as my_module:my_function")
+
+    return check
+
+
+def _check_cores(ranks: int, given: str) -> None:
+    if ranks > MOST_RANKS_PER_CORE * (cores := available_cores()):
+        raise ConfigError(
+            f"{given}: this machine has {count(cores, 'core')}, "
+            f"and more than {MOST_RANKS_PER_CORE} ranks a core cannot work; try {cores}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The settings of one training run; None stands for the model's own default, which `resolved` fills in."""
 
-    model: str = "mlp"  # or gpt, or module:function
-    data: str | None = None  # digits, text, a UTF-8 file or folder, or module:function
-    loss: str | None = None  # cross-entropy, mse, or module:function
-    dim: int | None = None
-    depth: int | None = None
-    heads: int | None = None
-    context: int | None = None  # bytes of text the model sees at once
-    ranks: int = 1
-    strategy: str = "auto"  # single for one rank, ddp for more, averaging with average_every, pipeline with pp
-    dp: int | None = None  # how many pipelines, or replicas, each on its own samples
-    pp: int | None = None  # how many ranks each pipeline has
-    schedule: str | None = None  # of the pipeline
-    microbatches: int | None = None  # into which a pipeline cuts its share of the batch
-    chunks: int | None = None  # stages of each rank; only with the interleaved schedule
-    balance: str | None = None  # parameters, time, or the numbers of layers, such as 3,4,5,4
-    recompute: bool | None = None  # activation checkpointing, in a pipeline
-    accumulate: int = 1  # micro-batches in which each rank computes its share of a step
-    average_every: int | None = None  # steps between two averages of the parameters; only with averaging
-    steps: int | None = None  # steps or epochs, not both
-    epochs: int | None = None
-    batch: int | None = None  # samples a step, over all ranks together
-    lr: float | None = None
-    lr_schedule: str | None = None  # linear: up for a tenth of the steps, then down to nothing; or constant
-    optimizer: str | None = None
-    momentum: float = 0.0  # of sgd
-    seed: int = 0
-    dtype: str = "float32"
-    device: str = "auto"
-    transport: str = "auto"
-    slow_rank: str | None = None  # 2=3x: rank 2 computes three times slower; several have spaces between them
-    slow_link: str | None = None  # 0-1=5ms,100Mbit: every message between them takes that long
-    validate_every: int | None = None  # steps; None: once an epoch and at the end
-    save_every: int | None = None  # steps; None: only at the end
-    keep: int = 3  # checkpoints
-    trace: bool | None = None  # record some steps, for `microparallel report`
-    out: str | None = None  # None: runs/<time>-<model>
+    model: str = setting(
+        "mlp",
+        "mlp, gpt, or your own as my_module:make_model.",
+        SUBJECT,
+        check=_one_of_or_your_own(MODELS),
+    )
+    data: str | None = setting(
+        None,
+        "digits, text (Python's own sources), a UTF-8 file or folder, or your own as my_module:make_dataset.",
+        SUBJECT,
+        shown="digits for mlp, text for gpt",
+    )
+    loss: str | None = setting(
+        None,
+        "cross-entropy, mse, or your own as my_module:my_loss.",
+        SUBJECT,
+        shown="what fits the model and data",
+        check=_one_of_or_your_own(LOSSES),
+    )
+    dim: int | None = setting(None, "Width of the model.", SUBJECT, shown=_by_model("dim"), within=AT_LEAST_ONE)
+    depth: int | None = setting(None, "Layers of the model.", SUBJECT, shown=_by_model("depth"), within=AT_LEAST_ONE)
+    heads: int | None = setting(None, "Attention heads of gpt.", SUBJECT, shown=_by_model("heads"), within=AT_LEAST_ONE)
+    context: int | None = setting(
+        None, "Bytes of text seen at once.", SUBJECT, shown=_by_model("context"), within=AT_LEAST_ONE
+    )
+
+    # steps or epochs, not both
+    steps: int | None = setting(
+        None, "Length in steps.", STEPS, shown=_by_model("steps"), within=AT_LEAST_ONE, may_change=True
+    )
+    epochs: int | None = setting(
+        None,
+        "Length in passes over the data.",
+        STEPS,
+        shown=_by_model("epochs"),
+        within=AT_LEAST_ONE,
+        may_change=True,
+    )
+    batch: int | None = setting(
+        None, "Samples a step, over all ranks together.", STEPS, shown=_by_model("batch"), within=AT_LEAST_ONE
+    )
+    accumulate: int = setting(
+        1,
+        "Micro-batches in which each rank computes its share of a step; gradients meet once, after the last.",
+        STEPS,
+        within=AT_LEAST_ONE,
+        may_change=True,
+    )
+    lr: float | None = setting(
+        None, "Learning rate.", STEPS, shown=_by_model("lr"), within=Range(above=0), example=0.001
+    )
+    lr_schedule: str | None = setting(
+        None,
+        "linear (a tenth of the steps up, the rest down to 0) or constant.",
+        STEPS,
+        shown=_by_model("lr_schedule"),
+        choices=LR_SCHEDULES,
+    )
+    optimizer: str | None = setting(None, group=STEPS, shown=_by_model("optimizer"), choices=OPTIMIZERS)
+    momentum: float = setting(0.0, "Momentum of sgd.", STEPS, within=Range(at_least=0, below=1), example=0.9)
+    seed: int = setting(0, "Seed of weights and order.", STEPS, within=Range(at_least=0, at_most=_LARGEST_SEED))
+    dtype: str = setting("float32", group=STEPS, choices=("float32", "float64"))
+
+    ranks: int = setting(
+        1,
+        "How many processes share each batch.",
+        WORLD,
+        within=AT_LEAST_ONE,
+        check=_check_cores,
+        may_change=True,
+    )
+    strategy: str = setting(
+        "auto",
+        "single, naive, hooks (gradients travel during backward), ddp (in buckets), averaging (of parameters, with "
+        "--average-every), torch-ddp (torch's own, to compare with), or pipeline (see --pp).",
+        WORLD,
+        shown="single for 1 rank, else ddp; pipeline with --pp",
+        choices=STRATEGIES,
+        may_change=True,
+    )
+    average_every: int | None = setting(
+        None,
+        "Average the ranks' parameters every so many steps, and never their gradients (local SGD). It sends less, and "
+        "learns something else: see compare --shortcuts.",
+        WORLD,
+        within=AT_LEAST_ONE,
+    )
+    dp: int | None = setting(
+        None,
+        "Replicas, each on its own samples.",
+        WORLD,
+        shown="ranks ÷ pp",
+        within=AT_LEAST_ONE,
+        may_change=True,
+    )
+    pp: int | None = setting(
+        None,
+        "Ranks of a pipeline, each with some layers.",
+        WORLD,
+        shown="1",
+        within=AT_LEAST_ONE,
+        may_change=True,
+    )
+    schedule: str | None = setting(
+        None,
+        f"Of the pipeline: {', '.join(PIPELINES)}; or a file with a program (see verify).",
+        WORLD,
+        shown="1f1b with --pp",
+        metavar="NAME|FILE",
+        check=own_schedule.require_schedule,
+        may_change=True,
+    )
+    microbatches: int | None = setting(
+        None,
+        "Into which a pipeline cuts its samples.",
+        WORLD,
+        shown=f"{MICROBATCHES} with --pp",
+        within=AT_LEAST_ONE,
+        may_change=True,
+    )
+    chunks: int | None = setting(
+        None,
+        "Stages a rank, with --schedule interleaved.",
+        WORLD,
+        shown="2",
+        within=AT_LEAST_ONE,
+        may_change=True,
+    )
+    balance: str | None = setting(
+        None,
+        "Where a pipeline cuts the model: parameters, time, or numbers of layers such as 3,4,5,4.",
+        WORLD,
+        shown="parameters",
+        may_change=True,
+    )
+    recompute: bool | None = setting(
+        None, "Let a pipeline compute activations again instead of keeping them.", WORLD, may_change=True
+    )
+    device: str = setting("auto", group=WORLD, choices=("auto", "cpu", "cuda"), may_change=True)
+    transport: str = setting("auto", group=WORLD, choices=("auto", "shm", "gloo", "nccl"), may_change=True)
+
+    slow_rank: str | None = setting(
+        None,
+        "Let a rank compute N times slower: 1=3x.",
+        ON_PURPOSE,
+        metavar="R=Nx",
+        several=True,
+        may_change=True,
+    )
+    slow_link: str | None = setting(
+        None,
+        "Slow everything down that goes between two ranks, messages and collectives, and nothing else: "
+        "0-1=5ms,100Mbit.",
+        ON_PURPOSE,
+        metavar="A-B=…",
+        several=True,
+        may_change=True,
+    )
+
+    out: str | None = setting(None, "Where the run is kept.", shown="runs/<time>-<model>", metavar="FOLDER")
+    save_every: int | None = setting(
+        None, "Steps between checkpoints.", shown="at the end", within=AT_LEAST_ONE, may_change=True
+    )
+    keep: int = setting(3, "Checkpoints to keep.", within=AT_LEAST_ONE, may_change=True)
+    validate_every: int | None = setting(
+        None,
+        "Steps between measurements on held-back data.",
+        shown="once an epoch",
+        within=AT_LEAST_ONE,
+        may_change=True,
+    )
+    trace: bool | None = setting(None, "Record ten steps: what every rank did when (see report).", may_change=True)
 
     def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            _check_value(name, value)
+        check_all(self)
         _check_together(self)
 
     def resolved(self) -> TrainConfig:
@@ -151,9 +308,6 @@ class TrainConfig:
         return math.prod(self.layout)
 
 
-_TYPES = {field.name: str(field.type) for field in fields(TrainConfig)}  # such as "int | None"
-
-
 def read_config(path: Path | str) -> dict[str, Any]:
     """Read the settings in a TOML file, each checked on its own; errors name the file, the key and the fix."""
     place = f"--config {path}"
@@ -169,10 +323,11 @@ def read_config(path: Path | str) -> dict[str, Any]:
         raise ConfigError(
             f'{place}: not valid TOML: {error}; lines look like  batch = 64  or  model = "mlp"'
         ) from error
+    known = declared(TrainConfig)
     for name, value in values.items():
-        if name not in _TYPES:
-            raise ConfigError(f"{place}: unknown key {name!r}; {did_you_mean(name, _TYPES)}")
-        _check_value(name, value, file=str(path))
+        if name not in known:
+            raise ConfigError(f"{place}: unknown key {name!r}; {did_you_mean(name, known)}")
+        check_value(known[name], value, f"{name} = {value!r} in {path}")
     return values
 
 
@@ -191,53 +346,6 @@ def merge(file_values: Mapping[str, Any], flag_values: Mapping[str, Any]) -> dic
 
 def _defaults(model: str) -> dict[str, Any]:
     return DEFAULTS[model if model in DEFAULTS else "module:function"]
-
-
-def _check_value(name: str, value: Any, file: str | None = None) -> None:
-    """Raise a ConfigError if this value cannot be right whatever the others are."""
-    given = _shown(name, value, file)
-    kind, optional = _TYPES[name].removesuffix(" | None"), _TYPES[name].endswith("None")
-    if value is None and optional:
-        return
-    actual = type(value).__name__
-    if actual != kind and (actual, kind) != ("int", "float"):
-        example = {"int": "4", "float": "0.001", "str": '"mlp"', "bool": "true"}[kind]
-        raise ConfigError(
-            f"{given}: {_WORDS[kind]} is needed, and this is {_WORDS.get(actual, actual)}; it looks like  {example}"
-        )
-    if kind == "str":
-        _check_text(name, value, given)
-    elif kind == "int":
-        _check_whole_number(name, value, given)
-    elif name == "lr" and not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{given}: the learning rate must be above 0 and finite; try 0.001")
-    elif name == "momentum" and not 0 <= value < 1:
-        raise ConfigError(f"{given}: momentum must be at least 0 and below 1; try 0.9")
-
-
-def _check_text(name: str, value: str, given: str) -> None:
-    if not value or re.search("[\0\ud800-\udfff]", value):  # halves of characters, which UTF-8 cannot store
-        raise ConfigError(f"{given!r}: empty, or with characters that cannot be written down; try a plain name")
-    if name in _CHOICES and value not in _CHOICES[name]:
-        raise ConfigError(f"{given}: {did_you_mean(value, _CHOICES[name])}")
-    if name == "schedule":
-        own_schedule.require_schedule(value, given)
-    own = _CHOICES_OR_YOUR_OWN.get(name)
-    if own and value not in own and not user_code.is_spec(value):
-        raise ConfigError(f"{given}: {did_you_mean(value, own)}, or your own as my_module:my_function")
-
-
-def _check_whole_number(name: str, value: int, given: str) -> None:
-    if name == "seed":
-        if not 0 <= value <= _LARGEST_SEED:
-            raise ConfigError(f"{given}: a seed is a whole number from 0 to {_LARGEST_SEED}; try 0")
-    elif value < 1:
-        raise ConfigError(f"{given}: must be at least 1; try 1, or leave it out")
-    elif name == "ranks" and value > MOST_RANKS_PER_CORE * (cores := available_cores()):
-        raise ConfigError(
-            f"{given}: this machine has {count(cores, 'core')}, "
-            f"and more than {MOST_RANKS_PER_CORE} ranks a core cannot work; try {cores}"
-        )
 
 
 def _check_together(config: TrainConfig) -> None:
@@ -294,12 +402,12 @@ def _check_layout(config: TrainConfig) -> None:
             f"--dp {dp} times --pp {pp} is {dp * pp}, and there are {config.ranks} ranks; leave one of them out"
         )
     if not config.is_pipeline:
-        for name in ("schedule", "microbatches", "chunks", "balance", "recompute"):
-            if getattr(config, name):
-                raise ConfigError(f"{_shown(name, getattr(config, name))} is for pipelines; add --pp 2")
+        for name in OF_PIPELINES:
+            if value := getattr(config, name):
+                raise ConfigError(f"{declared(TrainConfig)[name].given(value)} is for pipelines; add --pp 2")
     elif config.strategy not in ("auto", "pipeline"):
         raise ConfigError(f"--pp {pp} makes a pipeline, and --strategy is {config.strategy}; leave one of them out")
-    _check_whole_number("ranks", dp * pp, f"--dp {dp} --pp {pp}" if config.dp or config.pp else f"--ranks {dp * pp}")
+    _check_cores(dp * pp, f"--dp {dp} --pp {pp}" if config.dp or config.pp else f"--ranks {dp * pp}")
 
 
 def _check_pipeline(config: TrainConfig, batch: int) -> None:
@@ -360,10 +468,3 @@ def _check_accumulation(config: TrainConfig, batch: int) -> None:
             f"{given}: of --batch {batch} {each} only {share} samples to cut; try --accumulate {share}, "
             f"or --batch {config.accumulate * config.world_size}"
         )
-
-
-def _shown(name: str, value: Any, file: str | None = None) -> str:
-    """Write a setting as the user gave it: a flag, or a line of a file."""
-    if file is None:
-        return f"--{name.replace('_', '-')} {value}"
-    return f"{name} = {value!r} in {file}"

@@ -1,0 +1,70 @@
+"""The flags of a verb, made from settings that a dataclass declares."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from microparallel.settings import Declared, declared
+
+
+def takes(
+    settings: type, names: Iterable[str] | None = None, changed: Mapping[str, Mapping[str, Any]] | None = None
+) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Give a verb the flags of these settings beside its own.
+
+    The verb's first parameter is a dictionary of the settings that were given, by name; a flag that was left out is not
+    in it, so that a file or the dataclass decides.
+
+    Args:
+        settings: a dataclass whose fields are settings (see `microparallel.settings`).
+        names: those that the verb knows; all by default.
+        changed: attributes of `Setting` that are others for this verb, as a default of its own.
+    """
+    known = declared(settings)
+    chosen = [known[name] for name in (known if names is None else names)]
+    for name, attributes in (changed or {}).items():
+        place = [one.name for one in chosen].index(name)
+        chosen[place] = replace(chosen[place], setting=replace(chosen[place].setting, **attributes))
+    flags = [_flag(one) for one in chosen]
+
+    def decorate(verb: Callable[..., int]) -> Callable[..., int]:
+        _, *own = inspect.signature(verb, eval_str=True).parameters.values()
+
+        @functools.wraps(verb)
+        def command(**values: Any) -> int:
+            answers = {one.name: _answer(one, values.pop(one.name)) for one in chosen}
+            return verb({name: answer for name, answer in answers.items() if answer is not None}, **values)
+
+        # typer reads the flags from here
+        parameters = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*flags, *own)]
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {one.name: one.annotation for one in parameters}
+        return command
+
+    return decorate
+
+
+def _flag(one: Declared) -> inspect.Parameter:
+    """A setting as typer wants it. Its default is None, "not given"; what `--help` shows is another matter."""
+    name = one.flag if one.kind is bool or one.setting.flag else None  # a bool by its name would get a --no- as well
+    option = typer.Option(
+        *([name] if name else []),
+        help=one.setting.meaning,
+        metavar=one.setting.metavar,
+        show_default=one.shown or False,
+        rich_help_panel=one.setting.group,
+    )
+    kind: Any = list[one.kind] if one.setting.several else one.kind  # type: ignore[name-defined]
+    return inspect.Parameter(
+        one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )
+
+
+def _answer(one: Declared, value: Any) -> Any:
+    return " ".join(value) or None if one.setting.several and value is not None else value
