@@ -14,14 +14,18 @@ import re
 from collections.abc import Callable
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from microparallel.errors import ConfigError
 from microparallel.text import did_you_mean, one_of
 
-_WORDS = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
-_EXAMPLES = {int: "4", float: "0.001", str: '"mlp"', bool: "true"}
+# What several declarations choose from.
+DEVICES = ("auto", "cpu", "cuda")
+TRANSPORTS = ("auto", "shm", "gloo", "nccl")
+
+_WORDS = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false", tuple: "a tuple"}
+_EXAMPLES = {int: "4", float: "0.001", str: '"mlp"', bool: "true", tuple: "(1, 2)"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ class Setting:
         shown: what `--help` says of a default that is not the field's own, such as one that depends on the model.
         metavar: what `--help` calls the value; otherwise its type is named.
         flag: how it is called on the command line, where that does not follow from its name.
+        parse: makes the value from the text of its flag, where it is a tuple; it is told the text, and the flag.
         several: the flag may be given several times; the values are kept with blanks between them.
         choices: the only values there are.
         within: the numbers that are right.
@@ -77,6 +82,7 @@ class Setting:
     shown: str | None = None
     metavar: str | None = None
     flag: str | None = None
+    parse: Callable[[str, str], tuple[Any, ...]] | None = None
     several: bool = False
     choices: tuple[str, ...] = ()
     within: Range | None = None
@@ -95,7 +101,7 @@ class Declared:
     """A setting with what its field says of it."""
 
     name: str
-    kind: type  # int, float, str or bool
+    kind: type  # int, float, str, bool or tuple
     optional: bool  # None stands for a default that is found later
     default: Any
     setting: Setting
@@ -110,6 +116,8 @@ class Declared:
         """The default, for people; None where there is none to show."""
         if self.setting.shown is not None or self.default is None or self.kind is bool:
             return self.setting.shown
+        if self.kind is tuple:
+            return ",".join(map(str, self.default))
         return f"{self.default:g}" if self.kind is float else str(self.default)
 
     def given(self, value: Any) -> str:
@@ -130,9 +138,9 @@ def declared(settings: type) -> dict[str, Declared]:
 
 
 def _declared(one: Field[Any], hint: Any) -> Declared:
-    kinds = get_args(hint) or (hint,)
+    kinds = get_args(hint) if get_origin(hint) is UnionType else (hint,)
     kind = next(kind for kind in kinds if kind is not NoneType)
-    return Declared(one.name, kind, NoneType in kinds, one.default, one.metadata["setting"])
+    return Declared(one.name, get_origin(kind) or kind, NoneType in kinds, one.default, one.metadata["setting"])
 
 
 def check_all(settings: Any) -> None:

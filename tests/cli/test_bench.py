@@ -203,7 +203,7 @@ def test_a_wrong_sum_is_a_failure_that_names_algorithm_and_size():
         (["--sizes", "0"], ["'0'", "at least 1"]),
         (["--sizes", "10"], ["10 bytes", "float32", "try 8"]),
         (["--algorithms", "rnig"], ["rnig", "did you mean 'ring'?"]),
-        (["--algorithms", "ring,"], ["''", "choose one of naive"]),
+        (["--algorithms", "ring,"], ["--algorithms 'ring,'", "missing"]),
         (["--algorithms", "ring,none"], ["there is no all-reduce 'none'"]),
         (["--ranks", "0"], ["--ranks 0", "at least 1"]),
         (["--ranks", "100000"], ["--ranks 100000", "core"]),

@@ -7,8 +7,9 @@ import torch
 import torch.distributed as dist
 
 import microparallel as mp
-from microparallel.performance.all_reduce_bench import Measurements, Settings, Timing, WrongSum, bench_all_reduce
+from microparallel.performance.all_reduce_bench import Measurements, Timing, WrongSum, bench_all_reduce
 from microparallel.performance.all_reduce_report import bus_bandwidth, report_on
+from microparallel.performance.bench_settings import AllReduceSettings
 from microparallel.performance.case import Case, transport_of
 from microparallel.performance.memory_bound import touch_in_place, touch_ordinary
 from microparallel.performance.methods import (
@@ -37,7 +38,7 @@ def bench_where_it_is(comms, settings):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
 def test_every_method_is_measured_at_every_size_on_all_ranks_alike(any_pool, dtype):
-    settings = Settings(ALGORITHMS, sizes=(80_000, 8), dtype=dtype, repeats=2)
+    settings = AllReduceSettings(algorithms=ALGORITHMS, sizes=(80_000, 8), dtype=dtype, repeats=2)
     (transport, first), (_, second) = any_pool.run(bench_where_it_is, 2, settings)
     assert first == second
     assert first.wrong is None
@@ -50,7 +51,9 @@ def test_every_method_is_measured_at_every_size_on_all_ranks_alike(any_pool, dty
 
 def test_algorithms_may_be_left_out_and_a_single_rank_has_no_bound(warm_ranks):
     for ranks in (1, 3):
-        [measurements, *_] = warm_ranks.run(bench_all_reduce, ranks, Settings((), sizes=(4_000,), repeats=1))
+        [measurements, *_] = warm_ranks.run(
+            bench_all_reduce, ranks, AllReduceSettings(algorithms=(), sizes=(4_000,), repeats=1)
+        )
         methods = [timing.method for timing in measurements.timings]
         assert methods == [TORCH, TORCH_ON_SHM, SHM, SHM_IN_PLACE, *([BOUND, BOUND_IN_PLACE] if ranks > 1 else []), ADD]
         assert measurements.transport == "shm"
@@ -119,12 +122,14 @@ def with_progress(comms, settings):
 
 
 def test_a_budget_in_seconds_gives_at_least_a_few_repeats(pool):
-    told, measurements = pool.run(with_progress, 2, Settings(ALGORITHMS, sizes=(4_000, 8_000), seconds=0.2))[0]
+    told, measurements = pool.run(
+        with_progress, 2, AllReduceSettings(algorithms=ALGORITHMS, sizes=(4_000, 8_000), seconds=0.2)
+    )[0]
     calls = {(timing.method, timing.size): len(timing.seconds) for timing in measurements.timings}
     assert min(calls.values()) >= 1 and calls[TORCH, 4_000] >= 5 and calls[TORCH, 8_000] >= 5
     fractions = [fraction for fraction, _, _ in told]
     assert fractions == sorted(fractions) and fractions[0] == 0 and fractions[-1] <= 1
-    assert {(size, repeats) for _, size, repeats in told} >= {(4_000, 0), (4_000, 1), (8_000, 0), (8_000, 5)}
+    assert {(size, repeats) for _, size, repeats in told} >= {("4 KB", 0), ("4 KB", 1), ("8 KB", 0), ("8 KB", 5)}
 
 
 def break_ring_on_rank_1(comms):
@@ -137,7 +142,7 @@ def break_ring_on_rank_1(comms):
         return tensor
 
     comms.all_reduce = all_reduce
-    return bench_all_reduce(comms, Settings(ALGORITHMS, sizes=(400, 4_000, 40_000), repeats=2))
+    return bench_all_reduce(comms, AllReduceSettings(algorithms=ALGORITHMS, sizes=(400, 4_000, 40_000), repeats=2))
 
 
 def test_a_wrong_sum_ends_the_run_and_names_method_size_and_rank(pool):
@@ -149,7 +154,9 @@ def test_a_wrong_sum_ends_the_run_and_names_method_size_and_rank(pool):
 def with_little_memory(comms):
     with pytest.MonkeyPatch.context() as patch:  # 2 ranks × 5 tensors of 350 KB need 3.5 MB, 2 × 4 only 2.8 MB
         patch.setattr("microparallel.performance.all_reduce_bench.available_memory", lambda: 3_000_000)
-        return bench_all_reduce(comms, Settings(("gather-add", "ring"), sizes=(4_000, 350_000), repeats=1))
+        return bench_all_reduce(
+            comms, AllReduceSettings(algorithms=("gather-add", "ring"), sizes=(4_000, 350_000), repeats=1)
+        )
 
 
 def test_what_does_not_fit_into_memory_is_left_out_with_the_reason(pool):

@@ -206,7 +206,7 @@ def test_time_before_the_first_event_counts_as_other():
     timing = time_of_step(trace, 10, took=6)
     assert (timing.forward, timing.backward, timing.other, timing.total) == (2, 3, 1, 6)
     assert timing.samples_per_second == pytest.approx(10 / 6)
-    assert str(timing).startswith("6.00 s: forward 2.00 s, backward 3.00 s, exposed communication 0.00 µs")
+    assert str(timing).startswith("6.00 s: forward 2.00 s, backward 3.00 s, exposed communication 0 s")
 
 
 def test_a_step_of_a_longer_trace_begins_where_the_last_one_ended():

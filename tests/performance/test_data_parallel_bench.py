@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from microparallel.errors import ConfigError, UsageError
+from microparallel.performance.bench_settings import DataParallelSettings
 from microparallel.performance.case import transport_of
 from microparallel.performance.data_parallel_bench import (
     Measurements,
     Result,
-    Settings,
     Timing,
     bench_data_parallel,
 )
@@ -29,7 +29,7 @@ from microparallel.performance.data_parallel_bench_models import find_subject
 from microparallel.performance.data_parallel_bench_report import report_on
 
 USUAL = ("naive", "hooks", "buckets", "ddp")
-SMALL = Settings(("mlp-8",), USUAL, buckets_mb=(0.001, 1, 25), batch=2, steps=2)
+SMALL = DataParallelSettings(models=("mlp-8",), methods=USUAL, buckets_mb=(0.001, 1, 25), batch=2, steps=2)
 LABELS = ["none", "naive", "hooks", "buckets", "ddp, 0.001 MB", "ddp, 1 MB", "torch-ddp"]
 
 

@@ -9,19 +9,20 @@ from torch import nn
 from torch.distributed import pipelining
 
 from microparallel.errors import ConfigError, UsageError
+from microparallel.performance.bench_settings import PipelineSettings, Size
 from microparallel.performance.case import transport_of
-from microparallel.performance.pipeline_bench import Look, Measurements, Settings, Timing, bench_pipelines
+from microparallel.performance.pipeline_bench import Look, Measurements, Timing, bench_pipelines
 from microparallel.performance.pipeline_bench_check import Apart
 from microparallel.performance.pipeline_bench_costs import Alone, StageTimes, kinds_in
 from microparallel.performance.pipeline_bench_memory import SavedBytes
 from microparallel.performance.pipeline_bench_methods import TORCH_S, Method, Ours, Torchs
-from microparallel.performance.pipeline_bench_models import Size, pipeline_subject, require_cuttable
+from microparallel.performance.pipeline_bench_models import pipeline_subject, require_cuttable
 from microparallel.performance.pipeline_bench_report import report_on
 from microparallel.performance.utilisation import Shares
 from microparallel.schedules import PIPELINES, build
 from microparallel.simulator import simulate
 
-SMALL = Settings(size=Size("mlp", depth=4, width=8, batch=8), microbatches=4, steps=2)
+SMALL = PipelineSettings(depth=4, width=8, batch=8, microbatches=4, steps=2)
 
 
 def bench(comms, settings):
@@ -64,8 +65,8 @@ def test_what_is_measured_of_the_stages_is_what_the_schedules_do(pool):
 
 
 def test_a_gpt_and_an_uneven_batch_on_three_ranks(pool):
-    size = Size("gpt", depth=1, width=32, batch=5)
-    settings = dataclasses.replace(SMALL, size=size, schedules=("gpipe", "1f1b", "naive"), microbatches=3, steps=1)
+    size = {"model": "gpt", "depth": 1, "width": 32, "batch": 5}
+    settings = dataclasses.replace(SMALL, **size, schedules=("gpipe", "1f1b", "naive"), microbatches=3, steps=1)
     _, measurements, _ = pool.run(bench, 3, settings)[0]
     assert measurements.wrong is None
     assert [timing.method.label for timing in measurements.timings] == ["gpipe", "1f1b", "naive"]
@@ -217,16 +218,16 @@ def test_models_are_as_large_as_was_said():
 @pytest.mark.parametrize(
     ("size", "problem"),
     [
-        (Size("mpl"), "--model mpl: .* mlp, gpt"),
-        (Size(depth=0), "--depth 0: .* try 16"),
-        (Size(width=10**9), "--width 1000000000"),
-        (Size(batch=0), "--batch 0"),
-        (Size("gpt", width=33), "--width 33: .* try 64"),
+        ({"model": "mpl"}, "--model mpl: did you mean 'mlp'"),
+        ({"depth": 0}, "--depth 0: .* try 16"),
+        ({"width": 10**9}, "--width 1000000000"),
+        ({"batch": 0}, "--batch 0"),
+        ({"model": "gpt", "width": 33}, "--width 33: .* try 64"),
     ],
 )
 def test_there_are_no_other_models(size, problem):
     with pytest.raises(ConfigError, match=problem):
-        pipeline_subject(size)
+        pipeline_subject(Size(**size))
 
 
 def test_more_stages_than_layers_and_more_microbatches_than_samples_are_refused():

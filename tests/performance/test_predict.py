@@ -4,11 +4,11 @@ import pytest
 
 import microparallel as mp
 from microparallel.errors import RankFailed
+from microparallel.performance.bench_settings import PREDICTED, PredictSettings
 from microparallel.performance.calibration import Curve, MessageTimes, RankTimes
 from microparallel.performance.pipeline_bench_costs import StageTimes
-from microparallel.performance.pipeline_bench_models import Size
 from microparallel.performance.predict import Prediction, predict_ddp, predict_naive, predict_pipeline
-from microparallel.performance.predict_bench import METHODS, Settings, bench_predictions
+from microparallel.performance.predict_bench import bench_predictions
 from microparallel.schedules import build
 from microparallel.simulator import Costs, simulate
 from microparallel.trace.parts import parts
@@ -90,7 +90,7 @@ def test_a_prediction_is_a_trace_with_the_parts_that_were_predicted():
     assert {"F0.0", "B1.1", ">A0.0@1", "<A0.0@0"} <= names
 
 
-SMALL = Settings(METHODS, Size("mlp", depth=4, width=8, batch=8), microbatches=4, bucket_mb=0.0002, steps=2)
+SMALL = PredictSettings(methods=PREDICTED, depth=4, width=8, batch=8, microbatches=4, bucket_mb=0.0002, steps=2)
 
 
 def bench(comms, settings):
@@ -101,7 +101,7 @@ def bench(comms, settings):
 def test_all_methods_are_predicted_and_measured_alike_on_all_ranks(any_pool):
     (first, told), (other, _) = any_pool.run(bench, 2, SMALL)
     assert first == other
-    assert tuple(row.method for row in first.rows) == METHODS
+    assert tuple(row.method for row in first.rows) == PREDICTED
     for row in first.rows:
         assert row.seconds > 0 and len(row.measured) == 2 and row.error > -1
         assert row.trace.ranks == 2 and row.trace.events
@@ -114,7 +114,9 @@ def test_all_methods_are_predicted_and_measured_alike_on_all_ranks(any_pool):
 
 
 def test_a_gpt_is_predicted_too(pool):
-    settings = Settings(("ddp", "1f1b"), Size("gpt", depth=1, width=32, batch=4), microbatches=2, steps=1)
+    settings = PredictSettings(
+        methods=("ddp", "1f1b"), model="gpt", depth=1, width=32, batch=4, microbatches=2, steps=1
+    )
     found, _ = pool.run(bench, 2, settings)[0]
     assert all(row.seconds > 0 for row in found.rows)
 

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from microparallel.cli import options
-from microparallel.cli.bench_options import require_known
 from microparallel.cli.flags import takes
 from microparallel.cli.output import require_writable
 from microparallel.errors import ConfigError
 from microparallel.settings import declared
-from microparallel.text import count
+from microparallel.text import count, did_you_mean
 from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import OF_PIPELINES, TrainConfig
 
@@ -172,7 +171,8 @@ def _live(
 
 
 def _config(given: dict[str, Any], steps: int, scaling: str, barriers: bool) -> TrainConfig:
-    require_known(scaling, _SCALINGS, f"--scaling {scaling}: there is no such scaling")
+    if scaling not in _SCALINGS:
+        raise ConfigError(f"--scaling {scaling}: {did_you_mean(scaling, _SCALINGS)}")
     if steps < 1:
         raise ConfigError(f"--steps {steps}: must be at least 1; try {_STEPS}")
     if not given.keys() & {"ranks", "dp", "pp"} and given.get("strategy") != "single":

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import json as json_format
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from microparallel.cli import bench_dp, bench_pp, bench_predict, options
-from microparallel.cli.bench_options import require_known
 from microparallel.cli.bench_world import choose_ranks, measure_on_ranks
+from microparallel.cli.flags import takes
 from microparallel.cli.output import require_writable
-from microparallel.collectives import ALL_REDUCES
-from microparallel.errors import ConfigError, MicroparallelError
-from microparallel.text import parse_sizes
-from microparallel.topology import available_cores
+from microparallel.errors import MicroparallelError
+from microparallel.performance.bench_settings import AllReduceSettings
+from microparallel.text import show_size
 
 if TYPE_CHECKING:
-    from microparallel.comms import Comms
-    from microparallel.performance.all_reduce_bench import Measurements, Settings
+    from microparallel.performance.all_reduce_bench import Measurements
 
 ALL_REDUCE_EXAMPLES = options.examples(
     ("microparallel bench allreduce", "every algorithm, 4 KB to 100 MB, in about a minute"),
@@ -31,7 +28,6 @@ ALL_REDUCE_EXAMPLES = options.examples(
     ("microparallel bench allreduce --json > allreduce.json", "every number, for scripts"),
     ("torchrun --nproc-per-node=4 -m microparallel bench allreduce", "between ranks that torchrun started"),
 )
-_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -52,24 +48,10 @@ app.command(name="predict", epilog=bench_predict.EXAMPLES)(bench_predict.predict
 
 
 @app.command(name="allreduce", epilog=ALL_REDUCE_EXAMPLES)
+@takes(AllReduceSettings)
 def all_reduce(
-    ranks: Annotated[
-        int | None, typer.Option(help="How many processes.", show_default="one a core, from 2 to 4")
-    ] = None,
-    sizes: Annotated[
-        str, typer.Option(metavar="SIZES", help="Sizes of the tensor: KB is 1000 bytes, KiB 1024.")
-    ] = "4KB,64KB,1MB,4MB,25MB,100MB",
-    algorithms: Annotated[
-        str | None,
-        typer.Option(metavar="NAMES", help=f"Some of {', '.join(ALL_REDUCES)}; or none.", show_default="all"),
-    ] = None,
-    seconds: Annotated[float, typer.Option(help="Time to spend on measuring, in all.")] = 60.0,
-    repeats: Annotated[
-        int | None, typer.Option(help="Calls at each size, however long they take.", show_default="as time allows")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help=f"{', '.join(_BYTES)}.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    transport: Annotated[str, typer.Option(help="auto, shm, gloo or nccl.")] = "auto",
+    given: dict[str, Any],
+    *,
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw time and bandwidth over size, as .svg or .png.")
     ] = None,
@@ -94,54 +76,18 @@ def all_reduce(
     where moving bytes is itself work for a core, or where several messages arrive at once, it is off, and shows by how
     much.
     """
-    chosen_algorithms = _algorithms(algorithms)
-    chosen_ranks = choose_ranks(ranks, default=max(2, min(4, available_cores())))
-    chosen_sizes = parse_sizes(sizes, "--sizes")
-    _check(chosen_sizes, dtype, seconds, repeats)
-    from microparallel.performance.all_reduce_bench import Settings
+    settings = AllReduceSettings(**given)
+    choose_ranks(settings)  # says so if they cannot be had
+    from microparallel.performance.all_reduce_bench import bench_all_reduce
     from microparallel.performance.picture import require_drawable
 
     if plot is not None:
         require_drawable(plot, "--plot")
         require_writable(plot, "--plot")
-    settings = Settings(chosen_algorithms, chosen_sizes, dtype, seconds, repeats)
-    measurements = measure_on_ranks(_measure, chosen_ranks, settings, transport=transport, device=device, quiet=quiet)
+    measurements = measure_on_ranks(bench_all_reduce, settings, quiet, unit="repeats")
     if measurements is not None:  # torchrun's other ranks have nothing to say
         _show(measurements, plot, json)
     return 0
-
-
-def _algorithms(text: str | None) -> tuple[str, ...]:
-    if text is None:
-        return tuple(ALL_REDUCES)
-    if text == "none":
-        return ()
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        require_known(name, (*ALL_REDUCES, "torch"), f"--algorithms {text}: there is no all-reduce {name!r}")
-    return tuple(dict.fromkeys(name for name in names if name != "torch"))  # torch's own is always measured
-
-
-def _check(sizes: Iterable[int], dtype: str, seconds: float, repeats: int | None) -> None:
-    require_known(dtype, tuple(_BYTES), f"--dtype {dtype}: there is no such dtype here")
-    for size in sizes:
-        if size % _BYTES[dtype]:
-            nearest = max(1, round(size / _BYTES[dtype])) * _BYTES[dtype]
-            raise ConfigError(f"--sizes: {size} bytes are no whole number of {dtype}s; try {nearest}")
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"--seconds {seconds}: must be above 0; try 60")
-    if repeats is not None and repeats < 1:
-        raise ConfigError(f"--repeats {repeats}: must be at least 1; try 10, or leave it out")
-
-
-def _measure(comms: Comms, settings: Settings, quiet: bool) -> Measurements:
-    """What every rank does; the first one shows how it goes."""
-    from microparallel.cli.bench_progress import progress_on_standard_error
-    from microparallel.performance.all_reduce_bench import bench_all_reduce
-    from microparallel.text import show_size
-
-    with progress_on_standard_error(comms.rank == 0 and not quiet, "repeats") as progress:
-        return bench_all_reduce(comms, settings, lambda done, size, times: progress(done, show_size(size), times))
 
 
 def _show(measurements: Measurements, plot: Path | None, json: bool) -> None:
@@ -149,7 +95,6 @@ def _show(measurements: Measurements, plot: Path | None, json: bool) -> None:
     from microparallel.performance.all_reduce_plot import plot_all_reduce
     from microparallel.performance.all_reduce_report import report_on
     from microparallel.performance.picture import write_picture
-    from microparallel.text import show_size
 
     if (wrong := measurements.wrong) is not None:
         raise MicroparallelError(f"{wrong.method} gave a wrong sum on rank {wrong.rank}, at {show_size(wrong.size)}")

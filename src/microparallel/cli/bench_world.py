@@ -7,47 +7,46 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from microparallel.cli.bench_progress import progress_on_standard_error
 from microparallel.errors import ConfigError
+from microparallel.performance.bench_settings import BenchSettings
 from microparallel.text import count
-from microparallel.topology import ALONE, MOST_RANKS_PER_CORE, Placement, available_cores, find_placement
+from microparallel.topology import ALONE, Placement, find_placement
 
 if TYPE_CHECKING:
     from microparallel.comms import Comms
 
 
-def choose_ranks(given: int | None, default: int) -> int:
+def choose_ranks(settings: BenchSettings) -> int:
     """How many ranks there will be: those of the world we are in, or as many as were asked for."""
-    world, cores = find_placement(os.environ), available_cores()
-    if world != ALONE:  # torchrun or Slurm has decided how many ranks there are
-        if given not in (None, world.world_size):
-            raise ConfigError(
-                f"--ranks {given}: this process belongs to a world of {world.world_size} ranks; leave it out"
-            )
-        return world.world_size
-    ranks = default if given is None else given
-    if ranks < 1:
-        raise ConfigError(f"--ranks {ranks}: must be at least 1; try 2")
-    if ranks > MOST_RANKS_PER_CORE * cores:
+    world = find_placement(os.environ)
+    if world == ALONE:
+        return settings.usual_ranks if settings.ranks is None else settings.ranks
+    if settings.ranks not in (None, world.world_size):  # torchrun or Slurm has decided how many ranks there are
         raise ConfigError(
-            f"--ranks {ranks}: this machine has {count(cores, 'core')}, "
-            f"and more than {MOST_RANKS_PER_CORE} ranks a core cannot work; try {max(2, cores)}"
+            f"--ranks {settings.ranks}: this process belongs to a world of {world.world_size} ranks; leave it out"
         )
-    return ranks
+    return world.world_size
 
 
-def measure_on_ranks(
-    measure: Callable[..., Any], ranks: int, *arguments: Any, transport: str, device: str, quiet: bool
-) -> Any:
-    """What `measure(comms, *arguments, quiet)` returns on rank 0; None on the other ranks of torchrun's world."""
+def measure_on_ranks(bench: Callable[..., Any], settings: BenchSettings, quiet: bool, unit: str = "steps") -> Any:
+    """What `bench(comms, settings, progress)` returns on rank 0; None on the other ranks of torchrun's world."""
     from microparallel.world import connect, launch
     from microparallel.world.connect import require_possible
 
+    ranks, transport, device = choose_ranks(settings), settings.transport, settings.device
     if find_placement(os.environ) != ALONE:
         comms: Comms
         with connect(transport, device=device) as comms:
-            measurements = measure(comms, *arguments, quiet)
+            measurements = _measure(comms, bench, settings, quiet, unit)
             return measurements if comms.rank == 0 else None
     require_possible(transport, device, Placement(0, ranks, local_rank=0, local_world_size=ranks))
     if not quiet:
         print(f"starting {count(ranks, 'rank')} …", file=sys.stderr)
-    return launch(measure, ranks, *arguments, quiet, transport=transport, device=device)[0]
+    return launch(_measure, ranks, bench, settings, quiet, unit, transport=transport, device=device)[0]
+
+
+def _measure(comms: Comms, bench: Callable[..., Any], settings: BenchSettings, quiet: bool, unit: str) -> Any:
+    """What every rank does; the first one shows how it goes."""
+    with progress_on_standard_error(comms.rank == 0 and not quiet, unit) as progress:
+        return bench(comms, settings, progress)

@@ -60,11 +60,15 @@ def _flag(one: Declared) -> inspect.Parameter:
         show_default=one.shown or False,
         rich_help_panel=one.setting.group,
     )
-    kind: Any = list[one.kind] if one.setting.several else one.kind  # type: ignore[name-defined]
+    kind: Any = str if one.setting.parse else one.kind
+    kind = list[kind] if one.setting.several else kind
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
 
 
 def _answer(one: Declared, value: Any) -> Any:
-    return " ".join(value) or None if one.setting.several and value is not None else value
+    """What a flag's value means; None where it was not given."""
+    if value is None or not one.setting.several:
+        return value if value is None or one.setting.parse is None else one.setting.parse(value, one.flag)
+    return " ".join(value) or None

@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from microparallel.collectives import all_reduce_program
 from microparallel.comms import Comms
+from microparallel.performance.bench_settings import AllReduceSettings, Progress
 from microparallel.performance.case import Case, tensors_of_a_case, transport_of
 from microparallel.performance.memory_budget import MemoryBudget
 from microparallel.performance.methods import Method, methods_for
 from microparallel.performance.rounds import Rounds, largest
 from microparallel.performance.time_budget import TimeBudget
 from microparallel.program import Program
+from microparallel.text import show_size
 from microparallel.topology import available_cores, available_memory, find_placement
-
-Progress = Callable[[float, int, int], None]  # is told the fraction done, the size, and its repeats so far
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure, and for how long."""
-
-    algorithms: tuple[str, ...]
-    sizes: tuple[int, ...]  # bytes
-    dtype: str = "float32"
-    seconds: float = 60.0  # in all
-    repeats: int | None = None  # instead of seconds: so many at every size
 
 
 @dataclass(frozen=True)
@@ -66,7 +55,7 @@ class Measurements:
     wrong: WrongSum | None = None
 
 
-def bench_all_reduce(comms: Comms, settings: Settings, progress: Progress = lambda *_: None) -> Measurements:
+def bench_all_reduce(comms: Comms, settings: AllReduceSettings, progress: Progress = lambda *_: None) -> Measurements:
     """Measure all methods at all sizes; every rank calls this, and all get the same numbers."""
     sizes = sorted(set(settings.sizes))
     memory_budget = _memory_budget(comms)
@@ -97,7 +86,9 @@ def bench_all_reduce(comms: Comms, settings: Settings, progress: Progress = lamb
 class _Bench:
     """What stays the same from size to size."""
 
-    def __init__(self, comms: Comms, methods: Sequence[Method], settings: Settings, memory: MemoryBudget) -> None:
+    def __init__(
+        self, comms: Comms, methods: Sequence[Method], settings: AllReduceSettings, memory: MemoryBudget
+    ) -> None:
         self._comms = comms
         self._methods = methods
         self._dtype: torch.dtype = getattr(torch, settings.dtype)
@@ -123,14 +114,14 @@ class _Bench:
 
     def _fill(self, rounds: Rounds, size: int, budget: TimeBudget, progress: Progress) -> None:
         may_end_early = {program.name for program in self._programs}
-        progress(budget.fraction(0, 0), size, 0)
+        progress(budget.fraction(0, 0), show_size(size), 0)
         rounds.warm_up()
         while rounds.wrong is None and budget.goes_on(rounds.counted, rounds.spent, rounds.last_round):
             calls = rounds.one_more()
             algorithms = {name: seconds for name, seconds in calls.items() if name in may_end_early}
             for name in budget.too_slow(algorithms, rounds.counted, rounds.spent):
                 rounds.end(name)
-            progress(budget.fraction(rounds.counted, rounds.spent), size, rounds.counted)
+            progress(budget.fraction(rounds.counted, rounds.spent), show_size(size), rounds.counted)
         budget.end_size(rounds.spent)
 
 

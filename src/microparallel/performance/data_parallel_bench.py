@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from microparallel.comms import Comms
+from microparallel.performance.bench_settings import DataParallelSettings, Progress
 from microparallel.performance.case import transport_of
 from microparallel.performance.caveats import count_ranks_here
 from microparallel.performance.data_parallel_bench_check import WrongWeights, differences, find_wrong
@@ -20,22 +21,7 @@ from microparallel.performance.step_rounds import StepRounds, write_traces
 from microparallel.performance.time_budget import TimeBudget
 from microparallel.topology import available_cores, available_memory
 
-Progress = Callable[[float, str, int], None]  # is told the fraction done, the model, and its counted steps so far
-
 _COPIES = 3  # what a method needs at most, in models: weights, gradients, and buckets beside these
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure, and for how long."""
-
-    models: tuple[str, ...]
-    methods: tuple[str, ...] = ("naive", "hooks", "buckets", "ddp")  # beside those that they are compared with
-    buckets_mb: tuple[float, ...] = (1, 4, 25, 100)  # for ddp
-    batch: int | None = None  # samples a rank; each model has its own
-    seconds: float = 120.0  # in all
-    steps: int | None = None  # instead of seconds: so many of each method and model
-    trace: str | None = None  # a folder for a recorded step of each
 
 
 @dataclass(frozen=True)
@@ -72,7 +58,9 @@ class Measurements:
     wrong: WrongWeights | None = None
 
 
-def bench_data_parallel(comms: Comms, settings: Settings, progress: Progress = lambda *_: None) -> Measurements:
+def bench_data_parallel(
+    comms: Comms, settings: DataParallelSettings, progress: Progress = lambda *_: None
+) -> Measurements:
     """Measure all methods on all models; every rank calls this, and all get the same numbers."""
     subjects = [find_subject(name, settings.batch) for name in settings.models]
     results: list[Result] = []
@@ -113,7 +101,7 @@ def bench_data_parallel(comms: Comms, settings: Settings, progress: Progress = l
 class _Bench:
     """All methods on one model."""
 
-    def __init__(self, comms: Comms, settings: Settings, subject: Subject, gloo: dist.ProcessGroup) -> None:
+    def __init__(self, comms: Comms, settings: DataParallelSettings, subject: Subject, gloo: dist.ProcessGroup) -> None:
         self._comms = comms
         self._subject = subject
         self._start = subject.model().to(comms.device)

@@ -16,6 +16,7 @@ from torch import nn
 
 from microparallel.errors import ConfigError
 from microparallel.models import GPT, FullMLP
+from microparallel.performance.bench_settings import WIDEST
 from microparallel.text import count
 
 _DEPTH = 16
@@ -25,7 +26,6 @@ _CONTEXT = 64
 HEAD = 32  # numbers of a vector that one attention head looks at
 _BATCHES = {"mlp-512": 64, "gpt-128": 8}
 _USUAL_BATCH = 32
-WIDEST = 2**14
 
 
 @dataclass(frozen=True)

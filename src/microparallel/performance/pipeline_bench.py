@@ -7,12 +7,13 @@ the turns a step is traced: what each rank did when. In the end one step more is
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
 from microparallel.comms import Comms
+from microparallel.performance.bench_settings import PipelineSettings, Progress
 from microparallel.performance.case import transport_of
 from microparallel.performance.caveats import count_ranks_here
 from microparallel.performance.data_parallel_bench_models import bytes_of
@@ -22,33 +23,17 @@ from microparallel.performance.pipeline_bench_check import Apart, SingleProcess
 from microparallel.performance.pipeline_bench_costs import Alone, StageTimes, kinds_in
 from microparallel.performance.pipeline_bench_memory import SavedBytes
 from microparallel.performance.pipeline_bench_methods import TORCH_S, Batch, Method, Ours, TorchRefuses, Torchs
-from microparallel.performance.pipeline_bench_models import Size, describe, pipeline_subject
+from microparallel.performance.pipeline_bench_models import describe, pipeline_subject
 from microparallel.performance.rounds import largest
 from microparallel.performance.step_rounds import StepRounds, write_traces
 from microparallel.performance.time_budget import TimeBudget
 from microparallel.performance.utilisation import Shares, shares
 from microparallel.program import peak_activations
-from microparallel.schedules import PIPELINES
 from microparallel.topology import available_cores, available_memory
 from microparallel.trace import Trace
 
-Progress = Callable[[float, str, int], None]  # is told the fraction done, the model, and the counted steps so far
-
 _TRACED = 5  # steps of each schedule
 _COPIES = 2  # what a method needs at most, in models: weights and gradients
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to measure, and for how long."""
-
-    schedules: tuple[str, ...] = tuple(PIPELINES)
-    with_torch: bool = True
-    size: Size = field(default_factory=Size)
-    microbatches: int = 8
-    seconds: float = 90.0
-    steps: int | None = None  # instead of seconds: so many of each method
-    trace: str | None = None  # a folder for a recorded step of each
 
 
 @dataclass(frozen=True)
@@ -98,9 +83,9 @@ class Measurements:
     wrong: Wrong | None = None
 
 
-def bench_pipelines(comms: Comms, settings: Settings, progress: Progress = lambda *_: None) -> Measurements:
+def bench_pipelines(comms: Comms, settings: PipelineSettings, progress: Progress = lambda *_: None) -> Measurements:
     """Measure all schedules; every rank calls this, and all get the same numbers."""
-    subject = pipeline_subject(settings.size)
+    subject = pipeline_subject(settings)
     with gloo_for(comms) as group:
         bench = _Bench(comms, settings, group)
         budget = TimeBudget(settings.seconds, 1, settings.steps)
@@ -129,8 +114,8 @@ def bench_pipelines(comms: Comms, settings: Settings, progress: Progress = lambd
 class _Bench:
     """All methods on one model."""
 
-    def __init__(self, comms: Comms, settings: Settings, group: dist.ProcessGroup) -> None:
-        subject = pipeline_subject(settings.size)
+    def __init__(self, comms: Comms, settings: PipelineSettings, group: dist.ProcessGroup) -> None:
+        subject = pipeline_subject(settings)
         model = subject.model().to(comms.device)
         _require_memory(comms, len(settings.schedules), bytes_of(model))
         inputs, targets = subject.on_rank(0)  # all ranks work on the same samples

@@ -7,51 +7,20 @@ gpt   an embedding, blocks of attention, and a head
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from microparallel.errors import ConfigError
 from microparallel.models import FullMLP
-from microparallel.performance.data_parallel_bench_models import HEAD, WIDEST, Subject, gpt_subject
+from microparallel.performance.bench_settings import Size
+from microparallel.performance.data_parallel_bench_models import HEAD, Subject, gpt_subject
 from microparallel.pipeline.programs import Schedule
-from microparallel.text import count, did_you_mean
-
-_USUAL = {"mlp": (16, 512, 256), "gpt": (8, 128, 16)}  # depth, width, samples in a batch
-_MOST = (1024, WIDEST, 2**20)
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model by name, and how large it is; what is None is as usual for that model."""
-
-    model: str = "mlp"
-    depth: int | None = None
-    width: int | None = None
-    batch: int | None = None  # samples, of all micro-batches together
-
-    @property
-    def layers(self) -> int:
-        """Between how many layers a pipeline may cut."""
-        return self.filled[0] + 2 * (self.model == "gpt")  # the embedding, and the head
-
-    @property
-    def filled(self) -> tuple[int, int, int]:
-        """Depth, width and batch."""
-        given = self.depth, self.width, self.batch
-        depth, width, batch = (
-            usual if one is None else one for one, usual in zip(given, _usual(self.model), strict=True)
-        )
-        return depth, width, batch
+from microparallel.text import count
 
 
 def pipeline_subject(size: Size) -> Subject:
     """The model of that name and size, with its batch."""
     depth, width, batch = size.filled
-    limits = zip(("--depth", "--width", "--batch"), size.filled, _usual(size.model), _MOST, strict=True)
-    for flag, number, usual, most in limits:
-        if not 1 <= number <= most:
-            raise ConfigError(f"{flag} {number}: must be from 1 to {most}; try {usual}")
     if size.model == "gpt":
         if width % HEAD:
             nearest = -(-width // HEAD) * HEAD
@@ -89,9 +58,3 @@ def require_cuttable(size: Size, schedules: Sequence[str], ranks: int, microbatc
 def describe(subject: Subject, microbatches: int) -> str:
     """The model and how it is fed, for people."""
     return f"{subject.text}, {count(subject.batch, 'sample')} in {count(microbatches, 'micro-batch', 'es')}"
-
-
-def _usual(model: str) -> tuple[int, int, int]:
-    if model not in _USUAL:
-        raise ConfigError(f"--model {model}: there is no such model here; {did_you_mean(model, _USUAL)}")
-    return _USUAL[model]

@@ -7,8 +7,8 @@ alike.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.data_parallel.flat_bucket import split
 from microparallel.errors import UsageError
+from microparallel.performance.bench_settings import PREDICTED_REPLICAS, PredictSettings, Progress
 from microparallel.performance.calibration import MessagesAlone, MessageTimes, RankTimes, WorkAlone, medians_of
 from microparallel.performance.case import transport_of
 from microparallel.performance.caveats import count_ranks_here
@@ -23,30 +24,13 @@ from microparallel.performance.data_parallel_bench_methods import Batch, Contend
 from microparallel.performance.fitted_step import Fitted, FittedStep
 from microparallel.performance.pipeline_bench_costs import Alone, kinds_in
 from microparallel.performance.pipeline_bench_methods import Ours
-from microparallel.performance.pipeline_bench_models import Size, describe, pipeline_subject
+from microparallel.performance.pipeline_bench_models import describe, pipeline_subject
 from microparallel.performance.predict import SMALL, Prediction, predict_ddp, predict_naive, predict_pipeline
 from microparallel.performance.step_rounds import StepRounds
 from microparallel.performance.time_budget import TimeBudget
-from microparallel.schedules import PIPELINES
 from microparallel.topology import available_cores
 
-DATA_PARALLEL = ("naive", "ddp")
-METHODS = (*DATA_PARALLEL, *(name for name in PIPELINES if name not in DATA_PARALLEL))
-
-Progress = Callable[[float, str, int], None]  # is told the fraction done, the model, and the counted steps so far
 Homes = tuple[int, ...]  # the rank of each stage of a pipeline
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What to predict and to measure, and for how long."""
-
-    methods: tuple[str, ...] = ("naive", "ddp", "gpipe", "1f1b")
-    size: Size = field(default_factory=Size)
-    microbatches: int = 8
-    bucket_mb: float = 4.0
-    seconds: float = 45.0
-    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -65,12 +49,12 @@ class Predictions:
     messages: MessageTimes
 
 
-def bench_predictions(comms: Comms, settings: Settings, progress: Progress = lambda *_: None) -> Predictions:
+def bench_predictions(comms: Comms, settings: PredictSettings, progress: Progress = lambda *_: None) -> Predictions:
     """Calibrate, predict and measure; every rank calls this, and all get the same."""
     if comms.world_size < 2:
         raise UsageError("one rank sends nothing, so there is little to predict; start at least 2")
     bench = _Bench(comms, settings)
-    subject = pipeline_subject(settings.size)
+    subject = pipeline_subject(settings)
     budget = TimeBudget(settings.seconds, 1, settings.steps)
     bench.rounds.fill(budget, lambda part, steps: progress(part, subject.name, steps))
     steps, messages = bench.work.steps(), bench.messages.times()
@@ -91,8 +75,8 @@ def bench_predictions(comms: Comms, settings: Settings, progress: Progress = lam
 class _Bench:
     """All methods on one model, and what is calibrated."""
 
-    def __init__(self, comms: Comms, settings: Settings) -> None:
-        subject = pipeline_subject(settings.size)
+    def __init__(self, comms: Comms, settings: PredictSettings) -> None:
+        subject = pipeline_subject(settings)
         model = subject.model().to(comms.device)
         inputs, targets = (part.to(comms.device) for part in subject.on_rank(0))
         share = slice(comms.rank, None, comms.world_size)
@@ -104,7 +88,7 @@ class _Bench:
         pieces = settings.microbatches
         self._contenders: dict[str, Contender | Ours] = {}
         for name in settings.methods:
-            if name in DATA_PARALLEL:
+            if name in PREDICTED_REPLICAS:
                 method = Method(name, settings.bucket_mb if name == "ddp" else None)
                 self._contenders[name] = Contender(method, model, mine, comms, comms.process_group)
             else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from microparallel.errors import ConfigError
+
 # OpenMP's threads wait for each other in a loop. That is quickest on an idle machine; but as soon as any other program
 # wants a core, they wait a whole time slice for a thread that is not running, at every operation.
 DO_NOT_SPIN = ("OMP_WAIT_POLICY", "PASSIVE")
@@ -16,6 +18,17 @@ def available_cores() -> int:
     """The cores this process may run on, also inside a container with a smaller share."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores, _container_cores() or cores))
+
+
+def require_cores(ranks: int, given: str) -> None:
+    """Refuse more ranks than this machine can possibly run; `given` is how the user asked for them."""
+    from microparallel.text import count  # here: `microparallel --help` imports this module, and as little as it can
+
+    if ranks > MOST_RANKS_PER_CORE * (cores := available_cores()):
+        raise ConfigError(
+            f"{given}: this machine has {count(cores, 'core')}, "
+            f"and more than {MOST_RANKS_PER_CORE} ranks a core cannot work; try {cores}"
+        )
 
 
 def threads_per_rank(ranks_on_this_machine: int) -> int:

@@ -19,9 +19,19 @@ import tomli_w
 
 from microparallel.errors import ConfigError
 from microparallel.schedules import PIPELINES
-from microparallel.settings import AT_LEAST_ONE, Range, check_all, check_value, declared, setting
-from microparallel.text import count, did_you_mean
-from microparallel.topology import MOST_RANKS_PER_CORE, available_cores, parse_slow_links, parse_slow_ranks
+from microparallel.settings import (
+    AT_LEAST_ONE,
+    DEVICES,
+    POSITIVE,
+    TRANSPORTS,
+    Range,
+    check_all,
+    check_value,
+    declared,
+    setting,
+)
+from microparallel.text import did_you_mean
+from microparallel.topology import parse_slow_links, parse_slow_ranks, require_cores
 from microparallel.train import own_schedule, user_code
 
 MODELS = ("mlp", "gpt")
@@ -72,14 +82,6 @@ def _one_of_or_your_own(known: Sequence[str]) -> Callable[[str, str], None]:
             raise ConfigError(f"{given}: {did_you_mean(value, known)}, or your own as my_module:my_function")
 
     return check
-
-
-def _check_cores(ranks: int, given: str) -> None:
-    if ranks > MOST_RANKS_PER_CORE * (cores := available_cores()):
-        raise ConfigError(
-            f"{given}: this machine has {count(cores, 'core')}, "
-            f"and more than {MOST_RANKS_PER_CORE} ranks a core cannot work; try {cores}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +136,7 @@ class TrainConfig:
         within=AT_LEAST_ONE,
         may_change=True,
     )
-    lr: float | None = setting(
-        None, "Learning rate.", STEPS, shown=_by_model("lr"), within=Range(above=0), example=0.001
-    )
+    lr: float | None = setting(None, "Learning rate.", STEPS, shown=_by_model("lr"), within=POSITIVE, example=0.001)
     lr_schedule: str | None = setting(
         None,
         "linear (a tenth of the steps up, the rest down to 0) or constant.",
@@ -154,7 +154,7 @@ class TrainConfig:
         "How many processes share each batch.",
         WORLD,
         within=AT_LEAST_ONE,
-        check=_check_cores,
+        check=require_cores,
         may_change=True,
     )
     strategy: str = setting(
@@ -224,8 +224,8 @@ class TrainConfig:
     recompute: bool | None = setting(
         None, "Let a pipeline compute activations again instead of keeping them.", WORLD, may_change=True
     )
-    device: str = setting("auto", group=WORLD, choices=("auto", "cpu", "cuda"), may_change=True)
-    transport: str = setting("auto", group=WORLD, choices=("auto", "shm", "gloo", "nccl"), may_change=True)
+    device: str = setting("auto", group=WORLD, choices=DEVICES, may_change=True)
+    transport: str = setting("auto", group=WORLD, choices=TRANSPORTS, may_change=True)
 
     slow_rank: str | None = setting(
         None,
@@ -407,7 +407,7 @@ def _check_layout(config: TrainConfig) -> None:
                 raise ConfigError(f"{declared(TrainConfig)[name].given(value)} is for pipelines; add --pp 2")
     elif config.strategy not in ("auto", "pipeline"):
         raise ConfigError(f"--pp {pp} makes a pipeline, and --strategy is {config.strategy}; leave one of them out")
-    _check_cores(dp * pp, f"--dp {dp} --pp {pp}" if config.dp or config.pp else f"--ranks {dp * pp}")
+    require_cores(dp * pp, f"--dp {dp} --pp {pp}" if config.dp or config.pp else f"--ranks {dp * pp}")
 
 
 def _check_pipeline(config: TrainConfig, batch: int) -> None:
