@@ -319,7 +319,10 @@ def test_a_message_waits_until_its_place_has_been_sent():
 )
 def test_rounds(text, cut):
     ops = from_text(f"program any\ngoal: all-reduce of 3 slices\nrank 0: {text}\n").ranks[0]
-    found = [" ".join(map(str, [*step.adds, *step.sends, *step.receives])) for step in rounds(ops)]
+    found = [
+        " ".join(map(str, [*(one.op for one in step.adds), *step.sends, *(one.op for one in step.receives)]))
+        for step in rounds(ops)
+    ]
     assert " | ".join(found) == cut
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from microparallel.comms.calls import Call
 from microparallel.comms.group import Group
@@ -12,20 +11,32 @@ from microparallel.flight import Entry, NoEntry
 from microparallel.observe import Watched
 
 
-@contextlib.contextmanager
-def named_failures(call: Call, transport: Group, entry: Entry | NoEntry | Watched) -> Iterator[None]:
-    """Within this block, whatever the transport raises becomes an error that names the call, and says why it failed."""
-    try:
-        yield
-    except RuntimeError as error:
-        named = explain(error, call, transport)
-        entry.fails(timed_out=isinstance(named, CommsTimeout))
-        if named is error:
-            raise
-        raise named from error
-    except BaseException:
-        entry.fails(timed_out=False)
-        raise
+class named_failures:  # used as a block, as those of contextlib are
+    """Within this block, whatever the transport raises becomes an error that names the call, and says why it failed.
+
+    A class, because one made by `contextlib` takes two microseconds, twice in every call.
+    """
+
+    __slots__ = ("_call", "_entry", "_transport")
+
+    def __init__(self, call: Call, transport: Group, entry: Entry | NoEntry | Watched) -> None:
+        self._call = call
+        self._transport = transport
+        self._entry = entry
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None:
+            return
+        if not isinstance(error, RuntimeError):
+            self._entry.fails(timed_out=False)
+            return
+        named = explain(error, self._call, self._transport)
+        self._entry.fails(timed_out=isinstance(named, CommsTimeout))
+        if named is not error:
+            raise named from error
 
 
 def explain(error: RuntimeError, call: Call, transport: Group) -> CommsError:

@@ -6,8 +6,8 @@ take turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from microparallel.transport.base import COMPLETE, Loan, Transport, Work
 # Messages of a program have a tag of their own, so that they never mix with the caller's.
 PROGRAM_TAG = 4
 
+Writing = TypeVar("Writing", Add, Recv)
 Combine = Callable[[torch.Tensor, torch.Tensor], object]
 COMBINE: dict[str, Combine] = {
     "sum": lambda mine, theirs: mine.add_(theirs),
@@ -64,43 +65,44 @@ class Memory:
         raise ProgramError(f"{value} has no place in a collective; it knows chunks and parts")
 
 
+class Write(NamedTuple, Generic[Writing]):
+    """An operation that writes, and the sends that still read there: by their number among all sends of the rank."""
+
+    op: Writing
+    after: tuple[int, ...]
+
+
 class Round:
     """Operations that a rank can do together: additions, then sends, then receives.
 
     A transport may run a rank's messages one after another and end a send only when it is received. So sends are held
     back until their rank would wait anyway, and go together with the receives it waits for.
+
+    Args:
+        first: how many sends the rank has begun before.
     """
 
-    def __init__(self) -> None:
-        self.adds: list[Add] = []
+    def __init__(self, first: int = 0) -> None:
+        self.adds: list[Write[Add]] = []
         self.sends: list[Send] = []
-        self.receives: list[Recv] = []
-        self._held_back: OpenSends[Send] = OpenSends()  # they read when the round begins
+        self.receives: list[Write[Recv]] = []
+        self.first = first
 
-    def takes(self, op: Op) -> bool:
+    def takes(self, op: Op, after: Collection[int]) -> bool:
         """Whether an operation can be done in this round, and need not wait until the round has ended."""
+        reads_here = any(number >= self.first for number in after)  # a send of this round reads when the round begins
         if isinstance(op, Add):
             # It overtakes the sends that are held back, so it must not change what they carry.
-            return not self.receives and not self._held_back.conflicts(op)
+            return not self.receives and not reads_here
         if isinstance(op, Send):
             return not self.receives  # it may carry what arrives
         if isinstance(op, Recv):
             if op.reduce and self.sends:
                 return True  # it arrives beside its place, and is added there afterwards
             # Receives without sends hold nobody up: those that add to one place take turns rather than more memory.
-            elsewhere = not any(touch(op.value, other.value) for other in self.receives)
-            return elsewhere and not self._held_back.conflicts(op)
+            elsewhere = not any(touch(op.value, other.op.value) for other in self.receives)
+            return elsewhere and not reads_here
         raise ProgramError(f"{op} is no operation of a collective; it knows Send, Recv and Add")
-
-    def append(self, op: Op) -> None:
-        """Do one more operation in this round."""
-        if isinstance(op, Add):
-            self.adds.append(op)
-        elif isinstance(op, Send):
-            self.sends.append(op)
-            self._held_back.add(op.value, op)
-        elif isinstance(op, Recv):
-            self.receives.append(op)
 
 
 def rounds(ops: Iterable[Op]) -> Iterator[Round]:
@@ -112,59 +114,68 @@ def rounds(ops: Iterable[Op]) -> Iterator[Round]:
     ```
     """
     current = Round()
+    sent = 0
+    reading: OpenSends[int] = OpenSends()  # the sends, by their number, that no write has waited for yet
     for op in ops:
         if isinstance(op, Join):
             continue  # one thing after another is done here anyway
-        if not current.takes(op):
+        conflicts = reading.conflicts(op) if isinstance(op, Add | Recv) else {}
+        if not current.takes(op, conflicts):
             yield current
-            current = Round()
-        current.append(op)
+            current = Round(sent)
+        for number, value in conflicts.items():
+            reading.close(value, number)
+        if isinstance(op, Add):
+            current.adds.append(Write(op, tuple(conflicts)))
+        elif isinstance(op, Recv):
+            current.receives.append(Write(op, tuple(conflicts)))
+        elif isinstance(op, Send):
+            current.sends.append(op)
+            reading.add(op.value, sent)
+            sent += 1
     yield current
 
 
 def perform(steps: Iterable[Round], memory: Pieces, transport: Transport, combine: Combine) -> Iterator[Work]:
     """Do one rank's operations, cut into rounds, in order; yields what must be waited for."""
-    under_way: OpenSends[Work] = OpenSends()  # sends that have started and have not been waited for
+    under_way: dict[int, Work] = {}  # sends that have started and have not been waited for, by their number
     for current in steps:
-        for add in current.adds:
-            yield from _before_writing(add, under_way)
+        for add, after in current.adds:
+            yield from _sends_in_the_way(after, under_way)
             combine(memory[add.into], memory[add.value])
         if current.sends or current.receives:
             yield from _exchange(current, memory, transport, combine, under_way)
-    yield from under_way
+    yield from under_way.values()
 
 
-def _before_writing(op: Add | Recv, under_way: OpenSends[Work]) -> Mapping[Work, Value]:
-    """The sends to wait for before an operation writes: what is being sent must leave first."""
-    conflicts = under_way.conflicts(op)
-    if conflicts:
-        for work, value in conflicts.items():
-            under_way.close(value, work)
-    return conflicts
+def _sends_in_the_way(after: tuple[int, ...], under_way: dict[int, Work]) -> list[Work]:
+    """The sends to wait for before a write: what is being sent must leave first."""
+    return [under_way.pop(number) for number in after if number in under_way] if after else []
 
 
 def _exchange(
-    current: Round, memory: Pieces, transport: Transport, combine: Combine, under_way: OpenSends[Work]
+    current: Round, memory: Pieces, transport: Transport, combine: Combine, under_way: dict[int, Work]
 ) -> Iterator[Work]:
     """Send and receive what a round has to, together."""
     exchange = transport.exchange(PROGRAM_TAG)
-    started = [(send.value, exchange.isend(memory[send.value], send.to)) for send in current.sends]
-    arriving: list[tuple[Work, Recv, Loan | None]] = []
-    for receive in current.receives:
+    for number, send in enumerate(current.sends, current.first):
+        work = exchange.isend(memory[send.value], send.to)
+        if work is not COMPLETE:
+            under_way[number] = work
+    arriving: list[tuple[Work, Write[Recv], Loan | None]] = []
+    for write in current.receives:
+        receive, after = write
         if receive.reduce:
             loan = exchange.borrow(memory[receive.value], receive.source)
-            arriving.append((loan.work, receive, loan))
+            arriving.append((loan.work, write, loan))
         else:
-            yield from _before_writing(receive, under_way)  # sends of earlier rounds: this round's are elsewhere
-            arriving.append((exchange.irecv(memory[receive.value], receive.source), receive, None))
+            yield from _sends_in_the_way(after, under_way)  # of earlier rounds: this round's are elsewhere
+            arriving.append((exchange.irecv(memory[receive.value], receive.source), write, None))
     exchange.close()
-    for value, work in started:
-        if work is not COMPLETE:
-            under_way.add(value, work)
-    for work, receive, lent in arriving:
+    for work, (receive, after), lent in arriving:
         yield work
         if lent is not None:
-            must_leave = _before_writing(receive, under_way)
+            must_leave = _sends_in_the_way(after, under_way)
             if must_leave:
                 lent.keep()  # two ranks that read each other's value and then write to it would wait for each other
                 yield from must_leave
