@@ -297,6 +297,7 @@ def test_a_pipelines_step(any_pool, schedule, ranks, count, tied):
     for wrong, text in any_pool.run(stages, ranks, schedule, count, tied, timeout=50):
         assert not wrong
         assert ":loss@world" in text
+        assert text.count("^:batch@pp/0 =") == ranks // count
         assert (":samples@dp" in text) == (count > 1)
         assert (":tied0@pp" in text) == (tied and schedule == "1f1b")
 
@@ -368,7 +369,7 @@ def test_every_name_that_ranks_tell_stands_in_a_builder():
     options = {"buffers": True, "weights": True, "order": True, "samples": True, "loss": True}
     data_parallel = mp.schedules.data_parallel_step(1, 2, **options)
     pipelines = mp.schedules.with_sums(
-        mp.schedules.build("1f1b", 2, 1), 2, shared=[0], ties=[[0, 1]], norm=True, buffers=[0]
+        mp.schedules.build("1f1b", 2, 1), 2, batch=0, shared=[0], ties=[[0, 1]], norm=True, buffers=[0]
     )
     built = {op.value for program in (data_parallel, pipelines) for ops in program.ranks for op in ops if is_named(op)}
     assert built == known

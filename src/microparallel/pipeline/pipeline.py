@@ -14,6 +14,7 @@ from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
 from microparallel.comms.record import Recorder
 from microparallel.errors import TransportError, UsageError
+from microparallel.observe import Activity, Told
 from microparallel.pipeline.cut_together import cut_together
 from microparallel.pipeline.interpreter import Interpreter
 from microparallel.pipeline.layers import NamedLayer
@@ -24,7 +25,7 @@ from microparallel.pipeline.shapes import Plan, Shapes
 from microparallel.pipeline.stage import LossFunction, Stage
 from microparallel.pipeline.sums import LossSum, beside_earlier_gradients
 from microparallel.pipeline.worker import Microbatch, Worker
-from microparallel.program import LOSS, WORLD, Act, AllReduce, Op, Program, Recv, Send
+from microparallel.program import BATCH, LOSS, WORLD, Act, AllReduce, Broadcast, Op, Program, Recv, Send
 from microparallel.schedules.replicas import only_sums, shifted
 from microparallel.topology import Mesh
 from microparallel.trace import Observed, Trace
@@ -234,7 +235,8 @@ class Pipeline(Member):
     def _own_ops(self, microbatches: int) -> Sequence[Op]:
         whole = self.program_with([microbatches] * self.mesh.dp, samples=False)  # which have been counted
         before = (-self.replica * self._schedule.microbatches, -self.replica * self.mesh.pp)
-        return [shifted(op, *before) for op in whole.ranks[self.comms.rank]]
+        # What batch comes has been said.
+        return [shifted(op, *before) for op in whole.ranks[self.comms.rank] if not isinstance(op, Broadcast)]
 
     def _as_told(self, op: Op) -> Op:
         return shifted(op, self.replica * self._schedule.microbatches, self.replica * self.mesh.pp)
@@ -287,8 +289,12 @@ class Pipeline(Member):
 
     def _agree(self, training: bool, inputs: Any, allow_fewer: bool) -> Plan:
         """Learn from the rank with the first stage what is coming."""
+        operation = Broadcast(BATCH, "pp", self.mesh.rank(self.replica, self._homes[0]))
+        activity = Activity(operation, group=tuple(self._row.world_ranks))
         try:
-            return self._shapes[training].agree(inputs, self._schedule.microbatches, allow_fewer)
+            with Told(self.comms.observers if self.mesh.pp > 1 else (), activity) as told:
+                told.waits()
+                return self._shapes[training].agree(inputs, self._schedule.microbatches, allow_fewer)
         except TransportError as error:
             raise self._row.explain(error, "the pipeline's talk about the batch's shapes") from error
 

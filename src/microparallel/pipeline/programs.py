@@ -69,6 +69,7 @@ class Schedule:
                 for replica, count in enumerate(microbatches)
                 if count != self.microbatches
             },
+            batch=self.homes[0] if self._ranks > 1 else None,
             shared=shared,
             ties=ties,
             samples=samples,

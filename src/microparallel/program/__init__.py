@@ -26,6 +26,7 @@ from microparallel.program.program import Collective, Goal, Groups, Program, Tra
 from microparallel.program.rules import OpenSends, Rules, halves, live_activations, peak_activations
 from microparallel.program.text import from_text, parse_op, to_text
 from microparallel.program.values import (
+    BATCH,
     BUFFERS,
     LOSS,
     NORM,
@@ -50,6 +51,7 @@ from microparallel.program.walk import Cursor, Message, Policy, Queue, Sends, Wa
 
 __all__ = [
     "AUTO",
+    "BATCH",
     "BUFFERS",
     "LOSS",
     "NORM",

@@ -130,6 +130,7 @@ _NAME = re.compile("[A-Za-z][A-Za-z0-9._-]*")
 _VALUE = re.compile(rf"([AGRD])({_N})\.({_N})|C({_N})(?::({_N}))?|P({_N})|U({_N})")
 
 # The names that our own programs use: whoever does one of these says which by the constant, so that it is the same.
+BATCH = Named("batch")  # what comes into a pipeline: how many samples, of which shapes
 SAMPLES = Named("samples")  # how many all ranks have
 BUFFERS = Named("buffers")  # such as BatchNorm's running statistics
 WEIGHTS = Named("weights")  # which ranks take part, and how much the gradients of each count

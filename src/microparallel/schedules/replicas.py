@@ -8,6 +8,7 @@ from dataclasses import replace
 from microparallel.errors import ProgramError
 from microparallel.program import (
     AUTO,
+    BATCH,
     BUFFERS,
     LOSS,
     NORM,
@@ -98,6 +99,7 @@ def with_sums(
     replicas: int = 1,
     *,
     fewer: Fewer | None = None,
+    batch: int | None = None,
     shared: Collection[int] = (),
     ties: Sequence[Collection[int]] = (),
     samples: bool = True,
@@ -109,11 +111,12 @@ def with_sums(
 
     ```
     1f1b, 2 ranks, 1 micro-batch, twice, with an embedding that the first and the last stage share
-    rank 0  *:samples@dp = F0.0 >A0.0@1 <G0.0@1 B0.0 *U0@dp = *:tied0@pp *:loss@world
+    rank 0  ^:batch@pp/0 = *:samples@dp = F0.0 >A0.0@1 <G0.0@1 B0.0 *U0@dp = *:tied0@pp *:loss@world
     ```
 
-    Replicas count their samples first, since each one's gradients count for its share. In the end, when every gradient
-    has been added up over the replicas, copies of a parameter on different ranks get their sum, and all learn the loss.
+    The rank that has the batch says what it looks like. Replicas count their samples, since each one's gradients count
+    for its share. In the end, when every gradient has been added up over the replicas, copies of a parameter on
+    different ranks get their sum, and all learn the loss.
     A caller may go on with the norm of all gradients, to clip them, and give all replicas the buffers of the first:
 
     ```
@@ -124,6 +127,7 @@ def with_sums(
         program: of one pipeline.
         replicas: how many there are.
         fewer: the program of each replica that has fewer micro-batches; None for one that has none.
+        batch: the rank of a pipeline that tells the others what batch comes, if one does.
         shared: the ranks of a pipeline several of whose stages use the same parameter: that is summed last.
         ties: for each parameter that stages on different ranks share, those ranks of a pipeline.
         samples: whether replicas count their samples.
@@ -135,7 +139,11 @@ def with_sums(
     orders: list[tuple[Op, ...]] = []
     for rank, ops in enumerate(whole.ranks):
         place = rank % program.world_size
-        before: list[Op] = [AllReduce(SAMPLES, "dp"), Join()] if replicas > 1 and samples else []
+        before: list[Op] = []
+        if batch is not None:
+            before += [Broadcast(BATCH, "pp", rank - place + batch), Join()]
+        if replicas > 1 and samples:
+            before += [AllReduce(SAMPLES, "dp"), Join()]
         after: list[Op] = [Join()]
         if replicas > 1 and place in shared:
             after += [AllReduce(SHARED, "dp"), Join()]
