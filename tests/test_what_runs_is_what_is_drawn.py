@@ -224,6 +224,27 @@ def test_a_world_of_one_rank(pool):
     assert first == "rank 0: F0:1.0 B0.0 F0:1.1 B0.1 *U0@dp ^:order@dp/0 S"
 
 
+def breaks(_):
+    raise ValueError("broken")
+
+
+def alone_after_an_error(comms):
+    """A backward that broke is forgotten: the next step is told as if it had not been."""
+    model = mp.DataParallel(nn.Linear(WIDTH, WIDTH), comms)
+    hook = model.module.weight.register_hook(breaks)
+    with pytest.raises(ValueError, match="broken"):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    hook.remove()
+    with mp.record(comms) as recorder:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return differences(recorder.trace, model.program())
+
+
+def test_a_world_of_one_rank_goes_on_after_an_error(pool):
+    assert pool.run(alone_after_an_error, 1, transport="shm", timeout=50) == [[]]
+
+
 def models_side_by_side(comms):
     """Two models on one Comms, whose buckets have the same names; a layer that raises; a backward for inputs alone."""
     one, other = (mp.DataParallel(nn.Linear(WIDTH, size), comms, overlap=True) for size in (WIDTH, 4 * WIDTH))
@@ -340,6 +361,9 @@ def pipelines_of_different_lengths(comms, counts, samples):
     _, traced = pipe.traced_step(*batch, **known, allow_fewer=True)
     program = pipe.program_with(counts, samples=not samples)
     assert traced.program == program
+    for wrong in ([3], [4] * len(counts), [-1] * len(counts), [0] * len(counts)):
+        with pytest.raises(mp.UsageError, match="pipelines have 0 to 3 each, and one of them has some"):
+            pipe.program_with(wrong)
     return [*differences(recorder.trace, program), *differences(traced, program)], to_text(program)
 
 
