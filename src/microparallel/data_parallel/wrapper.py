@@ -95,7 +95,8 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Call the module; what comes out of it announces when backward begins."""
-        if not torch.is_grad_enabled():
+        nobody_to_tell = self._alone is not None and not self.comms.observers
+        if nobody_to_tell or not torch.is_grad_enabled():
             return self.module(*inputs, **named_inputs)
         self._forward_was_local = self._local > 0
         if self._alone is None:
