@@ -217,22 +217,26 @@ def run_and_end(function: Callable[[], Any]) -> NoReturn:
 
 def _wait_for_work(parent: socket.socket) -> str | None:
     """Fork for every message that comes. Returns in a rank, with its program, and when the parent has ended."""
-    while True:
-        message, files, _, _ = socket.recv_fds(parent, 2**20, 8)
-        if not message:
-            return None
-        if os.fork() == 0:
-            rank = os.fork()
-            if rank == 0:
-                parent.close()
-                return _prepare(files, **json.loads(message))
-            os.setpgid(rank, rank)
-            parent.send(str(rank).encode())
-            os._exit(0)
-        for file in files:
-            os.close(file)
-        os.wait()
-        parent.send(b"it is yours")
+    with contextlib.suppress(ConnectionError):  # the parent has ended, with or without having read the last answer
+        while True:
+            message, files, _, _ = socket.recv_fds(parent, 2**20, 8)
+            if not message:
+                break
+            if os.fork() == 0:
+                rank = os.fork()
+                if rank == 0:
+                    parent.close()
+                    return _prepare(files, **json.loads(message))
+                try:
+                    os.setpgid(rank, rank)
+                    parent.send(str(rank).encode())
+                finally:
+                    os._exit(0)
+            for file in files:
+                os.close(file)
+            os.wait()
+            parent.send(b"it is yours")
+    return None
 
 
 def _prepare(files: list[int], program: str, places: list[int], environment: dict[str, str], folder: str) -> str:
