@@ -172,7 +172,7 @@ def main() -> None:
         order = list(sources) if start % 2 else list(sources)[::-1]  # neither always comes first
         teams = {name: Team(sources[name], options.ranks, options.cores) for name in order}
         try:
-            names = [json.loads(team.answers()[0]) for team in teams.values()][0]
+            names = [json.loads(team.answers()[0]) for team in teams.values()].pop()
             for work in names:
                 turns = []
                 for number in range(options.turns):

@@ -18,7 +18,7 @@ from hypothesis import settings
 import microparallel as mp
 from microparallel.cli.app import VERBS
 from microparallel.topology import DO_NOT_SPIN
-from microparallel.world.nursery import NEEDED, Nursery, can_fork
+from microparallel.world.fork_server import NEEDED, ForkServer, can_fork
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background, where Ctrl-C means nothing
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,7 +61,7 @@ def chromium():
     return found
 
 
-class SharedNursery(Nursery):
+class SharedForkServer(ForkServer):
     """Also serves pools and referees that were made without one, while it is asked to."""
 
     @contextlib.contextmanager
@@ -76,7 +76,7 @@ class SharedNursery(Nursery):
             yield
 
 
-class NoNursery:
+class NoForkServer:
     """Where ranks cannot be forked (a GPU's driver does not survive it), or should not be."""
 
     def starting_ranks(self):
@@ -105,24 +105,24 @@ WARM += ["pydantic"] if importlib.util.find_spec("pydantic") else []  # newer ve
 
 
 @pytest.fixture(scope="session")
-def nursery(fresh):
-    nursery = SharedNursery(WARM) if can_fork() and not fresh else NoNursery()
-    yield nursery
-    nursery.close()
+def fork_server(fresh):
+    fork_server = SharedForkServer(WARM) if can_fork() and not fresh else NoForkServer()
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
-def quick_ranks(nursery):
+def quick_ranks(fork_server):
     """For tests that launch ranks in this process, and do not ask how these started."""
-    with nursery.starting_ranks():
+    with fork_server.starting_ranks():
         yield
 
 
 @pytest.fixture(scope="session")
-def warm_ranks(nursery):
+def warm_ranks(fork_server):
     class WarmRanks(mp.Pool):
         def run(self, *arguments, **named_arguments):
-            with nursery.starting_ranks():
+            with fork_server.starting_ranks():
                 return super().run(*arguments, **named_arguments)
 
     with WarmRanks() as ranks:
@@ -151,7 +151,7 @@ class Command:
 
 
 @pytest.fixture
-def start(nursery, tmp_path, tmp_path_factory):
+def start(fork_server, tmp_path, tmp_path_factory):
     """Start `microparallel …` or `python script.py …` in a process of its own, which need not import torch again."""
     started = []
 
@@ -160,7 +160,7 @@ def start(nursery, tmp_path, tmp_path_factory):
         environment = os.environ | {name: str(value) for name, value in environment.items()}
         output, errors = (tmp_path_factory.mktemp("printed") / name for name in ("output", "errors"))
         with contextlib.chdir(tmp_path), output.open("wb") as first, errors.open("wb") as second:
-            if isinstance(nursery, NoNursery) or module:
+            if isinstance(fork_server, NoForkServer) or module:
                 command = ["-m", *words] if words[0] == "microparallel" else words[1:]
                 process = subprocess.Popen(
                     [sys.executable, *module, *command],
@@ -171,7 +171,7 @@ def start(nursery, tmp_path, tmp_path_factory):
                     process_group=0,
                 )
             else:
-                process = nursery.fork([program_of(words, output, errors)], pass_fds=[], env=environment)
+                process = fork_server.fork([program_of(words, output, errors)], pass_fds=[], env=environment)
         started.append(Command(process, output, errors))
         return started[-1]
 
@@ -181,11 +181,11 @@ def start(nursery, tmp_path, tmp_path_factory):
 
 
 @pytest.fixture
-def torchrun(start, nursery):
+def torchrun(start, fork_server):
     """Run a command on ranks as torchrun starts them; with --fresh, torchrun itself starts them, as in the lessons."""
 
     def run(ranks, *words):
-        if isinstance(nursery, NoNursery):
+        if isinstance(fork_server, NoForkServer):
             module = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
             commands = [start(*words, module=module)]
         else:

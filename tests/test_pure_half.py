@@ -1,27 +1,14 @@
 """The pure half works where neither torch nor anything else is installed."""
 
+import json
 import os
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-PURE = next(contract["source_modules"] for contract in CONTRACTS if contract["type"] == "forbidden")
-
-WHOLE_STORY = """
-import microparallel as mp
-for program in (mp.collectives.build("ring", 4), mp.schedules.build("1f1b", 4, 8), mp.schedules.build("ddp", 2)):
-    mp.verify(program)
-    trace = mp.simulate(program, mp.Costs(latency=1))
-    assert trace.makespan > 0
-    assert mp.program.from_text(mp.program.to_text(program)) == program
-    for form in ("text", "svg", "html"):
-        assert len(mp.draw(program, as_=form)) > 100
-"""
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +19,41 @@ def bare_python(tmp_path_factory):
     return folder / "bin" / "python"
 
 
-def run(python, code):
+def run(python, *arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run([python, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run([python, *arguments], env=environment, capture_output=True, text=True, check=False)
 
 
-def test_the_environment_is_bare(bare_python):
-    assert "No module named 'torch'" in run(bare_python, "import torch").stderr
-
-
-def test_every_pure_package_imports(bare_python):
-    assert len(PURE) >= 9
-    result = run(bare_python, "\n".join(f"import {module}" for module in PURE))
+@pytest.fixture(scope="module")
+def story(bare_python):
+    """What the bare Python tells, after it has imported every module of the pure half."""
+    result = run(bare_python, "-P", ROOT / "tests" / "pure_story.py")
     assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
-def test_a_program_is_built_verified_simulated_and_drawn(bare_python):
-    result = run(bare_python, WHOLE_STORY)
-    assert result.returncode == 0, result.stderr
+@pytest.mark.parametrize("package", ["numpy", "rich", "torch", "typer"])
+def test_the_environment_is_bare(bare_python, package):
+    assert f"No module named '{package}'" in run(bare_python, "-c", f"import {package}").stderr
+
+
+def test_importing_the_package_imports_no_module_of_it(bare_python):
+    ask = "import sys, microparallel; print([name for name in sys.modules if name.startswith('microparallel')])"
+    result = run(bare_python, "-c", ask)
+    assert result.stdout == "['microparallel']\n", result.stderr
+
+
+def test_the_contract_holds_every_module_that_a_program_s_readers_need(story):
+    assert len(story["pure"]) >= 9
+    held = [name for name in story["needed"] if any(f"{name}.".startswith(f"{pure}.") for pure in story["pure"])]
+    assert story["needed"] == ["microparallel", *held]
+
+
+@pytest.mark.parametrize("name", ["ring", "1f1b", "ddp"])
+def test_a_program_is_built_verified_simulated_and_drawn(story, name):
+    readings = story["readings"][name]
+    assert readings["program read back is the same"] == "True"
+    assert readings["verified, rendezvous sends"] == "right"
+    assert float(readings["simulated, makespan"]) > 0
+    for form in ("text", "svg", "html"):
+        assert len(readings[f"program as {form}"]) > 100

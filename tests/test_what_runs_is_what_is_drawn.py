@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import microparallel as mp
-from microparallel.program import Join, Lane, lane, to_text
+from microparallel.program import Join, Lane, Named, from_text, lane, to_text
+from microparallel.program import values as names
 
 LAYERS, WIDTH = 4, 8
 
@@ -21,6 +22,7 @@ def operations(trace, rank, which):
 def differences(trace, program):
     """Where a trace is not what its program says; a Join is nothing to be done, but an order that must be kept."""
     mp.verify(program)
+    assert from_text(to_text(program)) == program
     found = [wrong for rank, ops in enumerate(program.ranks) for wrong in broken_joins(trace, rank, ops)]
     for rank, ops in enumerate(program.ranks):
         for which in Lane:
@@ -108,6 +110,141 @@ def test_buffers_of_nothing_are_not_sent(pool):
     assert pool.run(buffers_of_nothing, 2, transport="shm", timeout=50) == [([], False)] * 2
 
 
+def uneven(comms, counts, overlap, samples):
+    """Two steps in which rank r has counts[r] micro-batches; one that has none sits out."""
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+    model = mp.DataParallel(nn.Sequential(*layers), comms, bucket_mb=3e-4, overlap=overlap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(torch.ones(2, WIDTH), torch.zeros(2, WIDTH))] * counts[comms.rank]
+    known = None if samples else 2 * sum(counts)
+    programs = []
+    with mp.record(comms) as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            programs.append(model.program(counts, samples=samples, loss=True))
+            mp.accumulated_step(model, batches, nn.functional.mse_loss, samples=known)
+            optimizer.step()
+    steps = [recorder.trace.step(number) for number in range(2)]
+    wrong = [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
+    return wrong, [to_text(program) for program in programs]
+
+
+@pytest.mark.parametrize("counts", [(2, 1, 0), (0, 1), (0, 0, 3)], ids=str)
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one after another"])
+def test_ranks_with_different_numbers_of_micro_batches(any_pool, counts, overlap):
+    for wrong, (first, later) in any_pool.run(uneven, len(counts), counts, overlap, overlap, timeout=50):
+        assert not wrong
+        assert "^:buffers@dp/0" in later and ":order" in first and ":order" not in later
+        assert (":samples" in later) == overlap
+
+
+def weighted_and_sitting_out(comms):
+    """The last rank sits out, which the others learn only from the roll call."""
+    model = mp.DataParallel(nn.Linear(WIDTH, WIDTH), comms)
+    sits_out = comms.rank == comms.world_size - 1
+    with mp.record(comms) as recorder, model.weighted(0.0 if sits_out else 1.0):
+        program = model.program([1] * (comms.world_size - 1) + [0])
+        model.sit_out() if sits_out else model(torch.ones(2, WIDTH)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return differences(recorder.trace, program), ":weights" in to_text(program)
+
+
+def test_a_rank_that_sits_out_answers_the_roll_call(any_pool):
+    assert any_pool.run(weighted_and_sitting_out, 3, timeout=50) == [([], True)] * 3
+
+
+def running_out(comms, lengths):
+    """Rank r has lengths[r] batches. One that has none left takes part in the steps of the others."""
+    torch.manual_seed(0)
+    layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+    model = mp.DataParallel(nn.Sequential(*layers), comms, bucket_mb=3e-4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    programs = []
+    with mp.record(comms) as recorder, model.join():
+        for number in range(lengths[comms.rank]):
+            optimizer.zero_grad()
+            gone = [rank for rank, length in enumerate(lengths) if length <= number]
+            programs.append(to_text(model.program(gone=gone)))
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+    done = [operations(recorder.trace, rank, which) for rank in range(comms.world_size) for which in Lane]
+    return programs, done
+
+
+@pytest.mark.parametrize("lengths", [(1, 3), (2, 0, 3)], ids=str)
+def test_ranks_that_run_out_of_data(any_pool, lengths):
+    """Without an optimizer nobody counts the steps of a rank that has run out, so all of them are compared at once."""
+    told = any_pool.run(running_out, len(lengths), lengths, timeout=50)
+    longest = lengths.index(max(lengths))
+    programs = [from_text(text) for text in told[longest][0]]
+    for texts, done in told:
+        assert texts == told[longest][0][: len(texts)]  # all ranks mean the same
+        for rank, ops in enumerate(zip(*(program.ranks for program in programs), strict=True)):
+            for lane_number, which in enumerate(Lane):
+                meant = [str(op) for one in ops for op in one if lane(op) is which and not isinstance(op, Join)]
+                found = done[2 * rank + lane_number]
+                assert found[: len(meant)] == meant
+                # In the end all find that nobody is left, and get the last one's parameters.
+                assert found[len(meant) :][:1] == (["*:weights@dp"] if which is Lane.COMM else [])
+    for number, program in enumerate(programs):
+        mp.verify(program)
+        root = next(rank for rank, length in enumerate(lengths) if length > number)
+        assert f"^:buffers@dp/{root}" in to_text(program)
+        assert (f"^:order@dp/{root}" in to_text(program)) == (number == 0)
+
+
+def alone(comms, checked):
+    """Two steps of two micro-batches, and one with samples and loss; with checks, gradients go through the buckets."""
+    model = mp.DataParallel(nn.Linear(WIDTH, WIDTH), comms, overlap=True, check_finite=checked)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    programs = []
+    with mp.record(comms) as recorder:
+        for _ in range(2):
+            programs.append(model.program(2))
+            with model.no_sync():
+                model(torch.ones(2, WIDTH)).sum().backward()
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+        programs.append(model.program(samples=True, loss=True))
+        mp.accumulated_step(model, [(torch.ones(2, WIDTH), torch.zeros(2, WIDTH))], nn.functional.mse_loss)
+        optimizer.step()
+    steps = [recorder.trace.step(number) for number in range(3)]
+    wrong = [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
+    return wrong, [to_text(program).splitlines()[-1] for program in programs]
+
+
+def test_a_world_of_one_rank(pool):
+    [(wrong, (first, _, last))] = pool.run(alone, 1, False, transport="shm", timeout=50)
+    assert not wrong
+    assert first == "rank 0: F0:1.0 B0.0 F0:1.1 B0.1 S"
+    assert last == "rank 0: *:samples@dp = F0:1.0 B0.0 *:loss@dp S"
+    [(wrong, (first, *_))] = pool.run(alone, 1, True, transport="shm", timeout=50)
+    assert not wrong
+    assert first == "rank 0: F0:1.0 B0.0 F0:1.1 B0.1 *U0@dp ^:order@dp/0 S"
+
+
+def breaks(_):
+    raise ValueError("broken")
+
+
+def alone_after_an_error(comms):
+    """A backward that broke is forgotten: the next step is told as if it had not been."""
+    model = mp.DataParallel(nn.Linear(WIDTH, WIDTH), comms)
+    hook = model.module.weight.register_hook(breaks)
+    with pytest.raises(ValueError, match="broken"):
+        model(torch.ones(2, WIDTH)).sum().backward()
+    hook.remove()
+    with mp.record(comms) as recorder:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return differences(recorder.trace, model.program())
+
+
+def test_a_world_of_one_rank_goes_on_after_an_error(pool):
+    assert pool.run(alone_after_an_error, 1, transport="shm", timeout=50) == [[]]
+
+
 def models_side_by_side(comms):
     """Two models on one Comms, whose buckets have the same names; a layer that raises; a backward for inputs alone."""
     one, other = (mp.DataParallel(nn.Linear(WIDTH, size), comms, overlap=True) for size in (WIDTH, 4 * WIDTH))
@@ -181,8 +318,89 @@ def test_a_pipelines_step(any_pool, schedule, ranks, count, tied):
     for wrong, text in any_pool.run(stages, ranks, schedule, count, tied, timeout=50):
         assert not wrong
         assert ":loss@world" in text
+        assert text.count("^:batch@pp/0 =") == ranks // count
         assert (":samples@dp" in text) == (count > 1)
         assert (":tied0@pp" in text) == (tied and schedule == "1f1b")
+
+
+def clipped(comms, count):
+    """A step, whose gradients are clipped, and whose replicas then agree on their buffers."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    pipe = mp.Pipeline(
+        layers, comms, "1f1b", 2, nn.functional.mse_loss, [2, 2][: comms.world_size // count] or "auto", replicas=count
+    )
+    batch = torch.ones(4, WIDTH), torch.zeros(4, WIDTH)
+    pipe.step(*batch)
+    with mp.record(comms) as recorder:
+        pipe.step(*batch)
+        pipe.clip_grad_norm_(1.0)
+        pipe.broadcast_buffers()
+    program = pipe.program_with(norm=True, buffers=True)
+    return differences(recorder.trace, program), to_text(program)
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (4, 2)], ids=["one pipeline", "dp × pp"])
+def test_a_pipelines_gradients_are_clipped_and_its_buffers_copied(any_pool, ranks, count):
+    for wrong, text in any_pool.run(clipped, ranks, count, timeout=50):
+        assert not wrong
+        assert text.count("*:norm@pp") == ranks
+        assert text.count("^:buffers@dp/0") == (2 if count > 1 else 0)  # those of the first stage; the last has none
+
+
+def pipelines_of_different_lengths(comms, counts, samples):
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    pipe = mp.Pipeline(layers, comms, "1f1b", 3, nn.functional.mse_loss, replicas=len(counts))
+    mine = counts[pipe.replica]
+    batch = (torch.ones(mine, WIDTH), torch.zeros(mine, WIDTH)) if mine else ()
+    known = {"samples": sum(counts)} if samples else {}
+    pipe.step(*batch, **known, allow_fewer=True)
+    with mp.record(comms) as recorder:
+        pipe.step(*batch, **known, allow_fewer=True)
+    _, traced = pipe.traced_step(*batch, **known, allow_fewer=True)
+    program = pipe.program_with(counts, samples=not samples)
+    assert traced.program == program
+    for wrong in ([3], [4] * len(counts), [-1] * len(counts), [0] * len(counts)):
+        with pytest.raises(mp.UsageError, match="pipelines have 0 to 3 each, and one of them has some"):
+            pipe.program_with(wrong)
+    return [*differences(recorder.trace, program), *differences(traced, program)], to_text(program)
+
+
+@pytest.mark.parametrize(("counts", "samples"), [((3, 1), False), ((0, 2), True), ((1, 0, 2), True)], ids=str)
+def test_pipelines_with_different_numbers_of_micro_batches(any_pool, counts, samples):
+    for wrong, text in any_pool.run(pipelines_of_different_lengths, 2 * len(counts), counts, samples, timeout=50):
+        assert not wrong
+        assert (":samples" in text) == (not samples)
+
+
+def one_stage(comms):
+    pipe = mp.Pipeline(nn.Sequential(nn.Linear(WIDTH, WIDTH)), comms, "1f1b", 2, nn.functional.mse_loss)
+    batch = torch.ones(4, WIDTH), torch.zeros(4, WIDTH)
+    pipe.step(*batch)
+    with mp.record(comms) as recorder:
+        pipe.step(*batch)
+        pipe.clip_grad_norm_(1.0)
+    return differences(recorder.trace, pipe.program_with(norm=True))
+
+
+def test_a_pipeline_of_one_rank(pool):
+    assert pool.run(one_stage, 1, transport="shm", timeout=50) == [[]]
+
+
+def test_every_name_that_ranks_tell_stands_in_a_builder():
+    known = {value for value in vars(names).values() if isinstance(value, Named)} | {names.tied(0)}
+    options = {"buffers": True, "weights": True, "order": True, "samples": True, "loss": True}
+    data_parallel = mp.schedules.data_parallel_step(1, 2, **options)
+    pipelines = mp.schedules.with_sums(
+        mp.schedules.build("1f1b", 2, 1), 2, batch=0, shared=[0], ties=[[0, 1]], norm=True, buffers=[0]
+    )
+    built = {op.value for program in (data_parallel, pipelines) for ops in program.ranks for op in ops if is_named(op)}
+    assert built == known
+
+
+def is_named(op):
+    return isinstance(getattr(op, "value", None), Named)
 
 
 def test_a_step_that_does_something_else_is_noticed():

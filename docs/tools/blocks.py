@@ -90,11 +90,11 @@ def _python_step(block: Block, following: Block | None) -> Step:
 
 
 def run_page(
-    page: Path, *, nursery: Any = None, instead: Mapping[str, Instead] | None = None, patience: float = 120.0
+    page: Path, *, fork_server: Any = None, instead: Mapping[str, Instead] | None = None, patience: float = 120.0
 ) -> Iterator[Result]:
     """Run what a page executes, one step after another, in a folder of its own."""
     with tempfile.TemporaryDirectory(prefix="blocks-", ignore_cleanup_errors=True) as folder:
-        place = Folder(Path(folder), nursery=nursery)
+        place = Folder(Path(folder), fork_server=fork_server)
         steps = steps_of(page)
         for step in steps:  # first all files, since a command may stand above the file that it needs
             if step.file is not None:
@@ -183,22 +183,22 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="everything in new interpreters")
     wanted = parser.parse_args()
     failed = False
-    with open_nursery(fresh=wanted.fresh) as nursery:
+    with open_fork_server(fresh=wanted.fresh) as fork_server:
         for page in wanted.pages:
-            results = _report(run_page(page, nursery=nursery))
+            results = _report(run_page(page, fork_server=fork_server))
             if wanted.write:
                 print(f"{page}: {write(page, results)} blocks rewritten")
             failed |= any(result.trouble and not (wanted.write and result.ended_right) for result in results)
     sys.exit(failed)
 
 
-def open_nursery(*, fresh: bool) -> Any:
+def open_fork_server(*, fresh: bool) -> Any:
     """What forks commands here; nothing, where that cannot be or should not be."""
     from contextlib import nullcontext
 
-    from microparallel.world.nursery import NEEDED, Nursery, can_fork
+    from microparallel.world.fork_server import NEEDED, ForkServer, can_fork
 
-    return nullcontext() if fresh or not can_fork() else Nursery(["microparallel.train.loop", *NEEDED])
+    return nullcontext() if fresh or not can_fork() else ForkServer(["microparallel.train.loop", *NEEDED])
 
 
 if __name__ == "__main__":

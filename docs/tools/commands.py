@@ -43,11 +43,11 @@ class Done:
 class Folder:
     """An empty folder with copies of the labs, where the commands of one page run one after another."""
 
-    def __init__(self, folder: Path, *, nursery: Any = None) -> None:
+    def __init__(self, folder: Path, *, fork_server: Any = None) -> None:
         self.folder = folder / "course"
         self.folder.mkdir()
         shutil.copytree(ROOT / "examples", self.folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._runtime = folder / "run"  # where ranks leave their last words
         self._runtime.mkdir()
 
@@ -59,7 +59,7 @@ class Folder:
 
     def _can_fork(self, command: str) -> bool:
         words = words_of(command)
-        if self._nursery is None or not words:
+        if self._fork_server is None or not words:
             return False
         return words[0] == "microparallel" or (words[0] == "python" and len(words) > 1 and words[1].endswith(".py"))
 
@@ -99,7 +99,7 @@ class Folder:
         printed.write_bytes(b"")
         program = program_of(words_of(command) or [], printed)
         with contextlib.chdir(self.folder):
-            process = self._nursery.fork([program], pass_fds=[], env=self._environment())
+            process = self._fork_server.fork([program], pass_fds=[], env=self._environment())
         code = _ended(process, patience)
         return code, printed.read_text(encoding="utf-8", errors="replace")
 
@@ -121,7 +121,7 @@ def _ended(process: Any, patience: float) -> int:
 
 
 def program_of(words: list[str], *files: Path) -> str:
-    """What a fork of a nursery runs to be the process of this command."""
+    """What a process that was forked runs to be the process of this command."""
     call = f"import commands; commands.become({words!r}, *{list(map(str, files))!r})"
     return f"import sys; sys.path.append({str(HERE)!r}); {call}"
 
@@ -158,28 +158,28 @@ def _show_as_usual(error: Exception) -> None:
 def start_in_forks() -> None:
     """Let what this process starts be forked from a child of it that is as warm as it is itself."""
     from microparallel.learn import checking
-    from microparallel.world import nursery, nursery_process, rank_process
+    from microparallel.world import fork_server, rank_process
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     child = os.fork()
     if child == 0:
         ours.close()
-        nursery_process.run_and_end(lambda: nursery_process.main(theirs, ()))
+        fork_server.run_and_end(lambda: fork_server.serve(theirs, ()))
     theirs.close()
-    forks = forking(nursery.Nursery.of_process(ours, nursery.Fork(child)))
-    rank_process.subprocess = checking.subprocess = nursery.subprocess = forks
+    forks = forking(fork_server.ForkServer.of_process(ours, fork_server.Fork(child)))
+    rank_process.subprocess = checking.subprocess = fork_server.subprocess = forks
 
 
-def forking(nursery: Any) -> Any:
-    """What looks like the module `subprocess`, and forks interpreters from a nursery."""
+def forking(fork_server: Any) -> Any:
+    """What looks like the module `subprocess`, and forks interpreters from a fork server."""
 
     def start(command: list[str], *, stdout: int | None = None, pass_fds: Sequence[int] = (), **settings: Any) -> Any:
         program = command[-1] if "-c" in command else _module(command)
         if stdout != subprocess.PIPE:
-            return nursery.fork([program], pass_fds=pass_fds, **settings)
+            return fork_server.fork([program], pass_fds=pass_fds, **settings)
         ours, theirs = os.pipe()
         into = f"import os; os.dup2({theirs}, 1); os.dup2({theirs}, 2); os.close({theirs})\n"
-        process = nursery.fork([into + program], pass_fds=[*pass_fds, theirs], **settings)
+        process = fork_server.fork([into + program], pass_fds=[*pass_fds, theirs], **settings)
         os.close(theirs)
         process.stdout = os.fdopen(ours, "rb")
         return process

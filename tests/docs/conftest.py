@@ -56,6 +56,6 @@ def site(built):
 
 
 @pytest.fixture(scope="session")
-def forks(nursery):
+def forks(fork_server):
     """What commands are forked from; None where they start in interpreters of their own."""
-    return nursery if hasattr(nursery, "fork") else None
+    return fork_server if hasattr(fork_server, "fork") else None

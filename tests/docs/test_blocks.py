@@ -76,7 +76,7 @@ TOO_LONG = {
 def troubles(page, forks, **options):
     return "\n\n".join(
         f"{result.step.block.place}: {result.trouble}"
-        for result in blocks.run_page(page, nursery=forks, **options)
+        for result in blocks.run_page(page, fork_server=forks, **options)
         if result.trouble
     )
 

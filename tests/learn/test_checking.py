@@ -26,9 +26,9 @@ def ring_with(instead_of_waiting):
 
 
 @pytest.fixture(scope="module")
-def checker(nursery):
+def checker(fork_server):
     """Its referees are forked; what a learner's own begins with is tested apart."""
-    with nursery.starting_ranks(), Checker() as checker:
+    with fork_server.starting_ranks(), Checker() as checker:
         yield checker
 
 

@@ -6,7 +6,7 @@ import nbclient
 import nbformat
 import pytest
 
-from microparallel.world.nursery import can_fork
+from microparallel.world.fork_server import can_fork
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "course.ipynb"
 
@@ -14,8 +14,8 @@ NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "course.ipynb"
 # Run before its first cell, so that the ranks of its cells need not all import torch.
 FORKS = f"""
 import sys; sys.path.append({str(NOTEBOOK.parents[1] / "docs" / "tools")!r})
-import commands, microparallel.world.nursery, microparallel.world.rank_process as rank_process
-rank_process.subprocess = commands.forking(microparallel.world.nursery.Nursery())
+import commands, microparallel.world.fork_server, microparallel.world.rank_process as rank_process
+rank_process.subprocess = commands.forking(microparallel.world.fork_server.ForkServer())
 """
 
 

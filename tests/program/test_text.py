@@ -59,6 +59,7 @@ operations = st.one_of(
 )
 goals = st.one_of(
     st.builds(TrainingStep, st.integers(1, 9), st.integers(1, 9)),
+    st.builds(TrainingStep.of, st.integers(1, 9), st.sets(st.integers(0, 20), min_size=1)),
     st.builds(Collective, st.sampled_from(["all-reduce", "reduce-scatter", "all-gather"]), st.integers(1, 9)),
     st.builds(Collective, st.sampled_from(["broadcast", "reduce", "scatter", "gather"]), st.integers(1, 9), numbers),
 )
@@ -73,6 +74,21 @@ programs = st.builds(
 @given(programs)
 def test_what_is_written_reads_back(program):
     assert from_text(to_text(program)) == program
+
+
+@given(st.sets(st.integers(0, 20), min_size=1))
+def test_a_goal_has_the_micro_batches_it_was_given(given):
+    goal = TrainingStep.of(1, given)
+    assert goal.microbatches == len(given)
+    assert list(goal.numbers()) == sorted(given)
+    assert [number for number in range(-1, 25) if goal.has(number)] == sorted(given)
+    assert goal == TrainingStep(1, len(given)) or "skipping" in str(goal)
+
+
+@pytest.mark.parametrize("skipped", [(3,), (2,), (-1,), (1, 0), (0, 0)], ids=str)
+def test_a_goal_skips_only_numbers_below_its_last(skipped):
+    with pytest.raises(mp.ProgramError, match="numbers below its last micro-batch, once each, in order"):
+        TrainingStep(1, 1 if len(skipped) == 2 else 2, skipped=skipped)
 
 
 def test_a_mesh_reads_back():

@@ -1,10 +1,23 @@
 """Every schedule is right for every number of ranks and micro-batches, and what cannot be built is named."""
 
+import itertools
+
 import pytest
 
 import microparallel as mp
-from microparallel.program import Backward, Forward, from_text, to_text
-from microparallel.schedules import PIPELINES, build, dualpipev, gpipe, interleaved, naive, one_f_one_b, zb_h1, zbv
+from microparallel.program import Backward, Forward, OptimizerStep, from_text, to_text
+from microparallel.schedules import (
+    PIPELINES,
+    build,
+    data_parallel_step,
+    dualpipev,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    zb_h1,
+    zbv,
+)
 
 # Numbers of ranks and micro-batches. Schedules change their course around m = p, 2p - 1 and 2p.
 SMALL = [(p, m) for p in range(1, 6) for m in range(1, 13)]
@@ -120,3 +133,49 @@ def test_lowering_names_what_nobody_makes():
 def test_what_cannot_be_built_is_named(arguments, options, words):
     with pytest.raises(mp.UsageError, match=words):
         build(*arguments, **options)
+
+
+# ── the step of DataParallel ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_ranks_may_have_any_numbers_of_micro_batches():
+    for ranks in (1, 2, 3):
+        for each in itertools.product(range(3), repeat=ranks):
+            if not any(each):
+                continue
+            for overlap in (True, False):
+                options = {"buffers": True, "weights": True, "order": True, "samples": True, "loss": True}
+                program = data_parallel_step(2, ranks, each, overlap=overlap, **options)
+                mp.verify(program)
+                mp.simulate(program)
+                assert program.goal.microbatches == sum(each)
+                assert from_text(to_text(program)) == program
+            gone = [rank for rank, count in enumerate(each) if not count]
+            program = data_parallel_step(2, ranks, each, buffers=True, weights=True, joining=True, gone=gone)
+            mp.verify(program)
+            assert [OptimizerStep() in ops for ops in program.ranks] == [count > 0 for count in each]
+
+
+def test_a_rank_that_sits_out_updates_its_weights_when_the_sums_have_come():
+    trace = mp.simulate(data_parallel_step(2, 2, [1, 0]), mp.Costs(latency=1))
+    update = next(event for event in trace.by_rank[1] if event.op == OptimizerStep())
+    assert update.start == max(event.end for event in trace.by_rank[1] if event.kind == "collective")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((0, 2), {}, "at least 1 each"),
+        ((1, 2, [1]), {}, "2 ranks need as many numbers"),
+        ((1, 2, [1, -1]), {}, "2 ranks need as many numbers, from 0"),
+        ((1, 2, 0), {}, "at least 1 rank needs a micro-batch"),
+        ((1, 2), {"sums": False}, "would drift apart"),
+        ((1, 2), {"gone": [1]}, "only while joining"),
+        ((1, 2, [1, 1]), {"gone": [1], "joining": True}, "only ranks without micro-batches"),
+        ((1, 2), {"gone": [2], "joining": True}, "only ranks without micro-batches"),
+        ((1, 2), {"gone": [0, 1], "joining": True}, "at least 1 rank needs a micro-batch"),
+    ],
+)
+def test_what_is_no_step_is_refused(arguments, options, words):
+    with pytest.raises(mp.UsageError, match=words):
+        data_parallel_step(*arguments, **options)

@@ -13,6 +13,7 @@ def step(*ranks, goal="training step of 2 stages, 1 micro-batch"):
 
 
 REPLICAS = "training step of 1 stage, 2 micro-batches, buckets 0:1"
+FROM_1 = "training step of 1 stage, 2 micro-batches skipping 0, buckets 0:1"
 
 
 def test_right_steps():
@@ -21,6 +22,12 @@ def test_right_steps():
     mp.verify(step("F0.0 >A0.0@1 <G0.0@1 B0.0", "<A0.0@0 F1.0 B1.0 >G0.0@0"))
     mp.verify(step("F0.0 B0.0 *U0@dp S", "F0.1 B0.1 *U0@dp S", goal=REPLICAS))
     mp.verify(step("F0.0 B0.0 *U0@dp:ring S", "F0.1 B0.1 *U0@dp:ring S", goal=REPLICAS))
+
+
+def test_a_rank_without_micro_batches_takes_part_in_the_sums():
+    fewer = "training step of 1 stage, 2 micro-batches skipping 1 2, buckets 0:1"
+    mp.verify(step("F0.0 B0.0 F0.3 B0.3 *U0@dp S", "*U0@dp S", goal=fewer))
+    mp.verify(step("F0.0 B0.0 F0.3 B0.3 *U0@dp S", "*U0@dp", goal=fewer))  # it has run out of data
 
 
 def test_what_ranks_share_besides_gradients():
@@ -70,6 +77,9 @@ def test_ranks_that_share_something_meet():
         (step("F0.0 B0.0 *U0@dp", "F0.1 B0.1", goal=REPLICAS), "rank 1 runs stage 0 and never all-reduces U0"),
         (step("F0.0 *U0@dp B0.0", "F0.1 B0.1 *U0@dp", goal=REPLICAS), r"rank 0 does \*U0@dp, which needs D0.0"),
         (step("F0.0 B0.0 S *U0@dp", "F0.1 B0.1 *U0@dp S", goal=REPLICAS), "rank 0 does S, which needs U0"),
+        (step("F0.0 B0.0 F0.1 B0.1 *U0@dp S", "S *U0@dp", goal=REPLICAS), "rank 1 does S, which needs U0"),
+        (step("F0.0 B0.0 F0.1 B0.1 *U0@dp", "", goal=FROM_1), "rank 0 does F0.0"),
+        (step("F0.1 B0.1 *U0@dp", "*U0@dp", goal=FROM_1), "F0.2 happens never"),
         (step("F0.0 B0.0 *U0@dp", "F0.1 B0.1 *U0@tp", goal=REPLICAS), "rank 0 sums U0 along dp, and rank 1 along tp"),
         (
             step("F0.0 B0.0 *U0@dp:ring", "F0.1 B0.1 *U0@dp", goal=REPLICAS),

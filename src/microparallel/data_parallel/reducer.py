@@ -30,7 +30,7 @@ from microparallel.data_parallel.flat_bucket import FlatBucket, split
 from microparallel.data_parallel.roll_call import RollCall
 from microparallel.data_parallel.watched_backward import WatchedBackward
 from microparallel.errors import GradientError, UsageError
-from microparallel.program import AllReduce, Broadcast, Bucket, Named, Program
+from microparallel.program import ORDER, AllReduce, Broadcast, Bucket, Program
 from microparallel.schedules import data_parallel_step
 from microparallel.torch_private import at_end_of_backward
 
@@ -78,7 +78,15 @@ class Reducer:
         self._local_backward = False  # whether one is under way that is not averaged
         self._came_locally = False  # whether it brought gradients
 
-    def program(self, microbatches: int = 1, *, buffers: bool, samples: bool = False, loss: bool = False) -> Program:
+    def program(
+        self,
+        microbatches: int | tuple[int, ...] = 1,
+        *,
+        buffers: bool,
+        samples: bool = False,
+        loss: bool = False,
+        gone: tuple[int, ...] = (),
+    ) -> Program:
         """What the step that begins does, on all ranks."""
         return _step(
             len(self.buckets),
@@ -90,6 +98,8 @@ class Reducer:
             order=not self._learnt,
             samples=samples,
             loss=loss,
+            joining=self.roll_call.joining,
+            gone=gone,
         )
 
     # ── before backward ─────────────────────────────────────────────────────────────────────────────────────────
@@ -269,7 +279,7 @@ class Reducer:
         order = [*came, *(parameter for parameter in self._order if parameter not in came)]
         indices = torch.tensor([numbers[parameter] for parameter in order])
         source = self.roll_call.present[0]
-        self._comms.broadcast(indices, src=source, operation=Broadcast(Named("order"), "dp", source))
+        self._comms.broadcast(indices, src=source, operation=Broadcast(ORDER, "dp", source))
         learnt = indices.tolist()
         if learnt != sorted(learnt):
             self._order = [self._order[index] for index in learnt]

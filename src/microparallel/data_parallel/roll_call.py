@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from microparallel.comms import Comms
-from microparallel.program import AllReduce, Named
-
-WEIGHTS = AllReduce(Named("weights"), "dp")  # who is there, and how much each counts
+from microparallel.program import WEIGHTS, AllReduce
 
 
 class RollCall:
@@ -33,7 +31,7 @@ class RollCall:
             return weight / (self._comms.world_size if self.weight is None else self.total or 1.0)
         roll = torch.zeros(2, self._comms.world_size, dtype=torch.float64)
         roll[:, self._comms.rank] = torch.tensor([1.0, weight]) * here
-        self._comms.all_reduce(roll, operation=WEIGHTS)
+        self._comms.all_reduce(roll, operation=AllReduce(WEIGHTS, "dp"))
         attendance, weights = roll.tolist()
         self.present = [rank for rank, there in enumerate(attendance) if there]
         total = sum(weights)

@@ -25,9 +25,8 @@ from microparallel.data_parallel.loss import LossFunction, mean_loss
 from microparallel.data_parallel.replicate import replicate
 from microparallel.data_parallel.wrapper import DataParallel
 from microparallel.errors import UsageError
-from microparallel.program import AllReduce, Named
+from microparallel.program import LOSS, SAMPLES, AllReduce
 
-SAMPLES, LOSS = (AllReduce(Named(name), "dp") for name in ("samples", "loss"))  # of all ranks
 MicroBatch = tuple[Any, torch.Tensor]  # (inputs, targets)
 
 
@@ -71,7 +70,7 @@ def accumulated_step(
     filled = [(inputs, targets) for inputs, targets in micro_batches if len(targets)]
     mine = sum(len(targets) for _, targets in filled)
     if samples is None:
-        samples = int(model.comms.all_reduce(torch.tensor(mine), operation=SAMPLES).item())
+        samples = int(model.comms.all_reduce(torch.tensor(mine), operation=AllReduce(SAMPLES, "dp")).item())
     if not samples:
         raise UsageError("accumulated_step: no rank has a sample, and the mean of nothing is not a number")
     loss = torch.zeros((), dtype=torch.float64)
@@ -82,7 +81,7 @@ def accumulated_step(
             loss += accumulate(model, filled[-1:], loss_fn, samples=mine)
         else:
             model.sit_out()
-    return model.comms.all_reduce(loss * (mine / samples), operation=LOSS)
+    return model.comms.all_reduce(loss * (mine / samples), operation=AllReduce(LOSS, "dp"))
 
 
 def accumulate(

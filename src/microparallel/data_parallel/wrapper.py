@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -13,11 +13,14 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.data_parallel.agreement import require_same_model
+from microparallel.data_parallel.alone import Alone
+from microparallel.data_parallel.buffers import broadcast_buffers, filled
 from microparallel.data_parallel.reducer import Reducer
 from microparallel.data_parallel.replicate import replicate
 from microparallel.errors import UsageError
 from microparallel.observe import Activity, Told
-from microparallel.program import Broadcast, ForwardStages, Named, Program
+from microparallel.program import BUFFERS, Broadcast, ForwardStages, Program
+from microparallel.schedules import data_parallel_step
 from microparallel.torch_private import pytree
 
 
@@ -78,13 +81,12 @@ class DataParallel(nn.Module):
             check_finite=check_finite,
             refuse_unused=unused == "error",
         )
-        self._averages = comms.world_size > 1 or check_finite or unused == "error"
-        self._broadcasts_buffers = (
-            buffers == "broadcast" and comms.world_size > 1 and any(buffer.numel() for buffer in module.buffers())
-        )
+        averages = comms.world_size > 1 or check_finite or unused == "error"
+        self._alone = None if averages else Alone(comms)
+        self._broadcasts_buffers = buffers == "broadcast" and comms.world_size > 1 and bool(filled(module.buffers()))
         self._local = 0  # how many no_sync() there are around us
         self._forward_was_local = False
-        if self._averages:
+        if self._alone is None:
             self._reducer.prepare()
             self._reducer.wanted = self._begin_if_wanted
             self._reducer.afterwards = self._pass_has_ended
@@ -93,23 +95,31 @@ class DataParallel(nn.Module):
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
         """Call the module; what comes out of it announces when backward begins."""
-        if not self._averages or not torch.is_grad_enabled():
+        nobody_to_tell = self._alone is not None and not self.comms.observers
+        if nobody_to_tell or not torch.is_grad_enabled():
             return self.module(*inputs, **named_inputs)
-        self._reducer.prepare()
         self._forward_was_local = self._local > 0
-        self._broadcast_buffers_before_forward()
-        call = self._watched_forward if self.comms.observers and self._reducer.buckets else self.module
-        outputs = call(*inputs, **named_inputs)
+        if self._alone is None:
+            self._reducer.prepare()
+            self._broadcast_buffers_before_forward()
+            stages, microbatch = len(self._reducer.buckets), self._reducer.microbatch
+        else:
+            self._alone.prepare()
+            stages, microbatch = 1, self._alone.microbatch
+        outputs = self._told_forward(stages, microbatch, inputs, named_inputs)
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
         return outputs
 
-    def _watched_forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Call the module, and tell the observers that it is an operation of the program."""
-        number = self._reducer.microbatch * self.comms.world_size + self.comms.rank
-        operation = ForwardStages(0, len(self._reducer.buckets), number)
-        with Told(self.comms.observers, Activity(operation)):
+    def _told_forward(
+        self, stages: int, microbatch: int, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]
+    ) -> Any:
+        """Call the module, and tell the observers, if there are any, that it is an operation of the program."""
+        if not self.comms.observers or not stages:
+            return self.module(*inputs, **named_inputs)
+        number = microbatch * self.comms.world_size + self.comms.rank
+        with Told(self.comms.observers, Activity(ForwardStages(0, stages, number))):
             return self.module(*inputs, **named_inputs)
 
     def _broadcast_buffers_before_forward(self) -> None:
@@ -117,7 +127,9 @@ class DataParallel(nn.Module):
             self._broadcast_buffers(0)
 
     def _backward_begins(self, _: torch.Tensor) -> None:
-        if not self._reducer.running and not self._begin_if_wanted():
+        if self._alone is not None:
+            self._alone.backward_begins(local=self._local > 0 or self._forward_was_local)
+        elif not self._reducer.running and not self._begin_if_wanted():
             self._reducer.watch_backward()
 
     def _begin_if_wanted(self) -> bool:
@@ -133,19 +145,7 @@ class DataParallel(nn.Module):
             self._broadcast_buffers(source)
 
     def _broadcast_buffers(self, source: int) -> None:
-        """All buffers of a device in one message, as bytes: they are many, small and of several dtypes."""
-        filled = [buffer for buffer in self.module.buffers() if buffer.numel()]
-        for device in dict.fromkeys(buffer.device for buffer in filled):
-            self._broadcast_together([buffer for buffer in filled if buffer.device == device], source)
-
-    def _broadcast_together(self, buffers: list[torch.Tensor], source: int) -> None:
-        parts = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
-        together = torch.cat(parts)
-        self.comms.broadcast(together, src=source, operation=Broadcast(Named("buffers"), "dp", source))
-        if source != self.comms.rank:
-            arrived = torch.split(together, [len(part) for part in parts])
-            for buffer, part in zip(buffers, arrived, strict=True):
-                buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
+        broadcast_buffers(self.module.buffers(), self.comms, source, Broadcast(BUFFERS, "dp", source))
 
     # ── how gradients are averaged ──────────────────────────────────────────────────────────────────────────────
 
@@ -189,7 +189,7 @@ class DataParallel(nn.Module):
 
         Inside `weighted(0)`, so that this rank counts nothing.
         """
-        if not self._averages:
+        if self._alone is not None:
             return
         self._reducer.prepare()
         self._broadcast_buffers_before_forward()
@@ -207,7 +207,8 @@ class DataParallel(nn.Module):
         call.joining = True
         try:
             yield
-            self._accompany_the_others()
+            if self._alone is None:
+                self._accompany_the_others()
         finally:
             call.joining = False
 
@@ -223,27 +224,38 @@ class DataParallel(nn.Module):
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             self.comms.broadcast(tensor.data, src=last[0])
 
-    def program(self, microbatches: int = 1, *, samples: bool = False, loss: bool = False) -> Program:
+    def program(
+        self,
+        microbatches: int | Sequence[int] = 1,
+        *,
+        samples: bool = False,
+        loss: bool = False,
+        gone: Collection[int] = (),
+    ) -> Program:
         """What the next step does, on all ranks: what it follows, and what can be verified, simulated and drawn.
 
         A stage is a bucket of gradients. Buckets are put in order in the first backward, so the program is final after
-        that. Inside of `weighted()` and `join()` it says what the ranks tell each other there. It is the step in which
-        every rank has data, and equally many micro-batches: one that sits out only takes part in the sums. A world of
-        one rank has nothing to sum, and follows no program.
+        that. Inside of `weighted()` and `join()` it says what the ranks tell each other there. A world of one rank has
+        nothing to sum, and so no buckets: its program is a forward and a backward of the whole model.
 
         Args:
-            microbatches: how many each rank has; all but the last are inside of `no_sync()`.
+            microbatches: how many each rank has, or for each rank how many; all but its last are inside of `no_sync()`.
+                A rank that has none sits out (`sit_out`): it takes part in the sums.
             samples: the ranks count the samples of all first, as `accumulated_step` does if nobody tells it.
             loss: they sum the loss in the end, as `accumulated_step` does.
+            gone: the ranks that have run out of data, inside of `join()`.
 
         Example:
             ```python
             print(mp.draw(model.program()))
             ```
         """
+        each = microbatches if isinstance(microbatches, int) else tuple(microbatches)
+        if self._alone is not None:
+            return data_parallel_step(1, 1, each, sums=False, samples=samples, loss=loss)
         self._reducer.prepare()
-        broadcasts = self._broadcasts_buffers and self.training and not self._reducer.roll_call.joining
-        return self._reducer.program(microbatches, buffers=broadcasts, samples=samples, loss=loss)
+        broadcasts = self._broadcasts_buffers and (self.training or self._reducer.roll_call.joining)
+        return self._reducer.program(each, buffers=broadcasts, samples=samples, loss=loss, gone=tuple(gone))
 
     # ── the plain model's state ─────────────────────────────────────────────────────────────────────────────────
 

@@ -30,13 +30,14 @@ def title_of(program: Program) -> str:
 
 
 def _whole_model_on_every_rank(program: Program) -> bool:
-    """Whether this is data parallelism alone: with pipelines, a rank has some of the stages."""
-    stages = {half.stage for op in program.ranks[0] for half in halves(op) if isinstance(half, Forward)}
+    """Whether this is data parallelism alone: with pipelines, a rank has some of the stages. One may have no data."""
+    computing = next((ops for ops in program.ranks if any(map(halves, ops))), ())
+    stages = {half.stage for op in computing for half in halves(op) if isinstance(half, Forward)}
     return len(stages) == program.goal.stages if isinstance(program.goal, TrainingStep) else False
 
 
 def _one_by_one(program: Program) -> bool:
-    return not any(isinstance(op, ForwardStages) for op in program.ranks[0])
+    return not any(isinstance(op, ForwardStages) for ops in program.ranks for op in ops)
 
 
 def metrics_of(trace: Trace) -> dict[str, str]:

@@ -29,19 +29,19 @@ _LONGEST = 4000  # characters of a message
 def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
     """Judge until the parent hangs up."""
     threading.Thread(target=_end_with_parent, args=(lifeline_fd,), daemon=True).start()
-    from microparallel.world.nursery import NEEDED, Nursery, can_fork, take_orphans
+    from microparallel.world.fork_server import NEEDED, ForkServer, can_fork, take_orphans
 
     # It imports torch while this process does.
-    nursery = Nursery([*NEEDED, "microparallel.learn.sitting"]) if sys.platform == "linux" else None
+    fork_server = ForkServer([*NEEDED, "microparallel.learn.sitting"]) if sys.platform == "linux" else None
     from microparallel.world import Pool
 
-    if nursery is not None and not can_fork():
-        nursery.close()
-        nursery = None
-    keep = () if nursery is None else (nursery.pid,)
+    if fork_server is not None and not can_fork():
+        fork_server.close()
+        fork_server = None
+    keep = () if fork_server is None else (fork_server.pid,)
     if sys.platform == "linux":
         take_orphans(True)
-    with Pool(nursery) as pool, open(requests_fd) as requests, open(answers_fd, "w") as answers:
+    with Pool(fork_server) as pool, open(requests_fd) as requests, open(answers_fd, "w") as answers:
         for line in requests:
             request = json.loads(line)
             teller = _Teller(answers, request["number"])
@@ -49,8 +49,8 @@ def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
             if sys.platform == "linux":
                 end_children(keep)
             teller.say(verdict=verdict.to_dict())
-    if nursery is not None:
-        nursery.close()
+    if fork_server is not None:
+        fork_server.close()
 
 
 def judge(name: str, file: Path, pool: Any, tell: Callable[[dict[str, Any]], None] = lambda _: None) -> Verdict:

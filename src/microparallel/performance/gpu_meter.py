@@ -1,4 +1,9 @@
-"""What a GPU's driver says about its utilisation, and why that number flatters."""
+"""What a GPU's driver says about its utilisation, and why that number flatters.
+
+nvidia-smi comes with every driver, so there is nothing to install. With NVML's own Python package (nvidia-ml-py) the
+thread that asks again and again would still be ours, and a question that is never answered could not be ended, where
+nvidia-smi is a process that can.
+"""
 
 from __future__ import annotations
 

@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
+from microparallel.data_parallel.buffers import broadcast_buffers, filled
 from microparallel.data_parallel.replicate import replicas_are_identical, replicate
-from microparallel.data_parallel.shortcuts import SAMPLES
 from microparallel.pipeline.cut import shared_parameters
 from microparallel.pipeline.interpreter import Reduction
 from microparallel.pipeline.layers import NamedLayer
 from microparallel.pipeline.stage import Stage
 from microparallel.pipeline.state import clip_gradients, gather_state, load_own_part, own_state
 from microparallel.pipeline.sums import ColumnSum, TiedSum
-from microparallel.program import Bucket, Named, Value
+from microparallel.program import BUFFERS, SAMPLES, SHARED, AllReduce, Broadcast, Bucket, Value, tied
 from microparallel.topology import Mesh
 
 
@@ -44,6 +44,7 @@ class Member:
         self._ties: list[TiedSum] = []
         self._shared_places: tuple[int, ...] = ()  # of a pipeline: where several stages use one parameter
         self._tied_places: tuple[tuple[int, ...], ...] = ()  # for each parameter that ranks share, those
+        self._buffered_places: tuple[int, ...] = ()  # where stages have buffers
         self._sums: dict[Value, Reduction] = self._column_sums(bucket_mb * 2**20) if mesh.dp > 1 else {}
 
     def _column_sums(self, bucket_bytes: float) -> dict[Value, Reduction]:
@@ -54,7 +55,7 @@ class Member:
             for index, stage in self.stages.items()
         }
         several = [one for one, times in uses.items() if times > 1]
-        return sums | {Named("shared"): ColumnSum(several, self._column, bucket_bytes)}
+        return sums | {SHARED: ColumnSum(several, self._column, bucket_bytes)}
 
     def _tie(self, pieces: Sequence[Sequence[NamedLayer]]) -> None:
         """Find the parameters that several stages share, and connect the ranks among which they do."""
@@ -68,8 +69,17 @@ class Member:
                 if group is not None:
                     tie = TiedSum(parameter, group)
                     self._ties.append(tie)
-                    self._sums[Named(f"tied{len(self._tied_places)}")] = tie
+                    self._sums[tied(len(self._tied_places))] = tie
             self._tied_places = (*self._tied_places, homes)
+
+    def _find_buffers(self, pieces: Sequence[Sequence[NamedLayer]]) -> None:
+        """Find out, for all ranks of a pipeline, which of them have buffers to copy."""
+        having = {
+            self._homes[stage]
+            for stage, layers in enumerate(pieces)
+            if filled(buffer for layer in layers for buffer in layer.module.buffers())
+        }
+        self._buffered_places = tuple(sorted(having))
 
     @property
     def _has_first(self) -> bool:
@@ -81,7 +91,9 @@ class Member:
 
     def _samples_of_all(self, mine: int) -> int:
         """How many samples all replicas have together."""
-        return mine if self.mesh.dp == 1 else int(self._column.all_reduce(torch.tensor(mine), operation=SAMPLES))
+        if self.mesh.dp == 1:
+            return mine
+        return int(self._column.all_reduce(torch.tensor(mine), operation=AllReduce(SAMPLES, "dp")))
 
     def _summed_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients are sums over ranks."""
@@ -123,9 +135,9 @@ class Member:
 
     def broadcast_buffers(self) -> None:
         """Give every replica the first one's buffers, such as BatchNorm's running statistics; all ranks call this."""
-        for layer in self._layers():
-            for buffer in layer.module.buffers():
-                self._column.broadcast(buffer)
+        if self.mesh.dp > 1:
+            operation = Broadcast(BUFFERS, "dp", self.mesh.rank(0, self._place))
+            broadcast_buffers(self.own_layers.buffers(), self._column, 0, operation)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, for an optimizer."""

@@ -13,8 +13,8 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
 from microparallel.comms.record import Recorder
-from microparallel.data_parallel.shortcuts import SAMPLES
 from microparallel.errors import TransportError, UsageError
+from microparallel.observe import Activity, Told
 from microparallel.pipeline.cut_together import cut_together
 from microparallel.pipeline.interpreter import Interpreter
 from microparallel.pipeline.layers import NamedLayer
@@ -25,10 +25,10 @@ from microparallel.pipeline.shapes import Plan, Shapes
 from microparallel.pipeline.stage import LossFunction, Stage
 from microparallel.pipeline.sums import LossSum, beside_earlier_gradients
 from microparallel.pipeline.worker import Microbatch, Worker
-from microparallel.program import WORLD, Act, AllReduce, Join, Named, Op, Program, Recv, Send
-from microparallel.schedules.replicas import shifted
+from microparallel.program import BATCH, LOSS, WORLD, Act, AllReduce, Broadcast, Op, Program, Recv, Send
+from microparallel.schedules.replicas import only_sums, shifted
 from microparallel.topology import Mesh
-from microparallel.trace import Event, Observed, Trace
+from microparallel.trace import Observed, Trace
 
 _AHEAD = 2  # receives that are posted before they are needed
 
@@ -98,6 +98,7 @@ class Pipeline(Member):
         super().__init__(comms, mesh, plan.homes, stages, bucket_mb)
         self._prepare(plan)
         self._tie(pieces)
+        self._find_buffers(pieces)
         self._knows_loss = loss_fn is not None
 
     @classmethod
@@ -163,26 +164,54 @@ class Pipeline(Member):
             loss, count = self._step(inputs, targets, samples, allow_fewer)
         finally:
             recorder.stop()
-        most = max(1, *gather_json(count, self.comms))  # a replica with fewer samples may have fewer micro-batches
+        counts = gather_json(count, self.comms)  # a replica with fewer samples may have fewer micro-batches, or none
         trace = recorder.gather({})
-        events = [self._renumbered(event, most) for event in trace.events if not isinstance(event.op, Observed)]
-        return loss, replace(trace, events=events, program=self._whole(most))
-
-    def _renumbered(self, event: Event, microbatches: int) -> Event:
-        """An event of a step whose pipelines have other numbers of micro-batches than usual."""
-        replica = event.rank // self.mesh.pp
-        return event._replace(op=shifted(event.op, replica * (microbatches - self._schedule.microbatches), 0))  # type: ignore[arg-type]
+        events = [event for event in trace.events if not isinstance(event.op, Observed)]
+        each = [counts[self.mesh.rank(replica, 0)] for replica in range(self.mesh.dp)]
+        program = self.program_with(each if any(each) else None, samples=samples is None)
+        return loss, replace(trace, events=events, program=program)
 
     @property
     def program(self) -> Program:
-        """What a step does, on all ranks, up to the optimizer, which is the caller's.
+        """What a step does, on all ranks, up to the optimizer, which is the caller's; `program_with` says what else."""
+        return self.program_with()
 
-        With `samples=` given, the ranks need not count them (`*:samples@dp`).
+    def program_with(
+        self,
+        microbatches: Sequence[int] | None = None,
+        *,
+        samples: bool = True,
+        norm: bool = False,
+        buffers: bool = False,
+    ) -> Program:
+        """What a step does that is not the usual one, or with what its caller does after it.
+
+        Args:
+            microbatches: how many each replica has, where batches have fewer samples than that (`allow_fewer`); a
+                replica without samples has 0, and takes part in the sums.
+            samples: whether the replicas count their samples, which they do unless `step(samples=…)` tells them.
+            norm: whether `clip_grad_norm_` follows.
+            buffers: whether `broadcast_buffers` follows.
+
+        Example:
+            ```python
+            print(mp.draw(pipe.program_with(norm=True)))
+            ```
         """
-        return self._whole(self._schedule.microbatches)
-
-    def _whole(self, microbatches: int) -> Program:
-        return self._schedule.whole(microbatches, self.mesh.dp, self._shared_places, self._tied_places)
+        usual = self._schedule.microbatches
+        each = (usual,) * self.mesh.dp if microbatches is None else tuple(microbatches)
+        if len(each) != self.mesh.dp or not all(0 <= count <= usual for count in each) or not any(each):
+            raise UsageError(
+                f"microbatches={list(each)}: {self.mesh.dp} pipelines have 0 to {usual} each, and one of them has some"
+            )
+        return self._schedule.whole(
+            each,
+            self._shared_places,
+            self._tied_places,
+            samples=samples,
+            norm=norm,
+            buffers=self._buffered_places if buffers else (),
+        )
 
     def _step(self, inputs: Any, targets: Any, samples: int | None, allow_fewer: bool) -> tuple[torch.Tensor, int]:
         """The loss, and into how many micro-batches this rank's batch was cut."""
@@ -200,13 +229,14 @@ class Pipeline(Member):
     def _ops(self, microbatches: int) -> Sequence[Op]:
         """What this rank does, counted as its own pipeline counts; one that has no samples only takes part in sums."""
         ops = self._own_ops(microbatches or self._schedule.microbatches)
-        return ops if microbatches else [op for op in ops if isinstance(op, AllReduce | Join)]
+        return ops if microbatches else only_sums(ops)
 
     @functools.cache  # noqa: B019 a pipeline has few programs
     def _own_ops(self, microbatches: int) -> Sequence[Op]:
-        mine = self._whole(microbatches).ranks[self.comms.rank]
-        before = (-self.replica * microbatches, -self.replica * self.mesh.pp)
-        return [shifted(op, *before) for op in mine if op != SAMPLES]  # which have been counted
+        whole = self.program_with([microbatches] * self.mesh.dp, samples=False)  # which have been counted
+        before = (-self.replica * self._schedule.microbatches, -self.replica * self.mesh.pp)
+        # What batch comes has been said.
+        return [shifted(op, *before) for op in whole.ranks[self.comms.rank] if not isinstance(op, Broadcast)]
 
     def _as_told(self, op: Op) -> Op:
         return shifted(op, self.replica * self._schedule.microbatches, self.replica * self.mesh.pp)
@@ -242,7 +272,7 @@ class Pipeline(Member):
             ops,
             worker,
             self._row.mail,
-            {**self._sums, Named("loss"): LossSum(worker, self.comms)},
+            {**self._sums, LOSS: LossSum(worker, self.comms)},
             ahead=_AHEAD,
             line=line,
             observers=self.comms.observers,
@@ -259,8 +289,12 @@ class Pipeline(Member):
 
     def _agree(self, training: bool, inputs: Any, allow_fewer: bool) -> Plan:
         """Learn from the rank with the first stage what is coming."""
+        operation = Broadcast(BATCH, "pp", self.mesh.rank(self.replica, self._homes[0]))
+        activity = Activity(operation, group=tuple(self._row.world_ranks))
         try:
-            return self._shapes[training].agree(inputs, self._schedule.microbatches, allow_fewer)
+            with Told(self.comms.observers if self.mesh.pp > 1 else (), activity) as told:
+                told.waits()
+                return self._shapes[training].agree(inputs, self._schedule.microbatches, allow_fewer)
         except TransportError as error:
             raise self._row.explain(error, "the pipeline's talk about the batch's shapes") from error
 
@@ -291,7 +325,7 @@ class Pipeline(Member):
         self._require_batch("evaluate", inputs, targets, samples)
         worker, plan = self._forwards(inputs, targets, samples)
         self._require_targets("evaluate", plan, targets)
-        return self.comms.all_reduce(worker.loss, operation=AllReduce(Named("loss"), WORLD))
+        return self.comms.all_reduce(worker.loss, operation=AllReduce(LOSS, WORLD))
 
     def predict(self, inputs: Any = None) -> Any:
         """Return the last stage's outputs on the rank that has it, and None on all others."""

@@ -51,10 +51,31 @@ class Schedule:
 
     @functools.cache  # noqa: B019
     def whole(
-        self, microbatches: int, replicas: int, shared: tuple[int, ...] = (), ties: tuple[tuple[int, ...], ...] = ()
+        self,
+        microbatches: tuple[int, ...],
+        shared: tuple[int, ...] = (),
+        ties: tuple[tuple[int, ...], ...] = (),
+        *,
+        samples: bool = True,
+        norm: bool = False,
+        buffers: tuple[int, ...] = (),
     ) -> Program:
-        """The step of several pipelines, with everything that ranks sum up (`schedules.with_sums`)."""
-        return with_sums(self.program(microbatches), replicas, shared=shared, ties=ties)
+        """The step of pipelines with so many micro-batches each, and all that ranks do together (`with_sums`)."""
+        return with_sums(
+            self.program(self.microbatches),
+            len(microbatches),
+            fewer={
+                replica: self.program(count) if count else None
+                for replica, count in enumerate(microbatches)
+                if count != self.microbatches
+            },
+            batch=self.homes[0] if self._ranks > 1 else None,
+            shared=shared,
+            ties=ties,
+            samples=samples,
+            norm=norm,
+            buffers=buffers,
+        )
 
     def _build(self, microbatches: int) -> Program:
         if self._given is None:

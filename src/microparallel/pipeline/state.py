@@ -11,7 +11,7 @@ from microparallel.comms import Comms
 from microparallel.comms.notes import gather_json
 from microparallel.errors import UsageError
 from microparallel.pipeline.layers import NamedLayer
-from microparallel.program import AllReduce, Named
+from microparallel.program import NORM, AllReduce
 
 
 def own_state(layers: Iterable[NamedLayer]) -> dict[str, torch.Tensor]:
@@ -62,7 +62,7 @@ def clip_gradients(
     """
     gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
     square = sum((gradient.double().square().sum() for gradient in gradients), torch.zeros((), dtype=torch.float64))
-    norm = row.all_reduce(square.cpu().reshape(1), operation=AllReduce(Named("norm"), "pp")).sqrt().reshape(())
+    norm = row.all_reduce(square.cpu().reshape(1), operation=AllReduce(NORM, "pp")).sqrt().reshape(())
     factor = most / (float(norm) + 1e-6)  # as torch does
     if factor < 1:
         for parameter in parameters:

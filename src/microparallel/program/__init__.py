@@ -25,11 +25,40 @@ from microparallel.program.ops import (
 from microparallel.program.program import Collective, Goal, Groups, Program, TrainingStep
 from microparallel.program.rules import OpenSends, Rules, halves, live_activations, peak_activations
 from microparallel.program.text import from_text, parse_op, to_text
-from microparallel.program.values import Act, Bucket, Chunk, Delta, Grad, Named, Part, Rest, Value, parse_value, touch
+from microparallel.program.values import (
+    BATCH,
+    BUFFERS,
+    LOSS,
+    NORM,
+    ORDER,
+    SAMPLES,
+    SHARED,
+    WEIGHTS,
+    Act,
+    Bucket,
+    Chunk,
+    Delta,
+    Grad,
+    Named,
+    Part,
+    Rest,
+    Value,
+    parse_value,
+    tied,
+    touch,
+)
 from microparallel.program.walk import Cursor, Message, Policy, Queue, Sends, Wait, Walk
 
 __all__ = [
     "AUTO",
+    "BATCH",
+    "BUFFERS",
+    "LOSS",
+    "NORM",
+    "ORDER",
+    "SAMPLES",
+    "SHARED",
+    "WEIGHTS",
     "WORLD",
     "Act",
     "Add",
@@ -78,6 +107,7 @@ __all__ = [
     "parse_op",
     "parse_value",
     "peak_activations",
+    "tied",
     "to_text",
     "touch",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -62,15 +63,21 @@ class TrainingStep:
 
     Ranks that run the same stage on different micro-batches are replicas, and must sum its gradients. They do so in
     buckets: `buckets[2] == (4, 6)` says that bucket 2 holds the gradients of stages 4 and 5.
+
+    Micro-batches are counted from 0. A rank numbers its own without knowing how many the others have, so where some
+    have fewer, their numbers are left out: `TrainingStep(1, 3, skipped=(2,))` has the micro-batches 0, 1 and 3.
     """
 
     stages: int
     microbatches: int
     buckets: tuple[tuple[int, int], ...] = ()
+    skipped: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.microbatches < 1:
             raise ProgramError(f"a {self} does nothing; at least 1 stage and 1 micro-batch are needed")
+        if self.skipped != tuple(sorted({number for number in self.skipped if 0 <= number < self._stop - 1})):
+            raise ProgramError(f"a {self}: what is skipped are numbers below its last micro-batch, once each, in order")
         for start, stop in self.buckets:
             if not 0 <= start < stop <= self.stages:
                 raise ProgramError(f"bucket {start}:{stop} is no range of {self.stages} stages")
@@ -78,11 +85,30 @@ class TrainingStep:
             if other < stop:
                 raise ProgramError(f"stage {other} is in bucket {start}:{stop} and in another; it can be in one only")
 
+    @classmethod
+    def of(cls, stages: int, numbers: Collection[int], buckets: tuple[tuple[int, int], ...] = ()) -> TrainingStep:
+        """The goal of a step that has the micro-batches with these numbers."""
+        below = range(max(numbers, default=0))
+        return cls(stages, len(numbers), buckets, tuple(number for number in below if number not in numbers))
+
+    @property
+    def _stop(self) -> int:
+        return self.microbatches + len(self.skipped)
+
+    def has(self, microbatch: int) -> bool:
+        """Whether a micro-batch with this number belongs to it."""
+        return 0 <= microbatch < self._stop and microbatch not in self.skipped
+
+    def numbers(self) -> Iterator[int]:
+        """The numbers of its micro-batches."""
+        return filter(self.has, range(self._stop))
+
     def __str__(self) -> str:
         buckets = "".join(f" {start}:{stop}" for start, stop in self.buckets)
         stages = count(self.stages, "stage")
         microbatches = count(self.microbatches, "micro-batch", "es")
-        return f"training step of {stages}, {microbatches}" + (f", buckets{buckets}" if buckets else "")
+        skipped = f" skipping {' '.join(map(str, self.skipped))}" if self.skipped else ""
+        return f"training step of {stages}, {microbatches}{skipped}" + (f", buckets{buckets}" if buckets else "")
 
 
 Goal = Collective | TrainingStep

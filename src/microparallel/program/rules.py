@@ -15,7 +15,8 @@
 | AllReduce of bucket | the weights' gradients of its stages, of this rank| the bucket                         |
 | of a named value    |                                                   | the value                          |
 | Broadcast           |                                                   | the value                          |
-| OptimizerStep       | its stages' buckets; without, their gradients     |                                    |
+| OptimizerStep       | its stages' buckets, and those it sums for others |                                    |
+|                     | alone; of stages in none, their gradients         |                                    |
 
 The first stage's input is the batch, which is always there, and its gradient is nobody's concern. The last stage makes
 its output's gradient itself, from the loss. A named value is whatever its rank says it is, so a Join stands where a
@@ -134,10 +135,16 @@ class Rules:
         return tuple(delta for delta in self.deltas() if start <= delta.stage < stop)
 
     def _reduced(self) -> tuple[Value, ...]:
-        """What the weights are updated with: the buckets of this rank's stages, and gradients that are in no bucket."""
+        """What the weights are updated with: buckets, and gradients that are in none.
+
+        The buckets are those of this rank's stages, and those that it sums though it computed nothing of them: a rank
+        without data updates its weights with the gradients of the others.
+        """
         if self._updated_with is None:
             bucket_of = _bucket_of(self._buckets)
             buckets = {Bucket(bucket_of[delta.stage]): None for delta in self.deltas() if delta.stage in bucket_of}
+            summed = (op.value for op in self._ops if isinstance(op, o.AllReduce))
+            buckets |= {value: None for value in summed if isinstance(value, Bucket)}
             alone = [delta for delta in self.deltas() if delta.stage not in bucket_of]
             self._updated_with = (*buckets, *alone)
         return self._updated_with

@@ -36,7 +36,8 @@ _COLLECTIVE = re.compile(rf"({'|'.join(get_args(CollectiveKind))}) of ({_N}) sli
 _BUCKETS = rf"(?:, buckets((?: {_N}:{_N})+))?"
 _MESH = re.compile(rf"[A-Za-z_]\w* {_N}(?:, *[A-Za-z_]\w* {_N})*")
 _GROUP = re.compile(rf"([^:/]+)(?:/({_N}))?(?::([a-z][a-z-]*))?")  # axis, root, algorithm
-_TRAINING = re.compile(rf"training step of ({_N}) stages?, ({_N}) micro-batch(?:es)?{_BUCKETS}")
+_SKIPPED = rf"(?: skipping((?: {_N})+))?"
+_TRAINING = re.compile(rf"training step of ({_N}) stages?, ({_N}) micro-batch(?:es)?{_SKIPPED}{_BUCKETS}")
 
 
 def to_text(program: Program) -> str:
@@ -84,8 +85,14 @@ def parse_goal(text: str) -> Goal:
         kind, slices, root = match.groups()
         return Collective(cast(CollectiveKind, kind), int(slices), None if root is None else int(root))
     if match := _TRAINING.fullmatch(text):
-        buckets = [tuple(map(int, word.split(":"))) for word in (match[3] or "").split()]
-        return TrainingStep(int(match[1]), int(match[2]), tuple((start, stop) for start, stop in buckets))
+        stages, microbatches, skipped, buckets = match.groups(default="")
+        bounds = [tuple(map(int, word.split(":"))) for word in buckets.split()]
+        return TrainingStep(
+            int(stages),
+            int(microbatches),
+            tuple((start, stop) for start, stop in bounds),
+            tuple(map(int, skipped.split())),
+        )
     raise ProgramError(
         f"{text!r} is no goal; it looks like `all-reduce of 4 slices` or `training step of 4 stages, 8 micro-batches`"
     )

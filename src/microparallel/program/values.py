@@ -129,6 +129,21 @@ _N = "[0-9]{1,9}"
 _NAME = re.compile("[A-Za-z][A-Za-z0-9._-]*")
 _VALUE = re.compile(rf"([AGRD])({_N})\.({_N})|C({_N})(?::({_N}))?|P({_N})|U({_N})")
 
+# The names that our own programs use: whoever does one of these says which by the constant, so that it is the same.
+BATCH = Named("batch")  # what comes into a pipeline: how many samples, of which shapes
+SAMPLES = Named("samples")  # how many all ranks have
+BUFFERS = Named("buffers")  # such as BatchNorm's running statistics
+WEIGHTS = Named("weights")  # which ranks take part, and how much the gradients of each count
+ORDER = Named("order")  # in which gradients came in the first backward
+SHARED = Named("shared")  # the gradients of parameters that several stages of one rank use
+LOSS = Named("loss")  # the mean over all samples
+NORM = Named("norm")  # of all gradients of a pipeline together
+
+
+def tied(index: int) -> Named:
+    """The gradients of parameter `index` of those that stages on different ranks share."""
+    return Named(f"tied{index}")
+
 
 def touch(one: Value, other: Value) -> bool:
     """Whether two names share memory: the same name, or chunks that overlap."""

@@ -101,13 +101,13 @@ def _straggler(measured: Measured) -> list[str]:
 
 
 def configuration_of(run: Run) -> dict[str, dict[str, str]]:
-    """Everything the run was told and found, as names and values, in groups."""
+    """Everything the run was told and found, as names and values, in groups with a caption each."""
     found = {key: value for key, value in run.summary.items() if key not in run.config}
-    groups = {"told": run.config, "found": found}
+    groups = {"What it was told": run.config, "What came of it": found}
     if run.trace is not None:
         error = run.trace.clock_error
         clocks = "the same for all ranks" if error == 0 else f"at most {time(error)} apart"
-        groups["trace"] = {"clocks": clocks, "events": len(run.trace.events), **run.trace.about}
+        groups["The trace"] = {"clocks": clocks, "events": len(run.trace.events), **run.trace.about}
     return {name: {key: _text(value) for key, value in group.items()} for name, group in groups.items() if group}
 
 

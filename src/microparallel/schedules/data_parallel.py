@@ -6,11 +6,16 @@ A layer is a stage here, and rank r's share of the batch is micro-batch r.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from microparallel.errors import UsageError
 from microparallel.program import (
     AUTO,
+    BUFFERS,
+    LOSS,
+    ORDER,
+    SAMPLES,
+    WEIGHTS,
     AllReduce,
     Backward,
     Broadcast,
@@ -18,7 +23,6 @@ from microparallel.program import (
     Forward,
     ForwardStages,
     Join,
-    Named,
     Op,
     OptimizerStep,
     Program,
@@ -73,68 +77,107 @@ def ddp_naive(layers: int, ranks: int, algorithm: str = AUTO) -> Program:
 def data_parallel_step(
     buckets: int,
     ranks: int,
-    microbatches: int = 1,
+    microbatches: int | Sequence[int] = 1,
     *,
     overlap: bool = True,
+    sums: bool = True,
     buffers: bool = False,
     weights: bool = False,
     order: bool = False,
     samples: bool = False,
     loss: bool = False,
+    joining: bool = False,
+    gone: Collection[int] = (),
 ) -> Program:
     """The step that `DataParallel` follows: stages are buckets of gradients, and backward is as many operations.
 
     ```
-    2 buckets, 2 micro-batches on each of 2 ranks: gradients are summed when those of the last have been added
-    rank 0: F0:2.0 B1.0 B0.0 F0:2.2 B1.2 *U0@dp B0.2 *U1@dp S
-    rank 1: F0:2.1 B1.1 B0.1 F0:2.3 B1.3 *U0@dp B0.3 *U1@dp S
+    2 buckets; rank 0 has 2 micro-batches, rank 1 has 1, rank 2 sits out: it has none, and takes part in the sums
+    rank 0: F0:2.0 B1.0 B0.0 F0:2.3 B1.3 *U0@dp B0.3 *U1@dp S
+    rank 1: F0:2.1                  B1.1 *U0@dp B0.1 *U1@dp S
+    rank 2:                              *U0@dp      *U1@dp S
     ```
 
-    Micro-batch j of rank r is j × ranks + r. What else the ranks share stands where it is shared:
+    Gradients are summed when those of a rank's last micro-batch have been added. Micro-batch j of rank r is
+    j × ranks + r. What else the ranks share stands where it is shared:
 
     ```
     rank 0: *:samples@dp = ^:buffers@dp/0 = F0:1.0 *:weights@dp = B0.0 *U0@dp ^:order@dp/0 *:loss@dp S
     ```
 
+    While ranks may run out of data (`joining`), buffers are copied after the sums, since a rank that is `gone` comes to
+    no forward. It answers the roll call, adds nothing, and leaves its weights alone. The first rank that is not gone
+    says the order, and has the buffers that count:
+
+    ```
+    rank 0:        *:weights@dp =      *U0@dp ^:order@dp/1 ^:buffers@dp/1
+    rank 1: F0:1.1 *:weights@dp = B0.1 *U0@dp ^:order@dp/1 ^:buffers@dp/1 S
+    ```
+
     Args:
         buckets: how many there are.
         ranks: how many replicas.
-        microbatches: of each rank.
+        microbatches: of each rank, or for each rank how many; one that has none sits out.
         overlap: whether backward goes on while a bucket travels; otherwise it waits for each.
-        buffers: whether rank 0's buffers are copied to all before the last forward.
+        sums: whether buckets are summed; a rank without others need not.
+        buffers: whether one rank's buffers are copied to all: rank 0's, before the last forward, unless `joining`.
         weights: whether the ranks first tell each other who is there, and how much each counts.
         order: whether they share the order in which gradients came, as after the first backward.
         samples: whether they count the samples of all.
         loss: whether they sum the loss.
+        joining: whether ranks may run out of data.
+        gone: the ranks that have.
     """
-    if min(buckets, ranks, microbatches) < 1:
-        raise UsageError(f"buckets={buckets}, ranks={ranks}, microbatches={microbatches}: at least 1 each is needed")
+    each = microbatches
+    if isinstance(each, int):
+        each = [0 if rank in gone else each for rank in range(ranks)]
+    _require_step(buckets, ranks, each, sums)
+    if not all(joining and 0 <= rank < ranks and not each[rank] for rank in gone):
+        raise UsageError(f"gone={sorted(gone)}: only while joining, and only ranks without micro-batches")
+    first = next(rank for rank in range(ranks) if rank not in gone)
+    mine = [[number * ranks + rank for number in range(count)] for rank, count in enumerate(each)]
 
     def operations(rank: int) -> Iterator[Op]:
         if samples:
-            yield from (AllReduce(Named("samples"), "dp"), Join())
-        for number in range(microbatches):
-            last = number == microbatches - 1
-            microbatch = number * ranks + rank
-            if last and buffers:
-                yield from (Broadcast(Named("buffers"), "dp", 0), Join())
+            yield from (AllReduce(SAMPLES, "dp"), Join())
+        for microbatch in mine[rank][:-1]:
             yield ForwardStages(0, buckets, microbatch)
-            if last and weights:
-                yield from (AllReduce(Named("weights"), "dp"), Join())
-            for bucket in range(buckets):
-                yield Backward(buckets - 1 - bucket, microbatch)
-                if last:
-                    yield AllReduce(Bucket(bucket), "dp")
-                    yield from () if overlap else (Join(),)
+            yield from (Backward(stage, microbatch) for stage in reversed(range(buckets)))
+        last = mine[rank][-1:]  # none, if the rank has no data
+        if buffers and not joining:
+            yield from (Broadcast(BUFFERS, "dp", 0), Join())
+        yield from (ForwardStages(0, buckets, microbatch) for microbatch in last)
+        if weights:
+            yield from (AllReduce(WEIGHTS, "dp"), Join())
+        for bucket in range(buckets):
+            yield from (Backward(buckets - 1 - bucket, microbatch) for microbatch in last)
+            if sums:
+                yield AllReduce(Bucket(bucket), "dp")
+                yield from () if overlap else (Join(),)
         if order:
-            yield Broadcast(Named("order"), "dp", 0)
+            yield Broadcast(ORDER, "dp", first)
+        if buffers and joining:
+            yield Broadcast(BUFFERS, "dp", first)
         if loss:
-            yield AllReduce(Named("loss"), "dp")
-        yield OptimizerStep()
+            yield AllReduce(LOSS, "dp")
+        if rank not in gone:
+            yield OptimizerStep()
 
-    ranges = tuple((buckets - 1 - bucket, buckets - bucket) for bucket in range(buckets))
-    goal = TrainingStep(buckets, ranks * microbatches, ranges)
+    ranges = tuple((buckets - 1 - bucket, buckets - bucket) for bucket in range(buckets)) if sums else ()
+    goal = TrainingStep.of(buckets, set(itertools.chain(*mine)), ranges)
     return Program("ddp", goal, tuple(tuple(operations(rank)) for rank in range(ranks)))
+
+
+def _require_step(buckets: int, ranks: int, each: Sequence[int], sums: bool) -> None:
+    """Refuse what is no step."""
+    if min(buckets, ranks) < 1:
+        raise UsageError(f"buckets={buckets}, ranks={ranks}: at least 1 each is needed")
+    if len(each) != ranks or min(each) < 0:
+        raise UsageError(f"microbatches={list(each)}: {ranks} ranks need as many numbers, from 0")
+    if not any(each):
+        raise UsageError(f"microbatches={list(each)}: at least 1 rank needs a micro-batch")
+    if not sums and ranks > 1:
+        raise UsageError(f"sums=False: {ranks} ranks with gradients of their own would drift apart")
 
 
 def _program(name: str, layers: int, ranks: int, ranges: Ranges, backward: Callable[[int], list[Op]]) -> Program:

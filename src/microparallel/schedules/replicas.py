@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from microparallel.errors import ProgramError
 from microparallel.program import (
     AUTO,
+    BATCH,
+    BUFFERS,
+    LOSS,
+    NORM,
+    SAMPLES,
+    SHARED,
     WORLD,
     Act,
     AllReduce,
@@ -20,7 +26,6 @@ from microparallel.program import (
     Free,
     Grad,
     Join,
-    Named,
     Op,
     Program,
     Recv,
@@ -29,11 +34,14 @@ from microparallel.program import (
     TrainingStep,
     Value,
     halves,
+    tied,
 )
 from microparallel.program.rules import Compute
 
+Fewer = Mapping[int, Program | None]  # by replica: the program of one that has fewer micro-batches; None: it has none
 
-def replicate(program: Program, replicas: int, algorithm: str = AUTO) -> Program:
+
+def replicate(program: Program, replicas: int, algorithm: str = AUTO, *, fewer: Fewer | None = None) -> Program:
     """Run a pipeline several times, on different micro-batches, and sum each stage's gradients over the replicas.
 
     ```
@@ -43,60 +51,107 @@ def replicate(program: Program, replicas: int, algorithm: str = AUTO) -> Program
     rank 2  F0.1 >A0.1@3 <G0.1@3 B0.1 *U0@dp
     rank 3  <A0.1@2 F1.1 B1.1 >G0.1@2 *U1@dp
     ```
+
+    A replica may have fewer micro-batches than others, and then runs another program; one that has none takes part in
+    the sums alone.
+
+    ```
+    with fewer={0: None}, the second pipeline's micro-batch keeps its number, and nobody has number 0
+    rank 0  *U0@dp
+    rank 1  *U1@dp
+    rank 2  F0.1 >A0.1@3 <G0.1@3 B0.1 *U0@dp
+    rank 3  <A0.1@2 F1.1 B1.1 >G0.1@2 *U1@dp
+    ```
     """
     goal = program.goal
     if not isinstance(goal, TrainingStep) or goal.buckets:
         raise ProgramError(f"program {program.name!r} is a {goal}; only a pipeline without replicas can be replicated")
+    each = [program if fewer is None else fewer.get(copy, program) for copy in range(replicas)]
     if replicas == 1:
-        return program
+        return each[0] or program
     ranks = [
-        tuple(
-            shifted(op, copy * goal.microbatches, copy * program.world_size) for op in with_reductions(ops, algorithm)
-        )
-        for copy in range(replicas)
-        for ops in program.ranks
+        tuple(shifted(op, copy * goal.microbatches, copy * program.world_size) for op in ops)
+        for copy, theirs in enumerate(each)
+        for ops in _summed(theirs, program, algorithm)
     ]
     buckets = tuple((stage, stage + 1) for stage in range(goal.stages))
-    whole = TrainingStep(goal.stages, goal.microbatches * replicas, buckets)
+    whole = TrainingStep.of(
+        goal.stages, {half.microbatch for ops in ranks for op in ops for half in halves(op)}, buckets
+    )
     mesh = (("dp", replicas), *(program.mesh or (("pp", program.world_size),)))
     return replace(program, name=f"{program.name} × {replicas}", goal=whole, ranks=tuple(ranks), mesh=mesh)
+
+
+def _summed(theirs: Program | None, usual: Program, algorithm: str) -> Iterator[Sequence[Op]]:
+    """For each rank of a replica, its operations with the all-reduces, which are the usual ones if it has no others."""
+    for ops in (theirs or usual).ranks:
+        summed = with_reductions(ops, algorithm)
+        yield summed if theirs else only_sums(summed)
+
+
+def only_sums(ops: Iterable[Op]) -> list[Op]:
+    """What is left to do for a rank that has no micro-batches: to take part in what others do with it together."""
+    return [op for op in ops if isinstance(op, AllReduce | Broadcast | Join)]
 
 
 def with_sums(
     program: Program,
     replicas: int = 1,
     *,
+    fewer: Fewer | None = None,
+    batch: int | None = None,
     shared: Collection[int] = (),
     ties: Sequence[Collection[int]] = (),
+    samples: bool = True,
+    norm: bool = False,
+    buffers: Collection[int] = (),
     algorithm: str = AUTO,
 ) -> Program:
     """The whole step of a pipeline, or of several side by side: with all that its ranks sum up.
 
     ```
     1f1b, 2 ranks, 1 micro-batch, twice, with an embedding that the first and the last stage share
-    rank 0  *:samples@dp = F0.0 >A0.0@1 <G0.0@1 B0.0 *U0@dp = *:tied0@pp *:loss@world
+    rank 0  ^:batch@pp/0 = *:samples@dp = F0.0 >A0.0@1 <G0.0@1 B0.0 *U0@dp = *:tied0@pp *:loss@world
     ```
 
-    Replicas count their samples first, since each one's gradients count for its share. In the end, when every gradient
-    has been added up over the replicas, copies of a parameter on different ranks get their sum, and all learn the loss.
+    The rank that has the batch says what it looks like. Replicas count their samples, since each one's gradients count
+    for its share. In the end, when every gradient has been added up over the replicas, copies of a parameter on
+    different ranks get their sum, and all learn the loss.
+    A caller may go on with the norm of all gradients, to clip them, and give all replicas the buffers of the first:
+
+    ```
+    rank 0  … *:loss@world *:norm@pp ^:buffers@dp/0
+    ```
 
     Args:
         program: of one pipeline.
         replicas: how many there are.
+        fewer: the program of each replica that has fewer micro-batches; None for one that has none.
+        batch: the rank of a pipeline that tells the others what batch comes, if one does.
         shared: the ranks of a pipeline several of whose stages use the same parameter: that is summed last.
         ties: for each parameter that stages on different ranks share, those ranks of a pipeline.
+        samples: whether replicas count their samples.
+        norm: whether the ranks of a pipeline learn the norm of its gradients.
+        buffers: the ranks of a pipeline that have buffers, if these are copied to all replicas.
         algorithm: of the buckets' all-reduces.
     """
-    whole = replicate(program, replicas, algorithm)
+    whole = replicate(program, replicas, algorithm, fewer=fewer)
     orders: list[tuple[Op, ...]] = []
     for rank, ops in enumerate(whole.ranks):
         place = rank % program.world_size
-        before: list[Op] = [AllReduce(Named("samples"), "dp"), Join()] if replicas > 1 else []
+        before: list[Op] = []
+        if batch is not None:
+            before += [Broadcast(BATCH, "pp", rank - place + batch), Join()]
+        if replicas > 1 and samples:
+            before += [AllReduce(SAMPLES, "dp"), Join()]
         after: list[Op] = [Join()]
         if replicas > 1 and place in shared:
-            after += [AllReduce(Named("shared"), "dp"), Join()]
-        after += [AllReduce(Named(f"tied{index}"), "pp") for index, ranks in enumerate(ties) if place in ranks]
-        orders.append((*before, *ops, *after, AllReduce(Named("loss"), WORLD)))
+            after += [AllReduce(SHARED, "dp"), Join()]
+        after += [AllReduce(tied(index), "pp") for index, ranks in enumerate(ties) if place in ranks]
+        after += [AllReduce(LOSS, WORLD)]
+        after += [AllReduce(NORM, "pp")] if norm else []
+        after += [Broadcast(BUFFERS, "dp", place)] if replicas > 1 and place in buffers else []
+        orders.append((*before, *ops, *after))
     mesh = whole.mesh or (("pp", program.world_size),)
     return replace(whole, ranks=tuple(orders), mesh=mesh)
 

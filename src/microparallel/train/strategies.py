@@ -20,7 +20,8 @@ from microparallel.data_parallel import (
     naive_data_parallel_step,
     register_ddp_hooks,
 )
-from microparallel.data_parallel.shortcuts import LOSS, MicroBatch
+from microparallel.data_parallel.shortcuts import MicroBatch
+from microparallel.program import LOSS, AllReduce
 from microparallel.train.data import chosen_samples, first_samples
 
 # (this rank's inputs, this rank's targets, samples of all ranks together) → the mean loss of the whole batch
@@ -72,7 +73,7 @@ def averaging(model: nn.Module, comms: Comms, loss_fn: LossFunction | None, micr
         mine = len(targets)
         loss = accumulate(model, cut(inputs, targets, micro_batches), loss_fn, samples=mine)
         # Only to be told: nobody's training waits for this number.
-        return comms.all_reduce(loss * (mine / samples), operation=LOSS)
+        return comms.all_reduce(loss * (mine / samples), operation=AllReduce(LOSS, "dp"))
 
     return step
 

@@ -59,7 +59,7 @@ def check_training_step(program: Program, goal: TrainingStep) -> None:
     _check_needs(program, goal)
     done: Accounts = {kind: _account(program, kind) for kind in (Forward, Backward, BackwardInput, BackwardWeight)}
     for stage in range(goal.stages):
-        for microbatch in range(goal.microbatches):
+        for microbatch in goal.numbers():
             _check_once(done, stage, microbatch)
     _check_replicas(program, goal, done[Forward])
     _check_groups(program)
@@ -69,7 +69,7 @@ def check_training_step(program: Program, goal: TrainingStep) -> None:
 def _not_allowed(op: Op, goal: TrainingStep) -> str:
     """Why an operation has no place in this training step; nothing if it has."""
     for half in halves(op):
-        if half.stage >= goal.stages or half.microbatch >= goal.microbatches:
+        if half.stage >= goal.stages or not goal.has(half.microbatch):
             return f"and the goal is a {goal}, counted from 0"
     if isinstance(op, Add) or (isinstance(op, Recv) and op.reduce):
         return "and a training step adds only by all-reduce"
@@ -190,9 +190,9 @@ def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> 
 def _check_members(
     bucket: Bucket, bounds: tuple[int, int], reduced: list[set[Value]], stages_of: list[list[int]]
 ) -> None:
-    """Ranks that sum a bucket must mean the same stages by it."""
+    """Ranks that sum a bucket must mean the same stages by it; one that computes nothing has nothing to add to it."""
     start, stop = bounds
-    members = [rank for rank, values in enumerate(reduced) if bucket in values]
+    members = [rank for rank, values in enumerate(reduced) if bucket in values and stages_of[rank]]
     meant = {rank: [stage for stage in stages_of[rank] if start <= stage < stop] for rank in members}
     for rank, theirs in meant.items():
         if theirs != meant[members[0]]:

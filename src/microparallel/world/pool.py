@@ -22,7 +22,7 @@ from microparallel.topology import MOST_RANKS_PER_CORE, Placement, available_cor
 from microparallel.world.child import AllDone, Finished, Job, Raised
 from microparallel.world.connect import DEFAULT_TIMEOUT, require_possible
 from microparallel.world.flights import Flights
-from microparallel.world.nursery import Nursery
+from microparallel.world.fork_server import ForkServer
 from microparallel.world.rank_process import RankProcess
 
 _GRACE_FOR_FIRST_CAUSE = 1.5
@@ -34,7 +34,7 @@ class Pool:
     """Ranks that stay warm between functions, since starting a process costs seconds.
 
     Every `run` makes a new world of as many ranks as it asks for. After a failure the processes are replaced. With a
-    `Nursery` (microparallel.world.nursery) they are forked from a process that has imported torch already.
+    `ForkServer` (microparallel.world.fork_server) they are forked from a process that has imported torch already.
 
     Example:
         ```python
@@ -44,8 +44,8 @@ class Pool:
         ```
     """
 
-    def __init__(self, nursery: Nursery | None = None) -> None:
-        self._nursery = nursery
+    def __init__(self, fork_server: ForkServer | None = None) -> None:
+        self._fork_server = fork_server
         self._store, self._port = _open_store()
         self._processes: list[RankProcess] = []
         self._lifeline_read, self._lifeline_write = os.pipe()
@@ -118,7 +118,7 @@ class Pool:
         if not all(process.alive for process in self._processes):
             self._end_processes()
         while len(self._processes) < ranks:
-            self._processes.append(RankProcess(self._lifeline_read, ranks, self._nursery))
+            self._processes.append(RankProcess(self._lifeline_read, ranks, self._fork_server))
 
     def _end_processes(self) -> None:
         # A second Ctrl-C must not stop this half-way and leave processes behind.

@@ -16,20 +16,20 @@ from typing import Any
 from microparallel.flight.processes import state_of
 from microparallel.topology import DO_NOT_SPIN, threads_per_rank
 from microparallel.world import whereabouts
-from microparallel.world.nursery import Nursery
+from microparallel.world.fork_server import ForkServer
 
 
 class RankProcess:
     """A fresh Python process that runs jobs, in a process group of its own so that it ends with all it has started."""
 
-    def __init__(self, lifeline_fd: int, ranks: int, nursery: Nursery | None = None) -> None:
+    def __init__(self, lifeline_fd: int, ranks: int, fork_server: ForkServer | None = None) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         self._answers = tempfile.TemporaryFile()  # noqa: SIM115  (closed by kill)
         fds = (theirs.fileno(), lifeline_fd, self._answers.fileno())
         # The child finds modules where its parent found them.
         path = [str(Path(folder).absolute()) for folder in sys.path]
         program = f"import sys; sys.path[:] = {path!r}; from microparallel.world.child import main; main{fds}"
-        start: Any = subprocess.Popen if nursery is None else nursery.fork
+        start: Any = subprocess.Popen if fork_server is None else fork_server.fork
         try:
             self._process = start(
                 [sys.executable, "-u", "-c", program],

@@ -1,27 +1,29 @@
 """Ranks that are forked from a process which has imported torch already."""
 
 import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import microparallel as mp
-from microparallel.world.nursery import Nursery, can_fork
+from microparallel.world.fork_server import ForkServer, can_fork
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="ranks cannot be forked here")
 
 
 @pytest.fixture(scope="module")
-def nursery():
-    with Nursery(["microparallel.world.connect"]) as nursery:
-        yield nursery
+def fork_server():
+    with ForkServer(["microparallel.world.connect"]) as fork_server:
+        yield fork_server
 
 
 def who(comms):
     return comms.rank, os.getpid(), os.getppid()
 
 
-def test_ranks_are_children_that_stay_and_can_be_replaced(nursery):
-    with mp.Pool(nursery) as pool:
+def test_ranks_are_children_that_stay_and_can_be_replaced(fork_server):
+    with mp.Pool(fork_server) as pool:
         first = pool.run(who, 2, device="cpu")
         assert [rank for rank, _, _ in first] == [0, 1]
         assert {parent for _, _, parent in first} == {os.getpid()}
@@ -29,6 +31,26 @@ def test_ranks_are_children_that_stay_and_can_be_replaced(nursery):
         pool.replace_ranks()
         second = pool.run(who, 2, device="cpu")
     assert not {pid for _, pid, _ in first} & {pid for _, pid, _ in second}
+
+
+def test_several_threads_may_start_ranks_at_once(fork_server):
+    def run(_):
+        with mp.Pool(fork_server) as pool:
+            return [rank for rank, _, _ in pool.run(who, 2, device="cpu")]
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(run, range(4))) == [[0, 1]] * 4
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_that_was_killed_is_named_with_its_signal(fork_server, number):
+    def die(comms):
+        if comms.rank == 1:
+            os.kill(os.getpid(), number)
+        comms.barrier()
+
+    with mp.Pool(fork_server) as pool, pytest.raises(mp.RankFailed, match=f"rank 1 was killed by {number.name}"):
+        pool.run(die, 2, device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -48,16 +70,16 @@ def test_ranks_are_children_that_stay_and_can_be_replaced(nursery):
         ),
     ],
 )
-def test_a_fork_ends_as_any_interpreter_does(nursery, tmp_path, program, code, printed):
+def test_a_fork_ends_as_any_interpreter_does(fork_server, tmp_path, program, code, printed):
     file = tmp_path / "printed"
     into_file = f"import os; [os.dup2(os.open({str(file)!r}, os.O_CREAT | os.O_WRONLY), place) for place in (1, 2)]\n"
-    assert nursery.fork([into_file + program], pass_fds=[], env=dict(os.environ)).wait(20) == code
+    assert fork_server.fork([into_file + program], pass_fds=[], env=dict(os.environ)).wait(20) == code
     assert file.read_text().endswith(printed)
     assert printed or not file.read_text()
 
 
-def test_a_nursery_that_has_ended_says_so():
-    nursery = Nursery([])
-    nursery.close()
-    with mp.Pool(nursery) as pool, pytest.raises(mp.LaunchError, match="has ended"):
+def test_a_fork_server_that_has_ended_says_so():
+    fork_server = ForkServer([])
+    fork_server.close()
+    with mp.Pool(fork_server) as pool, pytest.raises(mp.LaunchError, match="has ended"):
         pool.run(who, 1, device="cpu")

@@ -1,0 +1,255 @@
+"""A process that has imported torch already and forks ranks, which start in a moment where others need seconds.
+
+    parent ──── "start" ────▶ fork server
+       │                         │ fork
+       │                     in between   ends at once, so that its child goes to the next ancestor who takes orphans
+       │                         │ fork
+       └──── adopts ────────▶ the rank    a child of the parent, who can wait for it as for any other
+
+The parent asks with one message: a program as `python -c` takes it, the variables of the rank's environment and its
+folder, together with its output, its errors and the files it shares with its parent. What it costs: Linux only, and no
+CUDA, whose driver does not survive a fork. Whoever checks the same small thing again and again uses it: the exercises
+of the course, and the tests of this library.
+
+The fork server of `multiprocessing` is as quick, but its forks import the script that started them once more, which
+runs a script without a main guard again, and a process has only one of it, which cannot be closed and has imported what
+its first user asked for. Its forks are its own children, too: the number of a rank that died is free at once, and may
+be another process's by the time the pool ends what that rank had started.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+from microparallel.errors import LaunchError
+
+# What every rank needs, and what a process's first optimizer imports, which takes as long again.
+NEEDED = ("microparallel.world.connect", "microparallel.models", "microparallel.torch_private:load_for_optimizers")
+_TAKE_ORPHANS, _DOES_IT_TAKE_ORPHANS = 36, 37  # PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER
+# Held by the thread that asks a fork server: answers come in the order of questions, and taking orphans is a property
+# of the whole process.
+_asking = threading.Lock()
+
+
+def can_fork() -> bool:
+    """Whether ranks may be forked here."""
+    import torch
+
+    return sys.platform == "linux" and not torch.cuda.is_available()
+
+
+# ── the parent's side ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ForkServer:
+    """Starts ranks by forking a process that has imported `modules`; one may name a function of it to call, too.
+
+    Several threads of the parent may use it at once.
+    """
+
+    def __init__(self, modules: Sequence[str] = NEEDED) -> None:
+        self._process: subprocess.Popen[bytes] | Fork
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = [str(Path(folder).absolute()) for folder in sys.path]
+        imports = "import socket; from microparallel.world.fork_server import serve"
+        program = f"{imports}; serve(socket.socket(fileno={theirs.fileno()}), {list(modules)})"
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-c", program],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            # no threads: they would not survive a fork
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
+            process_group=0,
+        )
+        theirs.close()
+
+    @classmethod
+    def of_process(cls, talks: socket.socket, process: Fork) -> ForkServer:
+        """One that is there already: a process that runs `serve` at the other end of a socket."""
+        server = cls.__new__(cls)
+        server._socket, server._process = talks, process
+        return server
+
+    def fork(self, command: Sequence[str], *, pass_fds: Sequence[int], env: dict[str, str], **_: object) -> Fork:
+        """What `subprocess.Popen` does for a rank, without a new interpreter."""
+        files = [1, 2, *pass_fds]
+        request = {"program": command[-1], "places": files, "environment": env, "folder": str(Path.cwd())}
+        with _asking, _adopting_orphans():
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], files)
+                pid = self._socket.recv(100)
+            except OSError:
+                pid = b""
+            if not pid:
+                raise LaunchError("the process that ranks are forked from has ended; its error stands above")
+            self._socket.recv(100)  # the process in between has ended, so the rank is a child of this process
+        return Fork(int(pid))
+
+    @property
+    def pid(self) -> int:
+        """The process that forks."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """Let the process that forks end."""
+        self._socket.close()
+        self._process.wait()
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Fork:
+    """A process that was forked for us: as much of `subprocess.Popen` as it takes to watch over a rank."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """How it ended; None while it runs."""
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float = float("inf")) -> int:
+        """Wait until it has ended."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(0.002)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+@contextlib.contextmanager
+def _adopting_orphans() -> Iterator[None]:
+    """Be the parent of what a descendant leaves behind when it ends; afterwards as before."""
+    before = _takes_orphans()
+    take_orphans(True)
+    try:
+        yield
+    finally:
+        take_orphans(before)
+
+
+def take_orphans(wanted: bool) -> None:
+    """Say whether this process becomes the parent of what its descendants leave behind."""
+    ctypes.CDLL(None).prctl(_TAKE_ORPHANS, int(wanted), 0, 0, 0)
+
+
+def _takes_orphans() -> bool:
+    answer = ctypes.c_int()
+    ctypes.CDLL(None).prctl(_DOES_IT_TAKE_ORPHANS, ctypes.byref(answer), 0, 0, 0)
+    return bool(answer.value)
+
+
+# ── in the process that forks, and in the ranks ─────────────────────────────────────────────────────────────────────
+
+
+def serve(parent: socket.socket, modules: Sequence[str]) -> None:
+    """Import what ranks will need, and fork one for every message until the parent hangs up."""
+    for module in modules:
+        name, _, function = module.partition(":")
+        imported = importlib.import_module(name)
+        if function:
+            getattr(imported, function)()
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    if threads != 1:
+        sys.exit(f"only a process with a single thread may be forked, and after importing {modules} this has {threads}")
+    gc.freeze()  # so that ranks do not copy what they share with this process by merely looking at it
+    program = _wait_for_work(parent)
+    if program is not None:
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        run_and_end(lambda: exec(program, sys.modules["__main__"].__dict__))
+
+
+def run_and_end(function: Callable[[], Any]) -> NoReturn:
+    """Run a function as all that a process does, and end the process without taking its interpreter apart.
+
+    A fork shares its memory with its parent as long as it does not write there. An interpreter that ends frees every
+    object of every module, torch's among them, and so copies all of that memory: 0.3 s for a rank that did nothing.
+    """
+    code = 0
+    try:
+        function()
+    except SystemExit as ended:
+        if ended.code is not None:
+            code = ended.code if isinstance(ended.code, int) else 1
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def _wait_for_work(parent: socket.socket) -> str | None:
+    """Fork for every message that comes. Returns in a rank, with its program, and when the parent has ended."""
+    with contextlib.suppress(ConnectionError):  # the parent has ended, with or without having read the last answer
+        while True:
+            message, files, _, _ = socket.recv_fds(parent, 2**20, 8)
+            if not message:
+                break
+            if os.fork() == 0:
+                rank = os.fork()
+                if rank == 0:
+                    parent.close()
+                    return _prepare(files, **json.loads(message))
+                try:
+                    os.setpgid(rank, rank)
+                    parent.send(str(rank).encode())
+                finally:
+                    os._exit(0)
+            for file in files:
+                os.close(file)
+            os.wait()
+            parent.send(b"it is yours")
+    return None
+
+
+def _prepare(files: list[int], program: str, places: list[int], environment: dict[str, str], folder: str) -> str:
+    """Make this process what a fresh one would have been: its folder, its environment, its files in their places."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    above = max(*places, *files) + 1  # a place may be taken by a file that has yet to be moved
+    for offset, file in enumerate(files):
+        os.dup2(file, above + offset)
+        os.close(file)
+    for offset, place in enumerate(places):
+        os.dup2(above + offset, place)
+        os.close(above + offset)
+    sys.argv = ["-c"]
+    return program
