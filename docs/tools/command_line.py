@@ -58,7 +58,7 @@ def _flags(parameter: Any) -> str:
 
 
 def _kind(parameter: Any) -> str:
-    return parameter.metavar or {int: "NUMBER", float: "NUMBER"}.get(parameter.bare_type(), "VALUE")
+    return parameter.metavar or {"int": "NUMBER", "float": "NUMBER"}.get(parameter.bare_type(), "VALUE")
 
 
 def _meaning(parameter: Any) -> str:
