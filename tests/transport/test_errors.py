@@ -2,13 +2,16 @@
 
 import ast
 import contextlib
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import microparallel as mp
 from microparallel.transport import in_process_transports, nccl_rules_transports
+from microparallel.transport.torch_distributed import TRANSLATED, translate
 
 SOURCE = Path(mp.__file__).parent
 
@@ -41,6 +44,20 @@ def is_left_alone(comms):
 
 def test_a_peer_that_is_gone(any_pool):
     assert any_pool.run(is_left_alone, 2, timeout=30)[1] == ((0,), True, "rank 0 went away")
+
+
+def test_what_torch_raises_in_a_store():
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    with pytest.raises(mp.AddressInUse), TRANSLATED:
+        dist.TCPStore("127.0.0.1", store.port, 1, is_master=True)
+    with pytest.raises(mp.TransportTimeout), TRANSLATED:
+        store.wait(["nobody sets this"], timedelta(seconds=0.01))
+
+
+def test_only_a_socket_of_the_store_has_an_address_that_may_be_in_use():
+    said = "Address already in use"
+    assert type(translate(dist.DistNetworkError(said))) is mp.AddressInUse
+    assert type(translate(dist.DistBackendError(f"NCCL error: {said}"))) is mp.TransportError
 
 
 @pytest.mark.parametrize("make_transports", [in_process_transports, nccl_rules_transports])
