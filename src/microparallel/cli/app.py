@@ -49,6 +49,12 @@ class Verbs(TyperGroup):
         super().__init__(**settings)
         self.commands = {verb: TyperCommand(verb, help=line) for verb, line in VERBS.items()}
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Print the help: typer's own way to do so imports a lot."""
+        from microparallel.cli import front_page
+
+        front_page.show(self, ctx)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that the arguments name."""
         if args[0] in VERBS:
