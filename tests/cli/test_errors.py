@@ -55,6 +55,10 @@ def refused(result):
         ),
         (["train", "--data", "own:real", "--model", "own:one", "--quiet"], ["(32,)", "(32, 1)", "unsqueeze"]),
         (["train", "--loss", "mse", "--quiet"], ["(64,)", "(64, 10)"]),
+        (
+            ["train", "--ranks", "2", "--strategy", "torch-ddp", "--slow-link", "0-1=5ms"],
+            ["--slow-link 0-1=5ms", "--strategy torch-ddp", "try --strategy ddp"],
+        ),
         (["compare", "--ranks", "1"], ["--ranks 1", "--ranks 2"]),
         (["doctor", "--ranks", "3"], ["--ranks 3", "--selftest"]),
     ],

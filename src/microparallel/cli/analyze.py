@@ -103,11 +103,7 @@ def analyze(
     The verdict comes from the simulator: the recorded step is simulated without communication, without its slowest
     rank's delay, with other buckets and so on, and what it gains is what that costs.
     """
-    given = {
-        name: value
-        for name, value in locals().items()
-        if name in TrainConfig.__dataclass_fields__ and name != "steps" and value is not None
-    }
+    given = {name: value for name, value in options.settings(locals()).items() if name != "steps"}
     if run is not None:
         _require_nothing_else(run, given, {"--steps": steps, "--scaling": scaling, "--plot": plot}, barriers)
         analysis = _recorded(run)

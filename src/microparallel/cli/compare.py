@@ -115,7 +115,7 @@ def compare(
     accumulated over several batches, and parameters averaged instead of gradients. These learn different things; what
     each does to the loss and to the bytes sent is shown.
     """
-    given = {name: value for name, value in locals().items() if name in TrainConfig.__dataclass_fields__}
+    given = options.settings(locals())
     given["trace"] = True if trace is not None else None
     in_file = read_config(config) if config else {}
     defaults = _DEFAULTS | _defaults_of_shortcuts(in_file | given) if shortcuts else _DEFAULTS

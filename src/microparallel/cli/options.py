@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from microparallel.schedules import PIPELINES
-from microparallel.train.config import DEFAULTS
+from microparallel.train.config import DEFAULTS, TrainConfig
 
 _SUBJECT, _STEPS, _WORLD, _ON_PURPOSE = "What to train", "How to train", "Where to train", "Slow on purpose"
 
@@ -165,15 +166,20 @@ TransportName = Annotated[
 ]
 
 SlowRank = Annotated[
-    str | None,
-    typer.Option(metavar="R=Nx", help="Let a rank compute N times slower: 1=3x.", rich_help_panel=_ON_PURPOSE),
+    list[str] | None,
+    typer.Option(
+        metavar="R=Nx",
+        help="Let a rank compute N times slower: 1=3x. Can be given several times.",
+        rich_help_panel=_ON_PURPOSE,
+    ),
 ]
 SlowLink = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         metavar="A-B=…",
         help="Slow everything down that goes between two ranks, messages and collectives, and nothing else: "
-        "0-1=5ms,100Mbit.",
+        "0-1=5ms,100Mbit. First what each message takes, in us, ms or s; then what goes through in a second, in bit or "
+        "B with K, M or G before it (thousands). Either may be left out. Can be given several times.",
         rich_help_panel=_ON_PURPOSE,
     ),
 ]
@@ -183,6 +189,15 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", metavar="FILE", help="A TOML file with these settings; flags win over it.")
 ]
+
+
+def settings(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that were given and are settings of a training; what was given several times has blanks between."""
+    return {
+        name: " ".join(value) if isinstance(value, list) else value
+        for name, value in flags.items()
+        if name in TrainConfig.__dataclass_fields__ and value is not None and value != []
+    }
 
 
 def examples(*lines: tuple[str, str]) -> str:

@@ -95,8 +95,7 @@ def train(
     The global batch is split between the ranks, so any number of ranks computes the same thing, but for
     --average-every. Each run keeps its configuration, metrics, checkpoints and summary in a folder.
     """
-    given = {name: value for name, value in locals().items() if name in TrainConfig.__dataclass_fields__}
-    chosen = _choose(given, config, resume)
+    chosen = _choose(options.settings(locals()), config, resume)
     summary = _run(chosen, resume, quiet)
     if summary is None:  # another rank of torchrun's world speaks
         return 0
@@ -106,7 +105,6 @@ def train(
 
 def _choose(given: dict[str, Any], file: Path | None, resume: Path | None) -> TrainConfig:
     """Put the flags over the configuration file's values, or over those of the run that goes on."""
-    given = {name: value for name, value in given.items() if value is not None}
     if resume is None:
         values = merge(read_config(file) if file is not None else {}, given)
     else:

@@ -93,8 +93,8 @@ class TrainConfig:
     dtype: str = "float32"
     device: str = "auto"
     transport: str = "auto"
-    slow_rank: str | None = None  # 2=3x: rank 2 computes three times slower; several have spaces between them
-    slow_link: str | None = None  # 0-1=5ms,100Mbit: every message between them takes that long
+    slow_rank: str | None = None  # 2=3x: rank 2 computes three times slower; several have blanks between them
+    slow_link: str | None = None  # 0-1=5ms,100Mbit: every message between them takes that long; several as well
     validate_every: int | None = None  # steps; None: once an epoch and at the end
     save_every: int | None = None  # steps; None: only at the end
     keep: int = 3  # checkpoints
@@ -253,6 +253,11 @@ def _check_together(config: TrainConfig) -> None:
         raise ConfigError(f"--strategy single is for one rank, and --ranks is {config.world_size}; try --strategy ddp")
     parse_slow_ranks((config.slow_rank or "").split(), config.world_size)
     parse_slow_links((config.slow_link or "").split(), config.world_size)
+    if config.slow_link is not None and config.strategy == "torch-ddp":
+        raise ConfigError(
+            f"--slow-link {config.slow_link} does not reach --strategy torch-ddp, whose messages are torch's own; "
+            "try --strategy ddp"
+        )
     _check_averaging(config)
     if config.is_pipeline:
         _check_pipeline(config, used["batch"])
