@@ -20,6 +20,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -199,7 +200,8 @@ def main() -> None:
     program = mp.schedules.build(options.schedule, options.ranks, options.microbatches)
     foreseen = foresee(program) and not options.fix
     print(f"\nnow it runs, with sends that {'only start' if options.fix else 'wait for their receiver'} …", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, MICROPARALLEL_FLIGHT_DIR=folder):
+        # What ranks were doing when they died is kept for `microparallel why`; here it goes with the board.
         path = Path(folder) / "board"
         path.write_bytes(bytes(16 * options.ranks))
         board = Board(path, options.ranks)
