@@ -72,6 +72,13 @@ app = typer.Typer(
     epilog="Start with `microparallel train --ranks 4`; every verb has `--help` with examples.",
 )
 
+_REFUSALS = {  # what typer's validator calls a refusal → in our words
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "int_parsing": "a whole number is needed",
+    "int_from_float": "a whole number is needed",
+    "float_parsing": "a number is needed",
+}
 _LISTS = ("NAMES", "SIZES")  # how the help calls values with commas between them
 
 
@@ -114,12 +121,21 @@ def main() -> NoReturn:
 
 def _wrong_call(error: Any) -> int:
     """Show what typer found wrong with the flags in one line, with the value it was given."""
-    message = error.format_message()
+    message = _about_value(error) or error.format_message()
     for name in getattr(getattr(error, "param", None), "opts", ()):
         if name in sys.argv[:-1] and "Invalid value" in message:
             message = message.replace("Invalid value for", f"{sys.argv[sys.argv.index(name) + 1]!r} is no value for")
     hint = _with_commas(error) or "see --help"
     return _fail(f"{message.strip().rstrip('.')}; {hint}", error.exit_code) if message.strip() else error.exit_code
+
+
+def _about_value(error: Any) -> str:
+    """Which value a flag cannot have, and why; nothing where the validator beneath typer has not been asked."""
+    found = getattr(error.__cause__, "errors", list)()
+    if not found or found[0]["type"] not in _REFUSALS:
+        return ""
+    reason = _REFUSALS[found[0]["type"]].format(**found[0].get("ctx", {}))
+    return f"{error.param.opts[0]} {found[0]['input']}: {reason}"
 
 
 def _with_commas(error: Any) -> str:
