@@ -131,7 +131,7 @@ def _wrong_call(error: Any) -> int:
 
 def _about_value(error: Any) -> str:
     """Which value a flag cannot have, and why; nothing where the validator beneath typer has not been asked."""
-    found = getattr(error.__cause__, "errors", list)()
+    found: list[Any] = getattr(error.__cause__, "errors", list)()
     if not found or found[0]["type"] not in _REFUSALS:
         return ""
     reason = _REFUSALS[found[0]["type"]].format(**found[0].get("ctx", {}))
