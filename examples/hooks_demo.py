@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 import microparallel as mp
+from microparallel.reader import ends_with_its_reader
 
 
 def show(comms: mp.Comms, options: argparse.Namespace) -> dict[str, mp.Trace]:
@@ -40,6 +41,7 @@ def show(comms: mp.Comms, options: argparse.Namespace) -> dict[str, mp.Trace]:
     return traces
 
 
+@ends_with_its_reader()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=256, help="of each layer (default 256)")

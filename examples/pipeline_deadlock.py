@@ -20,12 +20,14 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import microparallel as mp
 from microparallel.program import Act, Backward, Forward, Free, Grad, Op, Program, Recv, Send, Wait
+from microparallel.reader import ends_with_its_reader
 from microparallel.verifier.order import find_circle
 
 SHAPE = (4, 16)  # of what crosses from stage to stage: samples, width
@@ -185,6 +187,7 @@ def foresee(program: Program) -> bool:
     return False
 
 
+@ends_with_its_reader()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fix", action="store_true", help="send without waiting, and keep the requests")
@@ -199,7 +202,8 @@ def main() -> None:
     program = mp.schedules.build(options.schedule, options.ranks, options.microbatches)
     foreseen = foresee(program) and not options.fix
     print(f"\nnow it runs, with sends that {'only start' if options.fix else 'wait for their receiver'} …", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, MICROPARALLEL_FLIGHT_DIR=folder):
+        # What ranks were doing when they died is kept for `microparallel why`; here it goes with the board.
         path = Path(folder) / "board"
         path.write_bytes(bytes(16 * options.ranks))
         board = Board(path, options.ranks)

@@ -31,6 +31,7 @@ import microparallel as mp
 from microparallel.performance.gpu_meter import GpuMeter
 from microparallel.performance.utilisation import shares, utilisation_table
 from microparallel.program import Lane, lane
+from microparallel.reader import ends_with_its_reader
 from microparallel.topology import available_cores
 
 SCHEDULES = ["naive", "gpipe", "1f1b"]
@@ -143,6 +144,7 @@ def show(trace: mp.Trace, percent: float | None, problem: str | None) -> None:
     print()
 
 
+@ends_with_its_reader()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="stages, one on each rank (default 4)")

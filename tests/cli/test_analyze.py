@@ -11,7 +11,7 @@ from rich.console import Console
 from tests.spans import recorded, span
 
 from microparallel.cli import analyze, analyze_table
-from microparallel.performance.step_timing import Phases
+from microparallel.performance.step_timing import Phases, median_of, time_steps
 
 SMALL = ("--dim", "8", "--depth", "2", "--batch", "8", "--steps", "3", "--device", "cpu", "--transport", "gloo")
 
@@ -42,6 +42,22 @@ def test_parts_estimate_scaling_and_verdict_of_a_run_of_its_own(microparallel, t
         assert word in result.stdout, word
     assert "measuring" in result.stderr  # progress, as lines where there is no terminal
     assert (tmp_path / "scaling.svg").read_text().startswith("<svg")
+
+
+def test_the_shares_add_up_and_are_said_once(microparallel, tmp_path):
+    """What is measured is a share of the step, and what is simulated says so: two different numbers for waiting."""
+    straggling = two_ranks(straggler=2.0)
+    straggling.save(tmp_path / "run")
+    result = microparallel("analyze", "run")
+    [row] = [line for line in result.stdout.splitlines() if line.startswith("mean ")]
+    shares = [float(word.rstrip("%")) for word in row.split()[1:]]
+    assert len(shares) == 6 and sum(shares) == pytest.approx(100)
+    timing = median_of(time_steps(straggling, 64)[1:])
+    assert shares[3] == pytest.approx(100 * timing.waiting / timing.total, abs=0.1)
+    words = " ".join(result.stdout.split())
+    assert f"{shares[2]:.1f}% of a rank's step is exposed communication and {shares[3]:.1f}% waiting" in words
+    assert "simulated with rank 1 as fast as the others, the step is" in words
+    assert "each simulated by itself, in samples a second: " in words
 
 
 def test_json_has_every_number_and_the_parts_add_up(microparallel):

@@ -6,7 +6,7 @@ import sys
 import pytest
 import typer
 
-from microparallel.cli.app import VERBS, app, load
+from microparallel.cli.app import VERBS, Verbs, app, load
 
 HELPS = [
     [],
@@ -55,8 +55,18 @@ def test_a_verb_is_imported_only_when_it_is_called(arguments):
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
     imported = result.stderr.split()
     ours = {name for name in imported if name.startswith("microparallel.") and "topology" not in name}
-    assert ours == {"microparallel.cli", "microparallel.cli.app", "microparallel.errors"}
-    assert not {"torch", "numpy"} & set(imported)
+    page = {"microparallel.cli.front_page"} if arguments == ["--help"] else set()
+    assert ours == {"microparallel.cli", "microparallel.cli.app", "microparallel.errors", "microparallel.reader"} | page
+    assert not {"torch", "numpy", "typer.rich_utils", "rich.markdown", "rich.traceback"} & set(imported)
+
+
+@pytest.mark.parametrize("width", ["60", "80", "200"])
+def test_the_first_page_looks_as_typer_would_show_it(microparallel, monkeypatch, capfd, width):
+    ours = microparallel("--help", COLUMNS=width).stdout
+    group = typer.main.get_group(app)
+    monkeypatch.delattr(Verbs, "format_help")
+    typer.echo(group.get_help(group.make_context("microparallel", [], resilient_parsing=True)))
+    assert ours == capfd.readouterr().out
 
 
 @pytest.mark.parametrize("verb", VERBS)

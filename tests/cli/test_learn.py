@@ -37,6 +37,17 @@ def test_init_says_where_to_begin_and_never_overwrites(microparallel, tmp_path):
     assert (tmp_path / "my_work" / EXERCISES[0].track / EXERCISES[0].file).read_text() == "mine"
 
 
+def test_commands_and_paths_are_never_broken_in_two(microparallel):
+    begin = microparallel("learn", "init", COLUMNS=40).stdout
+    path = f"my_work/{EXERCISES[0].track}/{EXERCISES[0].file}"
+    assert f"begin with {path}, and run: microparallel learn" in begin.splitlines()
+    refused = microparallel("learn", COLUMNS=40).stdout.splitlines()
+    assert f"{path} · lesson: docs/{EXERCISES[0].lesson}.md" in refused
+    assert f"for a hint: microparallel learn hint {EXERCISES[0].name}" in refused
+    absent = microparallel("learn", "list", "--folder", "a/folder/that/is/not/there", COLUMNS=40).stdout.splitlines()
+    assert absent[-1].endswith("yet: microparallel learn init puts them there")
+
+
 def test_check_refuses_then_passes_and_is_remembered(microparallel, started):
     before = microparallel("learn", "check", "ping-pong")
     assert before.returncode == 1

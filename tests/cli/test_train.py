@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,18 @@ def test_torchrun_gives_the_same_result(tmp_path, train, torchrun):
     assert theirs["ranks"] == 3
     assert losses(tmp_path / "ours") == losses(tmp_path / "theirs")
     assert ours["validation_loss"] == theirs["validation_loss"]
+
+
+def test_several_slow_links_and_ranks(tmp_path, train):
+    several = [
+        ("--slow-link", "0-1=1us"),
+        ("--slow-rank", "1=1x"),
+        ("--slow-link", "1-2=1Gbit"),
+        ("--slow-rank", "2=1x"),
+    ]
+    train(*SMALL, "--ranks", 3, "--out", "slow", *(word for flag in several for word in flag))
+    kept = tomllib.loads((tmp_path / "slow" / "config.toml").read_text())
+    assert (kept["slow_link"], kept["slow_rank"]) == ("0-1=1us 1-2=1Gbit", "1=1x 2=1x")
 
 
 def test_your_own_model_and_data_from_a_config_file(tmp_path, train):

@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ def call(monkeypatch, capfd, quick_ranks):
         return ended.value.code, capfd.readouterr().out
 
     return call
+
+
+def test_a_deadlock_leaves_nothing_behind(call, monkeypatch, tmp_path):
+    """Not even what the killed rank was doing: the lab has killed it on purpose."""
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.delenv("MICROPARALLEL_FLIGHT_DIR", raising=False)
+    call("pipeline_deadlock.py", "--limit", "1")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_a_deadlock_is_diagnosed_as_it_was_foreseen(call):

@@ -188,6 +188,18 @@ def test_a_loop_without_end_is_ended_with_its_line(warm_ranks, tmp_path):
         Exam(file, warm_ranks).run(_reduce, 2, 4, torch.float64, timeout=2)
 
 
+def test_a_rank_that_waits_for_another_is_not_to_blame(warm_ranks, tmp_path):
+    """Rank 1 waits for something of its own, and rank 0 for rank 1: both threads stand in the same line of Python's."""
+    from microparallel.learn.graders.ring_all_reduce import _reduce
+
+    file = tmp_path / RING.file
+    file.write_text(ring_with("import threading; comms.rank and threading.Event().wait(); request.wait()"), "utf-8")
+    import torch
+
+    with pytest.raises(Wrong, match="rank 1 was still busy after 2 s, in line"):
+        Exam(file, warm_ranks).run(_reduce, 2, 4, torch.float64, timeout=2)
+
+
 def test_a_check_that_never_ends_is_stopped(tmp_path):
     file = tmp_path / RING.file
     file.write_text("while True: pass\n")

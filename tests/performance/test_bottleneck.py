@@ -265,7 +265,7 @@ def test_the_bubble_s_cost_is_what_a_step_without_it_gains():
     stages = [1.0, 1.6, 1.0, 1.0]
     costs = Costs(forward=stages, backward_input=stages, backward_weight=stages, latency=1.0)
     found = find_bottleneck(simulate(build("gpipe", 4, 6), costs))
-    [words] = [reason for reason in found.reasons if reason.startswith("the bubble costs")]
+    [words] = [reason for reason in found.reasons if reason.startswith("simulated without its bubble, ")]
     [change] = [change for change in found.changes if change.name == "no bubble"]
     lost = found.simulated - change.seconds
     assert lost > 0

@@ -38,6 +38,27 @@ def test_a_saved_trace_is_what_report_reads(tmp_path):
     assert json.loads((tmp_path / "runs" / "own" / "trace-chrome.json").read_text())["traceEvents"]
 
 
+def test_a_saved_trace_is_loaded(tmp_path):
+    trace = recorded(1, [span(0, "forward", "forward", 0.0, 1.0)])
+    trace.save(tmp_path)
+    assert mp.Trace.load(tmp_path) == mp.Trace.load(str(tmp_path / "trace.json")) == trace
+
+
+def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path):
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "bytes.json").write_bytes(b"\xff")
+    (tmp_path / "folder").mkdir()
+    for name, words in {
+        "folder": "has no trace.json: name a folder",
+        "absent": "is not there: name a folder",
+        "list.json": "is no trace",
+        "bytes.json": "is no trace",
+    }.items():
+        with pytest.raises(mp.DataError, match=words) as raised:
+            mp.Trace.load(tmp_path / name)
+        assert "\n" not in str(raised.value)
+
+
 # As earlier versions wrote it: a span began when its rank asked for it, and was named by its text alone.
 FORMAT_1 = """{"format": 1, "ranks": 2, "clock_error": 2e-06, "about": {"model": "mlp"},
 "columns": ["rank", "kind", "name", "start", "end", "step", "waited", "bytes", "group", "number", "peer", "place"],
@@ -70,6 +91,9 @@ def test_files_of_the_old_format_are_read():
     ("text", "words"),
     [
         ("[]", "this is a list, not an object"),
+        ("{}", "it has no 'format'"),
+        (FORMAT_1.replace("[0, 1]", "7"), "int"),
+        ("[" * 100_000, "recursion"),
         (FORMAT_1.replace('"format": 1', '"format": 3'), "its format is 3, and this version reads up to 2"),
         (FORMAT_1.replace('"ranks": 2', '"ranks": 0'), "how many ranks"),
         (FORMAT_1.replace("2e-06", "NaN"), "clocks are nan seconds apart"),

@@ -150,11 +150,24 @@ def _show_parts(console: Console, timing: StepTiming) -> None:
     for rank, parts in enumerate(timing.ranks):
         numbers = [show_number(getattr(parts, part) / length) for part in (*_SIGNS, "hidden")]
         table.add_row(str(rank), *[bar(parts, columns)][:columns], *numbers)
+    table.add_row("mean", *[""][:columns], *(f"{share:.1f}%" for share in shares_of(timing)), style="bold")
     console.print(table)
     if columns:
         legend = "  ".join(f"{sign} {_HEADINGS.get(part, part)}" for part, sign in _SIGNS.items() if sign.strip())
         console.print(f"[dim]{legend}[/]")
-    console.print("[dim]exposed: communication with nothing beside it; what is hidden is in no sum[/]\n")
+    console.print(
+        "[dim]exposed: communication with nothing beside it; what is hidden is in no sum\n"
+        "mean: of the whole step, over all ranks; adds up to 100%[/]\n"
+    )
+
+
+def shares_of(timing: StepTiming) -> list[float]:
+    """What each part is of the step, in per cent with one decimal, as the mean over the ranks; they add up to 100."""
+    whole = sum(one.step for one in timing.ranks)
+    if not whole:
+        return [0.0] * len(_SIGNS)
+    shares = [sum(max(0.0, getattr(one, part)) for one in timing.ranks) / whole for part in _SIGNS]
+    return [thousandths / 10 for thousandths in apportion(shares, 1000)]
 
 
 def bar(parts: Parts, columns: int = _BAR) -> str:
@@ -237,6 +250,6 @@ def _show_verdict(console: Console, verdict: Verdict) -> None:
         say(console, f"{advice.advice}: {gain}", heading="try", indent=_INDENT)
     others = ", ".join(f"{change.name} {change.speed - 1:+.0%}" for change in verdict.changes)
     if others:
-        say(console, f"simulated: {others}", indent=_INDENT, style="dim")
+        say(console, f"each simulated by itself, in samples a second: {others}", indent=_INDENT, style="dim")
     times = f"{show_seconds(verdict.simulated)}, the recorded one {show_seconds(verdict.measured)}"
     say(console, f"the simulated step takes {times}: off by {verdict.error:.1%}", indent=_INDENT, style="dim")

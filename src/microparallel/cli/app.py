@@ -13,6 +13,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from microparallel import __version__
 from microparallel.errors import MicroparallelError, RankFailed, UsageError
+from microparallel.reader import ends_with_its_reader
 from microparallel.topology import DO_NOT_SPIN
 
 # Each verb is a module of this package, and its line in the help the first one of the verb's own help.
@@ -49,6 +50,12 @@ class Verbs(TyperGroup):
         super().__init__(**settings)
         self.commands = {verb: TyperCommand(verb, help=line) for verb, line in VERBS.items()}
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:  # noqa: ARG002
+        """Print the help: typer's own way to do so imports a lot."""
+        from microparallel.cli import front_page
+
+        front_page.show(self, ctx)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that the arguments name."""
         if args[0] in VERBS:
@@ -65,6 +72,13 @@ app = typer.Typer(
     epilog="Start with `microparallel train --ranks 4`; every verb has `--help` with examples.",
 )
 
+_REFUSALS = {  # what typer's validator calls a refusal → in our words
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "int_parsing": "a whole number is needed",
+    "int_from_float": "a whole number is needed",
+    "float_parsing": "a number is needed",
+}
 _LISTS = ("NAMES", "SIZES")  # how the help calls values with commas between them
 
 
@@ -87,7 +101,8 @@ def main() -> NoReturn:
     """Run the command line. Exit code 0: fine; 1: the work failed; 2: the call was wrong; 130: interrupted."""
     os.environ.setdefault(*DO_NOT_SPIN)
     try:
-        code = typer.main.get_command(app).main(sys.argv[1:], prog_name="microparallel", standalone_mode=False)
+        with ends_with_its_reader():
+            code = typer.main.get_command(app).main(sys.argv[1:], prog_name="microparallel", standalone_mode=False)
     except KeyboardInterrupt:
         code = 130
     except UsageError as error:
@@ -106,12 +121,21 @@ def main() -> NoReturn:
 
 def _wrong_call(error: Any) -> int:
     """Show what typer found wrong with the flags in one line, with the value it was given."""
-    message = error.format_message()
+    message = _about_value(error) or error.format_message()
     for name in getattr(getattr(error, "param", None), "opts", ()):
         if name in sys.argv[:-1] and "Invalid value" in message:
             message = message.replace("Invalid value for", f"{sys.argv[sys.argv.index(name) + 1]!r} is no value for")
     hint = _with_commas(error) or "see --help"
     return _fail(f"{message.strip().rstrip('.')}; {hint}", error.exit_code) if message.strip() else error.exit_code
+
+
+def _about_value(error: Any) -> str:
+    """Which value a flag cannot have, and why; nothing where the validator beneath typer has not been asked."""
+    found: list[Any] = getattr(error.__cause__, "errors", list)()
+    if not found or found[0]["type"] not in _REFUSALS:
+        return ""
+    reason = _REFUSALS[found[0]["type"]].format(**found[0].get("ctx", {}))
+    return f"{error.param.opts[0]} {found[0]['input']}: {reason}"
 
 
 def _with_commas(error: Any) -> str:

@@ -63,14 +63,15 @@ def init(folder: Folder = _DEFAULT) -> int:
     """Copy the exercises to my_work/. Files that are there already are left as they are."""
     workspace = Workspace(folder)
     new = workspace.start()
-    console = view.console()
     if not new:
-        console.print(f"all {len(EXERCISES)} exercises are in {folder}/ already; nothing was changed")
+        view.say(view.unbroken(f"all {len(EXERCISES)} exercises are in {folder}/ already; nothing was changed"))
     else:
-        console.print(f"{len(new)} exercises are now in [bold]{folder}/[/]")
+        view.say(view.unbroken(f"{len(new)} exercises are now in ", (f"{folder}/", "bold")))
     exercise = workspace.current
     if exercise is not None:
-        console.print(f"begin with [bold]{workspace.path(exercise)}[/], and run: microparallel learn")
+        view.say(
+            view.unbroken("begin with ", (str(workspace.path(exercise)), "bold"), ", and run: microparallel learn")
+        )
     return 0
 
 
@@ -83,7 +84,7 @@ def list_exercises(folder: Folder = _DEFAULT, json: options.Json = False) -> int
     else:
         view.console().print(view.exercises(workspace))
         if not workspace.exists:
-            view.console().print(f"none of them is in {folder}/ yet: microparallel learn init puts them there")
+            view.say(view.unbroken(f"none of them is in {folder}/ yet: microparallel learn init puts them there"))
     return 0
 
 
@@ -169,13 +170,13 @@ def _check(workspace: Workspace, exercise: Exercise, json: bool) -> int:
     if json:
         print(json_format.dumps(verdict.to_dict() | {"file": str(path)}, indent=2))
     else:
-        view.console().print(view.conclusion(verdict, exercise, workspace))
+        view.say(view.conclusion(verdict, exercise, workspace))
     return 0 if verdict.passed else 1
 
 
 def _check_aloud(checker: Checker, exercise: Exercise, path: Path) -> Verdict:
     console = view.console()
-    console.print(Group(view.heading(exercise, path), ""))
+    view.say(Group(view.heading(exercise, path), ""), console)
     with console.status("starting ranks …") as status:
 
         def show(step: Step) -> None:

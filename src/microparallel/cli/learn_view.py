@@ -23,6 +23,16 @@ def console() -> Console:
     return Console(highlight=False)
 
 
+def say(what: RenderableType, on: Console | None = None) -> None:
+    """Print; what is `unbroken` goes on beyond the last column, and the terminal folds it."""
+    (on or console()).print(Group(what), crop=False)  # rich copies a text that stands alone, and would fold it
+
+
+def unbroken(*parts: str | tuple[str, str], style: str = "") -> Text:
+    """A line with a command or a path, which can be copied from a narrow terminal, too: no line is begun in it."""
+    return Text.assemble(*parts, style=style, no_wrap=True, overflow="ignore")
+
+
 def confirm(question: str) -> bool:
     """Ask; whoever cannot answer has not agreed."""
     try:
@@ -35,7 +45,7 @@ def heading(exercise: Exercise, path: Path) -> RenderableType:
     """The exercise, its file and its lesson."""
     return Group(
         Text.assemble((exercise.name, "bold"), f" · {exercise.title}"),
-        Text(f"{path} · lesson: docs/{exercise.lesson}.md", "dim"),
+        unbroken(f"{path} · lesson: docs/{exercise.lesson}.md", style="dim"),
     )
 
 
@@ -50,12 +60,12 @@ def conclusion(verdict: Verdict, exercise: Exercise, workspace: Workspace) -> Re
     following = workspace.next_after(exercise)
     todo: list[RenderableType]
     if not verdict.passed:
-        todo = [Text(f"for a hint: microparallel learn hint {exercise.name}", "dim")]
+        todo = [unbroken(f"for a hint: microparallel learn hint {exercise.name}", style="dim")]
     elif following is None:
         todo = [progress(workspace), Text("that was the last one: you have written it all yourself")]
     else:
-        ours = Text(f"ours, to compare: microparallel learn solution {exercise.name}", "dim")
-        ahead = Text.assemble("next: ", (following.name, "bold"), f" · {workspace.path(following)}")
+        ours = unbroken(f"ours, to compare: microparallel learn solution {exercise.name}", style="dim")
+        ahead = unbroken("next: ", (following.name, "bold"), f" · {workspace.path(following)}")
         todo = [progress(workspace), ours, ahead]
     return Group(outcome(verdict), *todo)
 

@@ -67,7 +67,8 @@ class Watch:
                 self._draw_if_changed()
                 key = _next_key(_LOOKS)
                 if key in ("q", "Q", _END):
-                    self._console.print(f"\nwhere you were is in {self._workspace.folder / 'progress.txt'}")
+                    place = view.unbroken(f"\nwhere you were is in {self._workspace.folder / 'progress.txt'}")
+                    view.say(place, self._console)
                     return 0
                 if key:
                     self._press(key)
@@ -136,7 +137,8 @@ class Watch:
 
     def _solution(self) -> RenderableType:
         if self._exercise.name not in self._workspace.passed:
-            return Text(f"once yours has passed; or now: microparallel learn solution {self._exercise.name} --show")
+            command = f"microparallel learn solution {self._exercise.name} --show"
+            return view.unbroken(f"once yours has passed; or now: {command}")
         return Syntax(solved(self._exercise.solution.read_text("utf-8")), "python", background_color="default")
 
     # ── the screen ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -149,7 +151,7 @@ class Watch:
             return
         self._shown = now
         self._console.clear()
-        self._console.print(self._screen())
+        view.say(self._screen(), self._console)
 
     def _screen(self) -> RenderableType:
         path = self._workspace.path(self._exercise)
@@ -157,7 +159,7 @@ class Watch:
         if self._panel is not None:
             return Group(*parts, self._panel, "", _key_line(("any other", "back")))
         if not path.exists():
-            parts.append(Text(f"{path} is not there: microparallel learn init puts it back", "bold red"))
+            parts.append(view.unbroken(f"{path} is not there: microparallel learn init puts it back", style="bold red"))
         elif self._check is not None and self._check.exercise == self._exercise:
             parts += [view.step(step) for step in list(self._check.steps)]
             verdict = self._check.verdict

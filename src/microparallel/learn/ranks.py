@@ -61,6 +61,7 @@ class World:
         self.results: dict[int, Any] = {}
         self.failures: dict[int, BaseException] = {}
         self.stuck: list[Wait] = []
+        self.busy: list[int] = []  # ranks that had not come to their end when the time was up, and waited for nobody
         self._ranks = ranks
         self._waiting: dict[int, tuple[Called, Callable[[], int | None]]] = {}
         self._changed = threading.Condition()
@@ -106,9 +107,13 @@ class World:
     def join(self, timeout: float) -> bool:
         """Wait, in the main thread, until all have come to their end, one has failed, or nobody can go on."""
         with self._changed:
-            return self._changed.wait_for(
+            in_time = self._changed.wait_for(
                 lambda: len(self.results) == self._ranks or bool(self.failures or self.stuck), timeout
             )
+            if not in_time:
+                waits = {rank for rank, (_, missing) in self._waiting.items() if missing() is not None}
+                self.busy = [rank for rank in range(self._ranks) if rank not in waits and rank not in self.results]
+            return in_time
 
 
 class _Transfer:

@@ -100,7 +100,7 @@ def sit(
     in_time, finished, rows = world.join(patience), sorted(world.results), [log.row for log in world.logs]
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-    failure = None if in_time else _still_busy(threads, finished, file)
+    failure = None if in_time else _still_busy(world, threads, file)
     if world.failures:
         for thread in threads:  # nobody waits any more: of all that fail the first rank is named, whoever came first
             thread.join(_GRACE)
@@ -116,18 +116,12 @@ def sit(
 _KEPT: list[contextlib.ExitStack] = []  # guards of ranks that may still run; the process ends soon
 
 
-def _still_busy(threads: Sequence[threading.Thread], finished: Sequence[int], file: str) -> Failure:
-    """Where the first rank that computes is; those that wait for it are not to blame."""
-    frames = sys._current_frames()
-    places = []
-    for rank, thread in enumerate(threads):
-        frame = frames.get(thread.ident or 0)
-        waits = frame is not None and frame.f_code.co_filename == threading.__file__
-        lines = [line for found, line in traceback.walk_stack(frame) if found.f_code.co_filename == file]
-        if rank not in finished:
-            places.append((waits, rank, lines[0] if lines else None))
-    _, rank, line = min(places, key=lambda place: place[:2])
-    return Failure(rank, line)
+def _still_busy(world: World, threads: Sequence[threading.Thread], file: str) -> Failure:
+    """The first rank that is busy, and where its thread is; ranks that wait for it are not to blame."""
+    rank = world.busy[0]
+    frame = sys._current_frames().get(threads[rank].ident or 0)
+    lines = [line for found, line in traceback.walk_stack(frame) if found.f_code.co_filename == file]
+    return Failure(rank, lines[0] if lines else None)
 
 
 def _raised(rank: int, error: BaseException, file: str) -> Failure:

@@ -2,8 +2,12 @@
 
 Three tell: a Comms of its calls, `DataParallel` and `Pipeline` of the operations of the program they follow. All of
 them tell the observers of their world (`comms.observers`), in the thread that does the operation. Nothing else watches:
-the recorder of `mp.record`, the hook tracker and the log of a graded exercise are observers. The flight recorder, which
-is always there and must cost next to nothing, writes a call's entry first; `Watched` is both in one.
+the recorder of `mp.record`, the hook tracker and the log of a graded exercise are observers.
+
+The flight recorder is not one of them: a call's entry is written first, and `Watched` joins it with the observers, if
+there are any. It is always there, so every call would need an `Activity` to hand to it, and three more calls. Measured
+for an all-reduce of 4 KiB: to write an entry takes 2.8 µs, and 4.3 µs with one observer that does nothing. Two ranks
+need 75 µs for the whole call in shared memory, so as an observer the recorder would cost 2 % of every small call.
 """
 
 from __future__ import annotations

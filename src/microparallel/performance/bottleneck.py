@@ -165,7 +165,9 @@ def _kind(
     worst = max(costs, key=lambda kind: costs[kind])
     shares = {kind: seconds / simulated if simulated else 0.0 for kind, seconds in costs.items()}
     reasons = [_reason(kind, costs[kind], shares[kind], fitted, trace) for kind in costs if trace.ranks > 1]
-    own_words = f"ranks compute for {own.computing:.0%} of the step; data, Python and the like take {own.other:.0%}"
+    own_words = (
+        f"on average, ranks compute for {own.computing:.0%} of the step; data, Python and the like take {own.other:.0%}"
+    )
     if own.other > max(own.computing, shares[worst]):
         return "other", [own_words, *reasons]
     if shares[worst] >= WORTH:
@@ -174,16 +176,17 @@ def _kind(
 
 
 def _reason(kind: Kind, seconds: float, share: float, fitted: Fitted, trace: Trace) -> str:
-    text = f"{show_seconds(seconds)} of the step ({share:.0%})"
+    shorter = f"the step is {show_seconds(seconds)} ({share:.0%}) shorter"
     if kind == "communication":
         sent = sum(event.bytes for event in trace.events if not event.computes and event.kind != "receive")
-        return f"communication costs {text}: {show_size(sent / trace.ranks)} a rank"
+        return f"simulated without communication, {shorter}: {show_size(sent / trace.ranks)} a rank"
     if kind == "bubble":
-        return f"the bubble costs {text}"
+        return f"simulated without its bubble, {shorter}"
     if isinstance(fitted, FittedPipeline):
         slow, work = busiest(fitted), work_of(fitted)
     else:
         slow, work = slowest_rank(fitted), [one.total for one in fitted.work]
     others = [one for rank, one in enumerate(work) if rank != slow]
     usual = sum(others) / len(others)
-    return f"waiting for rank {slow} costs {text}: it works {show_seconds(work[slow])}, others {show_seconds(usual)}"
+    works = f"it works {show_seconds(work[slow])}, others {show_seconds(usual)}"
+    return f"simulated with rank {slow} as fast as the others, {shorter}: {works}"

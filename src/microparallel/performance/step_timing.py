@@ -162,7 +162,8 @@ class CommunicationOverhead:
     def __str__(self) -> str:
         """In one line."""
         text = (
-            f"{self.exposed_share:.1%} of a step is exposed communication and {self.waiting_share:.1%} waiting; "
+            f"on average, {self.exposed_share:.1%} of a rank's step is exposed communication and "
+            f"{self.waiting_share:.1%} waiting; "
             f"{show_size(self.bytes)} a rank in {count(round(self.calls), 'call')}"
         )
         return text if self.bandwidth is None else f"{text}, {show_size(self.bandwidth)}/s"

@@ -25,6 +25,8 @@ def parse_slow_ranks(texts: Iterable[str], ranks: int) -> dict[int, float]:
         if match is None or float(match[2]) < 1:
             raise ConfigError(f"--slow-rank {text}: name a rank and how many times slower it is, as in 2=3x")
         _require_rank(f"--slow-rank {text}", int(match[1]), ranks)
+        if int(match[1]) in found:
+            raise ConfigError(f"--slow-rank {text}: rank {match[1]} has a speed already; leave one of them out")
         found[int(match[1])] = float(match[2])
     return found
 
@@ -42,6 +44,8 @@ def parse_slow_links(texts: Iterable[str], ranks: int) -> dict[frozenset[int], L
             _require_rank(given, rank, ranks)
         if len(ends) < 2:
             raise ConfigError(f"{given}: a link leads from one rank to another; name two")
+        if ends in found:
+            raise ConfigError(f"{given}: these two have a link already; say both at once, as in 0-1=5ms,100Mbit")
         found[ends] = _parse_link(match[3], given)
     return found
 

@@ -35,8 +35,16 @@ def _row(event: Event) -> list[Any]:
 
 
 def read(text: str) -> Trace:
-    """Read a trace back; nothing that makes no sense gets through."""
-    content = json.loads(text)
+    """Read a trace back; nothing that makes no sense gets through: it is a ValueError of one line."""
+    try:
+        return _understood(json.loads(text))
+    except KeyError as error:
+        raise ValueError(f"it has no {error}") from None
+    except (TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def _understood(content: Any) -> Trace:
     if not isinstance(content, dict):
         raise ValueError(f"this is a {type(content).__name__}, not an object")
     if content["format"] not in (1, FORMAT):

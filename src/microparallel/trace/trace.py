@@ -8,13 +8,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from microparallel.errors import UsageError
+from microparallel.errors import DataError, UsageError
 from microparallel.program import Program, peak_activations
 from microparallel.trace.event import Event, Observed
 from microparallel.trace.intervals import Span, length, outside, union
 
 if TYPE_CHECKING:
     from microparallel.trace.compare import Difference
+
+_FILE = "trace.json"  # of a folder
 
 
 @dataclass(frozen=True)
@@ -223,8 +225,27 @@ class Trace:
         """Write trace.json, of which `microparallel report FOLDER` makes a page, and trace-chrome.json for Perfetto."""
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        (path / "trace.json").write_text(self.to_json())
+        (path / _FILE).write_text(self.to_json(), encoding="utf-8")
         self.to_chrome(path / "trace-chrome.json")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read the trace that was saved in a folder, or in a file of that kind.
+
+        Raises:
+            DataError: in one line, where there is none, or what is there is no trace.
+        """
+        place = Path(path)
+        file = place / _FILE if place.is_dir() else place
+        try:
+            return cls.from_json(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            what = f"has no {_FILE}" if place.is_dir() else "is not there"
+            raise DataError(f"{path} {what}: name a folder that Trace.save has written, or its {_FILE}") from None
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+        except ValueError as error:
+            raise DataError(f"{file} is no trace: {error}") from None
 
 
 def _waited(event: Event, idle: list[Span]) -> float | None:

@@ -229,7 +229,7 @@ class TrainConfig:
 
     slow_rank: str | None = setting(
         None,
-        "Let a rank compute N times slower: 1=3x.",
+        "Let a rank compute N times slower: 1=3x. Can be given several times.",
         ON_PURPOSE,
         metavar="R=Nx",
         several=True,
@@ -238,7 +238,8 @@ class TrainConfig:
     slow_link: str | None = setting(
         None,
         "Slow everything down that goes between two ranks, messages and collectives, and nothing else: "
-        "0-1=5ms,100Mbit.",
+        "0-1=5ms,100Mbit. First what each message takes, in us, ms or s; then what goes through in a second, in bit or "
+        "B with K, M or G before it (thousands). Either may be left out. Can be given several times.",
         ON_PURPOSE,
         metavar="A-B=…",
         several=True,
@@ -361,6 +362,11 @@ def _check_together(config: TrainConfig) -> None:
         raise ConfigError(f"--strategy single is for one rank, and --ranks is {config.world_size}; try --strategy ddp")
     parse_slow_ranks((config.slow_rank or "").split(), config.world_size)
     parse_slow_links((config.slow_link or "").split(), config.world_size)
+    if config.slow_link is not None and config.strategy == "torch-ddp":
+        raise ConfigError(
+            f"--slow-link {config.slow_link} does not reach --strategy torch-ddp, whose messages are torch's own; "
+            "try --strategy ddp"
+        )
     _check_averaging(config)
     if config.is_pipeline:
         _check_pipeline(config, used["batch"])

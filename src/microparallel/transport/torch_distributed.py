@@ -36,11 +36,14 @@ _FIRST_LOSS = "microparallel/first-loss"
 def translate(error: RuntimeError) -> TransportError:
     """torch's error as one of ours.
 
-    torch raises the same types for whatever went wrong, so its text is all there is to go by. No other place reads it.
+    torch's type says who failed: DistNetworkError a socket of the store, DistStoreError a key that nobody has set,
+    DistBackendError NCCL, and a bare RuntimeError gloo. Only the first can be about an address. How it failed stands in
+    the text alone: a socket that cannot listen and one that nobody answers have the same type, and so have gloo's
+    timeouts and its lost connections. No other place reads it.
     """
     reason = str(error).partition("\n")[0]
     said = reason.lower()
-    if "eaddrinuse" in said or "address already in use" in said:
+    if isinstance(error, dist.DistNetworkError) and ("eaddrinuse" in said or "address already in use" in said):
         return AddressInUse(reason)
     if "timed out" in said or "timeout" in said:
         return TransportTimeout(reason)

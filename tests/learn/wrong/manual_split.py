@@ -25,6 +25,16 @@ ANSWERS = [
         "started before part 2's",
     ),
     Answer(
+        "backward through a graph that is gone",
+        {BACKWARD: "    loss.backward()\n" + "    sent.backward(received.grad)\n" * 2},
+        "a backward went through the same graph twice",
+    ),
+    Answer(
+        "another dtype, of which torch speaks as a scalar type",
+        {"    loss.backward()\n": "    torch.bmm(inputs[None], inputs.T[None].float())\n    loss.backward()\n"},
+        "with RuntimeError: expected scalar type Double but found Float",
+    ),
+    Answer(
         "backward twice",
         {BACKWARD: "    loss.backward()\n" + "    sent.backward(received.grad, retain_graph=True)\n" * 2},
         "its backward was done twice",

@@ -34,6 +34,19 @@ ANSWERS = [
         "rank 0 waits for a gradient after F0.0, where 1F1B goes on with F0.1",
     ),
     Answer("warm-up not clamped", {WARM_UP: "comms.world_size - 1 - rank"}, "A warm-up is never longer than that"),
+    Answer(
+        "warm-up not clamped, and the parts in a list",
+        {
+            WARM_UP: "comms.world_size - 1 - rank",
+            "parts, answers =": "parts, answers = [], []\n    parts[:], answers[:] =",
+        },
+        "A warm-up is never longer than that",
+    ),
+    Answer(
+        "a list of its own that is too short",
+        {"    requests = []": "    [0][comms.world_size]\n    requests = []"},
+        "with IndexError: list index out of range",
+    ),
     Answer("that is GPipe", {WARM_UP: "microbatches"}, "that is GPipe, and keeps all activations"),
     Answer("no cool-down", {COOL_DOWN: ""}, "Those of the last ones are still to be done when no forward is left"),
     Answer(

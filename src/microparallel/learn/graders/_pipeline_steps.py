@@ -13,6 +13,7 @@ from torch import nn
 
 from microparallel.errors import Mismatch, ProgramError
 from microparallel.learn.exam import Exam, Stuck
+from microparallel.learn.graders._backwards import NoFirstGradient, SecondBackward, TypedBackwards
 from microparallel.learn.graders._common_pp import (
     WIDTH,
     gradients,
@@ -66,14 +67,15 @@ def do_steps(learner: Any, comms: Any, steps: int, function: str, samples: int, 
         stage.begin()
         loss_function = _loss_of_the_last(rank, ranks)
         try:
-            loss = getattr(learner, function)(stage, comms, inputs, targets, loss_function, *options)
+            with TypedBackwards():
+                loss = getattr(learner, function)(stage, comms, inputs, targets, loss_function, *options)
         except Mismatch:
             raise Wrong(
                 f"rank {rank}, line {calls(comms.row)[-1].line}: what one rank sends is not what the other asks for. "
                 "Both must mean the same shape and dtype (recv_tensor expects float32 unless it is told)"
             ) from None
-        except RuntimeError as error:
-            raise _in_words(error, rank, ranks) from None
+        except (NoFirstGradient, SecondBackward) as error:
+            raise Wrong(_in_words(error, rank, ranks)) from None
         comms.log.begins(Activity(o.OptimizerStep()))
         require_all_waited(comms)
         _require_proper_loss(loss, rank, ranks)
@@ -234,23 +236,21 @@ def _require_proper_loss(loss: Any, rank: int, ranks: int) -> None:
         require_number(loss, f"the loss that rank {rank} returns")
 
 
-def _in_words(error: RuntimeError, rank: int, ranks: int) -> Exception:
-    if "grad can be implicitly created only for scalar" in str(error) and rank == ranks - 1:
-        return Wrong(
-            f"rank {rank} is the last, and starts its backward from its outputs: it begins with the loss, which is "
-            "loss_function(outputs, targets)"
-        )
-    if "grad can be implicitly created only for scalar" in str(error):
-        return Wrong(
-            f"rank {rank} starts its backward without a gradient: what its stage returns is no loss. The gradient of "
-            f"it comes from rank {rank + 1}"
-        )
-    if "second time" in str(error):
-        return Wrong(
+def _in_words(error: NoFirstGradient | SecondBackward, rank: int, ranks: int) -> str:
+    if isinstance(error, SecondBackward):
+        return (
             f"rank {rank} goes back through the same graph twice: every micro-batch has one backward, through what its "
             "own forward left (or was that overwritten by the next one's?)"
         )
-    return error
+    if rank == ranks - 1:
+        return (
+            f"rank {rank} is the last, and starts its backward from its outputs: it begins with the loss, which is "
+            "loss_function(outputs, targets)"
+        )
+    return (
+        f"rank {rank} starts its backward without a gradient: what its stage returns is no loss. The gradient of "
+        f"it comes from rank {rank + 1}"
+    )
 
 
 def _loss_of_the_last(rank: int, ranks: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from microparallel.learn.exam import Exam
+from microparallel.learn.graders._backwards import NoFirstGradient, SecondBackward, TypedBackwards
 from microparallel.learn.graders._common_pp import (
     gradients,
     in_one_process,
@@ -74,30 +75,28 @@ def _step(learner: Any, _: Any, cut: int, batches: int) -> list[Any]:
         for part in parts:
             part.calls = 0
         try:
-            loss = learner.split_step(*parts, inputs, targets, mean_loss)
-        except RuntimeError as error:
-            raise _in_words(error, parts, batch) from None
+            with TypedBackwards():
+                loss = learner.split_step(*parts, inputs, targets, mean_loss)
+        except NoFirstGradient:
+            raise Wrong(_without_gradient(two=parts[1])) from None
+        except SecondBackward:
+            raise Wrong(
+                "a backward went through the same graph twice: each part has a graph of its own, and one backward"
+            ) from None
         for number, part in enumerate(parts, 1):
             if part.calls > 1:
                 raise Wrong(f"part {number} computed its forward {part.calls} times; once is enough")
     return [require_tensor(loss, "the loss").detach(), gradients(parts[0]), gradients(parts[1])]
 
 
-def _in_words(error: RuntimeError, parts: tuple[nn.Module, nn.Module], batch: int) -> Exception:
-    """Torch speaks of scalars and freed graphs; say what that means here."""
-    one, two = ([gradient is not None for gradient in gradients(part)] for part in parts)
-    if batch == 0 and not any(two) and "scalar" in str(error):
-        return Wrong(
-            "part 1's backward was started before part 2's: received.grad is None until loss.backward() has run"
-        )
-    if batch == 0 and any(two) and not any(one) and "scalar" in str(error):
-        return Wrong(
-            "part 1's backward was started without a gradient: sent is no loss but a whole tensor, so hand it what "
-            "part 2 found out, received.grad"
-        )
-    if "second time" in str(error):
-        return Wrong("a backward went through the same graph twice: each part has a graph of its own, and one backward")
-    return error
+def _without_gradient(two: nn.Module) -> str:
+    """Why part 1's backward had no gradient to begin with: part 2's was not done yet, or its result was not used."""
+    if all(gradient is None for gradient in gradients(two)):
+        return "part 1's backward was started before part 2's: received.grad is None until loss.backward() has run"
+    return (
+        "part 1's backward was started without a gradient: sent is no loss but a whole tensor, so hand it what "
+        "part 2 found out, received.grad"
+    )
 
 
 def _require_step(exam: Exam, cut: int) -> None:
