@@ -5,9 +5,7 @@ import torch
 from torch.nn import functional
 
 import microparallel as mp
-from microparallel.performance.fitted_pipeline import FittedPipeline
-from microparallel.performance.fitted_step import fit_step
-from microparallel.performance.predicted import predicted
+from microparallel.performance.fitted import fit_step, predicted
 from microparallel.program import WORLD, AllReduce, Free, Named, OptimizerStep, Recv, Send, halves
 from microparallel.trace.parts import parts
 
@@ -39,7 +37,7 @@ def test_a_recorded_step_has_the_programs_operations(pool, schedule, ranks, repl
         added = mine.computing + mine.communicating + mine.waiting + mine.other
         assert added == pytest.approx(mine.step)
     fitted = fit_step(trace)  # and is a pipeline again
-    assert isinstance(fitted, FittedPipeline) and fitted.replicas == replicas
+    assert fitted.pipeline == ranks // replicas and fitted.replicas == replicas
     again = predicted(trace)
     for mine, theirs in zip(again.compute, trace.compute, strict=True):
         assert [event.op for event in mine] == [event.op for event in theirs if event.kind != "other"]

@@ -31,8 +31,8 @@ from microparallel.comms.computing import Computing
 from microparallel.comms.notes import gather_json
 from microparallel.errors import UsageError
 from microparallel.observe import Activity
-from microparallel.program import Free, Op, OptimizerStep, lane, parse_op
-from microparallel.trace import Event, Kind, Observed, Trace, kind_of, lane_of
+from microparallel.program import Free, Kind, Observed, Op, OptimizerStep, lane, parse_op
+from microparallel.trace import Event, Trace, kind_of
 from microparallel.trace.meetings import met
 
 Moment = float | torch.cuda.Event
@@ -108,7 +108,7 @@ class Recorder:
         row.parts += 1
         self._row_of[activity] = row
 
-    def _opened(self, op: Op | Observed) -> Row | None:
+    def _opened(self, op: Op) -> Row | None:
         """The collective that was opened without a call, and is still open."""
         rows = list(self._row_of.values())  # at once: another thread may end one of them meanwhile
         return next((row for row in rows if row.op == op and row.opened), None)
@@ -230,7 +230,7 @@ def _event(rank: int, row: list[Any], begun: float) -> Event:
     start = asked if arrived is None else min(max(asked, arrived), end)
     return Event(
         rank=rank,
-        lane=lane_of(op.kind) if isinstance(op, Observed) else lane(op),
+        lane=lane(op),
         op=op,
         start=start - begun,
         end=end - begun,

@@ -171,7 +171,7 @@ class Pipeline(Member):
     def _renumbered(self, event: Event, microbatches: int) -> Event:
         """An event of a step whose pipelines have other numbers of micro-batches than usual."""
         replica = event.rank // self.mesh.pp
-        return event._replace(op=shifted(event.op, replica * (microbatches - self._schedule.microbatches), 0))  # type: ignore[arg-type]
+        return event._replace(op=shifted(event.op, replica * (microbatches - self._schedule.microbatches), 0))
 
     @property
     def program(self) -> Program:

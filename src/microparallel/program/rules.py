@@ -15,6 +15,7 @@
 | AllReduce of bucket | the weights' gradients of its stages, of this rank| the bucket                         |
 | of a named value    |                                                   | the value                          |
 | Broadcast           |                                                   | the value                          |
+| Observed            |                                                   |                                    |
 | OptimizerStep       | its stages' buckets; without, their gradients     |                                    |
 
 The first stage's input is the batch, which is always there, and its gradient is nobody's concern. The last stage makes

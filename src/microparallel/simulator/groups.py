@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from microparallel.collectives import GroupKind, program_of, resolve
-from microparallel.program import AllReduce, Chunk, Collective, Goal, GroupOp, Program, Send, Value
+from microparallel.program import AllReduce, Chunk, Collective, Goal, GroupOp, Met, Observed, Program, Send, Value
 from microparallel.simulator.costs import Costs
 from microparallel.topology import Link
 from microparallel.trace import Event
@@ -47,15 +47,25 @@ class Groups:
         self._run = run
         self._known: dict[tuple[object, ...], list[float]] = {}
 
-    def shares(self, op: GroupOp, ranks: tuple[int, ...]) -> list[Share]:
+    def shares(self, op: Met, ranks: tuple[int, ...]) -> list[Share]:
         """The share of each rank when all begin at the same time."""
-        size = self._costs.size(op.value, self._goal)
+        found = self._observed(op, ranks) if isinstance(op, Observed) else self._by_algorithm(op, ranks)
+        known = [self._costs.traffic(op, rank) for rank in ranks]
+        both = zip(found, known, strict=True)
+        return [share if sent is None else Share(share.seconds, *sent) for share, sent in both]
+
+    def _observed(self, op: Observed, ranks: tuple[int, ...]) -> list[Share]:
+        """Nobody knows by which algorithm it ran."""
+        return [Share(self._costs.together(op, ranks[0]) or 0, 0, 0)] * len(ranks)
+
+    def _by_algorithm(self, op: GroupOp, ranks: tuple[int, ...]) -> list[Share]:
+        size = self._costs.bytes(op, self._goal, ranks[0])
         kind: GroupKind = "all-reduce" if isinstance(op, AllReduce) else "broadcast"
         algorithm = resolve(kind, op.algorithm, len(ranks), size, self._costs.transport)
         if algorithm == "ring" and (link := self._only_link(ranks)) is not None:
-            return [self._ring(op, len(ranks), size, link)] * len(ranks)
+            return [self._ring(op, ranks, size, link)] * len(ranks)
         shape = _shape(kind, algorithm, len(ranks), None if isinstance(op, AllReduce) else ranks.index(op.root))
-        measured = self._costs.together(op) if len(ranks) > 1 else 0
+        measured = self._costs.together(op, ranks[0]) if len(ranks) > 1 else 0
         seconds = self._simulated(shape, ranks, size) if measured is None else [measured] * len(ranks)
         return [Share(end, messages, part * size) for end, (messages, part) in zip(seconds, shape.sent, strict=True)]
 
@@ -64,14 +74,15 @@ class Groups:
         links = {self._costs.link(*pair) for pair in itertools.pairwise((*ranks, ranks[0])) if len(ranks) > 1}
         return links.pop() if len(links) == 1 else None
 
-    def _ring(self, op: GroupOp, count: int, size: float, link: Link) -> Share:
+    def _ring(self, op: GroupOp, ranks: tuple[int, ...], size: float, link: Link) -> Share:
         """Where all links are alike, all ranks do each step at the same time. So one rank's steps tell everything.
 
         A ring of a thousand ranks has millions of operations.
         """
+        count = len(ranks)
         messages = 2 * (count - 1)
         adding = (count - 1) * size / count * self._costs.add_seconds_per_byte
-        measured = self._costs.together(op)
+        measured = self._costs.together(op, ranks[0])
         seconds = messages * link.seconds(size / count) + adding if measured is None else measured
         return Share(seconds, messages, messages * size / count)
 

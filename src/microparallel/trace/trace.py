@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from microparallel.errors import UsageError
 from microparallel.program import Program, peak_activations
-from microparallel.trace.event import Event, Observed
+from microparallel.trace.event import Event
 from microparallel.trace.intervals import Span, length, outside, union
 
 if TYPE_CHECKING:
@@ -154,10 +154,7 @@ class Trace:
     @property
     def peak_activations(self) -> list[int]:
         """The most activations each rank holds at once; one is held until the backward of its weights has ended."""
-        return [
-            peak_activations(event.op for event in events if not isinstance(event.op, Observed))
-            for events in self.compute
-        ]
+        return [peak_activations(event.op for event in events) for events in self.compute]
 
     @property
     def messages_sent(self) -> list[int]:
