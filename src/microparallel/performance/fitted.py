@@ -6,6 +6,7 @@ takes as long as it took; with other costs, or another order, as long as it woul
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -94,12 +95,14 @@ class Fitted:
     @property
     def collectives(self) -> dict[Met, tuple[float, float]]:
         """What ranks do together, in order: how long it takes, and how many bytes it has."""
-        found: dict[Met, tuple[float, float]] = {}
+        found: dict[Met, list[tuple[float, float]]] = {}
         for rank, ops in enumerate(self.program.ranks):
             for op in filter(is_meeting, ops):
-                _, size = found.get(op, (0.0, 0.0))
-                found[op] = self.seconds(rank, op), max(size, self.costs.sizes.get((rank, op), 0.0))
-        return found
+                found.setdefault(op, []).append((self.seconds(rank, op), self.costs.sizes.get((rank, op), 0.0)))
+        return {
+            op: (statistics.median(seconds for seconds, _ in each), max(size for _, size in each))
+            for op, each in found.items()
+        }
 
     @property
     def pipeline(self) -> int:

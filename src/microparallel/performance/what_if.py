@@ -85,7 +85,8 @@ def _of_collectives(step: Fitted) -> Iterator[_Row]:
     if not step.collectives:
         return
     yield NO_COMMUNICATION, "", _without_communication(step).makespan, 1.0
-    quicker = {op: _resized(step, size, bandwidth=2.0) for op, (_, size) in step.collectives.items()}
+    line = _Line(step)
+    quicker = {op: line.at(size, bandwidth=2.0) for op, (_, size) in step.collectives.items()}
     advice = "use a faster transport or network"
     yield TWICE_THE_BANDWIDTH, advice, _with_seconds(step, quicker).makespan, 1.0
     # With buckets of another size, what is summed has no names yet: it is a list of times, in order.
@@ -98,10 +99,10 @@ def _of_collectives(step: Fitted) -> Iterator[_Row]:
         yield OVERLAP, advice, patient.makespan, 1.0
     if buckets:
         advice = "halve the buckets (bucket_mb), so that communication begins sooner"
-        yield HALF_BUCKETS, advice, _rewritten(plain, lambda rows: _halved(rows, sums, step)).makespan, 1.0
+        yield HALF_BUCKETS, advice, _rewritten(plain, lambda rows: _halved(rows, sums, line)).makespan, 1.0
     if len(buckets) > 1:
         advice = "let gradients travel in buckets twice as large (--strategy ddp, bucket_mb)"
-        yield DOUBLE_BUCKETS, advice, _rewritten(plain, lambda rows: _merged(rows, sums, step)).makespan, 1.0
+        yield DOUBLE_BUCKETS, advice, _rewritten(plain, lambda rows: _merged(rows, sums, line)).makespan, 1.0
 
 
 def gradient_sums(step: Fitted) -> list[Met]:
@@ -143,21 +144,25 @@ def _with_seconds(step: Fitted, seconds: dict[Met, float]) -> Fitted:
     return replace(step, costs=replace(step.costs, seconds=changed))
 
 
-def _resized(step: Fitted, size: float, bandwidth: float = 1.0) -> float:
+class _Line:
     """How long a collective of another size takes, or over faster links: by the line through those recorded."""
-    points = [(int(size), seconds) for seconds, size in step.collectives.values()]
-    total = sum(size for size, _ in points)
-    line = fit_line([(size, seconds) for size, seconds in points if seconds > 0])
-    known = sum(seconds for _, seconds in points) / total if total else 0.0
-    latency, per_byte = line if line is not None else (0.0, known)
-    return latency + size * per_byte / bandwidth
 
+    def __init__(self, step: Fitted) -> None:
+        points = [(int(size), seconds) for seconds, size in step.collectives.values()]
+        total, took = sum(size for size, _ in points), sum(seconds for _, seconds in points)
+        line = fit_line([(size, seconds) for size, seconds in points if seconds > 0])
+        self._latency, self._per_byte = line if line is not None else (0.0, took / total if total else 0.0)
+        # What the line is off by: its times for what was recorded must sum to what they took.
+        by_line = sum(self.at(size) for size, _ in points)
+        self._off = took / by_line if by_line else 1.0
 
-def _as_long(step: Fitted, size: float) -> float:
-    """The same, less what the line is off by: its times for what was recorded must sum to what they took."""
-    by_line = sum(_resized(step, known) for _, known in step.collectives.values())
-    took = sum(seconds for seconds, _ in step.collectives.values())
-    return _resized(step, size) * (took / by_line if by_line else 1.0)
+    def at(self, size: float, bandwidth: float = 1.0) -> float:
+        """By the line itself."""
+        return self._latency + size * self._per_byte / bandwidth
+
+    def as_long(self, size: float) -> float:
+        """Less what it is off by."""
+        return self.at(size) * self._off
 
 
 # ── another order ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -225,14 +230,14 @@ def _issued_during_work(step: Fitted, sums: Sequence[Op]) -> bool:
     return False
 
 
-def _halved(rows: list[_Timed], sums: Sequence[Op], step: Fitted) -> list[_Timed]:
+def _halved(rows: list[_Timed], sums: Sequence[Op], line: _Line) -> list[_Timed]:
     """Each sum in two: the first half leaves when half of the backward before it is done."""
     at_once = _waits_at_once(rows, sums)
     result: list[_Timed] = []
     begun = 0  # behind what communication was last
     for row in rows:
         if row.op in sums and isinstance(row.op, Observed):
-            half = replace(row, seconds=_as_long(step, row.bytes / 2), bytes=row.bytes / 2)
+            half = replace(row, seconds=line.as_long(row.bytes / 2), bytes=row.bytes / 2)
             first = replace(half, op=replace(row.op, number=row.op.number + 1))
             place = _cut_in_half(result, begun, row.op.number)
             result[place:place] = [first, _Timed(Join())] if at_once else [first]
@@ -264,7 +269,7 @@ def _waits_at_once(rows: Sequence[_Timed], sums: Sequence[Op]) -> bool:
     return all(isinstance(op, Join) for op in behind)
 
 
-def _merged(rows: list[_Timed], sums: Sequence[Op], step: Fitted) -> list[_Timed]:
+def _merged(rows: list[_Timed], sums: Sequence[Op], line: _Line) -> list[_Timed]:
     """Two neighbours as one, which leaves when the second did."""
     partner = dict(zip(sums[1::2], sums[::2], strict=False))
     first = set(partner.values())
@@ -275,7 +280,7 @@ def _merged(rows: list[_Timed], sums: Sequence[Op], step: Fitted) -> list[_Timed
             continue
         if row.op in sums:
             size = row.bytes + (sizes.get(partner[row.op], 0.0) if row.op in partner else 0.0)
-            row = replace(row, seconds=_as_long(step, size), bytes=size)  # noqa: PLW2901
+            row = replace(row, seconds=line.as_long(size), bytes=size)  # noqa: PLW2901
         result.append(row)
     return result
 

@@ -6,8 +6,8 @@ program     forward   backward c0 backward c1 backward = optimizer
 ```
 
 What a rank does by itself is measured on its own clock, which stands still while the rank is blocked: so Python, data
-and logging are part of it. They count to the operation before them; behind a collective, to the one that follows. Where
-a rank waited for what it had asked for before it went on, a Join stands.
+and logging are part of it. They count to the operation before them; behind a Send or a collective, to the one that
+follows. Where a rank waited for a collective before it went on, a Join stands.
 
 `DataParallel` and `Pipeline` tell the operations of their program, and those keep their names and their values. What
 was only `Observed` is in the program as that. So is what a program cannot say: an operation that a rank was told twice,
@@ -17,7 +17,6 @@ or ranks that met although no mesh has them in one line.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -194,7 +193,7 @@ class _Step:
             self._traffic[event.rank, op] = event.messages, event.sent
 
     def _add_message(self, sides: dict[str, tuple[Event, int]]) -> None:
-        """A message took as long as it was under way once it had been sent, and was waited for."""
+        """A message took as long as it was under way once it was sent, and was waited for."""
         if len(sides) < 2:
             return
         (send, outgoing), (receive, incoming) = sides["send"], sides["receive"]
@@ -202,8 +201,7 @@ class _Step:
             return
         op = self._ops[outgoing] = replace(send.op, to=receive.rank)  # of this world, whatever a smaller one calls it
         self._ops[incoming] = replace(receive.op, source=send.rank)
-        sent = send.start if send.waited is None else send.end
-        self._seconds[send.rank, op] = max(0.0, receive.end - max(sent, receive.asked))
+        self._seconds[send.rank, op] = max(0.0, receive.end - max(send.start, receive.asked))
         self._bytes[send.rank, op] = send.bytes
 
     def _measure_collectives(self, trace: Trace) -> None:
@@ -216,10 +214,9 @@ class _Step:
         ended: defaultdict[int, float] = defaultdict(lambda: -math.inf)
         for (op, group), events in sorted(found.items(), key=lambda item: (item[1][0].asked, item[1][0].start)):
             begun = max(*(ended[rank] for rank in group), *(event.start for event in events))
-            end = statistics.median(event.end for event in events)
-            for rank in group:
-                self._seconds[rank, op] = max(0.0, end - begun)
-                ended[rank] = max(begun, end)
+            for event in events:
+                self._seconds[event.rank, op] = max(0.0, event.end - begun)
+                ended[event.rank] = max(begun, event.end)
 
     def _mesh(self, ranks: int) -> tuple[tuple[str, int], ...]:
         """The grid in which replicas of a pipeline meet: they are as far apart as a pipeline is long."""
@@ -247,7 +244,7 @@ class _Moment:
     at: float
     op: Op
     event: Event
-    told: bool | None = None  # of a collective, and of a wait for one: whether it belongs to a program
+    told: bool | None = None  # of a Send, a collective, and a wait for one: whether it belongs to a program
 
     @property
     def computes(self) -> bool:
@@ -274,7 +271,7 @@ def _moments(mine: Sequence[tuple[Event, Op | None]], told: bool) -> list[_Momen
             if told or event.kind != "other":
                 found.append(_Moment(event.start, event.op if told else Observed(str(event.op), event.kind), event))
         elif op is not None:
-            told_of = not isinstance(op, Observed) if is_meeting(op) else None
+            told_of = None if isinstance(op, Recv) else not isinstance(op, Observed)
             found.append(_Moment(event.asked, op, event, told_of))
             if is_meeting(op) and event.waited is not None:
                 found.append(_Moment(event.waited, Join(), event, told_of))
@@ -293,7 +290,7 @@ class _Rows:
     """A rank's operations, and the time on its own clock that belongs to each.
 
     What goes on behind a collective is a piece of its own, if the rank was computing, or if nobody told what it did.
-    Else it counts to what is computed next.
+    Else it counts to what is computed next, as does the time in which a rank could not go on because it was sending.
     """
 
     def __init__(self, moments: Sequence[_Moment], clock: OwnClock) -> None:
@@ -306,6 +303,7 @@ class _Rows:
         self._first = next((moment.event for moment in moments if moment.computes), None)
         self._pieces: Counter[tuple[str, str]] = Counter()
         unfinished = False  # whether there are collectives that nobody has waited for
+        sending = False  # whether a Send was the last that it came to, but for Recvs
         for moment in moments:
             if moment.computes:
                 if moment.event.kind == "optimizer" and unfinished:
@@ -314,12 +312,15 @@ class _Rows:
                     self.ops.append(Join())
                     unfinished = False
                 self._compute(moment)
-            elif moment.told is not None:
-                self._spend(moment)
-                self._op = None
-                unfinished = not isinstance(moment.op, Join)
-                self.ops.append(moment.op)
+                sending = False
             else:
+                if moment.told is not None:
+                    self._spend(moment)
+                    if sending and is_meeting(moment.op):  # with nothing left to compute, it was waiting to be received
+                        self._at = clock.at(moment.at)
+                    self._op = None
+                    sending = isinstance(moment.op, Send)
+                unfinished = is_meeting(moment.op) or (unfinished and not isinstance(moment.op, Join))
                 self.ops.append(moment.op)
         self._end(max((moment.left for moment in moments), default=0.0))
 
