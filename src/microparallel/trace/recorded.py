@@ -291,6 +291,7 @@ class _Rows:
 
     What goes on behind a collective is a piece of its own, if the rank was computing, or if nobody told what it did.
     Else it counts to what is computed next, as does the time in which a rank could not go on because it was sending.
+    Where nothing is computed between communication that was told, all of the time is that of the communication.
     """
 
     def __init__(self, moments: Sequence[_Moment], clock: OwnClock) -> None:
@@ -303,7 +304,7 @@ class _Rows:
         self._first = next((moment.event for moment in moments if moment.computes), None)
         self._pieces: Counter[tuple[str, str]] = Counter()
         unfinished = False  # whether there are collectives that nobody has waited for
-        sending = False  # whether a Send was the last that it came to, but for Recvs
+        calling = False  # whether nothing was computed since it sent something, or asked for a collective
         for moment in moments:
             if moment.computes:
                 if moment.event.kind == "optimizer" and unfinished:
@@ -312,14 +313,14 @@ class _Rows:
                     self.ops.append(Join())
                     unfinished = False
                 self._compute(moment)
-                sending = False
+                calling = False
             else:
                 if moment.told is not None:
                     self._spend(moment)
-                    if sending and is_meeting(moment.op):  # with nothing left to compute, it was waiting to be received
+                    if calling and moment.told and not isinstance(moment.op, Send):
                         self._at = clock.at(moment.at)
                     self._op = None
-                    sending = isinstance(moment.op, Send)
+                    calling = not isinstance(moment.op, Join)
                 unfinished = is_meeting(moment.op) or (unfinished and not isinstance(moment.op, Join))
                 self.ops.append(moment.op)
         self._end(max((moment.left for moment in moments), default=0.0))
