@@ -1,8 +1,8 @@
 """Events as a recorder takes them down, written by hand."""
 
 from microparallel.errors import ProgramError
-from microparallel.program import parse_op
-from microparallel.trace import Event, Observed, Trace, lane_of
+from microparallel.program import Observed, lane_of, parse_op
+from microparallel.trace import Event, Trace
 from microparallel.trace.meetings import met
 
 

@@ -1,6 +1,7 @@
 """What bounds a step: fitted to traces that were made up, and to what the simulator made of known programs."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,12 +11,22 @@ from tests.spans import recorded, span
 
 from microparallel.errors import UsageError
 from microparallel.performance.bottleneck import find_bottleneck
-from microparallel.performance.fitted_pipeline import FittedPipeline
-from microparallel.performance.fitted_step import FittedStep, RankWork, fit_step
-from microparallel.performance.predicted import predicted
+from microparallel.performance.fitted import Fitted, RecordedCosts, fit_step, predicted
 from microparallel.performance.roofline import Demand, Machine, demand_of, measure_machine
 from microparallel.performance.what_if import changes
-from microparallel.schedules import build
+from microparallel.program import (
+    AllReduce,
+    Backward,
+    Bucket,
+    ForwardStages,
+    Join,
+    Observed,
+    OptimizerStep,
+    Program,
+    TrainingStep,
+    to_text,
+)
+from microparallel.schedules import build, data_parallel_step
 from microparallel.schedules.replicas import shifted
 from microparallel.simulator import Costs, simulate
 from microparallel.trace import Trace, compare
@@ -25,18 +36,33 @@ from microparallel.trace.parts import parts
 
 def step(works, seconds, sizes=None, waits=False, last=1.0):
     """Ranks whose forward takes a third of their work, and whose backward is cut evenly by the collectives."""
-    count = len(seconds)
-    ranks = tuple(
-        RankWork(
-            work / 3,
-            tuple([work * 2 / 3 / count] * count) if count else (),
-            (0.0,) * count,
-            tuple([waits] * (count - 1) + [True]) if count else (),
-            last if count else last + work * 2 / 3,
-        )
-        for work in works
-    )
-    return FittedStep(ranks, tuple(seconds), tuple(sizes or [10**6] * count))
+    count, ranks = len(seconds), len(works)
+    times, bytes_of = {}, {}
+    for rank, work in enumerate(works):
+        times[rank, ForwardStages(0, max(1, count), rank)] = work / 3
+        times |= {(rank, Backward(stage, rank)): work * 2 / 3 / max(1, count) for stage in range(max(1, count))}
+        times[rank, OptimizerStep()] = last
+        for index, (taken, size) in enumerate(zip(seconds, sizes or [10**6] * count, strict=True)):
+            times[rank, AllReduce(Bucket(index), "dp")] = taken
+            bytes_of[rank, AllReduce(Bucket(index), "dp")] = size
+    program = data_parallel_step(count, ranks, overlap=not waits) if count else alone(ranks)
+    return Fitted(program, RecordedCosts(seconds=times, sizes=bytes_of))
+
+
+def alone(ranks):
+    orders = tuple((ForwardStages(0, 1, rank), Backward(0, rank), OptimizerStep()) for rank in range(ranks))
+    return Program("alone", TrainingStep(1, ranks), orders)
+
+
+def observed(trace):
+    """The same, as nobody told it."""
+    events = [event._replace(op=Observed(event.kind, event.kind)) for event in trace.events]
+    numbers = {}
+    for place, event in sorted(enumerate(events), key=lambda pair: pair[1].asked):
+        if event.kind == "collective":
+            numbers[event.rank] = numbers.get(event.rank, -1) + 1
+            events[place] = event._replace(number=numbers[event.rank])
+    return Trace(events, ranks=trace.ranks, simulated=True)
 
 
 def test_a_fitted_step_takes_what_it_should():
@@ -57,25 +83,35 @@ def test_a_simulated_step_is_fitted_by_that_step(times, seconds, waits):
     fitted = step(times, seconds, waits=waits)
     trace = fitted.simulate()
     assert trace.makespan == pytest.approx(fitted.makespan)
-    again = fit_step(trace)
-    assert isinstance(again, FittedStep)
+    assert fit_step(trace).program == fitted.program
+    assert fit_step(trace).makespan == pytest.approx(fitted.makespan, rel=1e-6)
+    again = fit_step(replace(trace, program=None))
+    assert again.pipeline == 1
     assert again.makespan == pytest.approx(fitted.makespan, rel=1e-6)
+    assert [[op for op in ops if op != Join()] for ops in again.program.ranks] == [
+        [op for op in ops if op != Join()] for ops in fitted.program.ranks
+    ]
+    assert again.program.goal == fitted.program.goal
+    seen = fit_step(observed(trace))
+    assert "*U" not in to_text(seen.program) and len(seen.collectives) == len(again.collectives)
+    assert seen.makespan == pytest.approx(fitted.makespan, rel=1e-6)
     for one in parts(trace):
         assert one.computing + one.communicating + one.waiting + one.other == pytest.approx(one.step)
         assert one.other == pytest.approx(0, abs=1e-6)
-    assert predicted(trace).makespan == pytest.approx(trace.makespan, rel=1e-6)
-    assert parts(predicted(trace))[0].computing == pytest.approx(parts(trace)[0].computing, rel=1e-6)
+    for known in (trace, replace(trace, program=None), observed(trace)):
+        assert predicted(known).makespan == pytest.approx(trace.makespan, rel=1e-6)
+        assert parts(predicted(known))[0].computing == pytest.approx(parts(trace)[0].computing, rel=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "interleaved", "zb-h1"])
 @pytest.mark.parametrize("latency", [0.0, 0.3])
-def test_a_recorded_pipeline_is_the_program_that_ran(schedule, latency):
+@pytest.mark.parametrize("known", [True, False], ids=["program", "events"])
+def test_a_recorded_pipeline_is_the_program_that_ran(schedule, latency, known):
     trace = simulate(build(schedule, 3, 4), Costs(forward=1, backward_input=1, backward_weight=1, latency=latency))
+    trace = trace if known else replace(trace, program=None)
     fitted = fit_step(trace)
-    assert isinstance(fitted, FittedPipeline)
-    assert fitted.makespan == pytest.approx(trace.makespan, rel=0.1)
-    if not latency:
-        assert fitted.makespan == pytest.approx(trace.makespan)
+    assert fitted.pipeline == 3
+    assert fitted.makespan == pytest.approx(trace.makespan)
     assert [event.op for event in predicted(trace).compute[0]] == [event.op for event in trace.compute[0]]
     for rank, one in enumerate(parts(trace)):
         assert one.computing == pytest.approx(trace.work[rank])
@@ -96,7 +132,7 @@ def test_pipelines_side_by_side(microbatches):
     ]
     both = Trace(events, ranks=4, simulated=True)
     fitted = fit_step(both)
-    assert isinstance(fitted, FittedPipeline) and fitted.replicas == 2 and fitted.shift == (4, 2)
+    assert fitted.replicas == 2 and fitted.pipeline == 2
     assert fitted.makespan == pytest.approx(fit_step(trace).makespan)
     for mine, theirs in zip(predicted(both).compute, both.compute, strict=True):
         assert [event.op for event in mine] == [event.op for event in theirs]
@@ -133,7 +169,7 @@ def test_data_parallel_operations_are_no_pipeline():
     """Every rank has all stages: what counts are the collectives between them."""
     trace = simulate(build("ddp", 2, layers=4, buckets=2), Costs(latency=0.1, optimizer=1))
     fitted = fit_step(trace)
-    assert isinstance(fitted, FittedStep) and len(fitted.seconds) == 2
+    assert fitted.pipeline == 1 and len(fitted.collectives) == 2
     assert fitted.makespan == pytest.approx(trace.makespan)
 
 
@@ -218,6 +254,11 @@ def test_a_pipeline_with_one_long_stage_is_bound_by_it():
     assert "--balance" in found.advice.advice
 
 
+def shown(fitted):
+    """What rank 0 does, and how long each takes."""
+    return [(str(op), pytest.approx(fitted.seconds(0, op))) for op in fitted.program.ranks[0]]
+
+
 def test_spans_of_python_and_data_count_to_what_a_rank_does_by_itself():
     events = [
         span(rank, kind, kind, start, end)
@@ -226,9 +267,7 @@ def test_spans_of_python_and_data_count_to_what_a_rank_does_by_itself():
     ]
     meetings = [span(rank, "collective", "all_reduce", 5, 6.5, waited=5, bytes=8, group=(0, 1)) for rank in range(2)]
     fitted = fit_step(recorded(2, [*events, *meetings]))
-    assert isinstance(fitted, FittedStep)
-    assert fitted.work[0] == RankWork(2, (2,), (0,), (True,), 1.5)
-    assert fitted.seconds == (1.5,)
+    assert shown(fitted) == [("forward", 2), ("backward", 2), ("all_reduce", 1.5), ("=", 0), ("optimizer", 1.5)]
     assert fitted.makespan == pytest.approx(7)
 
 
@@ -244,10 +283,10 @@ def test_asynchronous_collectives_are_waited_for_where_they_were():
         )
     ]
     fitted = fit_step(recorded(2, events))
-    assert fitted.work[0] == RankWork(0, (2,), (3,), (True,), 1)
+    assert shown(fitted) == [("backward", 2), ("all_reduce", 4), ("backward", 3), ("=", 0), ("SGD", 1)]
     assert fitted.makespan == pytest.approx(7)
     alone = fit_step(recorded(1, events[:3]))
-    assert alone.seconds == (0,) and alone.makespan == pytest.approx(7)
+    assert shown(alone) == [("backward", 6), ("SGD", 1)] and alone.makespan == pytest.approx(7)
 
 
 def test_a_recording_without_spans_is_refused():
@@ -256,7 +295,7 @@ def test_a_recording_without_spans_is_refused():
 
 
 def test_nothing_can_be_changed_about_a_step_that_takes_no_time():
-    assert changes(FittedStep((RankWork(0, (), (), (), 0),), (), ())) == []
+    assert changes(step([0], [], last=0)) == []
     assert math.isfinite(verdict(step([1, 1], [0.5])).error)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import microparallel as mp
-from microparallel.program import Free, Join, Lane, Recv, Rules, Send, from_text, lane
+from microparallel.program import Free, Join, Lane, Observed, Recv, Rules, Send, from_text, lane
 
 
 def program(*ranks, goal):
@@ -277,3 +277,25 @@ def test_what_is_shared_twice_takes_twice_as_long():
     )
     trace = mp.simulate(step, mp.Costs(latency=1))
     assert [(e.start, e.end) for e in trace.by_rank[0] if str(e.op) == "*:loss@dp"] == [(5, 7), (7, 9)]
+
+
+def test_a_collective_is_asked_for_when_its_rank_comes_to_it():
+    """A named sum needs no value, and yet it does not begin before what its rank computes before it has ended."""
+    ranks = [f"F0.{rank} *:loss@world ?backward/0/a%20piece ?collective/2/call = S" for rank in range(2)]
+    trace = mp.simulate(program(*ranks, goal="training step of 1 stage, 2 micro-batches"), Slow(latency=1))
+    assert times(trace, 0) == {
+        "F0.0": (0, 1),
+        "*:loss@world": (1, 3),
+        "a piece": (1, 5),
+        "call": (5, 12),
+        "S": (12, 12),
+    }
+    assert [(event.issued, event.number) for event in trace.by_rank[0] if event.name == "call"] == [(5, 2)]
+
+
+class Slow(mp.Costs):
+    def of(self, op, rank=0):
+        return 4 if isinstance(op, Observed) else super().of(op, rank)
+
+    def together(self, op, rank):
+        return 7 if isinstance(op, Observed) else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from microparallel.collectives.all_to_all import all_to_all
@@ -24,7 +24,7 @@ from microparallel.collectives.ring import ring_all_gather, ring_all_reduce, rin
 from microparallel.collectives.rooted import gather, scatter
 from microparallel.collectives.tree import tree_all_reduce, tree_broadcast, tree_reduce
 from microparallel.errors import UsageError
-from microparallel.program import AUTO, Program
+from microparallel.program import AUTO, AllReduce, Broadcast, Chunk, Collective, GroupOp, Program, Send
 from microparallel.text import did_you_mean
 
 ALL_REDUCES: dict[str, Callable[..., Program]] = {
@@ -116,6 +116,38 @@ def program_of(collective: GroupKind, algorithm: str, ranks: int, root: int | No
     return build(name, ranks) if root is None else build(name, ranks, root=root)
 
 
+@functools.cache
+def sent_by(
+    collective: GroupKind, algorithm: str, ranks: int, root: int | None = None
+) -> tuple[tuple[int, float], ...]:
+    """For each rank, how many messages it sends, and how many times as much as the whole tensor."""
+    program = program_of(collective, algorithm, ranks, root)
+    assert isinstance(program.goal, Collective)
+    slices = program.goal.slices
+    sends = [[op for op in ops if isinstance(op, Send)] for ops in program.ranks]
+    held = [sum(len(op.value) if isinstance(op.value, Chunk) else slices for op in mine) for mine in sends]
+    return tuple((len(mine), count / slices) for mine, count in zip(sends, held, strict=True))
+
+
+def traffic(op: GroupOp, group: Sequence[int], size: float, transport: str) -> list[tuple[int, float]]:
+    """For each rank of a group, how many messages and bytes it sends for an AllReduce or a Broadcast.
+
+    Args:
+        op: what the group does.
+        group: its ranks.
+        size: how many bytes each of them contributes.
+        transport: what carries the messages, which decides what "auto" stands for.
+    """
+    kind, root = group_kind(op), group.index(op.root) if isinstance(op, Broadcast) else None
+    algorithm = resolve(kind, op.algorithm, len(group), size, transport)
+    return [(messages, part * size) for messages, part in sent_by(kind, algorithm, len(group), root)]
+
+
+def group_kind(op: GroupOp) -> GroupKind:
+    """Which collective an operation is."""
+    return "all-reduce" if isinstance(op, AllReduce) else "broadcast"
+
+
 def resolve(collective: GroupKind, algorithm: str, ranks: int, size: float, transport: str) -> str:
     """Which algorithm a collective runs by: the one that is named, or the one that "auto" stands for.
 
@@ -162,7 +194,10 @@ __all__ = [
     "GroupKind",
     "all_reduce_program",
     "build",
+    "group_kind",
     "program_of",
     "require_algorithm",
     "resolve",
+    "sent_by",
+    "traffic",
 ]

@@ -84,6 +84,11 @@ class Comms(Conversation):
         return self._transport.flight
 
     @property
+    def transport_name(self) -> str:
+        """What carries its messages, such as "shm" or "gloo": for this, "auto" is resolved."""
+        return self._transport.transport_name
+
+    @property
     def can_overlap(self) -> bool:
         """Whether communication in the background is worth it.
 

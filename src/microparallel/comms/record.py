@@ -9,7 +9,8 @@ recorder.trace.save("runs/mine")
 ```
 
 `DataParallel` and `Pipeline` follow a program, and tell its operations. Of everything else the recorder keeps what can
-be seen from outside: an `Observed` forward, backward, call.
+be seen from outside: an `Observed` forward, backward, call. `recorder.trace.step(0).followed` is the program that the
+ranks followed in one step.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from typing import Any
 
 import torch
 
+from microparallel.collectives import traffic
 from microparallel.comms.clocks import offset_from_rank_0
 from microparallel.comms.comms import Comms
 from microparallel.comms.computing import Computing
 from microparallel.comms.notes import gather_json
 from microparallel.errors import UsageError
 from microparallel.observe import Activity
-from microparallel.program import Free, Op, OptimizerStep, lane, parse_op
-from microparallel.trace import Event, Kind, Observed, Trace, kind_of, lane_of
+from microparallel.program import Broadcast, Free, GroupOp, Kind, Observed, Op, OptimizerStep, lane, parse_op
+from microparallel.trace import Event, Trace, kind_of
 from microparallel.trace.meetings import met
 
 Moment = float | torch.cuda.Event
@@ -108,7 +110,7 @@ class Recorder:
         row.parts += 1
         self._row_of[activity] = row
 
-    def _opened(self, op: Op | Observed) -> Row | None:
+    def _opened(self, op: Op) -> Row | None:
         """The collective that was opened without a call, and is still open."""
         rows = list(self._row_of.values())  # at once: another thread may end one of them meanwhile
         return next((row for row in rows if row.op == op and row.opened), None)
@@ -196,6 +198,7 @@ class Recorder:
         everybody = gather_json({"rows": mine, "error": error}, self._comms)
         begun = min((row[2] for notes in everybody for row in notes["rows"]), default=0.0)
         events = met([_event(rank, row, begun) for rank, notes in enumerate(everybody) for row in notes["rows"]])
+        events = [_counted(event, self._comms.transport_name) for event in events]
         worst = max(notes["error"] for notes in everybody)
         self._trace = Trace(events, None, self._comms.world_size, worst, about)
         return self._trace
@@ -230,7 +233,7 @@ def _event(rank: int, row: list[Any], begun: float) -> Event:
     start = asked if arrived is None else min(max(asked, arrived), end)
     return Event(
         rank=rank,
-        lane=lane_of(op.kind) if isinstance(op, Observed) else lane(op),
+        lane=lane(op),
         op=op,
         start=start - begun,
         end=end - begun,
@@ -245,6 +248,15 @@ def _event(rank: int, row: list[Any], begun: float) -> Event:
         peer=peer,
         place=place,
     )
+
+
+def _counted(event: Event, transport: str) -> Event:
+    """A collective with what its rank sent for it; nobody knows the algorithm of what was only observed."""
+    op, group = event.op, event.group
+    if not isinstance(op, GroupOp) or not group or (isinstance(op, Broadcast) and op.root not in group):
+        return event
+    messages, sent = traffic(op, group, event.bytes, transport)[group.index(event.rank)]
+    return event._replace(messages=messages, sent=sent)
 
 
 @contextmanager

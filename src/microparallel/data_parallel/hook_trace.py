@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from microparallel.program import AllReduce, Backward, Bucket, Forward, Lane, Op, OptimizerStep, Program, TrainingStep
+from microparallel.collectives import traffic
+from microparallel.program import AllReduce, Backward, Bucket, Forward, Lane, Program, TrainingStep
 from microparallel.trace import Event, Trace
 
 
@@ -23,21 +24,6 @@ class Cargo:
 def forward_order(flights: Sequence[Sequence[str]]) -> list[str]:
     """Parameters in the order of forward, where gradients travel in the order in which backward makes them."""
     return [name for flight in flights for name in flight][::-1]
-
-
-def program_of(name: str, cargo: Cargo, ranks: int) -> Program:
-    """The step as it is meant to be: each bucket leaves when its last gradient is there."""
-    layers = layers_of(cargo)
-
-    def operations(rank: int) -> Iterator[Op]:
-        yield from (Forward(layer.stage, rank) for layer in layers)
-        for flight in range(len(cargo.flights)):
-            yield from (Backward(layer.stage, rank) for layer in reversed(layers) if layer.flight == flight)
-            yield AllReduce(Bucket(flight), "dp")
-        yield OptimizerStep()
-
-    goal = TrainingStep(len(layers), ranks, _ranges(layers, cargo))
-    return Program(name, goal, tuple(tuple(operations(rank)) for rank in range(ranks)))
 
 
 def _ranges(layers: list[Layer], cargo: Cargo) -> tuple[tuple[int, int], ...]:
@@ -85,21 +71,21 @@ def layers_of(cargo: Cargo) -> list[Layer]:
     return [Layer(stage, module, tuple(places), flight) for stage, ((module, flight), places) in enumerate(groups)]
 
 
-def trace_of(name: str, cargo: Cargo, notes: Sequence[Notes]) -> Trace:
+def trace_of(name: str, cargo: Cargo, notes: Sequence[Notes], transport: str = "gloo") -> Trace:
     """Put everybody's notes together.
 
     - A layer's forward lasts until the next one's begins; its backward from the gradient before until its own. (What is
       between, the loss for one, counts to the layer that follows.)
     - An all-reduce begins when every rank has handed it over and the one before it is back, not when this rank began
       to wait for that; whether the transport had in fact begun earlier, nobody outside can see.
-    - A rank sends what a ring sends of it, 2(p−1)/p.
+    - A rank sends what the algorithm sends that the transport takes (`collectives.resolve`).
     """
     layers = layers_of(cargo)
     computed = [[*_forwards(rank, layers, mine), *_backwards(rank, layers, mine)] for rank, mine in enumerate(notes)]
     full = _full(layers, cargo, [event for events in computed for event in events])
     orders = []
     for rank, mine in enumerate(notes):
-        events = [*computed[rank], *_flights(rank, mine, cargo, notes, full)]
+        events = [*computed[rank], *_flights(rank, mine, cargo, notes, full, transport)]
         orders.append(sorted(events, key=lambda event: (event.start, event.end)))  # what takes no time comes first
     program = Program(
         name,
@@ -143,14 +129,16 @@ def _full(layers: list[Layer], cargo: Cargo, computed: list[Event]) -> list[floa
     return [max(times) for times in ends]
 
 
-def _flights(rank: int, mine: Notes, cargo: Cargo, notes: Sequence[Notes], full: list[float]) -> Iterator[Event]:
+def _flights(
+    rank: int, mine: Notes, cargo: Cargo, notes: Sequence[Notes], full: list[float], transport: str
+) -> Iterator[Event]:
     free = -math.inf
-    messages = 2 * (len(notes) - 1)
     for flight, size in enumerate(cargo.sizes):
         start = max([free, full[flight], *(other.left[flight] for other in notes)])
         free = max(start, mine.back[flight])
         operation = AllReduce(Bucket(flight), "dp")
-        yield Event(rank, Lane.COMM, operation, start, free, messages, messages * size / len(notes), size)
+        messages, sent = traffic(operation, range(len(notes)), size, transport)[rank]
+        yield Event(rank, Lane.COMM, operation, start, free, messages, sent, size)
 
 
 def _ready(layer: Layer, notes: Notes) -> float:

@@ -114,7 +114,7 @@ class HookTracker:
             tuple(flight.cargo for flight in flights),
             tuple(flight.size for flight in flights),
         )
-        return trace_of(name, cargo, self._everybodys_notes(cargo, flights))
+        return trace_of(name, cargo, self._everybodys_notes(cargo, flights), self.comms.transport_name)
 
     def remove(self) -> None:
         """Take the tracker's hooks off the model."""

@@ -53,8 +53,8 @@ def draw(
             each operation waited, and a collective can be stepped through hop by hop.
         view: of a text; "timeline" (with an honest time axis), "clock" (a schedule tick by tick: which stage works on
             which micro-batch), or "hops" (a collective: who sends what to whom, and what each rank holds then).
-            Without it, a schedule is drawn as its timeline, a collective as its hops, and a trace without a program as
-            "parts": for each rank, what it did with every moment.
+            Without it, a schedule is drawn as its timeline, a collective as its hops, and what was recorded as "parts":
+            for each rank, what it did with every moment.
         costs: how long a program's operations take; without it, `default_costs(program)`.
         width: columns a text may take; without it, as many as the labels need.
 
@@ -66,7 +66,7 @@ def draw(
     """
     if as_ not in get_args(Format):
         raise UsageError(f"as_={as_!r}: a drawing is one of {', '.join(get_args(Format))}")
-    if isinstance(program_or_trace, Trace) and (program_or_trace.program is None or view == "parts"):
+    if isinstance(program_or_trace, Trace) and (view or _usual_view(program_or_trace)) == "parts":
         return _draw_parts(program_or_trace, as_, width)
     if as_ == "text":
         return plain(text_lines(program_or_trace, view=view, costs=costs, width=width))
@@ -74,6 +74,10 @@ def draw(
         raise UsageError(f"view={view!r} is for a text; {as_} shows a schedule's timeline and a collective's messages")
     trace = _trace_of(program_or_trace, costs)
     return figure(trace) if as_ == "svg" else page(trace)
+
+
+def _usual_view(trace: Trace) -> View | None:
+    return "parts" if trace.program is None else None
 
 
 def _draw_parts(trace: Trace, as_: Format, width: int | None) -> str:

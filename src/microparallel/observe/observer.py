@@ -18,8 +18,7 @@ from typing import Any, Protocol
 
 from microparallel.flight import Entry, NoEntry
 from microparallel.flight.place import caller
-from microparallel.program import Op
-from microparallel.trace import Observed
+from microparallel.program import Observed, Op
 
 
 class Activity:
@@ -39,7 +38,7 @@ class Activity:
 
     def __init__(
         self,
-        op: Op | Observed,
+        op: Op,
         *,
         size: int = 0,
         group: tuple[int, ...] = (),

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from microparallel.performance.fitted_pipeline import FittedPipeline
-from microparallel.performance.fitted_step import Fitted, fit_step
+from microparallel.performance.fitted import Fitted, fit_step
 from microparallel.performance.roofline import Demand, Machine
 from microparallel.performance.what_if import (
     ALL_ALIKE,
@@ -36,10 +35,8 @@ from microparallel.performance.what_if import (
     TWICE_THE_BATCH,
     TWICE_THE_MICROBATCHES,
     Change,
-    busiest,
     changes,
     slowest_rank,
-    work_of,
 )
 from microparallel.text import show_seconds, show_size
 from microparallel.trace import Difference, Trace
@@ -137,7 +134,7 @@ def _costs(fitted: Fitted, found: dict[str, Change], simulated: float) -> dict[K
         return max(0.0, simulated - found[name].seconds) if name in found else 0.0
 
     costs: dict[Kind, float] = {"communication": gained(NO_COMMUNICATION), "straggler": gained(ALL_ALIKE)}
-    if isinstance(fitted, FittedPipeline):
+    if fitted.pipeline > 1:
         costs["bubble"] = gained(NO_BUBBLE)
     return costs
 
@@ -182,10 +179,7 @@ def _reason(kind: Kind, seconds: float, share: float, fitted: Fitted, trace: Tra
         return f"simulated without communication, {shorter}: {show_size(sent / trace.ranks)} a rank"
     if kind == "bubble":
         return f"simulated without its bubble, {shorter}"
-    if isinstance(fitted, FittedPipeline):
-        slow, work = busiest(fitted), work_of(fitted)
-    else:
-        slow, work = slowest_rank(fitted), [one.total for one in fitted.work]
+    slow, work = slowest_rank(fitted), fitted.work
     others = [one for rank, one in enumerate(work) if rank != slow]
     usual = sum(others) / len(others)
     works = f"it works {show_seconds(work[slow])}, others {show_seconds(usual)}"

@@ -10,13 +10,28 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from microparallel.performance.calibration import MessageTimes, RankTimes
-from microparallel.performance.fitted_pipeline import FittedPipeline
-from microparallel.performance.fitted_step import Fitted, FittedStep, RankWork
+from microparallel.performance.calibration import Curve, MessageTimes, RankTimes
+from microparallel.performance.fitted import Fitted, RecordedCosts
 from microparallel.performance.pipeline_bench_costs import StageTimes
-from microparallel.program import Op, Program, halves
+from microparallel.program import (
+    AllReduce,
+    Backward,
+    Bucket,
+    Forward,
+    ForwardStages,
+    Join,
+    Named,
+    Observed,
+    Op,
+    OptimizerStep,
+    Program,
+    Send,
+    halves,
+    is_meeting,
+)
+from microparallel.schedules import data_parallel_step, ddp_naive
 from microparallel.trace import Difference, Trace
 
 SMALL = 8  # bytes: a message that only says something
@@ -54,21 +69,18 @@ class Prediction:
         return Difference("step", self.seconds, self.median).error
 
 
-def predict_naive(work: Sequence[RankTimes], sizes: Sequence[int], messages: MessageTimes) -> FittedStep:
+def predict_naive(work: Sequence[RankTimes], sizes: Sequence[int], messages: MessageTimes) -> Fitted:
     """Backward, then an all-reduce for each parameter; before them a small one, in which ranks tell what they have."""
-    count = len(sizes)
-    ranks = tuple(
-        RankWork(
-            one.forward,
-            (one.backward, *(0.0 for _ in sizes)),
-            (0.0,) * (count + 1),
-            (True, *(False for _ in sizes[1:]), True)[: count + 1],
-            one.optimizer,
-        )
-        for one in work
-    )
-    seconds = (messages.in_place.at(SMALL), *(messages.queued.at(size) for size in sizes))
-    return FittedStep(ranks, seconds, (SMALL, *sizes))
+    plain = ddp_naive(len(sizes), len(work))
+    told = (Join(), AllReduce(Named("present"), "dp"), Join())
+    ranks = [[new for op in ops for new in (told if isinstance(op, Join) else (op,))] for ops in plain.ranks]
+    seconds: dict[tuple[int, Op], float] = {}
+    for rank, one in enumerate(work):
+        seconds[rank, Forward(0, rank)] = one.forward
+        seconds[rank, Backward(len(sizes) - 1, rank)] = one.backward
+        seconds[rank, OptimizerStep()] = one.optimizer
+    program = replace(plain, ranks=tuple(map(tuple, ranks)))
+    return _with_sums(program, seconds, sizes, messages.queued, messages)
 
 
 def predict_ddp(
@@ -77,7 +89,7 @@ def predict_ddp(
     sizes: Sequence[int],
     messages: MessageTimes,
     overlap: bool,
-) -> FittedStep:
+) -> Fitted:
     """A bucket leaves when its last gradient has arrived, and been packed.
 
     Args:
@@ -88,24 +100,43 @@ def predict_ddp(
         overlap: whether backward goes on meanwhile.
     """
     totals = [sum(sizes[index] for index in bucket) for bucket in buckets]
-    ranks = []
-    for one in work:
-        full = [max(one.arrivals[index] for index in bucket) for bucket in buckets]
-        before, at = [], 0.0
-        for moment, size in zip(full, totals, strict=True):
-            before.append(max(0.0, moment - at) + one.packing * size / sum(totals))
-            at = max(at, moment)
-        rest = max(0.0, one.backward - at)
-        waits = tuple(not overlap or index == len(totals) - 1 for index in range(len(totals)))
-        after = (*(0.0 for _ in totals[1:]), rest if overlap else 0.0)
-        last = one.optimizer + (0.0 if overlap else rest)
-        ranks.append(RankWork(one.forward, tuple(before), after, waits, last))
-    return FittedStep(tuple(ranks), tuple(messages.in_place.at(size) for size in totals), tuple(totals))
+    rest = Observed("the rest of backward", "backward")
+    plain = data_parallel_step(len(buckets), len(work), overlap=overlap)
+    program = replace(plain, ranks=tuple((*ops[:-1], rest, ops[-1]) for ops in plain.ranks))
+    seconds: dict[tuple[int, Op], float] = {}
+    for rank, one in enumerate(work):
+        at = 0.0
+        for number, (bucket, size) in enumerate(zip(buckets, totals, strict=True)):
+            full = max(one.arrivals[index] for index in bucket)
+            packed = one.packing * size / sum(totals)
+            seconds[rank, Backward(len(buckets) - 1 - number, rank)] = max(0.0, full - at) + packed
+            at = max(at, full)
+        seconds[rank, ForwardStages(0, len(buckets), rank)] = one.forward
+        seconds[rank, rest] = max(0.0, one.backward - at)
+        seconds[rank, OptimizerStep()] = one.optimizer
+    return _with_sums(program, seconds, totals, messages.in_place, messages)
+
+
+def _with_sums(
+    program: Program,
+    seconds: dict[tuple[int, Op], float],
+    sizes: Sequence[int],
+    curve: Curve,
+    messages: MessageTimes,
+) -> Fitted:
+    """What ranks compute, and what they sum: the buckets of these sizes; what is of no bucket is small."""
+    sums: dict[Op, int] = {AllReduce(Bucket(index), "dp"): size for index, size in enumerate(sizes)}
+    bytes_of: dict[tuple[int, Op], float] = {}
+    for rank, ops in enumerate(program.ranks):
+        for op in filter(is_meeting, ops):
+            bytes_of[rank, op] = size = sums.get(op, SMALL)
+            seconds[rank, op] = (curve if op in sums else messages.in_place).at(size)
+    return Fitted(program, RecordedCosts(seconds=seconds, sizes=bytes_of))
 
 
 def predict_pipeline(
     program: Program, stages: StageTimes | Mapping[Op, float], activation: int, messages: MessageTimes
-) -> FittedPipeline:
+) -> Fitted:
     """The schedule with the times of its computations, where all messages are as long as an activation.
 
     Args:
@@ -116,9 +147,13 @@ def predict_pipeline(
     """
 
     def seconds(op: Op) -> float:
+        if isinstance(op, Send):
+            return messages.message.at(activation)
+        if is_meeting(op):  # the loss
+            return messages.in_place.at(SMALL)
         if isinstance(stages, StageTimes):
             return stages.costs.of(op)
         return sum(stages[half] for half in halves(op))
 
-    times = {(rank, op): seconds(op) for rank, ops in enumerate(program.ranks) for op in ops if halves(op)}
-    return FittedPipeline(program, times, messages.message.at(activation))
+    ops = [(rank, op) for rank, ops in enumerate(program.ranks) for op in ops]
+    return Fitted(program, RecordedCosts(seconds={(rank, op): seconds(op) for rank, op in ops}))

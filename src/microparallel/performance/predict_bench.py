@@ -21,7 +21,7 @@ from microparallel.performance.calibration import MessagesAlone, MessageTimes, R
 from microparallel.performance.case import transport_of
 from microparallel.performance.caveats import count_ranks_here
 from microparallel.performance.data_parallel_bench_methods import Batch, Contender, Method
-from microparallel.performance.fitted_step import Fitted, FittedStep
+from microparallel.performance.fitted import Fitted
 from microparallel.performance.pipeline_bench_costs import Alone, kinds_in
 from microparallel.performance.pipeline_bench_methods import Ours
 from microparallel.performance.pipeline_bench_models import describe, pipeline_subject
@@ -135,21 +135,20 @@ class _Bench:
         by_step = {homes: alone.steps() for homes, alone in self._stages.items()}
         rows = []
         for name, contender in self._contenders.items():
-            fitted: Fitted
             if isinstance(contender, Ours):
                 program, size = contender.pipe.program, self._activation
                 fitted = predict_pipeline(program, stages[contender.homes], size, messages)
                 each = [predict_pipeline(program, times, size, messages) for times in by_step[contender.homes]]
-                # Before a pipeline's step the first rank says what is coming, and in the end all sum the loss.
-                around = messages.message.at(SMALL) + messages.in_place.at(SMALL)
-                seconds = statistics.median(one.makespan for one in each) + around
+                # Before a pipeline's step the first rank says what is coming.
+                before = messages.message.at(SMALL)
+                seconds = statistics.median(one.makespan for one in each) + before
             else:
                 fitted = self._data_parallel(name, usual, messages)
                 seconds = statistics.median(self._data_parallel(name, work, messages).makespan for work in steps)
             rows.append(Prediction(name, seconds, tuple(self.rounds.seconds[contender]), fitted))
         return tuple(rows)
 
-    def _data_parallel(self, name: str, work: Sequence[RankTimes], messages: MessageTimes) -> FittedStep:
+    def _data_parallel(self, name: str, work: Sequence[RankTimes], messages: MessageTimes) -> Fitted:
         if name == "naive":
             return predict_naive(work, self._sizes, messages)
         first = work[0].arrivals

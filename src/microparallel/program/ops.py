@@ -17,25 +17,32 @@
 | `Broadcast(value, "dp", 0)`   | `^:w@dp/0`  | copy rank 0's value to the ranks of one axis of the mesh             |
 | `OptimizerStep()`             | `S`         | update the weights                                                   |
 | `Join()`                      | `=`         | both lanes wait here for each other                                  |
+| `Observed("backward", kind)`  | `?backward/0/backward` | something that was seen from outside, and names no values |
 
 An AllReduce or a Broadcast may name its algorithm (`*U0@dp:ring`, `^:w@dp/0:tree`). Without, it is "auto": whoever runs
 or simulates it asks `collectives.resolve` which one to take.
 
 A rank's operations are one list, and they do what they would do one after another. But they run on two *lanes*, one
 that computes and one that communicates: a lane keeps its order, and an operation waits for the other lane only where
-it needs a value from it (`rules.py`), or at a Join.
+it needs a value from it (`rules.py`), or at a Join. What a group does together is asked for when its rank comes to it:
+when all that the rank computes before it has ended.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal, TypeGuard
 
 from microparallel.errors import ProgramError
 from microparallel.program.values import Value
 
 WORLD = "world"  # the axis that holds all ranks, whatever the mesh
 AUTO = "auto"  # the algorithm of an AllReduce or a Broadcast that leaves the choice open
+
+
+Kind = Literal["forward", "backward", "optimizer", "collective", "send", "receive", "other"]
+_COMPUTATION: tuple[Kind, ...] = ("forward", "backward", "optimizer")
 
 
 class Lane(StrEnum):
@@ -205,6 +212,27 @@ class Join:
         return "="
 
 
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Something that was seen from outside and that no program names: a module's forward, a call of a Comms.
+
+    It names no values, so only its place among the others is known. A collective is one for the ranks that have an
+    equal one.
+
+    Attributes:
+        name: what people call it.
+        kind: what it is, in one word.
+        number: tells those apart that have the same name: pieces of one backward, one collective after another.
+    """
+
+    name: str
+    kind: Kind
+    number: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+
 Op = (
     Forward
     | ForwardStages
@@ -220,11 +248,25 @@ Op = (
     | Broadcast
     | OptimizerStep
     | Join
+    | Observed
 )
 GroupOp = AllReduce | Broadcast  # what the ranks of a group do together
+Met = GroupOp | Observed  # what ranks meet for; of what was observed, a collective
 _COMMUNICATION = (Send, Recv, Add, AllReduce, Broadcast)
+
+
+def is_meeting(op: Op) -> TypeGuard[Met]:
+    """Whether ranks do it together."""
+    return op.kind == "collective" if isinstance(op, Observed) else isinstance(op, GroupOp)
+
+
+def lane_of(kind: Kind) -> Lane:
+    """The lane of something observed."""
+    return Lane.COMPUTE if kind in _COMPUTATION else Lane.COMM
 
 
 def lane(op: Op) -> Lane:
     """The lane an operation runs on."""
+    if isinstance(op, Observed):
+        return lane_of(op.kind)
     return Lane.COMM if isinstance(op, _COMMUNICATION) else Lane.COMPUTE

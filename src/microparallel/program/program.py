@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from microparallel.errors import ProgramError
-from microparallel.program.ops import AllReduce, Broadcast, GroupOp, Op, Recv, Send
+from microparallel.program.ops import AllReduce, Met, Observed, Op, Recv, Send, is_meeting
 from microparallel.text import count
 
 CollectiveKind = Literal[
@@ -112,7 +112,7 @@ class TrainingStep:
 
 
 Goal = Collective | TrainingStep
-Groups = dict[tuple[int, GroupOp], tuple[int, ...]]  # by rank and operation: the ranks that do it together
+Groups = dict[tuple[int, Met], tuple[int, ...]]  # by rank and operation: the ranks that do it together
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +172,13 @@ class Program:
     def groups(self) -> Groups:
         """Each AllReduce and Broadcast a rank does, with the ranks that take part: those on its axis that do the same.
 
-        A rank that does the same operation twice meets the others twice.
+        A rank that does the same operation twice meets the others twice. An observed collective knows no axis.
         """
-        together: dict[tuple[GroupOp, int], list[int]] = {}
+        together: dict[tuple[Met, int], list[int]] = {}
         for rank, ops in enumerate(self.ranks):
-            for op in dict.fromkeys(op for op in ops if isinstance(op, (AllReduce, Broadcast))):  # many are neither
-                together.setdefault((op, self.line(rank, op.axis)), []).append(rank)
+            for op in dict.fromkeys(filter(is_meeting, ops)):
+                line = 0 if isinstance(op, Observed) else self.line(rank, op.axis)
+                together.setdefault((op, line), []).append(rank)
         return {(rank, op): tuple(ranks) for (op, _), ranks in together.items() for rank in ranks}
 
     def line(self, rank: int, axis: str) -> int:

@@ -15,6 +15,7 @@
 | AllReduce of bucket | the weights' gradients of its stages, of this rank| the bucket                         |
 | of a named value    |                                                   | the value                          |
 | Broadcast           |                                                   | the value                          |
+| Observed            |                                                   |                                    |
 | OptimizerStep       | its stages' buckets, and those it sums for others |                                    |
 |                     | alone; of stages in none, their gradients         |                                    |
 

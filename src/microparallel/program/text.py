@@ -7,7 +7,8 @@ rank 0: >C0@1 <+C1@1 >C1@1 <C0@1     # what follows # is a remark
 rank 1: >C1@0 <+C0@0 >C0@0 <C1@0
 ```
 
-A program whose ranks form a grid says so in a line `mesh: dp 2, pp 3`. It reads back to the same program.
+A program whose ranks form a grid says so in a line `mesh: dp 2, pp 3`. Spaces in the name of something observed are
+written as in an address (`?forward/0/forward%20of%20MLP`). It reads back to the same program.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import cast, get_args
+from urllib.parse import quote, unquote
 
 from microparallel.errors import ProgramError
 from microparallel.program import ops as o
@@ -37,15 +39,21 @@ _BUCKETS = rf"(?:, buckets((?: {_N}:{_N})+))?"
 _MESH = re.compile(rf"[A-Za-z_]\w* {_N}(?:, *[A-Za-z_]\w* {_N})*")
 _GROUP = re.compile(rf"([^:/]+)(?:/({_N}))?(?::([a-z][a-z-]*))?")  # axis, root, algorithm
 _SKIPPED = rf"(?: skipping((?: {_N})+))?"
+_OBSERVED = re.compile(rf"\?({'|'.join(get_args(o.Kind))})/({_N})/(.*)")
 _TRAINING = re.compile(rf"training step of ({_N}) stages?, ({_N}) micro-batch(?:es)?{_SKIPPED}{_BUCKETS}")
 
 
 def to_text(program: Program) -> str:
     """Write a program down, one line for each rank."""
     width = len(str(program.world_size - 1))
-    rows = [f"rank {rank:>{width}}: {' '.join(map(str, ops))}".rstrip() for rank, ops in enumerate(program.ranks)]
+    rows = [f"rank {rank:>{width}}: {' '.join(map(word, ops))}".rstrip() for rank, ops in enumerate(program.ranks)]
     mesh = [f"mesh: {', '.join(f'{axis} {size}' for axis, size in program.mesh)}"] if program.mesh else []
     return "\n".join([f"program {program.name}", f"goal: {program.goal}", *mesh, *rows]) + "\n"
+
+
+def word(op: o.Op) -> str:
+    """Write one operation down."""
+    return f"?{op.kind}/{op.number}/{quote(op.name)}" if isinstance(op, o.Observed) else str(op)
 
 
 def from_text(text: str) -> Program:
@@ -111,6 +119,8 @@ def parse_op(text: str) -> o.Op:
         return o.OptimizerStep()
     if text == "=":
         return o.Join()
+    if match := _OBSERVED.fullmatch(text):
+        return o.Observed(unquote(match[3]), cast(o.Kind, match[1]), int(match[2]))
     if match := _STAGE_OP.fullmatch(text):
         return _COMPUTE[match[1]](int(match[2]), int(match[3]))
     if match := _STAGES_OP.fullmatch(text):

@@ -20,7 +20,8 @@ What a Send means decides when it holds its rank up:
 
 A Recv is posted when its rank comes to it and may write there (`rules.py`). An AllReduce or a Broadcast waits until all
 ranks that take part stand at it. Where lanes play a role, an operation waits until what it needs has been made, and a
-Join until the other lane has come to it. Else they do not: what comes to its end one operation after another does so
+Join until the other lane has come to it; an AllReduce or a Broadcast is asked for when all that its rank computes
+before it has ended. Else they do not: what comes to its end one operation after another does so
 all the more when some of them overlap.
 
 Every operation is looked at a bounded number of times: who waits is called when what it waits for has come.
@@ -38,12 +39,14 @@ from microparallel.program.ops import (
     AllReduce,
     Broadcast,
     Free,
-    GroupOp,
     Join,
     Lane,
+    Met,
+    Observed,
     Op,
     Recv,
     Send,
+    is_meeting,
     lane,
 )
 from microparallel.program.program import Collective, Program
@@ -75,7 +78,7 @@ class Message:
 class Meeting:
     """Ranks that do an AllReduce or a Broadcast together: when each came to it."""
 
-    op: GroupOp
+    op: Met
     ranks: tuple[int, ...]
     number: int  # of the meetings at which these ranks do the same
     arrived: dict[int, float] = field(default_factory=dict)
@@ -98,6 +101,9 @@ class Cursor:
     lane: Lane | None = None
     time: float = 0  # when its last operation ended
     ready: float = 0  # since when the operation it stands at could begin
+    meetings: deque[int] = field(default_factory=deque)  # of a lane that computes: the places before which they stand
+    came: float = 0  # when the rank came to the meeting that it stands at
+    asked: deque[float] = field(default_factory=deque)  # of one that communicates: when the rank came to the next ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,20 +172,22 @@ class Walk:
         # each is made once.
         self._overwrites = isinstance(program.goal, Collective)
         self._groups = program.groups()
-        self._meetings: dict[tuple[GroupOp, int, int], Meeting] = {}
-        self._met: Counter[tuple[int, GroupOp]] = Counter()  # how often each rank has done what a group does
+        self._meetings: dict[tuple[Met, int, int], Meeting] = {}
+        self._met: Counter[tuple[int, Met]] = Counter()  # how often each rank has done what a group does
         self._before: dict[type, Callable[[Cursor, Any], bool]] = {
             Send: self._begin_blocking_send if policy.sends == "blocking" else self._begin_send,
             Recv: self._receive,
             Add: self._may_write,
             AllReduce: self._meet,
             Broadcast: self._meet,
+            Observed: self._meet_if_together,
         }
         self._after: dict[type, Callable[[Cursor, Any], None]] = {
             Send: self._sent,
             Recv: self._received,
             AllReduce: self._have_met,
             Broadcast: self._have_met,
+            Observed: self._have_met_if_together,
         }
         self._made: list[dict[Value, float]] = []  # with lanes: when each rank made what
         self._unmade: list[dict[Value, list[Message]]] = []  # to be sent as soon as it is made
@@ -335,10 +343,10 @@ class Walk:
 
     # ── what a group does together ──────────────────────────────────────────────────────────────────────────────
 
-    def _meet(self, cursor: Cursor, op: GroupOp) -> bool:
+    def _meet(self, cursor: Cursor, op: Met) -> bool:
         meeting = cursor.meeting
         if meeting is None:
-            if self._made and not self._needs(cursor, op):
+            if self._made and not self._is_asked_for(cursor, op):
                 return False
             group = self._groups[cursor.rank, op]
             times = self._met[cursor.rank, op]
@@ -354,11 +362,32 @@ class Walk:
             return False
         return True
 
-    def _have_met(self, cursor: Cursor, op: GroupOp) -> None:
+    def _is_asked_for(self, cursor: Cursor, op: Met) -> bool:
+        """Whether what it needs has been made, and all that its rank computes before it has ended."""
+        if not cursor.asked:
+            return False
+        if not self._needs(cursor, op):
+            return False
+        cursor.came = cursor.asked.popleft()
+        cursor.ready = max(cursor.ready, cursor.came)
+        return True
+
+    def _have_met(self, cursor: Cursor, op: Met) -> None:
         self._met[cursor.rank, op] += 1
         cursor.meeting = None
-        if self._made:
+        if self._made and not isinstance(op, Observed):
             self._have_made(cursor, op.value)
+
+    def _meet_if_together(self, cursor: Cursor, op: Observed) -> bool:
+        if op.kind == "collective":
+            return self._meet(cursor, op)
+        return not self._made or self._needs(cursor, op)
+
+    def _have_met_if_together(self, cursor: Cursor, op: Observed) -> None:
+        if op.kind == "collective":
+            self._have_met(cursor, op)
+        elif self._made:
+            self._make(cursor, op)
 
     # ── two lanes ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -377,6 +406,19 @@ class Walk:
     def _make(self, cursor: Cursor, op: Op) -> None:
         for value in self._rules[cursor.rank].makes(op):
             self._have_made(cursor, value)
+        if cursor.meetings:
+            self._come_to_meetings(cursor)
+
+    def _come_to_meetings(self, cursor: Cursor) -> None:
+        """A lane that computes has ended an operation: what stands behind that is asked for now."""
+        asks = False
+        while cursor.meetings and cursor.meetings[0] <= cursor.place:
+            cursor.meetings.popleft()
+            assert cursor.twin is not None
+            cursor.twin.asked.append(cursor.time)
+            asks = True
+        if asks and cursor.twin is not None:
+            self._call(cursor.twin)
 
     def _have_made(self, cursor: Cursor, value: Value) -> None:
         self._made[cursor.rank][value] = time = cursor.time
@@ -397,6 +439,7 @@ class Walk:
         cursor.time = twin.time = max(cursor.time, twin.time)
         twin.place += 1
         self._call(twin)
+        self._come_to_meetings(cursor if cursor.lane is Lane.COMPUTE else twin)
 
     def _call(self, cursor: Cursor) -> None:
         """What somebody waited for has come."""
@@ -437,12 +480,19 @@ class Walk:
 def _lanes(rank: int, ops: tuple[Op, ...]) -> tuple[Cursor, Cursor]:
     """Deal a rank's operations to its two lanes. A Free takes no time, and a Join stands on both."""
     dealt: dict[Lane, list[Op]] = {Lane.COMPUTE: [], Lane.COMM: []}
+    meetings: deque[int] = deque()
     for op in ops:
         if isinstance(op, Join):
             dealt[Lane.COMPUTE].append(op)
             dealt[Lane.COMM].append(op)
         elif not isinstance(op, Free):
-            dealt[lane(op)].append(op)
+            which = lane(op)
+            dealt[which].append(op)
+            if is_meeting(op):
+                meetings.append(len(dealt[Lane.COMPUTE]))
     computing, talking = (Cursor(rank, mine, lane=which) for which, mine in dealt.items())
     computing.twin, talking.twin = talking, computing
+    computing.meetings = meetings
+    while meetings and not meetings[0]:  # nothing is computed before
+        talking.asked.append(meetings.popleft())
     return computing, talking

@@ -20,8 +20,9 @@ from microparallel.program import (
     ForwardBackward,
     ForwardStages,
     Goal,
-    GroupOp,
+    Met,
     Named,
+    Observed,
     Op,
     OptimizerStep,
     Program,
@@ -111,13 +112,21 @@ class Costs:
                 return self.optimizer
         return 0
 
-    def transfer(self, send: Send) -> float | None:  # noqa: ARG002
-        """How long a message takes where that was measured; else its size and its link say so."""
+    def transfer(self, send: Send, rank: int) -> float | None:  # noqa: ARG002
+        """How long a rank's message takes where that was measured; else its size and its link say so."""
         return None
 
-    def together(self, op: GroupOp) -> float | None:  # noqa: ARG002
-        """How long an AllReduce or a Broadcast takes where that was measured; else its program is simulated."""
+    def together(self, op: Met, rank: int) -> float | None:  # noqa: ARG002
+        """How long a rank and its group take for something where that was measured; else its program is simulated."""
         return None
+
+    def traffic(self, op: Met, rank: int) -> tuple[int, float] | None:  # noqa: ARG002
+        """How many messages and bytes a rank sends for it where that is known; else its algorithm's program says so."""
+        return None
+
+    def bytes(self, op: Send | Met, goal: Goal, rank: int) -> float:  # noqa: ARG002
+        """How many bytes a rank sends, or contributes to what its group does; nobody knows of what was observed."""
+        return 0 if isinstance(op, Observed) else self.size(op.value, goal)
 
     def size(self, value: Value, goal: Goal) -> float:
         """How many bytes a value has."""

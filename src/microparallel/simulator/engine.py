@@ -19,7 +19,8 @@ import functools
 import heapq
 
 from microparallel.errors import ProgramError
-from microparallel.program import Add, Cursor, GroupOp, Join, Lane, Message, Policy, Program, Recv, Send, Value, Walk
+from microparallel.program import Add, Cursor, Join, Lane, Message, Observed, Policy, Program, Recv, Send, Value, Walk
+from microparallel.program.walk import Meeting
 from microparallel.simulator.costs import Costs
 from microparallel.simulator.groups import Groups, Share
 from microparallel.trace import Event
@@ -61,8 +62,8 @@ class Simulation(Policy):
                 end = cursor.ready + self._seconds_to_add(op.value)
                 self._events.append(Event(cursor.rank, Lane.COMM, op, cursor.ready, end))
                 cursor.time = end
-            elif isinstance(op, GroupOp):
-                self._meet(cursor, op)
+            elif cursor.meeting is not None:
+                self._meet(cursor, cursor.meeting)
         self._require_end(walk)
         return self._events
 
@@ -81,9 +82,9 @@ class Simulation(Policy):
             return None
         time, _, message = heapq.heappop(self._eligible)
         assert message.send is not None
-        size = self._costs.size(message.send.value, self._program.goal)
+        size = self._costs.bytes(message.send, self._program.goal, message.sender)
         message.start = max(time, self._port_free[message.sender])
-        seconds = self._costs.transfer(message.send)
+        seconds = self._costs.transfer(message.send, message.sender)
         if seconds is None:
             seconds = self._link(message.sender, message.receiver).seconds(size)
         end = message.start + seconds
@@ -109,18 +110,19 @@ class Simulation(Policy):
 
     # ── what a group does together ──────────────────────────────────────────────────────────────────────────────
 
-    def _meet(self, cursor: Cursor, op: GroupOp) -> None:
-        meeting = cursor.meeting
-        assert meeting is not None
+    def _meet(self, cursor: Cursor, meeting: Meeting) -> None:
+        op = meeting.op
         if meeting.content is None:
             shares = self._groups.shares(op, meeting.ranks)
             meeting.content = max(meeting.arrived.values()), dict(zip(meeting.ranks, shares, strict=True))
         start, of_rank = meeting.content
         share: Share = of_rank[cursor.rank]
         cursor.time = end = start + share.seconds
-        size = self._costs.size(op.value, self._program.goal)
+        size = self._costs.bytes(op, self._program.goal, cursor.rank)
+        # What was observed has no value that tells meetings apart, so all are counted.
+        number = op.number if isinstance(op, Observed) else meeting.number
         traffic = (share.messages, share.bytes, size, 0)
-        met = (meeting.arrived[cursor.rank], None, meeting.ranks, meeting.number)
+        met = (cursor.came, None, meeting.ranks, number)
         self._events.append(Event(cursor.rank, Lane.COMM, op, start, end, *traffic, *met))
 
     def _require_end(self, walk: Walk) -> None:

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from microparallel.collectives import GroupKind, program_of, resolve
-from microparallel.program import AllReduce, Chunk, Collective, Goal, GroupOp, Program, Send, Value
+from microparallel.collectives import GroupKind, group_kind, program_of, resolve, sent_by
+from microparallel.program import AllReduce, Chunk, Collective, Goal, GroupOp, Met, Observed, Program, Send, Value
 from microparallel.simulator.costs import Costs
 from microparallel.topology import Link
 from microparallel.trace import Event
@@ -29,7 +29,7 @@ class _Shape:
 
     program: Program
     channels: list[tuple[int, int]]  # (sender, receiver)
-    sent: list[tuple[int, float]]  # for each rank: how many messages, and how much of the whole tensor
+    sent: tuple[tuple[int, float], ...]  # for each rank: how many messages, and how much of the whole tensor
 
 
 class Groups:
@@ -47,16 +47,27 @@ class Groups:
         self._run = run
         self._known: dict[tuple[object, ...], list[float]] = {}
 
-    def shares(self, op: GroupOp, ranks: tuple[int, ...]) -> list[Share]:
+    def shares(self, op: Met, ranks: tuple[int, ...]) -> list[Share]:
         """The share of each rank when all begin at the same time."""
-        size = self._costs.size(op.value, self._goal)
-        kind: GroupKind = "all-reduce" if isinstance(op, AllReduce) else "broadcast"
+        found = self._observed(op, ranks) if isinstance(op, Observed) else self._by_algorithm(op, ranks)
+        known = [self._costs.traffic(op, rank) for rank in ranks]
+        both = zip(found, known, strict=True)
+        return [share if sent is None else Share(share.seconds, *sent) for share, sent in both]
+
+    def _observed(self, op: Observed, ranks: tuple[int, ...]) -> list[Share]:
+        """Nobody knows by which algorithm it ran."""
+        return [Share(self._costs.together(op, rank) or 0, 0, 0) for rank in ranks]
+
+    def _by_algorithm(self, op: GroupOp, ranks: tuple[int, ...]) -> list[Share]:
+        size = self._costs.bytes(op, self._goal, ranks[0])
+        kind = group_kind(op)
         algorithm = resolve(kind, op.algorithm, len(ranks), size, self._costs.transport)
-        if algorithm == "ring" and (link := self._only_link(ranks)) is not None:
-            return [self._ring(op, len(ranks), size, link)] * len(ranks)
+        measured = [self._costs.together(op, rank) for rank in ranks] if len(ranks) > 1 else [0.0]
+        known = [seconds for seconds in measured if seconds is not None]
+        if not known and algorithm == "ring" and (link := self._only_link(ranks)) is not None:
+            return [self._ring(len(ranks), size, link)] * len(ranks)
         shape = _shape(kind, algorithm, len(ranks), None if isinstance(op, AllReduce) else ranks.index(op.root))
-        measured = self._costs.together(op) if len(ranks) > 1 else 0
-        seconds = self._simulated(shape, ranks, size) if measured is None else [measured] * len(ranks)
+        seconds = known or self._simulated(shape, ranks, size)
         return [Share(end, messages, part * size) for end, (messages, part) in zip(seconds, shape.sent, strict=True)]
 
     def _only_link(self, ranks: tuple[int, ...]) -> Link | None:
@@ -64,16 +75,14 @@ class Groups:
         links = {self._costs.link(*pair) for pair in itertools.pairwise((*ranks, ranks[0])) if len(ranks) > 1}
         return links.pop() if len(links) == 1 else None
 
-    def _ring(self, op: GroupOp, count: int, size: float, link: Link) -> Share:
+    def _ring(self, count: int, size: float, link: Link) -> Share:
         """Where all links are alike, all ranks do each step at the same time. So one rank's steps tell everything.
 
         A ring of a thousand ranks has millions of operations.
         """
         messages = 2 * (count - 1)
         adding = (count - 1) * size / count * self._costs.add_seconds_per_byte
-        measured = self._costs.together(op)
-        seconds = messages * link.seconds(size / count) + adding if measured is None else measured
-        return Share(seconds, messages, messages * size / count)
+        return Share(messages * link.seconds(size / count) + adding, messages, messages * size / count)
 
     def _simulated(self, shape: _Shape, ranks: tuple[int, ...], size: float) -> list[float]:
         links = tuple(self._costs.link(ranks[sender], ranks[receiver]) for sender, receiver in shape.channels)
@@ -89,13 +98,8 @@ class Groups:
 @functools.cache
 def _shape(kind: GroupKind, algorithm: str, ranks: int, root: int | None) -> _Shape:
     program = program_of(kind, algorithm, ranks, root)
-    assert isinstance(program.goal, Collective)
-    slices = program.goal.slices
-    sends = [[op for op in ops if isinstance(op, Send)] for ops in program.ranks]
-    channels = dict.fromkeys((rank, op.to) for rank, mine in enumerate(sends) for op in mine)
-    held = [sum(len(op.value) if isinstance(op.value, Chunk) else slices for op in mine) for mine in sends]
-    sent = [(len(mine), count / slices) for mine, count in zip(sends, held, strict=True)]
-    return _Shape(program, list(channels), sent)
+    sends = ((rank, op.to) for rank, ops in enumerate(program.ranks) for op in ops if isinstance(op, Send))
+    return _Shape(program, list(dict.fromkeys(sends)), sent_by(kind, algorithm, ranks, root))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """What happened: events, traces, everything that is measured on them, and why ranks waited."""
 
+from microparallel.program import Kind, Observed
 from microparallel.trace.compare import Difference, compare
-from microparallel.trace.event import Event, Kind, Observed, kind_of, lane_of
+from microparallel.trace.event import Event, kind_of
 from microparallel.trace.parts import Parts, parts
 from microparallel.trace.reasons import reasons
 from microparallel.trace.trace import Trace
@@ -15,7 +16,6 @@ __all__ = [
     "Trace",
     "compare",
     "kind_of",
-    "lane_of",
     "parts",
     "reasons",
 ]

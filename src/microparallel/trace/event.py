@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from microparallel.errors import UsageError
 from microparallel.program import (
@@ -15,15 +14,14 @@ from microparallel.program import (
     Forward,
     ForwardBackward,
     ForwardStages,
+    Kind,
     Lane,
+    Observed,
     Op,
     OptimizerStep,
     Recv,
     Send,
 )
-
-Kind = Literal["forward", "backward", "optimizer", "collective", "send", "receive", "other"]
-COMPUTE: tuple[Kind, ...] = ("forward", "backward", "optimizer")
 
 _KIND_OF: dict[type, Kind] = {
     Forward: "forward",
@@ -40,25 +38,9 @@ _KIND_OF: dict[type, Kind] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """Something that was seen from outside and that no program names: a module's forward, a call of a Comms."""
-
-    name: str
-    kind: Kind
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def kind_of(op: Op | Observed) -> Kind:
+def kind_of(op: Op) -> Kind:
     """What an operation is, in one word."""
     return op.kind if isinstance(op, Observed) else _KIND_OF.get(type(op), "other")
-
-
-def lane_of(kind: Kind) -> Lane:
-    """The lane of something observed."""
-    return Lane.COMPUTE if kind in COMPUTE else Lane.COMM
 
 
 class Event(NamedTuple):
@@ -92,7 +74,7 @@ class Event(NamedTuple):
 
     rank: int
     lane: Lane
-    op: Op | Observed
+    op: Op
     start: float
     end: float
     messages: int = 0

@@ -7,8 +7,8 @@ import math
 from typing import Any, get_args
 
 from microparallel.errors import ProgramError
-from microparallel.program import Op, from_text, lane, parse_op, to_text
-from microparallel.trace.event import Event, Kind, Observed, lane_of
+from microparallel.program import Kind, Observed, Op, from_text, lane, parse_op, to_text
+from microparallel.trace.event import Event
 from microparallel.trace.meetings import met
 from microparallel.trace.trace import Trace
 
@@ -86,8 +86,9 @@ def _event(row: dict[str, Any]) -> Event | None:
     if not isinstance(name, str):
         return None
     if kind is not None:
-        return Event(lane=lane_of(kind), op=Observed(name, kind), **row) if kind in get_args(Kind) else None
-    op = _parsed(name)
+        op: Op | None = Observed(name, kind) if kind in get_args(Kind) else None
+    else:
+        op = _parsed(name)
     return None if op is None else Event(lane=lane(op), op=op, **row)
 
 

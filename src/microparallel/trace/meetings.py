@@ -6,7 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from microparallel.trace.event import Event, Observed
+from microparallel.program import Observed
+from microparallel.trace.event import Event
 
 
 def meetings(events: Sequence[Event]) -> list[list[int]]:

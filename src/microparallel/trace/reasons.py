@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from microparallel.program import AllReduce, Broadcast, Recv, Rules, Value
-from microparallel.trace.event import Event, Observed
+from microparallel.trace.event import Event
 from microparallel.trace.trace import Trace
 
 
@@ -15,19 +15,17 @@ def reasons(trace: Trace) -> dict[int, str]:
     begin = min((event.start for event in trace.events), default=0)
     found: dict[int, str] = {}
     for rank, events in enumerate(trace.by_rank):
-        rules = Rules(trace.followed.goal, [event.op for event in events if not isinstance(event.op, Observed)])
+        rules = Rules(trace.followed.goal, [event.op for event in events])
         for event, reason in _waits(rank, events, rules, begin):
             found[places[id(event)]] = reason
     return found
 
 
 def _waits(rank: int, events: list[Event], rules: Rules, begin: float) -> Iterator[tuple[Event, str]]:
-    makers: dict[Value, Event] = {
-        value: event for event in events if not isinstance(event.op, Observed) for value in rules.makes(event.op)
-    }
+    makers: dict[Value, Event] = {value: event for event in events for value in rules.makes(event.op)}
     free = begin
     for event in events:
-        if isinstance(event.op, Observed) or not event.computes:
+        if not event.computes:
             continue
         if event.start > free:
             given = [(makers[value].end, value) for value in rules.needs(event.op) if value in makers]

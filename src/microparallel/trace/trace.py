@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from microparallel.errors import DataError, UsageError
 from microparallel.program import Program, peak_activations
-from microparallel.trace.event import Event, Observed
+from microparallel.trace.event import Event
 from microparallel.trace.intervals import Span, length, outside, union
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Trace:
 
     Attributes:
         events: what the ranks did.
-        program: what they followed; None if nobody knows.
+        program: what they followed; None if it was recorded: then `followed` finds it out for one step.
         ranks: how many there are; without it, as many as the program has.
         clock_error: how far apart the ranks' clocks may be, in seconds.
         about: what was run: any words and numbers.
@@ -47,12 +47,16 @@ class Trace:
         if self.ranks < 1:
             raise UsageError(f"ranks={self.ranks}: a trace of no program must say how many ranks there are")
 
-    @property
+    @cached_property
     def followed(self) -> Program:
-        """The program, where one is needed."""
-        if self.program is None:
-            raise UsageError("this trace was recorded without a program; mp.draw shows what its ranks did")
-        return self.program
+        """The program; of one recorded step, what its ranks were told, or were seen to do (`recorded.py`)."""
+        if self.program is not None:
+            return self.program
+        if len(self.steps) != 1:
+            raise UsageError(f"this trace has {len(self.steps)} steps, and each follows its own program; use step(…)")
+        from microparallel.trace.recorded import recorded_step
+
+        return recorded_step(self).program
 
     @cached_property
     def by_rank(self) -> list[list[Event]]:
@@ -156,10 +160,7 @@ class Trace:
     @property
     def peak_activations(self) -> list[int]:
         """The most activations each rank holds at once; one is held until the backward of its weights has ended."""
-        return [
-            peak_activations(event.op for event in events if not isinstance(event.op, Observed))
-            for events in self.compute
-        ]
+        return [peak_activations(event.op for event in events) for events in self.compute]
 
     @property
     def messages_sent(self) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from microparallel.comms.record import Recorder
 from microparallel.errors import UsageError
-from microparallel.performance.predicted import predicted
+from microparallel.performance.fitted import predicted
 from microparallel.trace import Trace
 from microparallel.train.atomic import write_atomically
 from microparallel.train.config import TrainConfig

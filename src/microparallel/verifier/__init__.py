@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from microparallel.errors import ProgramError, UsageError
-from microparallel.program import Collective, Program, Sends, Wait, peak_activations
+from microparallel.program import Collective, Observed, Program, Sends, Wait, peak_activations
 from microparallel.verifier.collective import check_collective
 from microparallel.verifier.findings import Deadlock, Miscounted, Missing, NeverReduced, Unmatched, Unreached
 from microparallel.verifier.matching import check_matching
@@ -34,6 +34,7 @@ def verify(program: Program, sends: Sends = "rendezvous", max_activations: int |
     """
     if sends not in ("buffered", "rendezvous", "blocking"):
         raise UsageError(f"sends={sends!r}: choose buffered, rendezvous or blocking")
+    _refuse_observed(program)
     check_matching(program)
     check_order(program, "buffered")
     check_order(program, "rendezvous")
@@ -45,6 +46,16 @@ def verify(program: Program, sends: Sends = "rendezvous", max_activations: int |
         check_training_step(program, program.goal)
     if max_activations is not None:
         _check_memory(program, max_activations)
+
+
+def _refuse_observed(program: Program) -> None:
+    for rank, ops in enumerate(program.ranks):
+        for op in ops:
+            if isinstance(op, Observed):
+                raise ProgramError(
+                    f"{program.name!r} cannot be verified: rank {rank} does {str(op)!r}, which was only observed, "
+                    "so nobody knows the values that it needs and makes"
+                )
 
 
 def _check_memory(program: Program, most: int) -> None:

@@ -29,6 +29,7 @@ from microparallel.program import (
     Grad,
     GroupOp,
     Named,
+    Observed,
     Op,
     OptimizerStep,
     Part,
@@ -226,6 +227,7 @@ def _check_groups(program: Program) -> None:
     alike: dict[object, tuple[int, GroupOp]] = {}
     groups = program.groups()
     for (rank, op), members in groups.items():
+        assert not isinstance(op, Observed)  # `verify` has refused it
         if named and op.axis not in (WORLD, *named):
             raise ProgramError(f"rank {rank} does {op}, and the mesh has the axes {', '.join(named)}")
         try:
