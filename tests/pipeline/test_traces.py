@@ -38,8 +38,12 @@ def traces(comms, replicas, microbatches):
             peaks = [peak_activations(ops) for ops in pipe.program.ranks]
             if trace.peak_activations != peaks or pipe.most_activations != peaks[comms.rank]:
                 wrong.append(f"{name}, {count}: {pipe.most_activations} of {peaks} activations")
-            if trace.messages_sent != pipe.program.messages_sent() or not all(
-                event.end >= event.start for event in trace.events
+            sends = [sum(event.messages for event in events if event.kind == "send") for events in trace.by_rank]
+            simulated = mp.simulate(pipe.program, mp.Costs(transport=comms.transport_name))
+            if (
+                sends != pipe.program.messages_sent()
+                or trace.messages_sent != simulated.messages_sent
+                or not all(event.end >= event.start for event in trace.events)
             ):
                 wrong.append(f"{name}, {count}: messages, or times")
     return wrong
