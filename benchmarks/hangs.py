@@ -35,8 +35,10 @@ import torch.distributed as dist
 import typer
 
 import microparallel as mp
-from microparallel.flight import diagnose, folders, gather
-from microparallel.flight.recorder import FlightRecorder
+from microparallel.observe import folders
+from microparallel.observe.diagnosis import diagnose
+from microparallel.observe.flight_recorder import FlightRecorder
+from microparallel.observe.folders import gather
 
 LIMIT = 1.5  # seconds a world may hang before it is asked
 GRACE = 2.0

@@ -36,7 +36,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from microparallel._torch_entry import register
-from microparallel.comms.blocks import listed
+from microparallel.comms.program_group import listed
 from microparallel.topology import threads_per_rank
 
 Tensors = torch.futures.Future[torch.Tensor]  # what torch wants from a hook, and as an annotation no text

@@ -28,11 +28,11 @@ from torch import nn
 from torch.nn import functional
 
 import microparallel as mp
-from microparallel.performance.gpu_meter import GpuMeter
-from microparallel.performance.utilisation import shares, utilisation_table
+from microparallel.analyze.gpu_meter import GpuMeter
 from microparallel.program import Lane, lane
 from microparallel.reader import ends_with_its_reader
 from microparallel.topology import available_cores
+from microparallel.trace.parts import shares, utilisation_table
 
 SCHEDULES = ["naive", "gpipe", "1f1b"]
 CLASSES = 10

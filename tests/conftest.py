@@ -100,7 +100,7 @@ def fresh(request):
 
 # What is imported once for all: the loop, and with it torch and all that ranks need; what commands need.
 WARM = ["microparallel.train.loop", *NEEDED, *(f"microparallel.cli.{verb}" for verb in VERBS)]
-WARM += ["microparallel.learn.referee", "microparallel.learn.sitting", "typer.rich_utils"]
+WARM += ["microparallel.learn.referee", "microparallel.learn.exam", "typer.rich_utils"]
 WARM += ["pydantic"] if importlib.util.find_spec("pydantic") else []  # newer versions of typer import it for every call
 
 

@@ -20,6 +20,6 @@ def register() -> None:
 
 
 def _create(options: Any, _backend_options: Any = None) -> Any:
-    from microparallel.comms.backend import create
+    from microparallel.torch_backend.group import create
 
     return create(options)

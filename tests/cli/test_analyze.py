@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 from tests.spans import recorded, span
 
-from microparallel.cli import analyze, analyze_table
-from microparallel.performance.step_timing import Phases, median_of, time_steps
+from microparallel.analyze import table as analyze_table
+from microparallel.analyze.step_timing import Phases, median_of, time_steps
+from microparallel.cli import analyze
 
 SMALL = ("--dim", "8", "--depth", "2", "--batch", "8", "--steps", "3", "--device", "cpu", "--transport", "gloo")
 

@@ -12,19 +12,25 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from microparallel.cli import all_reduce_table, bench_dp, bench_dp_table, bench_pp, bench_pp_table, main
-from microparallel.cli.bench import _show
+from microparallel.bench import all_reduce_report as all_reduce_table
+from microparallel.bench import data_parallel as data_parallel_bench
+from microparallel.bench import data_parallel_report, pipeline_report
+from microparallel.bench import data_parallel_report as bench_dp_table
+from microparallel.bench import pipeline as pipeline_bench
+from microparallel.bench import pipeline as pipeline_bench_methods
+from microparallel.bench import pipeline_report as pipeline_bench_report
+from microparallel.bench.all_reduce import Measurements, Timing, WrongSum
+from microparallel.bench.all_reduce_report import report_on
+from microparallel.bench.data_parallel import Method, WrongWeights
+from microparallel.bench.pipeline import Apart
+from microparallel.bench.pipeline_costs import StageTimes
+from microparallel.cli import bench as bench_dp
+from microparallel.cli import bench as bench_pp
+from microparallel.cli import main
+from microparallel.cli.bench import _show_all_reduce
 from microparallel.errors import MicroparallelError, UsageError
-from microparallel.performance import data_parallel_bench, pipeline_bench, pipeline_bench_methods, pipeline_bench_report
-from microparallel.performance import data_parallel_bench_report as data_parallel_report
-from microparallel.performance.all_reduce_bench import Measurements, Timing, WrongSum
-from microparallel.performance.all_reduce_report import report_on
-from microparallel.performance.data_parallel_bench_check import WrongWeights
-from microparallel.performance.data_parallel_bench_methods import Method
-from microparallel.performance.pipeline_bench_check import Apart
-from microparallel.performance.pipeline_bench_costs import StageTimes
-from microparallel.performance.utilisation import Shares
 from microparallel.schedules import PIPELINES
+from microparallel.trace.parts import Shares
 
 SMALL = ["--ranks", "2", "--sizes", "4KB,64KB", "--algorithms", "ring,tree,naive", "--transport", "gloo"]
 
@@ -190,7 +196,7 @@ def alive(pid):
 def test_a_wrong_sum_is_a_failure_that_names_algorithm_and_size():
     measurements = Measurements(4, 4, 2, "gloo", "cpu", "float32", (), WrongSum("ring", 64_000, rank=2))
     with pytest.raises(MicroparallelError, match="ring gave a wrong sum on rank 2, at 64 KB") as error:
-        _show(measurements, None, False)
+        _show_all_reduce(measurements, None, False)
     assert not isinstance(error.value, UsageError)  # exit code 1, not 2
 
 
@@ -406,15 +412,15 @@ def made_up_pipelines(**changes):
 def test_the_table_of_pipelines_fits(width):
     report = pipeline_bench_report.report_on(made_up_pipelines())
     console = Console(file=io.StringIO(), width=width)
-    console.print(bench_pp_table.table_of(report, width))
-    console.print(bench_pp_table.caption(report, width), *bench_pp_table.conclusions(report), sep="\n")
+    console.print(pipeline_report.table_of(report, width))
+    console.print(pipeline_report.caption(report, width), *pipeline_report.conclusions(report), sep="\n")
     shown = console.file.getvalue()
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     heading = shown.splitlines()[0].split()
     assert ("quartiles" in heading) == (width >= 80) and ("ideal" in heading) == (width >= 100)
     assert "16=16" in shown and "interleaved" in shown and ("590 KB" in shown) == (width >= 70)
     if width >= 80:  # and nothing was broken into lines that are not ours
-        below = [*bench_pp_table.caption(report, width).splitlines(), *bench_pp_table.conclusions(report)]
+        below = [*pipeline_report.caption(report, width).splitlines(), *pipeline_report.conclusions(report)]
         assert len(shown.splitlines()) == 2 + len(report.rows) + len("\n".join(below).splitlines())
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import microparallel as mp
-from microparallel.cli.output import require_writable
+from microparallel.cli.flags import require_writable
 
 
 def test_looking_leaves_nothing_behind(tmp_path):

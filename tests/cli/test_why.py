@@ -10,8 +10,8 @@ import time
 import pytest
 from rich.console import Console
 
-from microparallel.cli.why_report import report_on, show
-from microparallel.flight import Flight
+from microparallel.cli.why import report_on, show
+from microparallel.observe.flight import Flight
 
 RANK = """
 import sys, time

@@ -3,21 +3,21 @@
 import time
 from types import SimpleNamespace
 
-from microparallel.comms import clocks
+from microparallel.comms import record
 
 SHIFT = 1000.0
 
 
 def offsets(comms, one_machine):
     """Let each rank's clock be another one, as on machines that were started at different times."""
-    machine = clocks._machine
+    machine = record._machine
     if not one_machine:
-        clocks._machine = lambda: f"machine {comms.rank}"
-    clocks.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + comms.rank * SHIFT)
+        record._machine = lambda: f"machine {comms.rank}"
+    record.time = SimpleNamespace(perf_counter=lambda: time.perf_counter() + comms.rank * SHIFT)
     try:
-        return clocks.offset_from_rank_0(comms)
+        return record.offset_from_rank_0(comms)
     finally:
-        clocks.time, clocks._machine = time, machine  # warm ranks serve other tests, too
+        record.time, record._machine = time, machine  # warm ranks serve other tests, too
 
 
 def test_the_distance_between_clocks_is_measured_and_its_error_known(any_pool):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from microparallel.comms import patience as module
-from microparallel.comms.patience import Patience
+from microparallel.comms import work_queue as module
+from microparallel.comms.work_queue import Patience
 
 
 class Clocks:

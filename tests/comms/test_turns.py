@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from microparallel.comms import patience
-from microparallel.comms.turns import Line
+from microparallel.comms import work_queue as patience
+from microparallel.comms.work_queue import Line
 from microparallel.errors import CommsError, TransportTimeout
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import microparallel as mp
-from microparallel.data_parallel.buckets import in_buckets
+from microparallel.course.buckets import in_buckets
 
 
 class Pending:

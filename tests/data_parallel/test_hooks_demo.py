@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import microparallel as mp
-from microparallel.data_parallel.hook_trace import Cargo, Notes, layers_of, trace_of
+from microparallel.course.hook_tracker import Cargo, Notes, layers_of, trace_of
 from microparallel.program import AllReduce, Backward, Forward, Lane
 
 # ── from notes to a trace ───────────────────────────────────────────────────────────────────────────────────────────

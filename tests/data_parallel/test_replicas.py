@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import microparallel as mp
-from microparallel.data_parallel.replicas import AVERAGES, chunk_data
+from microparallel.course.replicas import AVERAGES, chunk_data
 
 RELATIVE = {torch.float64: 1e-12, torch.float32: 1e-6}
 OPTIMIZERS = {

@@ -6,9 +6,8 @@ from dataclasses import replace
 import pytest
 
 import microparallel as mp
-from microparallel.drawing.holdings import complete
-from microparallel.drawing.hops import hops_of
-from microparallel.drawing.steps import steps_of
+from microparallel.drawing.hops import complete, hops_of
+from microparallel.drawing.html import steps_of
 from microparallel.program import Join, from_text
 
 EVERY = [*mp.collectives.ALL_REDUCES, *mp.collectives.OTHERS]

@@ -2,8 +2,9 @@
 
 import pytest
 
-from microparallel.flight import Record, Snapshot, diagnose, in_words
-from microparallel.flight.place import Place
+from microparallel.observe.diagnosis import diagnose, in_words
+from microparallel.observe.flight_file import Record, Snapshot
+from microparallel.observe.place import Place
 
 NOW = 1000.0
 

@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from microparallel.flight import layout
-from microparallel.flight.place import Place, worth
-from microparallel.flight.reading import read
-from microparallel.flight.recorder import FlightRecorder, in_ranges, write_exit
+from microparallel.observe import flight_file as layout
+from microparallel.observe.flight_file import read
+from microparallel.observe.flight_recorder import FlightRecorder, in_ranges, write_exit
+from microparallel.observe.place import Place, worth
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_a_half_written_record_is_not_shown(recorder, path):
 WRITER = """
 import sys
 from pathlib import Path
-from microparallel.flight.recorder import FlightRecorder
+from microparallel.observe.flight_recorder import FlightRecorder
 log = FlightRecorder(Path(sys.argv[1]), 0, 1, "w").group([0])
 number = 0
 print("ready", flush=True)
@@ -232,7 +232,7 @@ def test_writing_on_when_the_file_has_been_let_go(recorder):
     ("ranks", "text"), [((0,), "0"), ((0, 1, 2), "0-2"), ((0, 2, 3, 7), "0,2-3,7"), ((3, 1), "3,1")]
 )
 def test_ranks_in_short(ranks, text):
-    from microparallel.flight.reading import _from_ranges
+    from microparallel.observe.flight_file import _from_ranges
 
     assert in_ranges(ranks) == text
     assert _from_ranges(text) == ranks

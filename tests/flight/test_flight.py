@@ -15,8 +15,11 @@ import torch
 import torch.distributed as dist
 
 import microparallel as mp
-from microparallel.flight import Flight, diagnose, folders, gather
-from microparallel.flight.reading import read
+from microparallel.observe import folders
+from microparallel.observe.diagnosis import diagnose
+from microparallel.observe.flight import Flight
+from microparallel.observe.flight_file import read
+from microparallel.observe.folders import gather
 
 
 @pytest.fixture

@@ -10,8 +10,7 @@ from microparallel.learn.graders import buckets, comms, ring_all_reduce
 from microparallel.learn.graders._collectives import program_of
 from microparallel.learn.graders._common_dp import contribution
 from microparallel.learn.graders._during_backward import program_of as program_of_passes
-from microparallel.learn.graders._microbatches import suspects
-from microparallel.learn.graders._pipeline_steps import take_steps
+from microparallel.learn.graders._pipeline_steps import suspects, take_steps
 from microparallel.learn.holes import solved
 from microparallel.program import Collective, Free, Join, OptimizerStep, Recv, Send, halves
 from microparallel.schedules import ddp, gpipe, lower, one_f_one_b

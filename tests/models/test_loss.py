@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from microparallel.data_parallel import mean_loss
+from microparallel.course.naive import mean_loss
 from microparallel.errors import UsageError
 from microparallel.models import FullMLP, cross_entropy, mean_squared_error
 

@@ -7,12 +7,7 @@ import torch
 import torch.distributed as dist
 
 import microparallel as mp
-from microparallel.performance.all_reduce_bench import Measurements, Timing, WrongSum, bench_all_reduce
-from microparallel.performance.all_reduce_report import bus_bandwidth, report_on
-from microparallel.performance.bench_settings import AllReduceSettings
-from microparallel.performance.case import Case, transport_of
-from microparallel.performance.memory_bound import touch_in_place, touch_ordinary
-from microparallel.performance.methods import (
+from microparallel.bench.all_reduce import (
     ADD,
     BOUND,
     BOUND_IN_PLACE,
@@ -20,10 +15,18 @@ from microparallel.performance.methods import (
     SHM_IN_PLACE,
     TORCH,
     TORCH_ON_SHM,
+    Measurements,
     Method,
+    Timing,
+    WrongSum,
+    bench_all_reduce,
     methods_for,
+    touch_in_place,
+    touch_ordinary,
 )
-from microparallel.performance.rounds import Call, Rounds, time_call
+from microparallel.bench.all_reduce_report import bus_bandwidth, report_on
+from microparallel.bench.engine import Call, Case, Rounds, time_call, transport_of
+from microparallel.bench.settings import AllReduceSettings
 
 ALGORITHMS = ("naive", "ring", "tree")
 WITHOUT_ALGORITHMS = {
@@ -153,7 +156,7 @@ def test_a_wrong_sum_ends_the_run_and_names_method_size_and_rank(pool):
 
 def with_little_memory(comms):
     with pytest.MonkeyPatch.context() as patch:  # 2 ranks × 5 tensors of 350 KB need 3.5 MB, 2 × 4 only 2.8 MB
-        patch.setattr("microparallel.performance.all_reduce_bench.available_memory", lambda: 3_000_000)
+        patch.setattr("microparallel.bench.all_reduce.available_memory", lambda: 3_000_000)
         return bench_all_reduce(
             comms, AllReduceSettings(algorithms=("gather-add", "ring"), sizes=(4_000, 350_000), repeats=1)
         )
@@ -220,8 +223,8 @@ def test_one_wrong_sum_in_a_row_is_seen(any_pool):
 
 def made_up_calls(comms, cores):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("microparallel.performance.rounds.available_cores", lambda: cores)
-        patch.setattr("microparallel.performance.rounds.time_call", lambda *_: Call(1.0 + comms.rank, 3.0, True))
+        patch.setattr("microparallel.bench.engine.available_cores", lambda: cores)
+        patch.setattr("microparallel.bench.engine.time_call", lambda *_: Call(1.0 + comms.rank, 3.0, True))
         methods = [Method("together", None, None), Method("alone", None, None, alone=True)]
         return Rounds(comms, methods, None).one_more()
 

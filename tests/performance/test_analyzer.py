@@ -8,9 +8,9 @@ from tests.spans import recorded, span
 from torch import nn
 
 import microparallel as mp
+from microparallel.analyze.step_timing import median_of, time_of_step, time_steps
 from microparallel.errors import UsageError
 from microparallel.models import FullMLP, cross_entropy
-from microparallel.performance.step_timing import median_of, time_of_step, time_steps
 from microparallel.program import Broadcast
 
 DELAY = 0.5  # seconds: a straggler's, long beside all that a busy machine adds by itself

@@ -9,11 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.spans import recorded, span
 
+from microparallel.analyze.bottleneck import Demand, Machine, demand_of, find_bottleneck, measure_machine
+from microparallel.analyze.what_if import changes
 from microparallel.errors import UsageError
-from microparallel.performance.bottleneck import find_bottleneck
-from microparallel.performance.fitted import Fitted, RecordedCosts, fit_step, predicted
-from microparallel.performance.roofline import Demand, Machine, demand_of, measure_machine
-from microparallel.performance.what_if import changes
 from microparallel.program import (
     AllReduce,
     Backward,
@@ -29,6 +27,7 @@ from microparallel.program import (
 from microparallel.schedules import build, data_parallel_step
 from microparallel.schedules.replicas import shifted
 from microparallel.simulator import Costs, simulate
+from microparallel.simulator.fitted import Fitted, RecordedCosts, fit_step, predicted
 from microparallel.trace import Trace, compare
 from microparallel.trace.meetings import meetings
 from microparallel.trace.parts import parts

@@ -3,8 +3,7 @@
 import pytest
 
 import microparallel as mp
-from microparallel.performance.memory_budget import MemoryBudget, tensors_needed
-from microparallel.performance.time_budget import FEWEST_REPEATS, MOST_REPEATS, TimeBudget
+from microparallel.bench.engine import FEWEST_REPEATS, MOST_REPEATS, MemoryBudget, TimeBudget, tensors_needed
 
 
 def test_larger_sizes_get_more_and_what_a_small_one_leaves_over():

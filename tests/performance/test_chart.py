@@ -5,12 +5,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 import microparallel as mp
-from microparallel.performance.all_reduce_bench import Measurements, Timing
-from microparallel.performance.all_reduce_plot import plot_all_reduce
-from microparallel.performance.all_reduce_report import report_on
-from microparallel.performance.chart import Line, Panel, Point, draw_chart
-from microparallel.performance.methods import BOUND, BOUND_IN_PLACE, SHM, SHM_IN_PLACE, TORCH_ON_SHM
-from microparallel.performance.picture import require_drawable, write_picture
+from microparallel.bench.all_reduce import BOUND, BOUND_IN_PLACE, SHM, SHM_IN_PLACE, TORCH_ON_SHM, Measurements, Timing
+from microparallel.bench.all_reduce_report import plot_all_reduce, report_on
+from microparallel.bench.chart import Line, Panel, Point, draw_chart, require_drawable, write_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 

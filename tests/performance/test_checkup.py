@@ -2,7 +2,7 @@
 
 import re
 
-from microparallel.performance.checkup import check_transports, problems
+from microparallel.analyze.checkup import check_transports, problems
 
 
 def test_shared_memory_is_tried_first_and_its_speed_is_told(warm_ranks):

@@ -7,26 +7,24 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from microparallel.errors import ConfigError, UsageError
-from microparallel.performance.bench_settings import DataParallelSettings
-from microparallel.performance.case import transport_of
-from microparallel.performance.data_parallel_bench import (
-    Measurements,
-    Result,
-    Timing,
-    bench_data_parallel,
-)
-from microparallel.performance.data_parallel_bench_methods import (
+from microparallel.bench.data_parallel import (
     DDP,
     NONE,
     TORCH_DDP,
     TORCH_DDP_ON_SHM,
     Contender,
+    Measurements,
     Method,
+    Result,
+    Timing,
+    bench_data_parallel,
+    find_subject,
     methods_of,
 )
-from microparallel.performance.data_parallel_bench_models import find_subject
-from microparallel.performance.data_parallel_bench_report import report_on
+from microparallel.bench.data_parallel_report import report_on
+from microparallel.bench.engine import transport_of
+from microparallel.bench.settings import DataParallelSettings
+from microparallel.errors import ConfigError, UsageError
 
 USUAL = ("naive", "hooks", "buckets", "ddp")
 SMALL = DataParallelSettings(models=("mlp-8",), methods=USUAL, buckets_mb=(0.001, 1, 25), batch=2, steps=2)
@@ -90,7 +88,7 @@ def groups_of_torch_s_own(comms):
             super().__init__(module, process_group=process_group, gradient_as_bucket_view=gradient_as_bucket_view)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("microparallel.performance.data_parallel_bench_methods.DistributedDataParallel", Spy)
+        patch.setattr("microparallel.bench.data_parallel.DistributedDataParallel", Spy)
         bench_data_parallel(comms, dataclasses.replace(SMALL, methods=(TORCH_DDP_ON_SHM,), steps=1))
     return backends
 
@@ -148,9 +146,7 @@ def test_wrong_weights_end_the_run_and_name_method_and_model(pool, fault, proble
 
 def ddp_that_forgets_to_synchronise(comms):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "microparallel.performance.data_parallel_bench_methods.DataParallel", lambda model, comms, bucket_mb: model
-        )
+        patch.setattr("microparallel.bench.data_parallel.DataParallel", lambda model, comms, bucket_mb: model)
         return bench_data_parallel(comms, dataclasses.replace(SMALL, methods=("ddp",)))
 
 
@@ -162,7 +158,7 @@ def test_a_method_that_does_not_synchronise_is_found_out(pool):
 
 def with_little_memory(comms):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("microparallel.performance.data_parallel_bench.available_memory", lambda: 100_000)
+        patch.setattr("microparallel.bench.data_parallel.available_memory", lambda: 100_000)
         with pytest.raises(UsageError, match=r"mlp-8: 7 copies .* fewer --methods"):
             bench_data_parallel(comms, SMALL)
 

@@ -3,7 +3,7 @@
 import pytest
 
 import microparallel as mp
-from microparallel.performance.fit import MessageCosts, fit_line, fit_messages, longest_path, typical_factor
+from microparallel.bench.messages import MessageCosts, fit_line, fit_messages, longest_path, typical_factor
 
 SIZES = (4_000, 256_000, 16_000_000)
 TRUTH = MessageCosts(latency=3e-4, seconds_per_byte=8e-10, add_seconds_per_byte=1.5e-10)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import microparallel as mp
-from microparallel.performance.gpu_meter import GpuMeter, Sample
+from microparallel.analyze.gpu_meter import GpuMeter, Sample
 
 FOREVER = """
 import itertools, os, sys, time

@@ -8,19 +8,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
+from microparallel.bench.engine import transport_of
+from microparallel.bench.pipeline import (
+    TORCH_S,
+    Apart,
+    Look,
+    Measurements,
+    Method,
+    Ours,
+    Timing,
+    Torchs,
+    bench_pipelines,
+    pipeline_subject,
+    require_cuttable,
+)
+from microparallel.bench.pipeline_costs import Alone, SavedBytes, StageTimes, kinds_in
+from microparallel.bench.pipeline_report import report_on
+from microparallel.bench.settings import PipelineSettings, Size
 from microparallel.errors import ConfigError, UsageError
-from microparallel.performance.bench_settings import PipelineSettings, Size
-from microparallel.performance.case import transport_of
-from microparallel.performance.pipeline_bench import Look, Measurements, Timing, bench_pipelines
-from microparallel.performance.pipeline_bench_check import Apart
-from microparallel.performance.pipeline_bench_costs import Alone, StageTimes, kinds_in
-from microparallel.performance.pipeline_bench_memory import SavedBytes
-from microparallel.performance.pipeline_bench_methods import TORCH_S, Method, Ours, Torchs
-from microparallel.performance.pipeline_bench_models import pipeline_subject, require_cuttable
-from microparallel.performance.pipeline_bench_report import report_on
-from microparallel.performance.utilisation import Shares
 from microparallel.schedules import PIPELINES, build
 from microparallel.simulator import simulate
+from microparallel.trace.parts import Shares
 
 SMALL = PipelineSettings(depth=4, width=8, batch=8, microbatches=4, steps=2)
 
@@ -176,7 +184,7 @@ def test_a_wrong_result_names_schedule_and_parameter(pool, fault, problem):
 
 def with_little_memory(comms):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("microparallel.performance.pipeline_bench.available_memory", lambda: 10_000)
+        patch.setattr("microparallel.bench.pipeline.available_memory", lambda: 10_000)
         with pytest.raises(UsageError, match=r"8 schedules .* fewer --schedules"):
             bench_pipelines(comms, SMALL)
 

@@ -3,12 +3,19 @@
 import pytest
 
 import microparallel as mp
+from microparallel.bench.pipeline_costs import StageTimes
+from microparallel.bench.predict import (
+    Curve,
+    MessageTimes,
+    Prediction,
+    RankTimes,
+    predict_ddp,
+    predict_naive,
+    predict_pipeline,
+)
+from microparallel.bench.predict_report import bench_predictions
+from microparallel.bench.settings import PREDICTED, PredictSettings
 from microparallel.errors import RankFailed
-from microparallel.performance.bench_settings import PREDICTED, PredictSettings
-from microparallel.performance.calibration import Curve, MessageTimes, RankTimes
-from microparallel.performance.pipeline_bench_costs import StageTimes
-from microparallel.performance.predict import Prediction, predict_ddp, predict_naive, predict_pipeline
-from microparallel.performance.predict_bench import bench_predictions
 from microparallel.schedules import build
 from microparallel.simulator import Costs, simulate
 from microparallel.trace.parts import parts

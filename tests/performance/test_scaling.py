@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import microparallel as mp
-from microparallel.errors import UsageError
-from microparallel.performance.scaling import (
+from microparallel.analyze.scaling import (
     Scaling,
     ScalingPoint,
     measure_scaling,
+    plot_scaling,
     rank_counts,
     scaling_bars,
 )
-from microparallel.performance.scaling_plot import plot_scaling
+from microparallel.errors import UsageError
 
 
 def scaling(kind="strong", cores=8, device="cpu", times=((1, 64, 8.0), (2, 64, 4.0), (4, 64, 4.0))):

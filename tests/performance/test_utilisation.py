@@ -3,9 +3,9 @@
 import pytest
 
 import microparallel as mp
-from microparallel.performance.utilisation import Shares, apportion, shares, utilisation_table
 from microparallel.program import Act, Forward, Lane, Recv, from_text
 from microparallel.trace import Event, Trace
+from microparallel.trace.parts import Shares, apportion, shares, utilisation_table
 
 
 def simulated(schedule, ranks, microbatches, **costs):

@@ -9,12 +9,10 @@ from torch import nn
 import microparallel as mp
 from microparallel.comms.in_process import take_turns
 from microparallel.models import cross_entropy
-from microparallel.pipeline.boundary import Boundary, DryRun
 from microparallel.pipeline.cut import cut
-from microparallel.pipeline.interpreter import Interpreter
+from microparallel.pipeline.interpreter import Interpreter, Microbatch, Worker
 from microparallel.pipeline.microbatches import sizes, split_batch
-from microparallel.pipeline.stage import Stage
-from microparallel.pipeline.worker import Microbatch, Worker
+from microparallel.pipeline.stage import Boundary, DryRun, Stage
 
 RELATIVE = {torch.float64: 1e-12, torch.float32: 1e-5}
 

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import microparallel as mp
 from microparallel.errors import PartitionError, UsageError
 from microparallel.models import cross_entropy
-from microparallel.pipeline.boundary import Boundary, DryRun
+from microparallel.pipeline.stage import Boundary, DryRun
 
 WIDTH = 5
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zbv", "dualpipev")

@@ -12,10 +12,8 @@ from torch import nn
 
 from microparallel.errors import PartitionError, UsageError
 from microparallel.models import GPT, FullMLP
-from microparallel.pipeline.cut import cut, shared_parameters
-from microparallel.pipeline.layer_times import layer_times
-from microparallel.pipeline.layers import NamedLayer, layers_of
-from microparallel.pipeline.partition import best_partition
+from microparallel.pipeline.cut import best_partition, cut, shared_parameters
+from microparallel.pipeline.layers import NamedLayer, layer_times, layers_of
 
 
 class Model(nn.Module):

@@ -8,8 +8,7 @@ from tests.pipeline.oracle import batch, far, gpt, mlp, step_in_process, whole_b
 import microparallel as mp
 from microparallel.errors import ProgramError
 from microparallel.pipeline.interpreter import runs
-from microparallel.pipeline.line import line_up
-from microparallel.pipeline.programs import Schedule
+from microparallel.pipeline.programs import Schedule, line_up
 from microparallel.program import Recv, Send, from_text, parse_op, peak_activations
 from microparallel.schedules import PIPELINES, build, forwards_only, lower
 from microparallel.transport.in_process import in_process_transports

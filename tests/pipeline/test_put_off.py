@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from microparallel.models import GPT
-from microparallel.pipeline.put_off import PutOff, PuttingOff
-from microparallel.pipeline.split_backward import SplitBackward
+from microparallel.pipeline.split_backward import PutOff, PuttingOff, SplitBackward
 
 
 def compare(model, inputs, leaves):

@@ -5,9 +5,8 @@ import torch
 from torch.nn import functional
 
 import microparallel as mp
+from microparallel.analyze.what_if import changes
 from microparallel.errors import ProgramError, UsageError
-from microparallel.performance.fitted import fit_step, predicted
-from microparallel.performance.what_if import changes
 from microparallel.program import (
     WORLD,
     AllReduce,
@@ -22,6 +21,7 @@ from microparallel.program import (
     is_meeting,
     to_text,
 )
+from microparallel.simulator.fitted import fit_step, predicted
 from microparallel.trace import compare
 from microparallel.trace.parts import parts
 

@@ -7,7 +7,7 @@ import torch
 
 import microparallel as mp
 from microparallel.comms.interpreter import rounds
-from microparallel.pipeline.line import line_up
+from microparallel.pipeline.programs import line_up
 from microparallel.program import Add, Chunk, OpenSends, Part, Policy, Recv, Send, Walk, from_text, touch
 from microparallel.program.symbols import Contents
 from microparallel.verifier.order import check_order

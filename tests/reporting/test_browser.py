@@ -6,8 +6,8 @@ import pytest
 from tests.reporting.conftest import pipeline_step, scaled
 from tests.spans import recorded, span
 
+from microparallel.program.ops import Observed
 from microparallel.reporting import Run, report_page
-from microparallel.trace import Observed
 
 DETAILS = "document.getElementById('details').innerText"
 WINDOW = "document.getElementById('window').textContent.replaceAll('\\u00a0', ' ')"

@@ -11,8 +11,8 @@ from importlib.resources import files
 import pytest
 from tests.spans import recorded, span
 
+from microparallel.program.ops import Observed
 from microparallel.reporting import Run, report_page
-from microparallel.trace import Observed
 
 
 def data_of(page):

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.spans import recorded, span
 
-from microparallel.reporting.measured import Measured
-from microparallel.reporting.steps import EXPOSED, KINDS, WAITING, StepView, Table, by_step
+from microparallel.reporting.steps import EXPOSED, KINDS, WAITING, Measured, StepView, Table, by_step
 from microparallel.trace.parts import parts
 
 COLUMNS = ("rank", "kind", "name", "start", "end", "begun", "waited", "bytes", "meeting", "last", "place", "row")

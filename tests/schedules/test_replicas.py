@@ -114,8 +114,7 @@ def test_an_operation_of_another_replica(op, wanted):
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_forwards_alone_need_no_gradient_and_wait_for_nobody_for_ever(name):
-    from microparallel.verifier.matching import check_matching
-    from microparallel.verifier.order import check_order
+    from microparallel.verifier.order import check_matching, check_order
 
     for ranks, microbatches in SHAPES:
         whole = build(name, ranks, microbatches)

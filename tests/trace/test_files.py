@@ -11,7 +11,8 @@ from tests.trace.test_parts import events
 
 import microparallel as mp
 from microparallel.program import Backward, Lane, Recv
-from microparallel.trace import Observed, Trace, parts
+from microparallel.program.ops import Observed
+from microparallel.trace import Trace, parts
 
 
 @given(st.lists(events(), max_size=10))

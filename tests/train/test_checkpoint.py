@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from microparallel.errors import CheckpointError
 from microparallel.train import checkpoint
-from microparallel.train.encoding import decode
+from microparallel.train.checkpoint import decode
 
 FILES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 STATE = {"sampler": {"epoch": 1, "batch": 7}, "loss": 0.1 + 0.2, "history": [1.5, None, True, "text", {}]}

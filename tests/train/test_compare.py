@@ -102,7 +102,7 @@ def test_replicas_that_average_wrongly_are_found_out(monkeypatch):
     def means_of_means(models, weights, average):
         right(models, [1 / len(models)] * len(models), average)
 
-    monkeypatch.setattr("microparallel.data_parallel.replicas.average_gradients", means_of_means)
+    monkeypatch.setattr("microparallel.course.replicas.average_gradients", means_of_means)
     settings = {"dim": 8, "depth": 2, "dtype": "float64", "ranks": 2, "steps": 2, "device": "cpu"}
     assert all(row.agrees for row in compare_in_process(TrainConfig(**settings, batch=4).resolved()))
     rows = compare_in_process(TrainConfig(**settings, batch=5).resolved())

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from microparallel.errors import CheckpointError
-from microparallel.train import random_state
+from microparallel.train import training
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    before = random_state.capture()
+    before = training.capture()
     yield
-    random_state.restore(before)
+    training.restore(before)
 
 
 def draws() -> list[Any]:
@@ -31,28 +31,28 @@ def draws() -> list[Any]:
 @pytest.mark.parametrize("before", [lambda: None, draws, lambda: (draws(), torch.randn(1))], ids=["0", "1", "2"])
 def test_draws_are_bit_identical_after_a_trip_through_json(before: Callable[[], object]) -> None:
     before()
-    text = json.dumps(random_state.capture(), allow_nan=False)
+    text = json.dumps(training.capture(), allow_nan=False)
     first = [draws() for _ in range(3)]
     torch.manual_seed(7)
     random.seed(7)
     numpy.random.seed(7)
     assert draws() != first[0]
-    random_state.restore(json.loads(text))
+    training.restore(json.loads(text))
     assert [draws() for _ in range(3)] == first
 
 
 def test_capturing_draws_nothing() -> None:
-    state = random_state.capture()
-    assert random_state.capture() == state
+    state = training.capture()
+    assert training.capture() == state
 
 
 def go_on(comms: Any, text: str) -> list[Any]:
-    random_state.restore(json.loads(text))
+    training.restore(json.loads(text))
     return [random.gauss(0, 1), torch.randn(3).tolist()]
 
 
 def test_another_process_goes_on_where_this_one_stood(pool: Any) -> None:
-    text = json.dumps(random_state.capture())
+    text = json.dumps(training.capture())
     here = [random.gauss(0, 1), torch.randn(3).tolist()]
     assert pool.run(go_on, 1, text, timeout=50) == [here]
 
@@ -60,15 +60,15 @@ def test_another_process_goes_on_where_this_one_stood(pool: Any) -> None:
 def test_numpy_is_captured_only_where_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delitem(sys.modules, "numpy")
-        state = random_state.capture()
+        state = training.capture()
     assert "numpy" not in state
-    random_state.restore(state)
+    training.restore(state)
 
 
 def test_gpus_that_are_missing_here_are_left_out() -> None:
-    state = random_state.capture()
+    state = training.capture()
     state["cuda"] = state.get("cuda", []) + [state["torch"]] * (0 if torch.cuda.is_available() else 2)
-    random_state.restore(state)
+    training.restore(state)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_gpus_that_are_missing_here_are_left_out() -> None:
 )
 def test_states_that_do_not_fit_are_named(damage: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        random_state.restore(random_state.capture() | damage)
+        training.restore(training.capture() | damage)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -92,7 +92,7 @@ def test_every_gpu_draws_the_same_again() -> None:
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     for device in devices:
         torch.rand(3, device=device)
-    state = json.loads(json.dumps(random_state.capture()))
+    state = json.loads(json.dumps(training.capture()))
     first = [torch.randn(100, device=device).tolist() for device in devices]
-    random_state.restore(state)
+    training.restore(state)
     assert [torch.randn(100, device=device).tolist() for device in devices] == first

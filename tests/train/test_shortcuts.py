@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from microparallel.cli.compare_shortcuts import explain
-from microparallel.cli.curves import draw_curves
+from microparallel.cli.compare import draw_curves, explain
 from microparallel.train.config import TrainConfig
 from microparallel.train.loop import train
 from microparallel.train.shortcuts import compare_shortcuts

@@ -49,7 +49,7 @@ def test_a_slow_link_changes_nothing_but_time(pool, tmp_path, layout):
 
 
 def test_every_layer_is_slowed_down():
-    from microparallel.train.slow_rank import slow_down_model
+    from microparallel.train.strategies import slow_down_model
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU(), nn.Linear(2, 1)))
     slow_down_model(model, 2.0)

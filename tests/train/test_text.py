@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from microparallel.errors import DataError, UsageError
-from microparallel.train.text import text
+from microparallel.train.data import text
 
 
 def bytes_of(data):

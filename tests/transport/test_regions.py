@@ -13,8 +13,7 @@ from microparallel.errors import CommsError, PeerGone
 from microparallel.transport.shared_memory import regions
 from microparallel.transport.shared_memory.peers import Peers
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
-from microparallel.transport.shared_memory.segment import create
-from microparallel.transport.shared_memory.status import Status
+from microparallel.transport.shared_memory.segment import Status, create
 
 LARGE = 2**18  # floats: a megabyte
 

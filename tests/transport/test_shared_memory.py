@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 import microparallel as mp
-from microparallel.transport.shared_memory import SharedMemoryTransport, arena
+from microparallel.transport.shared_memory import SharedMemoryTransport
+from microparallel.transport.shared_memory import segment as arena
 from microparallel.transport.shared_memory import transport as transport_module
-from microparallel.transport.shared_memory.arena import Arena
 from microparallel.transport.shared_memory.mailbox import SLOTS
-from microparallel.transport.shared_memory.segment import create
+from microparallel.transport.shared_memory.segment import Arena, create
 
 
 def everywhere(ranks, function):

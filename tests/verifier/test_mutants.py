@@ -29,14 +29,17 @@ from microparallel.program import (
     Send,
     from_text,
     to_text,
+    values,
 )
 from microparallel.program import ops as o
-from microparallel.program import values as v
 from microparallel.schedules import PIPELINES
 
 MUTANTS = 10_000
 BATCHES = 8
-ALIKE = [(o.Forward, o.Backward, o.BackwardInput, o.BackwardWeight), (v.Act, v.Grad, v.Rest, v.Delta)]
+ALIKE = [
+    (o.Forward, o.Backward, o.BackwardInput, o.BackwardWeight),
+    (values.Act, values.Grad, values.Rest, values.Delta),
+]
 
 
 def brute_force():

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import microparallel as mp
 from microparallel.topology.placement import Placement
-from microparallel.world.missing import saying_who_is_missing, who_is_missing
+from microparallel.world.connect import saying_who_is_missing, who_is_missing
 
 SCRIPT = """
 import torch, microparallel as mp

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from microparallel.cli import options
-from microparallel.cli.flags import takes
-from microparallel.cli.output import require_writable
+from microparallel.cli import flags
+from microparallel.cli.flags import require_writable, takes
 from microparallel.errors import ConfigError
 from microparallel.settings import declared
 from microparallel.text import count, did_you_mean
@@ -22,12 +21,12 @@ from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import OF_PIPELINES, TrainConfig
 
 if TYPE_CHECKING:
-    from microparallel.cli.analyze_measure import Findings
-    from microparallel.cli.analyze_table import Analysis
-    from microparallel.performance.scaling import Kind, Scaling
+    from microparallel.analyze.measure import Findings
+    from microparallel.analyze.scaling import Kind, Scaling
+    from microparallel.analyze.table import Analysis
     from microparallel.world import Pool
 
-EXAMPLES = options.examples(
+EXAMPLES = flags.examples(
     ("microparallel analyze --ranks 2", "where a step's time goes, how it scales, and what would help"),
     ("microparallel analyze --ranks 4 --scaling both --plot scaling.svg", "1, 2 and 4 ranks, and as a picture"),
     ("microparallel analyze --model gpt --strategy naive --scaling none", "another model, another strategy"),
@@ -76,8 +75,8 @@ def analyze(
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the scaling, as .svg or .png.", show_default=False)
     ] = None,
-    quiet: options.Quiet = False,
-    json: options.Json = False,
+    quiet: flags.Quiet = False,
+    json: flags.Json = False,
 ) -> int:
     """Train a few steps, and say where their time went; or read it from a run that was recorded.
 
@@ -111,9 +110,9 @@ def _require_nothing_else(run: Path, given: dict[str, Any], others: dict[str, An
 
 
 def _recorded(run: Path) -> Analysis:
-    from microparallel.cli.analyze_table import Analysis
-    from microparallel.performance.bottleneck import find_bottleneck
-    from microparallel.performance.step_timing import median_of, time_steps
+    from microparallel.analyze.bottleneck import find_bottleneck
+    from microparallel.analyze.step_timing import median_of, time_steps
+    from microparallel.analyze.table import Analysis
     from microparallel.reporting.folder import read_trace
 
     file = run / "trace.json" if run.is_dir() else run
@@ -145,7 +144,7 @@ def _live(
                 f"--ranks {given['ranks']}: this process belongs to a world of {outside.world_size} ranks"
             )
         config = config if config.is_pipeline else replace(config, ranks=outside.world_size)
-    from microparallel.performance.picture import require_drawable
+    from microparallel.bench.chart import require_drawable
     from microparallel.train.build import check
 
     if plot is not None:
@@ -157,7 +156,7 @@ def _live(
     if outside != ALONE:
         return _in_a_given_world(config, steps, barriers, quiet)
     counts = _counts(config, kinds)
-    from microparallel.cli.analyze_measure import measure
+    from microparallel.analyze.measure import measure
     from microparallel.world import Pool
 
     if not quiet:
@@ -185,7 +184,7 @@ def _config(given: dict[str, Any], steps: int, scaling: str, barriers: bool) -> 
 
 def _in_a_given_world(config: TrainConfig, steps: int, barriers: bool, quiet: bool) -> Analysis | None:
     """Among the ranks that torchrun or Slurm started, whose number cannot be changed: so there is no scaling."""
-    from microparallel.cli.analyze_measure import measure
+    from microparallel.analyze.measure import measure
     from microparallel.world import connect
 
     with connect(config.transport, device=config.device) as comms:
@@ -195,8 +194,8 @@ def _in_a_given_world(config: TrainConfig, steps: int, barriers: bool, quiet: bo
 
 def _counts(config: TrainConfig, kinds: list[Kind]) -> list[int]:
     """How many ranks to try; each world is checked before any process is started."""
-    from microparallel.cli.analyze_measure import config_for
-    from microparallel.performance.scaling import rank_counts
+    from microparallel.analyze.measure import config_for
+    from microparallel.analyze.scaling import rank_counts
     from microparallel.train.build import check
 
     dp, pp = config.layout
@@ -209,9 +208,9 @@ def _counts(config: TrainConfig, kinds: list[Kind]) -> list[int]:
 
 
 def _scale(pool: Pool, config: TrainConfig, kinds: list[Kind], counts: list[int], quiet: bool) -> list[Scaling]:
-    from microparallel.cli.analyze_measure import make_step
-    from microparallel.cli.bench_progress import progress_on_standard_error
-    from microparallel.performance.scaling import measure_scaling
+    from microparallel.analyze.measure import make_step
+    from microparallel.analyze.scaling import measure_scaling
+    from microparallel.bench.output import progress_on_standard_error
 
     found = []
     with progress_on_standard_error(not quiet and bool(kinds), "worlds") as progress:
@@ -234,8 +233,8 @@ def _scale(pool: Pool, config: TrainConfig, kinds: list[Kind], counts: list[int]
 
 
 def _analysis(config: TrainConfig, findings: Findings, scalings: list[Scaling]) -> Analysis:
-    from microparallel.cli.analyze_table import Analysis
-    from microparallel.performance.bottleneck import find_bottleneck
+    from microparallel.analyze.bottleneck import find_bottleneck
+    from microparallel.analyze.table import Analysis
 
     timing = findings.timing
     verdict = find_bottleneck(timing.trace, findings.demand, findings.machine, timing.total)
@@ -245,9 +244,9 @@ def _analysis(config: TrainConfig, findings: Findings, scalings: list[Scaling]) 
 
 
 def _show(analysis: Analysis, plot: Path | None, json: bool) -> None:
-    from microparallel.cli import analyze_table
-    from microparallel.performance.picture import write_picture
-    from microparallel.performance.scaling_plot import plot_scaling
+    from microparallel.analyze import table as analyze_table
+    from microparallel.analyze.scaling import plot_scaling
+    from microparallel.bench.chart import write_picture
 
     if plot is not None and analysis.scalings:
         write_picture(plot_scaling(analysis.scalings, analysis.title), plot)

@@ -1,10 +1,21 @@
-"""`microparallel compare`: is every strategy as good as one process?"""
+"""Draw curves in the terminal, one mark for each.
+
+2.38 ┤◆
+│ ×▲                   ● every step   ▲ accumulation   × averaging   ◆ several
+│  ●  ▲
+│   ×● ×●  ▲
+0.29 ┤          ●●
+└──────────────
+0         7680
+"""
 
 from __future__ import annotations
 
 import json as json_format
+import math
 import os
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +23,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from microparallel.cli import compare_shortcuts, options
+from microparallel.cli import flags
 from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError
 from microparallel.topology import ALONE, find_placement
@@ -22,8 +33,159 @@ from microparallel.train.run_folder import without_nan
 if TYPE_CHECKING:
     from microparallel.trace import Trace
     from microparallel.train.compare import Comparison
+    from microparallel.train.shortcuts import Curve
 
-EXAMPLES = options.examples(
+
+_MARKS, _SEVERAL = "●▲×", "◆"
+_WIDTH, _HEIGHT = 60, 12
+
+
+def draw_curves(curves: dict[str, Sequence[float]], x: Sequence[float], x_title: str) -> str:
+    """Up to three curves over common points; what is not a finite number is left out."""
+    finite = [value for values in curves.values() for value in values if math.isfinite(value)]
+    low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
+    cells: dict[tuple[int, int], str] = {}
+    for mark, values in zip(_MARKS, curves.values(), strict=False):
+        for place, value in zip(x, values, strict=True):
+            if math.isfinite(value):
+                cell = _position(high - value, high - low, _HEIGHT), _position(place - x[0], x[-1] - x[0], _WIDTH)
+                cells[cell] = mark if cells.get(cell, mark) == mark else _SEVERAL
+    lines = ["".join(cells.get((row, column), " ") for column in range(_WIDTH)) for row in range(_HEIGHT)]
+    labels = {0: f"{high:.3g}", _HEIGHT - 1: f"{low:.3g}"}
+    margin = max(map(len, labels.values()))
+    drawn = [f"{labels.get(row, ''):>{margin}} {'┤' if row in labels else '│'}{line}" for row, line in enumerate(lines)]
+    ends = f"{x[0]:g}".ljust(_WIDTH - len(last := f"{x[-1]:g}")) + last
+    legend = "   ".join(f"{mark} {name}" for mark, name in zip(_MARKS, curves, strict=False))
+    frame = [f"{'':{margin}} └{'─' * _WIDTH}", f"{'':{margin}}  {ends}  {x_title}"]
+    return "\n".join(line.rstrip() for line in [*drawn, *frame, f"{'':{margin}}  {legend}   {_SEVERAL} several"])
+
+
+def _position(distance: float, length: float, cells: int) -> int:
+    return round(distance / length * (cells - 1)) if length else 0
+
+
+# `microparallel compare --shortcuts`: what synchronising less often saves, and what it does to the loss.
+
+
+SHORTCUT_EVERY = 4
+# A model that learns within a few seconds by plain SGD, for which the theory is simple.
+SHORTCUT_DEFAULTS: dict[str, Any] = {"steps": 120, "lr": 0.05}
+SHORTCUT_DEPTH = 4  # of the mlp
+
+
+def show_shortcuts(config: TrainConfig, every: int, json: bool) -> int:
+    """Do the work, and print it; the exit code is 1 if a loss was lost on the way."""
+    _require_sensible(config, every)
+    curves = _curves(config, every)
+    if json:
+        print(json_format.dumps(without_nan([asdict(curve) for curve in curves]), indent=2))
+    else:
+        console = Console()
+        console.print(_shortcuts_table(curves, config))
+        chart = draw_curves({curve.way: curve.losses for curve in curves}, curves[0].samples, "samples")
+        console.print(chart, highlight=False, markup=False)
+        console.print(explain(curves, config), highlight=False, markup=False)
+    return 0 if all(math.isfinite(loss) for curve in curves for loss in curve.losses) else 1
+
+
+def _require_sensible(config: TrainConfig, every: int) -> None:
+    steps = config.steps or 0
+    if every < 1:
+        raise ConfigError(f"--every {every}: must be at least 1; try {SHORTCUT_EVERY}")
+    if not steps:
+        raise ConfigError(f"--epochs {config.epochs}: --shortcuts counts steps; give --steps instead")
+    if steps % every:
+        raise ConfigError(
+            f"--every {every} does not divide --steps {steps}, and the last few would not be synchronised; "
+            f"try --steps {-(-steps // every) * every}"
+        )
+    if config.accumulate > 1 or config.average_every is not None:
+        raise ConfigError("--shortcuts compares accumulate and average_every itself; set --every, and leave them out")
+    if config.transport == "nccl":
+        raise ConfigError("--transport nccl: --shortcuts counts single messages, which gloo and shm send; leave it out")
+
+
+def _curves(config: TrainConfig, every: int) -> list[Curve]:
+    from microparallel.train.build import check
+    from microparallel.train.shortcuts import compare_shortcuts
+    from microparallel.world import Pool
+
+    check(config)
+    if config.transport == "auto":
+        config = replace(config, transport="gloo")  # it sends messages from any device
+    with Console(stderr=True).status("starting ranks") as status, Pool() as pool:
+        return compare_shortcuts(config, every, pool, lambda text: status.update(f"running {text}"))
+
+
+def _shortcuts_table(curves: list[Curve], config: TrainConfig) -> Table:
+    table = Table(
+        title=f"{config.model}, {config.steps} batches of {config.batch} samples on {config.ranks} ranks, "
+        f"{config.dtype}, {config.optimizer}",
+        caption="Δ loss: the largest difference from the curve of every step\n"
+        "bytes: sent by a rank, counted as messages of a ring leave\n"
+        "formula: 2(p - 1)/p of the parameters, each time",
+    )
+    headings = ("way", "synchro-\nnised", "updates", "final\nloss", "Δ loss", "bytes a\nsample", "by\nformula")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "way" else "right", no_wrap=True)
+    for curve in curves:
+        table.add_row(
+            curve.way,
+            f"{curve.synchronisations}",
+            f"{curve.updates}",
+            f"{curve.final_loss:.6f}",
+            f"{curve.loss_difference:.1e}" if curve.loss_difference else "0",
+            f"{curve.bytes_a_sample:,.0f}",
+            f"{curve.bytes_by_formula:,.0f}",
+        )
+    return table
+
+
+def explain(curves: list[Curve], config: TrainConfig) -> str:
+    """Say in a sentence each what was seen of the two shortcuts, and why."""
+    _, accumulation, averaging = curves
+    every = accumulation.every
+    if every == 1:
+        first = "accumulation of 1 batch is the step itself."
+    else:
+        first = (
+            f"accumulation is exactly the step of a batch {every} times as large, so nothing about it is wrong; but it "
+            f"made {accumulation.updates} updates where every step made {averaging.updates}, at the same learning rate."
+        )
+    return f"{first}\n{_why_averaging_differs(curves[0], averaging, config)}"
+
+
+def _why_averaging_differs(reference: Curve, averaging: Curve, config: TrainConfig) -> str:
+    from microparallel.train.compare import TOLERANCE
+
+    same = averaging.loss_difference <= TOLERANCE[config.dtype] * max(map(abs, reference.losses))
+    if same and averaging.every == 1:
+        return (
+            "averaging parameters after every step is the same as averaging gradients here: the update of "
+            f"{config.optimizer} is linear in the gradient, and the mean of (p - lr·g) is p - lr·(the mean of g)."
+        )
+    if same:
+        return "averaging made no difference that can be measured here: the ranks hardly moved apart in between."
+    if averaging.every > 1:
+        stateless = config.optimizer == "sgd" and not config.momentum
+        own = "" if stateless else ", with an optimizer state of its own"
+        return (
+            f"averaging parameters is not averaging gradients: after the first of {averaging.every} updates each rank "
+            f"has weights of its own and computes its next gradients there{own}; that takes the loss up to "
+            f"{averaging.loss_difference:.2g} away from the curve of every step."
+        )
+    if config.optimizer == "sgd":
+        return "averaging differs though every step was averaged: momentum stays with the rank that gathered it."
+    return (
+        f"averaging parameters is not averaging gradients, even after every step: {config.optimizer} divides each "
+        "rank's update by the size of its own gradients, and a mean of such ratios is not the ratio of the means."
+    )
+
+
+# `microparallel compare`: is every strategy as good as one process?
+
+
+EXAMPLES = flags.examples(
     ("microparallel compare --ranks 4", "20 steps of the MLP, in float64, where only rounding may differ"),
     ("microparallel compare --model gpt --ranks 2 --dtype float32", "a small GPT in float32"),
     ("microparallel compare --pipelines --ranks 4", "every pipeline schedule against one process"),
@@ -48,7 +210,7 @@ _CAPTION = {
 
 
 def _shown_default(name: str) -> str:
-    usual, of_shortcuts = _DEFAULTS[name], compare_shortcuts.DEFAULTS.get(name)
+    usual, of_shortcuts = _DEFAULTS[name], SHORTCUT_DEFAULTS.get(name)
     return str(usual) if of_shortcuts is None else f"{usual}; of shortcuts {of_shortcuts}"
 
 
@@ -82,16 +244,14 @@ def compare(
     ] = False,
     every: Annotated[
         int | None,
-        typer.Option(
-            help="With --shortcuts: batches between two synchronisations.", show_default=str(compare_shortcuts.EVERY)
-        ),
+        typer.Option(help="With --shortcuts: batches between two synchronisations.", show_default=str(SHORTCUT_EVERY)),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Record each strategy's last five steps, as Chrome traces (for Perfetto)."),
     ] = None,
-    config: options.ConfigFile = None,
-    json: options.Json = False,
+    config: flags.ConfigFile = None,
+    json: flags.Json = False,
 ) -> int:
     """Run the same job as a single process and with each strategy, and show how far apart they end.
 
@@ -119,7 +279,7 @@ def compare(
     if trace is not None and (in_process or shortcuts):
         raise ConfigError("--trace records strategies between ranks; leave --in-process and --shortcuts out")
     if shortcuts:
-        return compare_shortcuts.show_shortcuts(chosen, compare_shortcuts.EVERY if every is None else every, json)
+        return show_shortcuts(chosen, SHORTCUT_EVERY if every is None else every, json)
     rows = _rows(chosen, in_process, trace)
     if json:
         print(json_format.dumps(without_nan([asdict(row) for row in rows]), indent=2))
@@ -155,8 +315,8 @@ def _require_sense(
 
 def _defaults_of_shortcuts(given: dict[str, Any]) -> dict[str, Any]:
     """What --shortcuts takes when nothing else is said: 16 layers are slow to learn by plain SGD."""
-    of_mlp = {"depth": compare_shortcuts.DEPTH} if given.get("model") in (None, "mlp") else {}
-    return compare_shortcuts.DEFAULTS | of_mlp
+    of_mlp = {"depth": SHORTCUT_DEPTH} if given.get("model") in (None, "mlp") else {}
+    return SHORTCUT_DEFAULTS | of_mlp
 
 
 def _rows(config: TrainConfig, in_process: bool, folder: Path | None) -> list[Comparison]:

@@ -11,11 +11,11 @@ import typer
 from rich.console import Console
 
 from microparallel import __version__
-from microparallel.cli import options
+from microparallel.cli import flags
 from microparallel.errors import UsageError
 from microparallel.topology import ALONE, find_placement
 
-EXAMPLES = options.examples(
+EXAMPLES = flags.examples(
     ("microparallel doctor", "versions, cores, GPUs, transports with their measured speed, problems with their fix"),
     ("microparallel doctor --selftest", "prove that this machine's ranks and GPUs train as one process does"),
 )
@@ -29,7 +29,7 @@ def doctor(
         int | None,
         typer.Option(min=1, max=64, help="Ranks of the self-test.", show_default="4 on the CPU, one a GPU on GPUs"),
     ] = None,
-    json: options.Json = False,
+    json: flags.Json = False,
 ) -> int:
     """Examine this machine: versions, cores, GPUs, which transports work and how fast, and what is wrong.
 
@@ -39,7 +39,7 @@ def doctor(
         raise UsageError("doctor starts its own ranks; run it without torchrun or srun")
     if ranks is not None and not selftest:
         raise UsageError(f"--ranks {ranks} is for the self-test; add --selftest")
-    from microparallel.performance import checkup
+    from microparallel.analyze import checkup
     from microparallel.train.selftest import selftest as run_selftest
     from microparallel.train.selftest import settings_here
     from microparallel.world import Pool

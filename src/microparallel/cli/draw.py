@@ -10,8 +10,8 @@ from typing import Annotated, Any, cast, get_args
 import typer
 from rich.console import Console
 
-from microparallel.cli import options, programs
-from microparallel.cli.output import require_writable
+from microparallel.cli import flags, programs
+from microparallel.cli.flags import require_writable
 from microparallel.cli.simulate import summary
 from microparallel.drawing import View, coloured, head_of, hops_of, plain, text_lines
 from microparallel.drawing import draw as draw_program
@@ -22,7 +22,7 @@ from microparallel.text import did_you_mean
 from microparallel.trace import Trace, reasons
 from microparallel.train.atomic import write_atomically
 
-EXAMPLES = options.examples(
+EXAMPLES = flags.examples(
     ("microparallel draw 1f1b --ranks 4 --microbatches 8", "a pipeline schedule in time; add `--view clock` for ticks"),
     ("microparallel draw ring --ranks 4 --html ring.html", "a page that steps through a ring hop by hop"),
     ("microparallel draw ddp --ranks 4 --layers 8 --buckets 4 --svg ddp.svg", "a figure of DDP's overlapped buckets"),
@@ -68,7 +68,7 @@ def draw(
     svg: Annotated[Path | None, _file("A figure.")] = None,
     chrome: Annotated[Path | None, _file("A Chrome trace, which Perfetto opens.")] = None,
     text: Annotated[Path | None, _file("What the terminal would show, without colours.")] = None,
-    json: options.Json = False,
+    json: flags.Json = False,
 ) -> None:
     """Draw a collective or a schedule: who does what when, and what it waits for.
 

@@ -1,16 +1,54 @@
-"""The flags of a verb, made from settings that a dataclass declares."""
+"""What the verbs have in common beside their settings: flags that every verb may take, and the examples of a help."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from microparallel.errors import ConfigError
 from microparallel.settings import Declared, declared
+
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, for scripts.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="A TOML file with these settings; flags win over it.")
+]
+
+
+def examples(*lines: tuple[str, str]) -> str:
+    """The end of a verb's help: commands to copy, each with what it does."""
+    return "**Examples**\n\n" + "\n\n".join(f"`{command}`  \n{meaning}" for command, meaning in lines)
+
+
+# Files that a verb writes: before the work begins, it is known that they can be written.
+
+
+def require_writable(path: Path, flag: str) -> None:
+    """Raise `ConfigError` if a file cannot be written there, naming the flag that asked for it."""
+    if path.is_dir():
+        raise ConfigError(f"{flag} {path}: this is a folder; name a file in it")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{flag} {path}: this is not an ordinary file; name one that may be replaced")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; create it, or choose another")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):  # permissions do not tell, for root and on odd file systems
+            writable = not path.exists() or os.access(path, os.W_OK)
+    except OSError:
+        writable = False
+    if not writable:
+        raise ConfigError(f"{flag} {path}: this place cannot be written to; choose another")
+
+
+# The flags of a verb, made from settings that a dataclass declares.
 
 
 def takes(

@@ -12,8 +12,7 @@ from rich.console import Group
 from rich.markdown import Markdown
 from rich.syntax import Syntax
 
-from microparallel.cli import learn_view as view
-from microparallel.cli import options
+from microparallel.cli import flags, learn_view
 from microparallel.errors import ConfigError
 from microparallel.learn.catalogue import EXERCISES, Exercise, find_exercise
 from microparallel.learn.checking import Checker
@@ -21,7 +20,7 @@ from microparallel.learn.holes import solved
 from microparallel.learn.verdict import Step, Verdict
 from microparallel.learn.workspace import Workspace
 
-EXAMPLES = options.examples(
+EXAMPLES = flags.examples(
     ("microparallel learn init", "copy the exercises to my_work/"),
     ("microparallel learn", "watch my_work/: each time a file is saved it is checked"),
     ("microparallel learn check ring-all-reduce", "check one exercise now"),
@@ -58,48 +57,54 @@ def watch(context: typer.Context, folder: Folder = _DEFAULT) -> int | None:
     return Watch(workspace).run()
 
 
-@app.command(epilog=options.examples(("microparallel learn init --folder mine", "to mine/ instead of my_work/")))
+@app.command(epilog=flags.examples(("microparallel learn init --folder mine", "to mine/ instead of my_work/")))
 def init(folder: Folder = _DEFAULT) -> int:
     """Copy the exercises to my_work/. Files that are there already are left as they are."""
     workspace = Workspace(folder)
     new = workspace.start()
     if not new:
-        view.say(view.unbroken(f"all {len(EXERCISES)} exercises are in {folder}/ already; nothing was changed"))
+        learn_view.say(
+            learn_view.unbroken(f"all {len(EXERCISES)} exercises are in {folder}/ already; nothing was changed")
+        )
     else:
-        view.say(view.unbroken(f"{len(new)} exercises are now in ", (f"{folder}/", "bold")))
+        learn_view.say(learn_view.unbroken(f"{len(new)} exercises are now in ", (f"{folder}/", "bold")))
     exercise = workspace.current
     if exercise is not None:
-        view.say(
-            view.unbroken("begin with ", (str(workspace.path(exercise)), "bold"), ", and run: microparallel learn")
+        learn_view.say(
+            learn_view.unbroken(
+                "begin with ", (str(workspace.path(exercise)), "bold"), ", and run: microparallel learn"
+            )
         )
     return 0
 
 
-@app.command(name="list", epilog=options.examples(("microparallel learn list --json", "for scripts")))
-def list_exercises(folder: Folder = _DEFAULT, json: options.Json = False) -> int:
+@app.command(name="list", epilog=flags.examples(("microparallel learn list --json", "for scripts")))
+def list_exercises(folder: Folder = _DEFAULT, json: flags.Json = False) -> int:
     """List the exercises, and say which of them have passed."""
     workspace = Workspace(folder)
     if json:
         print(json_format.dumps([_row(workspace, exercise) for exercise in EXERCISES], indent=2))
     else:
-        view.console().print(view.exercises(workspace))
+        learn_view.console().print(learn_view.exercises(workspace))
         if not workspace.exists:
-            view.say(view.unbroken(f"none of them is in {folder}/ yet: microparallel learn init puts them there"))
+            learn_view.say(
+                learn_view.unbroken(f"none of them is in {folder}/ yet: microparallel learn init puts them there")
+            )
     return 0
 
 
-@app.command(epilog=options.examples(("microparallel learn check 1f1b", "exit code 0 if it is right, 1 if not")))
+@app.command(epilog=flags.examples(("microparallel learn check 1f1b", "exit code 0 if it is right, 1 if not")))
 def check(
     name: MaybeName = None,
     folder: Folder = _DEFAULT,
-    json: options.Json = False,
+    json: flags.Json = False,
 ) -> int:
     """Run your code on real ranks and say what is wrong with it, in the words of the lesson."""
     workspace = Workspace(folder)
     return _check(workspace, _current(workspace) if name is None else find_exercise(name), json)
 
 
-@app.command(epilog=options.examples(("microparallel learn hint hooks --step 2", "the second of three")))
+@app.command(epilog=flags.examples(("microparallel learn hint hooks --step 2", "the second of three")))
 def hint(
     name: MaybeName = None,
     step: Annotated[int | None, typer.Option(min=1, max=3, help="Which hint.", show_default="the next")] = None,
@@ -109,7 +114,7 @@ def hint(
     workspace = Workspace(folder)
     exercise = _current(workspace) if name is None else find_exercise(name)
     number = step or min(workspace.hints.get(exercise.name, 0) + 1, 3)
-    console = view.console()
+    console = learn_view.console()
     console.print(f"[bold]{exercise.name}[/], hint {number} of 3", highlight=False)
     console.print(Markdown(exercise.hints[number - 1]))
     if workspace.exists:
@@ -117,7 +122,7 @@ def hint(
     return 0
 
 
-@app.command(epilog=options.examples(("microparallel learn reset gpipe --yes", "do not ask")))
+@app.command(epilog=flags.examples(("microparallel learn reset gpipe --yes", "do not ask")))
 def reset(
     name: Name,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
@@ -126,7 +131,7 @@ def reset(
     """Put an exercise back as it was at first. What you wrote is kept beside it."""
     workspace, exercise = Workspace(folder), find_exercise(name)
     path = workspace.require(exercise)
-    if not yes and not view.confirm(f"put {path} back as it was at first? (yours is kept beside it)"):
+    if not yes and not learn_view.confirm(f"put {path} back as it was at first? (yours is kept beside it)"):
         print("nothing was changed")
         return 1
     backup = workspace.reset(exercise)
@@ -134,7 +139,7 @@ def reset(
     return 0
 
 
-@app.command(epilog=options.examples(("microparallel learn solution hooks --show", "also before yours has passed")))
+@app.command(epilog=flags.examples(("microparallel learn solution hooks --show", "also before yours has passed")))
 def solution(
     name: Name,
     show: Annotated[bool, typer.Option("--show", help="Also if yours has not passed yet.")] = False,
@@ -148,7 +153,7 @@ def solution(
             "and --show shows the solution all the same"
         )
     text = solved(exercise.solution.read_text("utf-8"))
-    console = view.console()
+    console = learn_view.console()
     if console.is_terminal:
         console.print(Syntax(text, "python", background_color="default"))
     else:
@@ -170,17 +175,17 @@ def _check(workspace: Workspace, exercise: Exercise, json: bool) -> int:
     if json:
         print(json_format.dumps(verdict.to_dict() | {"file": str(path)}, indent=2))
     else:
-        view.say(view.conclusion(verdict, exercise, workspace))
+        learn_view.say(learn_view.conclusion(verdict, exercise, workspace))
     return 0 if verdict.passed else 1
 
 
 def _check_aloud(checker: Checker, exercise: Exercise, path: Path) -> Verdict:
-    console = view.console()
-    view.say(Group(view.heading(exercise, path), ""), console)
+    console = learn_view.console()
+    learn_view.say(Group(learn_view.heading(exercise, path), ""), console)
     with console.status("starting ranks …") as status:
 
         def show(step: Step) -> None:
-            console.print(view.step(step))
+            console.print(learn_view.step(step))
             status.update("checking …")
 
         return checker.check(exercise, path, show)

@@ -21,7 +21,7 @@ from rich.markdown import Markdown
 from rich.syntax import Syntax
 from rich.text import Text
 
-from microparallel.cli import learn_view as view
+from microparallel.cli import learn_view
 from microparallel.learn.catalogue import EXERCISES, Exercise
 from microparallel.learn.checking import Checker
 from microparallel.learn.holes import solved
@@ -48,7 +48,7 @@ class Watch:
     def __init__(self, workspace: Workspace) -> None:
         self._workspace = workspace
         self._exercise = workspace.current or EXERCISES[-1]
-        self._console = view.console()
+        self._console = learn_view.console()
         self._checker = Checker()
         self._check: _Check | None = None
         self._again = True  # a check is due
@@ -67,8 +67,8 @@ class Watch:
                 self._draw_if_changed()
                 key = _next_key(_LOOKS)
                 if key in ("q", "Q", _END):
-                    place = view.unbroken(f"\nwhere you were is in {self._workspace.folder / 'progress.txt'}")
-                    view.say(place, self._console)
+                    place = learn_view.unbroken(f"\nwhere you were is in {self._workspace.folder / 'progress.txt'}")
+                    learn_view.say(place, self._console)
                     return 0
                 if key:
                     self._press(key)
@@ -118,7 +118,7 @@ class Watch:
             case "h":
                 self._panel = self._hint()
             case "l":
-                self._panel = view.exercises(self._workspace)
+                self._panel = learn_view.exercises(self._workspace)
             case "c":
                 self._again, self._panel = True, None
             case "s":
@@ -138,7 +138,7 @@ class Watch:
     def _solution(self) -> RenderableType:
         if self._exercise.name not in self._workspace.passed:
             command = f"microparallel learn solution {self._exercise.name} --show"
-            return view.unbroken(f"once yours has passed; or now: {command}")
+            return learn_view.unbroken(f"once yours has passed; or now: {command}")
         return Syntax(solved(self._exercise.solution.read_text("utf-8")), "python", background_color="default")
 
     # ── the screen ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -151,22 +151,24 @@ class Watch:
             return
         self._shown = now
         self._console.clear()
-        view.say(self._screen(), self._console)
+        learn_view.say(self._screen(), self._console)
 
     def _screen(self) -> RenderableType:
         path = self._workspace.path(self._exercise)
-        parts = [view.progress(self._workspace), "", view.heading(self._exercise, path), ""]
+        parts = [learn_view.progress(self._workspace), "", learn_view.heading(self._exercise, path), ""]
         if self._panel is not None:
             return Group(*parts, self._panel, "", _key_line(("any other", "back")))
         if not path.exists():
-            parts.append(view.unbroken(f"{path} is not there: microparallel learn init puts it back", style="bold red"))
+            parts.append(
+                learn_view.unbroken(f"{path} is not there: microparallel learn init puts it back", style="bold red")
+            )
         elif self._check is not None and self._check.exercise == self._exercise:
-            parts += [view.step(step) for step in list(self._check.steps)]
+            parts += [learn_view.step(step) for step in list(self._check.steps)]
             verdict = self._check.verdict
             if verdict is None:
                 parts.append(Text("checking …", "dim"))
             else:
-                parts.append(view.outcome(verdict))
+                parts.append(learn_view.outcome(verdict))
                 following = self._workspace.next_after(self._exercise)
                 if verdict.passed and following is not None:
                     parts.append(Text.assemble("next (n): ", (following.name, "bold"), f" · {following.title}"))

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from microparallel import collectives, schedules
-from microparallel.drawing.defaults import default_costs
 from microparallel.errors import ConfigError, DataError, ProgramError, UsageError
 from microparallel.program import Free, Program, Recv, Send, TrainingStep, from_text
 from microparallel.simulator import Costs
+from microparallel.simulator.costs import default_costs
 from microparallel.text import did_you_mean
 from microparallel.topology import Link
 from microparallel.verifier import verify

@@ -11,14 +11,14 @@ import typer
 from rich.console import Console
 
 from microparallel import __version__
-from microparallel.cli import options
-from microparallel.cli.output import require_writable
+from microparallel.cli import flags
+from microparallel.cli.flags import require_writable
 from microparallel.errors import ConfigError
 from microparallel.reporting import read_run, report_page
 from microparallel.text import show_size
 from microparallel.train.atomic import write_atomically
 
-EXAMPLES = options.examples(
+EXAMPLES = flags.examples(
     ("microparallel train --ranks 4 --trace --out runs/first", "a run whose ranks are recorded for some steps"),
     ("microparallel report runs/first --open", "write runs/first/report.html, and show it in the browser"),
     ("microparallel report runs/first --out first.html", "the same page elsewhere: one file, which needs no network"),
@@ -31,7 +31,7 @@ def report(
         Path | None, typer.Option(metavar="FILE", help="The page to write.", show_default="RUN/report.html")
     ] = None,
     open_: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
-    json: options.Json = False,
+    json: flags.Json = False,
 ) -> None:
     """Write a page about a run: loss, throughput, what each rank did in a step, and where its time went.
 

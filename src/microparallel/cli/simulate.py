@@ -13,8 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from microparallel.cli import options, programs
-from microparallel.cli.output import require_writable
+from microparallel.cli import flags, programs
+from microparallel.cli.flags import require_writable
 from microparallel.errors import ConfigError, MicroparallelError
 from microparallel.program import Program, TrainingStep
 from microparallel.simulator import Costs
@@ -23,7 +23,7 @@ from microparallel.simulator.costs import PerStage
 from microparallel.text import count, short
 from microparallel.trace import Trace
 
-EXAMPLES = options.examples(
+EXAMPLES = flags.examples(
     ("microparallel simulate 1f1b --ranks 4 --microbatches 8", "bubble, waiting and activations of each rank"),
     (
         "microparallel simulate gpipe 1f1b interleaved zb-h1 zbv --ranks 8 --microbatches 32 --same-model",
@@ -72,7 +72,7 @@ def simulate(
             help="Costs and activations are those of a rank's whole part of the model, however many stages it holds.",
         ),
     ] = False,
-    json: options.Json = False,
+    json: flags.Json = False,
 ) -> None:
     """Walk through programs with a clock for every rank, and say what they would cost.
 

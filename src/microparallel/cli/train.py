@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from microparallel.cli import options
+from microparallel.cli import flags
 from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError, Interrupted, MicroparallelError, RankFailed
 from microparallel.settings import declared
@@ -24,7 +24,7 @@ from microparallel.train.run_folder import RunFolder, check_new, without_nan
 if TYPE_CHECKING:
     from microparallel.comms import Comms
 
-EXAMPLES = options.examples(
+EXAMPLES = flags.examples(
     ("microparallel train --ranks 4", "a 16-layer MLP on handwritten digits, the batch shared by 4 processes"),
     ("microparallel train --model gpt --data notes/ --steps 500 --ranks 2", "a small GPT on your own text"),
     ("microparallel train --model my_module:make_model --data my_module:make_dataset", "your own model and data"),
@@ -43,9 +43,9 @@ def train(
     given: dict[str, Any],
     *,
     resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with an earlier run's folder.")] = None,
-    config: options.ConfigFile = None,
-    quiet: options.Quiet = False,
-    json: options.Json = False,
+    config: flags.ConfigFile = None,
+    quiet: flags.Quiet = False,
+    json: flags.Json = False,
 ) -> int:
     """Train a model on one rank or many.
 

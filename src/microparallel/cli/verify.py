@@ -8,14 +8,14 @@ from typing import Annotated, cast
 import typer
 from rich.console import Console
 
-from microparallel.cli import options, programs
+from microparallel.cli import flags, programs
 from microparallel.errors import ConfigError, ProgramError
 from microparallel.program import Program, TrainingStep, peak_activations
+from microparallel.program.walk import Sends
 from microparallel.text import count
-from microparallel.verifier import Sends
 from microparallel.verifier import verify as verify_program
 
-EXAMPLES = options.examples(
+EXAMPLES = flags.examples(
     ("microparallel verify my_schedule.txt", "a schedule of your own, in text form"),
     (
         "microparallel verify 1f1b --ranks 4 --sends blocking",
@@ -40,7 +40,7 @@ def verify(
         int | None,
         typer.Option("--max-activations", help="The most activations a rank may hold at once.", show_default="any"),
     ] = None,
-    json: options.Json = False,
+    json: flags.Json = False,
 ) -> int:
     """Check a program: messages match, nobody waits for ever, and its goal is reached.
 

@@ -1,20 +1,165 @@
-"""`microparallel why`: why does it hang?"""
+"""How `microparallel why` shows a world: what is wrong with it in sentences, and its ranks in a table."""
 
 from __future__ import annotations
 
 import json as json_format
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from microparallel.cli import options
-from microparallel.cli.why_report import Report, as_json, report_on, show
+from microparallel.cli import flags
 from microparallel.errors import ConfigError
-from microparallel.flight import folders
+from microparallel.observe import folders
+from microparallel.observe.diagnosis import Finding, diagnose
+from microparallel.observe.flight_file import Snapshot
+from microparallel.observe.folders import gather
+from microparallel.observe.place import Place
+from microparallel.text import show_age
 
-EXAMPLES = options.examples(
+_INDENT = "  "
+_GAP = "  "  # between two columns
+_MOST = 60  # columns of a cell
+_LEAST = 10  # that a cell keeps where there is no room
+_MAY_SHRINK = ("in", "state", "where")
+
+
+@dataclass(frozen=True)
+class Report:
+    """One world, and what is wrong with it; or the words for a run that has ended in order."""
+
+    folder: Path
+    ranks: Sequence[Snapshot] = ()
+    findings: Sequence[Finding] = ()
+    ended: str = ""
+
+
+def report_on(folder: Path, patience: float) -> Report:
+    """Read what the ranks of a world have left in its folder, and look at their processes."""
+    ranks = gather(folder)
+    return Report(folder, ranks, diagnose(ranks, patience))
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """A report, in plain types."""
+    return {
+        "folder": str(report.folder),
+        "findings": [
+            {
+                "kind": finding.kind,
+                "ranks": finding.ranks,
+                "file": finding.place.file if finding.place is not None else None,
+                "line": finding.place.line if finding.place is not None else None,
+                "text": finding.text,
+            }
+            for finding in report.findings
+        ],
+        "ranks": [_row(one) for one in report.ranks],
+    }
+
+
+def show(report: Report, console: Console) -> None:
+    """Print a report; a terminal's lines are no longer than it is wide, those of a file as long as they come."""
+    width = console.width if console.is_terminal else None
+    if report.ended:
+        _print(console, report.ended, width)
+    first = next((one for one in report.ranks if one.pid), None)
+    if first is None:
+        return
+    began = show_age(time.time() - first.began)
+    console.print(f"[bold]{len(report.ranks)} ranks[/], began {began} ago, started by process {first.parent}")
+    for sentence in [finding.text for finding in report.findings] or [_nothing_wrong(report.ranks)]:
+        _print(console, sentence, width, _INDENT)
+    header, *lines = _table(report.ranks, width)
+    console.print(header, markup=False, style="dim", soft_wrap=True)
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+    if any(place is not None and place.is_ours for place in map(_place, report.ranks)):
+        _print(console, "(a place of microparallel's own: no line of your code led there)", width, _INDENT)
+
+
+def _print(console: Console, sentence: str, width: int | None, indent: str = "") -> None:
+    if width is not None:
+        further = f"{indent}    "
+        sentence = textwrap.fill(
+            *(sentence, width), initial_indent=indent, subsequent_indent=further, break_on_hyphens=False
+        )
+    else:
+        sentence = indent + sentence
+    console.print(sentence, markup=False, soft_wrap=True)
+
+
+def _nothing_wrong(ranks: Sequence[Snapshot]) -> str:
+    if all(one.ending in ("finished", "closed") for one in ranks):
+        return "every rank has finished: nothing to explain"
+    return "nothing is wrong: every rank makes progress"
+
+
+def _table(ranks: Sequence[Snapshot], width: int | None) -> list[str]:
+    """A line of headings and one for each rank; in so many columns, places are without their folders."""
+    rows = [_row(one) for one in ranks]
+    if width is not None:
+        for row, one in zip(rows, ranks, strict=True):
+            place = _place(one)
+            row["where"] = None if place is None else place.short
+    columns = {
+        name: [name, *("" if row[name] is None else str(row[name]) for row in rows)]
+        for name in rows[0]
+        if width is None or any(row[name] is not None for row in rows)
+    }
+    widths = {name: min(_MOST, max(map(len, cells))) for name, cells in columns.items()}
+    for name in _MAY_SHRINK:
+        over = 0 if width is None else sum(widths.values()) + len(_INDENT) + len(_GAP) * (len(widths) - 1) - width
+        if over > 0 and name in widths:
+            widths[name] = max(min(_LEAST, widths[name]), widths[name] - over)
+    lines = zip(*([_cut(cell, widths[name]) for cell in cells] for name, cells in columns.items()), strict=True)
+    return [(_INDENT + _GAP.join(line)).rstrip() for line in lines]
+
+
+def _cut(text: str, width: int) -> str:
+    return text.ljust(width) if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def _row(one: Snapshot) -> dict[str, Any]:
+    """A rank, in the words of the table."""
+    call, place = one.current, _place(one)
+    since = None if call is None else show_age((call.end or one.now) - call.since)
+    return {
+        "rank": one.rank,
+        "pid": one.pid or None,
+        "state": _state(one),
+        "in": one.doing or None if call is None else call.text,
+        "since": since,
+        "where": None if place is None else f"{place.file}:{place.line}",
+        "step": one.step,
+    }
+
+
+def _place(one: Snapshot) -> Place | None:
+    """Where a rank is, as far as that is known: in its call, in its code, or where its last call was."""
+    place = one.here if one.current is None else one.current.place
+    return one.last.place if place is None and one.last is not None else place
+
+
+def _state(one: Snapshot) -> str:
+    if one.ending in ("finished", "closed", "raised", "broke off"):
+        return f"{one.ending} ({one.last_words})" if one.last_words else one.ending
+    if one.state == "ended" or one.ending == "exited":
+        return f"died ({one.last_words or one.exit})" if one.last_words or one.exit else "died"
+    if one.state == "running":
+        return "running" if one.current is None else "waits"
+    return one.state
+
+
+# `microparallel why`: why does it hang?
+
+
+EXAMPLES = flags.examples(
     ("microparallel why", "all worlds of yours that run now, the newest first"),
     ("microparallel why 4711", "the world of that process: any of its ranks, or whoever started them"),
     ("microparallel why runs/20250131-093000-mlp", "a training run, also one whose ranks have died"),
@@ -29,7 +174,7 @@ def why(
     after: Annotated[
         float, typer.Option(min=0, help="How many seconds a rank may wait before that is worth a word.")
     ] = 1.0,
-    json: options.Json = False,
+    json: flags.Json = False,
 ) -> int:
     """Say why ranks hang, died or disagree: which rank, in which call, at which line of your code.
 

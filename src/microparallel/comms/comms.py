@@ -14,17 +14,25 @@ import torch
 import torch.distributed as dist
 
 from microparallel.collectives import all_reduce_program
-from microparallel.comms.calls import Call, describe, describe_content, describe_list
-from microparallel.comms.conversation import Conversation
-from microparallel.comms.failures import explain
+from microparallel.comms.calls import Call, describe, describe_content, describe_list, explain
 from microparallel.comms.group import Group
-from microparallel.comms.headers import read_headers, write_headers
-from microparallel.comms.mail import Mail
-from microparallel.comms.reductions import check_reduction, finish_reduction, stand_in, wire_reduction
-from microparallel.comms.request import Request
-from microparallel.comms.wire import as_bytes, empty_on_wire, from_wire, require_writable, to_wire
+from microparallel.comms.messages import Mail
+from microparallel.comms.request import Conversation, Request
+from microparallel.comms.wire import (
+    as_bytes,
+    check_reduction,
+    empty_on_wire,
+    finish_reduction,
+    from_wire,
+    read_headers,
+    require_writable,
+    stand_in,
+    to_wire,
+    wire_reduction,
+    write_headers,
+)
 from microparallel.errors import CommsError, Mismatch, TransportError, UsageError
-from microparallel.flight import Flight
+from microparallel.observe.flight import Flight
 from microparallel.program import AllReduce, Op
 from microparallel.transport.base import Work
 

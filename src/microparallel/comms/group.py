@@ -7,7 +7,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from microparallel.flight import Flight, GroupLog, NoLog
+from microparallel.observe.flight import Flight
+from microparallel.observe.flight_recorder import GroupLog, NoLog
 from microparallel.transport.base import Exchange, Work
 
 

@@ -8,13 +8,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from microparallel.comms.blocks import Blocks
 from microparallel.comms.comms import Comms
 from microparallel.comms.group import Group
 from microparallel.comms.interpreter import COMBINE, perform
-from microparallel.comms.plans import Plan
-from microparallel.comms.program_group import ProgramGroup
-from microparallel.comms.turns import Turn
+from microparallel.comms.program_group import Blocks, Plan, ProgramGroup
+from microparallel.comms.work_queue import Turn
 from microparallel.errors import UsageError
 from microparallel.transport.base import Exchange, Loan, ReceivedCopy, Transport, Work
 from microparallel.transport.counting import CountingTransport, Counts

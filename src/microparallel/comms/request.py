@@ -6,11 +6,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from microparallel.comms.calls import Call
-from microparallel.comms.failures import named_failures
+import torch
+
+from microparallel.comms.calls import Call, describe_content, named_failures
+from microparallel.comms.checking import Checker
 from microparallel.comms.group import Group
-from microparallel.flight import Entry, NoEntry
-from microparallel.observe import Watched
+from microparallel.errors import UsageError
+from microparallel.observe import Activity, Observer, Watched, watch
+from microparallel.observe.flight_recorder import Entry, NoEntry
+from microparallel.program import Op
+from microparallel.program.ops import Kind, Observed
 from microparallel.transport.base import Work
 
 Result = TypeVar("Result")
@@ -77,3 +82,106 @@ class Request(Generic[Result]):
 
     def __repr__(self) -> str:
         return f"<Request {self._call}, {'under way' if self._finish else 'complete'}>"
+
+
+# The steps that all communication primitives share: check, start, wait, and name what failed.
+
+
+class Conversation:
+    """One rank's place in a group, and how its calls are made."""
+
+    def __init__(self, transport: Group, check: bool) -> None:
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self._transport = transport
+        self._closed = False
+        self._checker = Checker(transport) if check and transport.world_size > 1 else None
+
+    @property
+    def observers(self) -> list[Observer]:
+        """Who is told of the calls of this world: all its groups have the same, and so has the torch backend."""
+        return self._transport.flight.observers
+
+    def _collective(
+        self,
+        call: Call,
+        start: Callable[[], Sequence[Work]],
+        finish: Callable[[], Result],
+        operation: Op | None = None,
+        tensor: torch.Tensor | None = None,
+    ) -> Request[Result]:
+        """Start a call that every rank makes, after checking that they do."""
+        entry = self._begin(call, operation, tensor)
+        if self._checker is not None:
+            with named_failures(call, self._transport, entry):
+                self._checker.agree(call)
+        return self._go_on(call, entry, start, finish)
+
+    def _start(self, call: Call, start: Callable[[], Sequence[Work]], finish: Callable[[], Result]) -> Request[Result]:
+        """Start transfers; a connection that is already gone fails here rather than in `wait()`."""
+        return self._go_on(call, self._begin(call), start, finish)
+
+    def _begin(
+        self, call: Call, operation: Op | None = None, tensor: torch.Tensor | None = None
+    ) -> Entry | NoEntry | Watched:
+        """Write down that this rank makes a call, and tell the observers."""
+        if self._closed:
+            raise UsageError(f"{call}: this Comms has been closed; connect again, or close it later")
+        log = self._transport.log
+        entry: Entry | NoEntry
+        if call.peer is None:
+            entry = log.collective(call.text, call.agreement, call.size)
+        else:
+            write = log.send if call.sends else log.recv
+            entry = write(call.text, call.agreement, call.peer, size=call.size)
+        observers = self.observers
+        if not observers:
+            return entry
+        return watch(entry, observers, activity_of(call, self._transport, operation, tensor))
+
+    def _go_on(
+        self,
+        call: Call,
+        entry: Entry | NoEntry | Watched,
+        start: Callable[[], Sequence[Work]],
+        finish: Callable[[], Result],
+    ) -> Request[Result]:
+        self._transport.announce(call.agreement)
+        with named_failures(call, self._transport, entry):
+            works = start()
+        entry.started()
+        if isinstance(entry, Watched) and len(works) == 1 and (then := getattr(works[0], "then", None)) is not None:
+            then(entry.completes)
+        return Request(call, works, finish, self._transport, entry)
+
+    def _outputs(self, wire: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.empty_like(wire) for _ in range(self.world_size)]
+
+    def _content(self, wire: torch.Tensor) -> str:
+        # Where two backends work side by side, both ends must mean the same one.
+        place = f" on {wire.device.type}" if len(self._transport.carries) > 1 else ""
+        return describe_content(wire.dtype, wire.shape) + place
+
+    def _require_rank(self, name: str, argument: str, rank: int) -> None:
+        if not isinstance(rank, int) or not 0 <= rank < self.world_size:
+            raise UsageError(
+                f"{name}: {argument}={rank!r} is not a rank of this world; ranks are 0 to {self.world_size - 1}"
+            )
+
+    def _require_peer(self, name: str, argument: str, rank: int) -> None:
+        self._require_rank(name, argument, rank)
+        if rank == self.rank:
+            raise UsageError(f"{name}: {argument}={rank} is this rank itself; a message needs another one")
+
+
+def activity_of(call: Call, group: Group, operation: Op | None = None, tensor: torch.Tensor | None = None) -> Activity:
+    """A call as observers know it: by the operation of a program that it does, or by its own words."""
+    world_ranks = group.world_ranks
+    kind: Kind = "collective" if call.collective else "send" if call.sends else "receive"
+    return Activity(
+        Observed(call.text, kind) if operation is None else operation,
+        size=call.size,
+        group=tuple(world_ranks) if call.collective else (),
+        peer=None if call.peer is None else world_ranks[call.peer],
+        tensor=tensor,
+    )

@@ -13,20 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microparallel.comms.blocks import BLOCK_BYTES, Blocks, whole
 from microparallel.comms.interpreter import COMBINE, perform
-from microparallel.comms.plans import Plan
-from microparallel.comms.program_group import ProgramGroup
-from microparallel.comms.turns import Turn
+from microparallel.comms.program_group import BLOCK_BYTES, Blocks, Plan, ProgramGroup, whole
+from microparallel.comms.work_queue import Turn
 from microparallel.errors import UsageError
-from microparallel.flight import Flight
+from microparallel.observe.flight import Flight
 from microparallel.program import AUTO
 from microparallel.topology import available_cores
 from microparallel.torch_private import at_end_of_backward, number_of_backward
 from microparallel.transport.base import SeparateMessages, Work
-from microparallel.transport.shared_memory.exchange import Conduct, SharedMemoryExchange
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
-from microparallel.transport.torch_groups import make_group
+from microparallel.transport.shared_memory.works import Conduct, SharedMemoryExchange
+from microparallel.transport.torch_distributed import make_group
 
 # Seconds for which a backward may compute on after its last call before a thread runs what it has called.
 _PATIENCE = 0.2

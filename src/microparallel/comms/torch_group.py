@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 from microparallel.collectives import all_reduce_program
-from microparallel.comms.blocks import Personal
 from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
-from microparallel.comms.plans import plan_of
-from microparallel.flight import Flight
+from microparallel.comms.program_group import Personal, plan_of
+from microparallel.observe.flight import Flight
 from microparallel.transport.base import COMPLETE, Work
 from microparallel.transport.torch_distributed import TorchTransport
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
 from microparallel.errors import UsageError
+from microparallel.text import did_you_mean
+from microparallel.transport.torch_distributed import Reduction
+
+if TYPE_CHECKING:
+    from microparallel.comms.comms import Comms
 
 
 def to_wire(tensor: torch.Tensor, carries: frozenset[str]) -> torch.Tensor:
@@ -51,3 +58,91 @@ def require_writable(tensor: torch.Tensor, call: str) -> None:
 def _require_strided(tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided:
         raise UsageError(f"a {tensor.layout} tensor of shape {list(tensor.shape)} cannot travel; use tensor.to_dense()")
+
+
+# Descriptions of tensors that a receiver cannot know: dtype and shape as a row of integers.
+
+
+_DTYPES = sorted((dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)), key=str)
+_DTYPES = list(dict.fromkeys(_DTYPES))  # torch has several names for some of them
+_MOST_DIMENSIONS = 64  # torch's own limit
+
+
+def write_headers(tensors: list[torch.Tensor], count: int) -> torch.Tensor:
+    """One row for each tensor: dtype, number of dimensions, sizes. All zero where there are no tensors yet."""
+    headers = torch.zeros(count, 2 + _MOST_DIMENSIONS, dtype=torch.int64, device="cpu")
+    for row, tensor in zip(headers, tensors, strict=False):
+        values = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        row[: len(values)] = torch.tensor(values, device="cpu")
+    return headers
+
+
+def read_headers(headers: torch.Tensor) -> list[tuple[torch.dtype, torch.Size]]:
+    """The dtype and shape that each row describes."""
+    rows: list[list[int]] = headers.tolist()
+    return [(_DTYPES[row[0]], torch.Size(row[2 : 2 + row[1]])) for row in rows]
+
+
+# How ranks' tensors are combined: the operations, and the dtypes they are computed in.
+
+
+REDUCTIONS = (*get_args(Reduction), "mean")
+
+# Some dtypes the backends cannot add: these stand in. Narrower integers wrap around when they are cast back, exactly
+# as if they had been added in their own dtype, and any non-zero count is True.
+_STAND_INS = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+_NATIVE = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.complex64,
+    torch.complex128,
+}
+
+
+def check_reduction(op: str, dtype: torch.dtype, call: str) -> None:
+    """Refuse what cannot be computed, with the reason."""
+    if op not in REDUCTIONS:
+        raise UsageError(f"{call}: there is no reduction {op!r}; {did_you_mean(str(op), REDUCTIONS)}")
+    if dtype not in _NATIVE and dtype not in _STAND_INS:
+        raise UsageError(f"{call}: {dtype} cannot be reduced; convert the tensor first, for example tensor.float()")
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        raise UsageError(f"{call}: the mean of {dtype} is not an integer; convert the tensor first: tensor.float()")
+    if dtype.is_complex and op not in ("sum", "mean"):
+        raise UsageError(f"{call}: complex numbers have no {op} across ranks; only sum and mean")
+
+
+def stand_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the backends can reduce tensors of this one."""
+    return _STAND_INS.get(dtype, dtype)
+
+
+def wire_reduction(op: str) -> Reduction:
+    """What the ranks compute together; a mean is a sum that each then divides."""
+    return "sum" if op == "mean" else op  # type: ignore[return-value]
+
+
+def finish_reduction(wire: torch.Tensor, op: str, world_size: int) -> torch.Tensor:
+    """What remains to be done by each rank alone. All ranks do the same, so they stay bit-identical."""
+    return wire.div_(world_size) if op == "mean" else wire
+
+
+# Small notes between ranks.
+
+
+def gather_json(value: Any, comms: Comms) -> list[Any]:
+    """Everybody's value on every rank, as JSON: nothing that comes from a peer is ever unpickled."""
+    text = json.dumps(value).encode()
+    longest = int(comms.all_reduce(torch.tensor(len(text)), op="max").item())
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+    return [json.loads(part.numpy().tobytes()) for part in comms.all_gather(padded)]

@@ -1,16 +1,4 @@
-"""Average gradients while backward still computes: what `DataParallel` does between `backward()` and its return.
-
-```
-backward   ▒▒ g3 ▒▒ g2 ▒▒ g1 ▒▒ g0 │ end: wait for the last bucket
-buckets         [g3 g2]────┐  [g1 g0]───┐
-all-reduce                 └▓▓▓▓▓▓      └▓▓▓▓▓▓
-```
-
-It follows a program (`schedules.data_parallel_step`). Every rank must start its all-reduces in the same order, whatever
-the order in which its gradients arrive: the program's. So a full bucket leaves when the program comes to it. Before the
-first backward its buckets are made for gradients that come in the reversed order of registration; then for the order in
-which they came, as one rank saw it.
-"""
+"""Who takes part in a pass, and how much each rank's gradients count."""
 
 from __future__ import annotations
 
@@ -25,14 +13,110 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from microparallel.comms import Comms
-from microparallel.comms.notes import gather_json
-from microparallel.data_parallel.flat_bucket import FlatBucket, split
-from microparallel.data_parallel.roll_call import RollCall
-from microparallel.data_parallel.watched_backward import WatchedBackward
+from microparallel.comms.wire import gather_json
+from microparallel.data_parallel.bucket import FlatBucket, split
 from microparallel.errors import GradientError, UsageError
-from microparallel.program import ORDER, AllReduce, Broadcast, Bucket, Program
+from microparallel.observe import Activity, Observer, Told
+from microparallel.program import ORDER, WEIGHTS, AllReduce, Backward, Broadcast, Bucket, Program
 from microparallel.schedules import data_parallel_step
 from microparallel.torch_private import at_end_of_backward
+
+
+class RollCall:
+    """By default everybody is there, and all count alike; otherwise the ranks ask each other before every pass."""
+
+    def __init__(self, comms: Comms) -> None:
+        self.present = list(range(comms.world_size))
+        self.joining = False  # ranks may run out of data
+        self.weight: float | None = None  # how much this rank's gradients count, if not all alike
+        self.total: float | None = None  # what all ranks' weights add up to, if that is known
+        self._comms = comms
+
+    @property
+    def asks(self) -> bool:
+        """Whether the ranks ask each other in the pass that begins."""
+        return self.joining or (self.weight is not None and self.total is None)
+
+    def answer(self, here: bool = True) -> float:
+        """Learn who is there; returns what this rank's gradients are multiplied with before all are added up."""
+        weight = 1.0 if self.weight is None else self.weight
+        if not self.asks:
+            self.present = list(range(self._comms.world_size))
+            return weight / (self._comms.world_size if self.weight is None else self.total or 1.0)
+        roll = torch.zeros(2, self._comms.world_size, dtype=torch.float64)
+        roll[:, self._comms.rank] = torch.tensor([1.0, weight]) * here
+        self._comms.all_reduce(roll, operation=AllReduce(WEIGHTS, "dp"))
+        attendance, weights = roll.tolist()
+        self.present = [rank for rank, there in enumerate(attendance) if there]
+        total = sum(weights)
+        return weight / total if total else 0.0
+
+
+# A backward as observers are told of it: one operation for each bucket, which ends with the last of its gradients.
+
+
+class WatchedBackward:
+    """Where one backward stands, in the order of the program: bucket 0 holds the last layers, and is computed first.
+
+    A bucket that is complete before the one it stands behind takes no time: its backward ends with that one's.
+
+    Args:
+        observers: who is told.
+        sizes: how many gradients each bucket has.
+        microbatch: the number of the micro-batch.
+    """
+
+    def __init__(self, observers: Sequence[Observer], sizes: Sequence[int], microbatch: int) -> None:
+        self._observers = observers
+        self._missing = list(sizes)
+        self._microbatch = microbatch
+        self._at = 0
+        self._told: Told | None = None
+        self.goes_on()
+
+    def arrives(self, bucket: int) -> None:
+        """A gradient of this bucket has been accumulated, in a backward after which nothing leaves."""
+        self._missing[bucket] -= 1
+        while self._at < len(self._missing) and self._missing[self._at] <= 0:
+            self.ends()
+            self.goes_on()
+
+    def goes_on(self) -> None:
+        """The backward of the next bucket begins, if there is one."""
+        if self._told is None and self._at < len(self._missing):
+            operation = Backward(len(self._missing) - 1 - self._at, self._microbatch)
+            self._told = Told(self._observers, Activity(operation)).__enter__()
+
+    def ends(self) -> None:
+        """The backward of this bucket has ended, and it may leave."""
+        if self._told is not None:
+            self._told.__exit__()
+            self._told = None
+            self._at += 1
+
+    def end(self) -> None:
+        """Backward has ended: what has not come by now does not come."""
+        while self._at < len(self._missing):
+            self.goes_on()
+            self.ends()
+
+
+# Average gradients while backward still computes: what `DataParallel` does between `backward()` and its return.
+#
+# ```
+# backward   ▒▒ g3 ▒▒ g2 ▒▒ g1 ▒▒ g0 │ end: wait for the last bucket
+# buckets         [g3 g2]────┐  [g1 g0]───┐
+# all-reduce                 └▓▓▓▓▓▓      └▓▓▓▓▓▓
+# ```
+#
+# It follows a program (`schedules.data_parallel_step`). Every rank must start its all-reduces in the same order,
+# whatever
+# the order in which its gradients arrive: the program's. So a full bucket leaves when the program comes to it. Before
+# the
+# first backward its buckets are made for gradients that come in the reversed order of registration; then for the order
+# in
+# which they came, as one rank saw it.
+
 
 _MOST_NAMES = 8  # parameters of a rank that an error names
 

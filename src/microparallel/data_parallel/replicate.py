@@ -1,14 +1,54 @@
-"""Make every rank's model the same."""
+"""Make sure that all ranks have the same model before its numbers are copied."""
 
 from __future__ import annotations
 
 import hashlib
-from itertools import chain
+from collections.abc import Iterable, Sequence
+from itertools import chain, zip_longest
 
 import torch
 from torch import nn
 
 from microparallel.comms import Comms
+from microparallel.comms.wire import gather_json
+from microparallel.errors import UsageError
+from microparallel.observe import Activity, Told
+from microparallel.program import Broadcast
+
+
+def require_same_model(model: nn.Module, comms: Comms) -> None:
+    """Raise, on every rank alike, if parameters or buffers differ between ranks in name, shape or dtype."""
+    mine = describe(model)
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    digests = comms.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
+    if all(torch.equal(digests[0], other) for other in digests):
+        return
+    descriptions: list[list[str]] = gather_json(mine, comms)
+    for rank, theirs in enumerate(descriptions):
+        for first, other in zip_longest(descriptions[0], theirs, fillvalue="nothing"):
+            if first != other:
+                raise UsageError(
+                    f"the ranks have different models: where rank 0 has {first}, rank {rank} has {other}; "
+                    "build the model from the same configuration on every rank"
+                )
+
+
+def describe(model: nn.Module) -> list[str]:
+    """A line for every parameter and buffer."""
+    return [
+        *(
+            f"parameter {name} {_content(tensor)}{'' if tensor.requires_grad else ', frozen'}"
+            for name, tensor in model.named_parameters()
+        ),
+        *(f"buffer {name} {_content(tensor)}" for name, tensor in model.named_buffers()),
+    ]
+
+
+def _content(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+# Make every rank's model the same.
 
 
 def replicate(model: nn.Module, comms: Comms) -> None:
@@ -24,3 +64,40 @@ def replicas_are_identical(model: nn.Module, comms: Comms) -> bool:
         digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     digests = comms.all_gather(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8))
     return all(torch.equal(digests[0], other) for other in digests)
+
+
+# Give all replicas the buffers of one, such as BatchNorm's running statistics.
+
+
+def filled(buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The buffers that have something in them."""
+    return [buffer for buffer in buffers if buffer.numel()]
+
+
+def broadcast_buffers(buffers: Iterable[torch.Tensor], comms: Comms, source: int, operation: Broadcast) -> None:
+    """Copy the buffers of one rank to all others, those of a device in one message; every rank calls this.
+
+    Args:
+        buffers: the same on every rank, but for their contents.
+        comms: the ranks.
+        source: whose buffers all get.
+        operation: what this is in the program that the ranks follow, however many messages there are.
+    """
+    with_contents = filled(buffers)
+    if not with_contents:
+        return
+    with Told(comms.observers, Activity(operation)):
+        for device in dict.fromkeys(buffer.device for buffer in with_contents):
+            here = [buffer for buffer in with_contents if buffer.device == device]
+            _broadcast_together(here, comms, source, operation)
+
+
+def _broadcast_together(buffers: Sequence[torch.Tensor], comms: Comms, source: int, operation: Broadcast) -> None:
+    """In one message, as bytes: buffers are many, small and of several dtypes."""
+    parts = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
+    together = torch.cat(parts)
+    comms.broadcast(together, src=source, operation=operation)
+    if source != comms.rank:
+        arrived = torch.split(together, [len(part) for part in parts])
+        for buffer, part in zip(buffers, arrived, strict=True):
+            buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))

@@ -1,7 +1,13 @@
-"""DataParallel: your model on every rank, its gradients averaged when `backward()` returns."""
+"""A rank without others: nothing is averaged, and observers are told what it computes as its program says.
+
+```
+F0:1.0 B0.0 F0:1.1 B0.1 S      two micro-batches, of which the first is inside of no_sync()
+```
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,16 +18,54 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
-from microparallel.data_parallel.agreement import require_same_model
-from microparallel.data_parallel.alone import Alone
-from microparallel.data_parallel.buffers import broadcast_buffers, filled
-from microparallel.data_parallel.reducer import Reducer
-from microparallel.data_parallel.replicate import replicate
+from microparallel.data_parallel.reducer import Reducer, WatchedBackward
+from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicate, require_same_model
 from microparallel.errors import UsageError
 from microparallel.observe import Activity, Told
 from microparallel.program import BUFFERS, Broadcast, ForwardStages, Program
 from microparallel.schedules import data_parallel_step
-from microparallel.torch_private import pytree
+from microparallel.torch_private import at_end_of_backward, pytree
+
+
+class Alone:
+    """Counts the backwards of the one rank: the next micro-batch is 0 again after one that was not local.
+
+    Attributes:
+        microbatch: the number of the next.
+    """
+
+    def __init__(self, comms: Comms) -> None:
+        self.microbatch = 0
+        self._comms = comms
+        self._running = False
+        self._watched: WatchedBackward | None = None  # this backward, if there are observers
+
+    def prepare(self) -> None:
+        """Forget a backward that an error has cut short; the model calls this before a forward."""
+        self._running = False
+        self._end_watch()
+
+    def backward_begins(self, local: bool) -> None:
+        """The engine has come to what the model returned; it may do so several times in one backward."""
+        if self._running:
+            return
+        self._running = True
+        if self._comms.observers:
+            self._watched = WatchedBackward(self._comms.observers, [1], self.microbatch)
+        at_end_of_backward(functools.partial(self._backward_ends, local))
+
+    def _backward_ends(self, local: bool) -> None:
+        self._running = False
+        self._end_watch()
+        self.microbatch = self.microbatch + 1 if local else 0
+
+    def _end_watch(self) -> None:
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            watched.end()
+
+
+# DataParallel: your model on every rank, its gradients averaged when `backward()` returns.
 
 
 class DataParallel(nn.Module):

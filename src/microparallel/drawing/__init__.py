@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from microparallel.drawing.clock import clock
-from microparallel.drawing.defaults import default_costs
 from microparallel.drawing.heading import head_of
 from microparallel.drawing.hop_table import hop_table
 from microparallel.drawing.hops import hops_of
@@ -18,6 +17,7 @@ from microparallel.drawing.timeline import timeline
 from microparallel.errors import UsageError
 from microparallel.program import Collective, Program
 from microparallel.simulator import Costs, simulate
+from microparallel.simulator.costs import default_costs
 from microparallel.trace import Trace
 
 Format = Literal["text", "svg", "html"]

@@ -12,9 +12,8 @@ tick  3 │ ·       │ ┊       │
 from __future__ import annotations
 
 from microparallel.drawing.heading import head_of, key_to
-from microparallel.drawing.kinds import kind_of
+from microparallel.drawing.kinds import Naming, kind_of, naming_of
 from microparallel.drawing.lines import Line, Segment, flow, prose
-from microparallel.drawing.naming import Naming, naming_of
 from microparallel.program import Program
 from microparallel.simulator import Costs, simulate
 from microparallel.trace import Event, Trace

@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from microparallel.drawing.heading import key_to, per_rank, title_of
-from microparallel.drawing.holdings import Held, Symbol, complete
-from microparallel.drawing.hops import Walkthrough
+from microparallel.drawing.hops import Held, Symbol, Walkthrough, complete
 from microparallel.drawing.kinds import kind_of
 from microparallel.drawing.lines import WIDEST, Line, Segment, clipped, flow, prose, width_of
 from microparallel.program import Op, Part, Recv

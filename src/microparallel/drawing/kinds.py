@@ -9,20 +9,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from microparallel.program import (
+    Act,
     Add,
     AllReduce,
     Backward,
     BackwardInput,
     BackwardWeight,
     Broadcast,
+    Bucket,
+    Collective,
     Forward,
     ForwardBackward,
     ForwardStages,
+    Grad,
+    GroupOp,
     Op,
     OptimizerStep,
+    Program,
     Recv,
     Send,
+    halves,
 )
+from microparallel.program.rules import Compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +105,94 @@ def shaded(colour: str, shade: int) -> str:
     paler = min(0.3 * shade, 0.75)
     parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * paler):02x}" for part in parts)
+
+
+# What stands in a cell: as much of an operation's name as a reader needs, and shorter forms for narrow cells.
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """Which numbers tell a rank's operations apart: if it has only one stage, the micro-batch is enough.
+
+    | a rank has                              | full form   | short form | letter |
+    |-----------------------------------------|-------------|------------|--------|
+    | one stage (1F1B)                        | `F3`        | `F3`       | `F`    |
+    | several stages (interleaved)            | `F0.3`      | `F3`       | `F`    |
+    | its own share of the batch (DDP)        | `F0`        | `F0`       | `F`    |
+
+    What is sent and received is named in the same way: `>A3`, or `>A0.3`.
+    """
+
+    several_stages: bool
+    several_microbatches: bool
+    stages: tuple[tuple[int, ...], ...]  # of each rank
+    buckets: tuple[tuple[int, int], ...] = ()
+
+    def forms(self, op: Op) -> tuple[str, str]:
+        """The full and the short form of an operation's name."""
+        if isinstance(op, ForwardBackward):
+            forward, backward = self.forms(op.forward), self.forms(op.backward)
+            return f"{forward[0]}&{backward[0]}", f"{forward[1]}&{backward[1]}"
+        if isinstance(op, Compute):
+            return self._stage_op(op)
+        if isinstance(op, ForwardStages):
+            return (f"F{op.microbatch}" if self.several_microbatches else "F",) * 2
+        if isinstance(op, GroupOp):
+            return str(op.value), str(op.value)
+        if not isinstance(op, Send | Recv):
+            return str(op), str(op)
+        letter, value = kind_of(op).letter, op.value
+        if isinstance(value, Act | Grad):
+            short = f"{letter}{str(value)[0]}{value.microbatch}"
+            return f"{letter}{value}" if self.several_stages else short, short
+        return str(op), f"{letter}{value}"
+
+    def _stage_op(self, op: Compute) -> tuple[str, str]:
+        letter = kind_of(op).letter
+        if not self.several_stages:
+            return (f"{letter}{op.microbatch}",) * 2
+        if not self.several_microbatches:
+            return (f"{letter}{op.stage}",) * 2
+        return str(op), f"{letter}{op.microbatch}"
+
+    def related(self, op: Op) -> tuple[int, ...]:
+        """What an operation is about: micro-batches in a pipeline, layers in a data-parallel step."""
+        value = getattr(op, "value", None)
+        if isinstance(value, Bucket) and value.index < len(self.buckets):
+            return tuple(range(*self.buckets[value.index]))
+        if isinstance(value, Act | Grad):
+            return (value.microbatch,)
+        return tuple(half.microbatch if self.several_microbatches else half.stage for half in halves(op))
+
+    def shade(self, rank: int, op: Op) -> int:
+        """Where an operation's stage stands among those of its rank, if micro-batches visit several."""
+        parts = halves(op)
+        if len(parts) != 1 or not (self.several_stages and self.several_microbatches):
+            return 0
+        return self.stages[rank].index(parts[0].stage)
+
+    def meaning(self, *, short: bool) -> str:
+        """What the numbers in the cells are."""
+        if not self.several_stages:
+            return "the number is the micro-batch"
+        if not self.several_microbatches:
+            return "the number is the layer, or the bucket"
+        return "the number is the micro-batch" if short else "the numbers are stage.micro-batch"
+
+
+def naming_of(program: Program) -> Naming:
+    """Find out which numbers tell the operations of each rank apart."""
+    if isinstance(program.goal, Collective):
+        return Naming(several_stages=False, several_microbatches=False, stages=((),) * program.world_size)
+    stages: list[tuple[int, ...]] = []
+    microbatches: list[set[int]] = []
+    for ops in program.ranks:
+        parts = [half for op in ops for half in halves(op)]
+        stages.append(tuple(sorted({half.stage for half in parts})))
+        microbatches.append({half.microbatch for half in parts})
+    return Naming(
+        several_stages=any(len(numbers) > 1 for numbers in stages),
+        several_microbatches=not program.goal.buckets or any(len(numbers) > 1 for numbers in microbatches),
+        stages=tuple(stages),
+        buckets=program.goal.buckets,
+    )

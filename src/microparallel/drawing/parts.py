@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterator
 
 from microparallel.drawing import kinds
-from microparallel.drawing.markup import Markup, element, joined
 from microparallel.drawing.overlap import ticks
+from microparallel.drawing.svg import Markup, element, joined
 from microparallel.text import count, short, show_seconds
 from microparallel.trace import Trace
 from microparallel.trace.intervals import Span

@@ -10,8 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from microparallel.drawing.kinds import KINDS, Kind, kind_of
-from microparallel.drawing.naming import Naming, naming_of
+from microparallel.drawing.kinds import KINDS, Kind, Naming, kind_of, naming_of
 from microparallel.program import Collective, Free, Join, Lane, Op, Program, Send
 from microparallel.program.rules import held_activations
 from microparallel.trace import Event, Trace

@@ -1,18 +1,330 @@
-"""A figure: the timeline as SVG, for documents and slides.
-
-The ink is a middle grey, and cells bring their own: the figure stands on a light page as well as on a dark one.
-"""
+"""XML elements as strings, with everything escaped in one place."""
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
 from microparallel.drawing.heading import durations, head_of, metrics_of, notes_of, notes_on_colour, title_of
-from microparallel.drawing.layout import CHARACTER, MARGIN, Layout, lay_out
-from microparallel.drawing.marks import BASELINE, FAINT, INK, MONOSPACE, marks
-from microparallel.drawing.markup import Markup, element, joined
-from microparallel.drawing.rows import Row, Rows, rows_of
-from microparallel.program import Collective
+from microparallel.drawing.kinds import shaded
+from microparallel.drawing.rows import Cell, Row, Rows, rows_of
+from microparallel.drawing.scale import deciding, round_step, unit_of
+from microparallel.program import Collective, Recv, Send, lane
 from microparallel.text import short
-from microparallel.trace import Trace
+from microparallel.trace import Trace, reasons
+
+Attribute = str | float | None
+
+# `xml.sax.saxutils` would do this too, but imports an HTTP client.
+_IN_TEXT = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
+_TEXT = str.maketrans(_IN_TEXT)
+_ATTRIBUTE = str.maketrans(_IN_TEXT | {'"': "&quot;", "\n": "&#10;", "\r": "&#13;", "\t": "&#9;"})
+
+
+class Markup(str):
+    """Text that is markup already, and is not escaped again."""
+
+    __slots__ = ()
+
+
+def element(tag: str, *children: str, **attributes: Attribute) -> Markup:
+    """One element; a plain string among the children is text. `aria_label` becomes `aria-label`, `class_` `class`."""
+    written = [
+        f' {name.rstrip("_").replace("_", "-")}="{_value(value).translate(_ATTRIBUTE)}"'
+        for name, value in attributes.items()
+        if value is not None
+    ]
+    inside = "".join(child if isinstance(child, Markup) else child.translate(_TEXT) for child in children)
+    return Markup(f"<{tag}{''.join(written)}>{inside}</{tag}>" if inside else f"<{tag}{''.join(written)}/>")
+
+
+def joined(*parts: str) -> Markup:
+    """Several elements, one a line."""
+    return Markup("\n".join(parts))
+
+
+def data_script(data: Any) -> Markup:
+    """An element that holds data for a page's scripts, as JSON that cannot end it."""
+    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    safe = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return Markup(f'<script type="application/json" id="data">{safe}</script>')
+
+
+def _value(value: str | float) -> str:
+    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
+
+
+# Where everything of a timeline stands in a figure, in pixels.
+
+
+CHARACTER, MARGIN = 6.7, 12.0
+_PADDING, _ROW, _THIN_ROW, _GAP = 7.0, 26.0, 18.0, 3.0
+_BETWEEN_RANKS, _ROOM_FOR_ARROWS = 8.0, 30.0
+_LEAST_BETWEEN_MARKS, _NARROWEST_AXIS = 44.0, 240.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A row and where it stands."""
+
+    row: Row
+    top: float
+    height: float
+
+    @property
+    def middle(self) -> float:
+        """Where its cells are written."""
+        return self.top + self.height / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Places for rows and times: time 0 is at `left`, the last row ends at `bottom`."""
+
+    places: list[Place]
+    left: float
+    bottom: float
+    pixels_per_time: float
+    makespan: float
+    shortest: float
+    short_names: bool
+
+    def x(self, time: float) -> float:
+        """Where a time is."""
+        return self.left + time * self.pixels_per_time
+
+    @property
+    def right(self) -> float:
+        """Where the time axis ends."""
+        return self.x(self.makespan)
+
+    def name_in(self, cell: Cell, room: float) -> str:
+        """As much of a cell's name as fits."""
+        names = (cell.short, cell.kind.letter) if self.short_names else (cell.full, cell.short, cell.kind.letter)
+        return next((name for name in names if len(name) * CHARACTER <= room), "")
+
+    def marks(self) -> tuple[list[float], float, str]:
+        """Round times for the axis, the unit they are counted in, and its name."""
+        if not self.makespan:
+            return [0], 1, ""
+        step = round_step(max(_LEAST_BETWEEN_MARKS / self.pixels_per_time, self.shortest))
+        unit, name = unit_of(self.makespan)
+        return [index * step for index in range(int(self.makespan / step + 1e-9) + 1)], unit, name
+
+
+def lay_out(rows: Rows, *, left: float, top: float, widest: float) -> Layout:
+    """Give every row its place; time gets as many pixels as the cells' names need, up to a width."""
+    talking = isinstance(rows.trace.followed.goal, Collective)
+    places: list[Place] = []
+    at = top
+    for _, mine in groupby(rows.rows, key=lambda row: row.rank):
+        if talking:  # what a rank sends and receives stands in one row, with room for arrows below it
+            places += [Place(row, at, _ROW) for row in mine]
+            at += _ROW + _GAP + _ROOM_FOR_ARROWS
+        else:
+            for row in mine:
+                places.append(Place(row, at, _THIN_ROW if row.name else _ROW))
+                at += places[-1].height + _GAP
+            at += _BETWEEN_RANKS
+    at -= _ROOM_FOR_ARROWS if talking else _BETWEEN_RANKS
+    pixels, short_names = _pixels_per_time(rows, widest - left, talking=talking)
+    return Layout(places, left, at, pixels, rows.trace.makespan, rows.shortest, short_names)
+
+
+def _pixels_per_time(rows: Rows, room: float, *, talking: bool) -> tuple[float, bool]:
+    makespan = rows.trace.makespan
+    if not makespan:
+        return 0, False
+    most = room / makespan
+    for short_names, needed in _needed(deciding(rows), talking):
+        if needed <= most:
+            return max(needed, min(most, _NARROWEST_AXIS / makespan)), short_names
+    return most, True
+
+
+def _needed(cells: list[Cell], talking: bool) -> Iterator[tuple[bool, float]]:
+    """The pixels a unit of time needs if all names are full, and if all are short."""
+    names: tuple[tuple[bool, Callable[[Cell], str]], ...] = (
+        (False, lambda cell: cell.full),
+        (True, lambda cell: cell.short),
+    )
+    for short_names, name in names[talking:]:  # arrows say who sends to whom, so short names are enough
+        # A send and a receive share a row, and the arrows pass between their names.
+        widths = [(len(name(cell)) * CHARACTER + _PADDING) * (3.3 if talking else 1) / cell.duration for cell in cells]
+        yield short_names, max(widths, default=0)
+
+
+# What a figure's timeline is made of: tracks, cells, and the messages of a collective with their arrows.
+
+
+INK, FAINT = "#757b85", "#8a9099"
+MONOSPACE = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
+BASELINE = 4  # below the middle of a line of text; not every viewer can centre text by itself
+_CHIP, _STRIP = 18.0, 3.0
+Point = tuple[float, float]
+
+
+def marks(rows: Rows, layout: Layout, *, interactive: bool = False) -> Markup:
+    """Everything a timeline shows between its axis and the names of its ranks.
+
+    An image says what a cell is when the mouse rests on it; on a page, which says it elsewhere, cells can be reached
+    with the keyboard too, and the time that was waited before a cell belongs to it.
+    """
+    tracks = {place.top: place for place in layout.places}.values()
+    parts = [
+        element(
+            "rect",
+            x=layout.left,
+            y=place.top,
+            width=layout.right - layout.left,
+            height=place.height,
+            fill=FAINT,
+            fill_opacity=0.14,
+            class_="track",
+        )
+        for place in tracks
+    ]
+    waits = reasons(rows.trace)
+    talking = isinstance(rows.trace.followed.goal, Collective)
+    if talking:
+        parts.append(_arrows(layout))
+    for place in layout.places:
+        free = 0.0
+        for cell in place.row.cells:
+            wait = waits.get(cell.place)
+            shapes = _message(cell, place, layout) if talking else _box(cell, place, layout)
+            if interactive:
+                gap = [_gap(free, cell, place, layout)] if wait else []
+                parts.append(_reachable(cell, place, wait, [*gap, *shapes]))
+            else:
+                parts.append(_titled(cell, place, wait, shapes))
+            free = cell.end
+    return joined(*parts)
+
+
+def words_of(cell: Cell, rank: int, wait: str | None) -> str:
+    """What a cell is, in words: what runs where and when, and why not earlier."""
+    words = f"{cell.op}: {cell.kind.word} on rank {rank}, from {short(cell.start)} to {short(cell.end)}"
+    return f"{words}\n{wait}" if wait else words
+
+
+def label(text: str, x: float, middle: float, **attributes: str | float | None) -> Markup:
+    """Text around a point."""
+    given: dict[str, str | float | None] = {"text_anchor": "middle", "font_family": MONOSPACE, "font_size": 11}
+    return element("text", text, x=x, y=middle + BASELINE, **{**given, **attributes})
+
+
+def _titled(cell: Cell, place: Place, wait: str | None, shapes: list[Markup]) -> Markup:
+    title = element("title", words_of(cell, place.row.rank, wait))
+    return element("g", title, *shapes, class_=f"cell {cell.kind.name}")
+
+
+def _reachable(cell: Cell, place: Place, wait: str | None, shapes: list[Markup]) -> Markup:
+    return element(
+        "g",
+        *shapes,
+        class_=f"cell {cell.kind.name}",
+        role="img",
+        tabindex=-1,
+        aria_label=words_of(cell, place.row.rank, wait).replace("\n", "; "),
+        data_rank=place.row.rank,
+        data_lane=str(lane(cell.op)),
+        data_row=f"{place.row.rank}{place.row.name}",
+        data_op=str(cell.op),
+        data_kind=cell.kind.word,
+        data_start=short(cell.start),
+        data_end=short(cell.end),
+        data_takes=short(cell.duration),
+        data_wait=wait,
+        data_held=cell.held,
+        data_related=" ".join(map(str, cell.related)) or None,
+    )
+
+
+def _gap(free: float, cell: Cell, place: Place, layout: Layout) -> Markup:
+    x, width = layout.x(free), layout.x(cell.start) - layout.x(free)
+    return element("rect", x=x, y=place.top, width=width, height=place.height, class_="gap", fill_opacity=0)
+
+
+def _box(cell: Cell, place: Place, layout: Layout) -> list[Markup]:
+    """A box as long as the operation takes."""
+    x, width = layout.x(cell.start), cell.duration * layout.pixels_per_time
+    inset = min(0.75, width / 4)  # a gap between neighbours, to which no cell loses more than half of itself
+    box = element(
+        "rect",
+        x=x + inset,
+        y=place.top,
+        width=width - 2 * inset,
+        height=place.height,
+        rx=min(3, width / 4),
+        fill=shaded(cell.kind.fill, cell.shade),
+    )
+    name = layout.name_in(cell, width - 2)
+    return [box, label(name, x + width / 2, place.middle, fill=cell.kind.ink)] if name else [box]
+
+
+def _message(cell: Cell, place: Place, layout: Layout) -> list[Markup]:
+    """A strip as long as the message takes, and its name: where it begins for a send, where it ends for a receive."""
+    x, width = layout.x(cell.start), cell.duration * layout.pixels_per_time
+    sending = isinstance(cell.op, Send)
+    edge = place.top + place.height - _STRIP if sending else place.top
+    strip = element("rect", x=x, y=edge, width=width, height=_STRIP, fill=cell.kind.fill)
+    name = layout.name_in(cell, width / 2 - 8)
+    if not name:
+        return [strip]
+    chip = _chip_width(name)
+    left = x + 3 if sending else x + width - chip - 3
+    box = element("rect", x=left, y=place.middle - _CHIP / 2, width=chip, height=_CHIP, rx=4, fill=cell.kind.fill)
+    return [strip, box, label(name, left + chip / 2, place.middle, fill=cell.kind.ink)]
+
+
+def _chip_width(name: str) -> float:
+    return len(name) * CHARACTER + 6
+
+
+def _arrows(layout: Layout) -> Markup:
+    """From each send to its receive: messages of a channel arrive in order, so the n-th belongs to the n-th."""
+    sends: dict[tuple[int, int], list[Point]] = defaultdict(list)
+    receives: dict[tuple[int, int], list[Point]] = defaultdict(list)
+    for place, cell in sorted(_cells(layout), key=lambda pair: pair[1].start):
+        rank = place.row.rank
+        if isinstance(cell.op, Send):
+            chip = _chip_width(layout.name_in(cell, cell.duration * layout.pixels_per_time / 2 - 8)) + 3
+            down = cell.op.to > rank
+            sends[rank, cell.op.to].append((layout.x(cell.start) + chip, place.middle + (5 if down else -5)))
+        elif isinstance(cell.op, Recv):
+            chip = _chip_width(layout.name_in(cell, cell.duration * layout.pixels_per_time / 2 - 8)) + 5
+            above = cell.op.source < rank
+            receives[cell.op.source, rank].append((layout.x(cell.end) - chip, place.middle + (-3 if above else 3)))
+    lines = [
+        element("path", d=_line(start, end), marker_end="url(#microparallel-arrow)")
+        for channel, starts in sends.items()
+        for start, end in zip(starts, receives[channel], strict=False)
+    ]
+    head = element("path", d="M0,0 L6,3 L0,6 z", fill=INK)
+    size: dict[str, str | float] = {"viewBox": "0 0 6 6", "refX": 5, "refY": 3, "markerWidth": 6, "markerHeight": 6}
+    marker = element("marker", head, id="microparallel-arrow", orient="auto", **size)
+    return element("g", element("defs", marker), *lines, fill="none", stroke=INK, stroke_width=1.2, class_="arrows")
+
+
+def _cells(layout: Layout) -> Iterator[tuple[Place, Cell]]:
+    for place in layout.places:
+        for cell in place.row.cells:
+            yield place, cell
+
+
+def _line(start: Point, end: Point) -> str:
+    return f"M{start[0]:.1f},{start[1]:.1f} L{end[0]:.1f},{end[1]:.1f}"
+
+
+# A figure: the timeline as SVG, for documents and slides.
+#
+# The ink is a middle grey, and cells bring their own: the figure stands on a light page as well as on a dark one.
+
 
 _SANS_SERIF = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif"
 _WIDEST, _NARROWEST = 2400.0, 420.0

@@ -14,9 +14,8 @@ import math
 
 from microparallel.drawing.heading import head_of, legend_of, notes_of
 from microparallel.drawing.lines import WIDEST, Line, Segment, flow, prose
-from microparallel.drawing.numbers import round_step, unit_of
 from microparallel.drawing.rows import Cell, Row, Rows
-from microparallel.drawing.scale import Scale, choose_scale
+from microparallel.drawing.scale import Scale, choose_scale, round_step, unit_of
 from microparallel.text import short
 
 

@@ -15,8 +15,8 @@ import torch
 
 from microparallel.observe import Activity
 from microparallel.program import Op
-from microparallel.trace import Observed
-from microparallel.verifier import Wait
+from microparallel.program.ops import Observed
+from microparallel.program.walk import Wait
 
 SENDS = ("send_tensor", "isend")
 RECEIVES = ("recv_tensor", "irecv")

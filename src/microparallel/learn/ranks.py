@@ -23,13 +23,13 @@ from microparallel.comms.group import Group
 from microparallel.comms.interpreter import COMBINE
 from microparallel.comms.wire import as_bytes
 from microparallel.errors import Mismatch
-from microparallel.flight import Flight
 from microparallel.learn.guards import trusted
 from microparallel.learn.log import Called, Log
 from microparallel.learn.verdict import NotAllowed, Wrong
 from microparallel.learn.words import shown
+from microparallel.observe.flight import Flight
+from microparallel.program.walk import Wait
 from microparallel.transport.base import Work
-from microparallel.verifier import Wait
 
 POINT_TO_POINT = ("send_tensor", "recv_tensor", "isend", "irecv")
 Message = tuple[Called, torch.Tensor]  # as it was when it was sent

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from microparallel.errors import LaunchError, RankFailed, RanksTimedOut
 from microparallel.learn.catalogue import find_exercise
-from microparallel.learn.strays import end_children
+from microparallel.learn.checking import end_children
 from microparallel.learn.verdict import Step, Verdict, Wrong
 
 _LONGEST = 4000  # characters of a message
@@ -32,7 +32,7 @@ def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
     from microparallel.world.fork_server import NEEDED, ForkServer, can_fork, take_orphans
 
     # It imports torch while this process does.
-    fork_server = ForkServer([*NEEDED, "microparallel.learn.sitting"]) if sys.platform == "linux" else None
+    fork_server = ForkServer([*NEEDED, "microparallel.learn.exam"]) if sys.platform == "linux" else None
     from microparallel.world import Pool
 
     if fork_server is not None and not can_fork():

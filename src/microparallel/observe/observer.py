@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from microparallel.flight import Entry, NoEntry
-from microparallel.flight.place import caller
+from microparallel.observe.flight_recorder import Entry, NoEntry
+from microparallel.observe.place import caller
 from microparallel.program import Observed, Op
 
 

@@ -1,24 +1,168 @@
-"""One rank's part of a model that is spread over ranks: its stages, and whom it shares what with."""
+"""Gradients that several ranks have a part of: those of replicas, and those of weights that two stages share."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from microparallel.comms import Comms
-from microparallel.data_parallel.buffers import broadcast_buffers, filled
-from microparallel.data_parallel.replicate import replicas_are_identical, replicate
+from microparallel.comms.wire import gather_json
+from microparallel.data_parallel.bucket import FlatBucket, split
+from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicas_are_identical, replicate
+from microparallel.errors import UsageError
 from microparallel.pipeline.cut import shared_parameters
-from microparallel.pipeline.interpreter import Reduction
+from microparallel.pipeline.interpreter import Reduction, Worker
 from microparallel.pipeline.layers import NamedLayer
 from microparallel.pipeline.stage import Stage
-from microparallel.pipeline.state import clip_gradients, gather_state, load_own_part, own_state
-from microparallel.pipeline.sums import ColumnSum, TiedSum
-from microparallel.program import BUFFERS, SAMPLES, SHARED, AllReduce, Broadcast, Bucket, Value, tied
+from microparallel.program import BUFFERS, NORM, SAMPLES, SHARED, AllReduce, Broadcast, Bucket, Value, tied
 from microparallel.topology import Mesh
+
+
+class ColumnSum:
+    """The sum of one stage's gradients over the replicas of that stage, in buckets, in the background."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], column: Comms, bucket_bytes: float) -> None:
+        self._parameters = parameters
+        self._column = column
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[FlatBucket] = []
+
+    def start(self, operation: AllReduce) -> None:
+        """Put all gradients into buckets, and begin to add them up."""
+        self._prepare()
+        for bucket in self._buckets:
+            bucket.fill_up(1.0)
+            bucket.leave(self._column, operation, overlap=True)
+
+    def _prepare(self) -> None:
+        """Make buckets for the parameters that are trained now."""
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if trained != [parameter for bucket in self._buckets for parameter in bucket.parameters]:
+            self._buckets = [FlatBucket(group, self._column) for group in split(trained, self._bucket_bytes)]
+
+    def finish(self) -> None:
+        """Wait for the sums; a gradient that only other replicas had arrives here, too."""
+        for bucket in self._buckets:
+            bucket.come_back()
+            for parameter, view, ranks in zip(bucket.parameters, bucket.views, bucket.having.tolist(), strict=True):
+                if ranks > 0:
+                    parameter.grad = view
+            bucket.reset()
+
+
+class TiedSum:
+    """The sum of one parameter's gradients over the ranks whose stages share it."""
+
+    def __init__(self, parameter: nn.Parameter, holders: Comms) -> None:
+        self.parameter = parameter
+        self.holders = holders
+        holders.broadcast(parameter.data)
+
+    def start(self, operation: AllReduce) -> None:
+        """Add the gradients up; afterwards every holder has the same bits, and updates its copy in the same way."""
+        if not self.parameter.requires_grad:
+            return
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        self.holders.all_reduce(self.parameter.grad, operation=operation)
+
+    def finish(self) -> None:
+        """The sum is there already."""
+
+
+class LossSum:
+    """The loss of the whole batch: the sum of what each rank knows of it, in `loss` when it has been started."""
+
+    def __init__(self, worker: Worker, comms: Comms) -> None:
+        self.loss = worker.loss
+        self._comms = comms
+
+    def start(self, operation: AllReduce) -> None:
+        """Add up what all ranks know."""
+        self._comms.all_reduce(self.loss, operation=operation)
+
+    def finish(self) -> None:
+        """The sum is there already."""
+
+
+@contextmanager
+def beside_earlier_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Begin with no gradients, and add those of before in the end: they are the sum of all ranks' already."""
+    earlier = [(parameter, parameter.grad.clone()) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in earlier:
+        parameter.grad = None
+    try:
+        yield
+    finally:  # a step that failed must not lose them
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+# The whole model's state, of which each rank of a pipeline has a part.
+
+
+def own_state(layers: Iterable[NamedLayer]) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of some layers, by their names in the whole model."""
+    return {layer.whole_name(name): tensor for layer in layers for name, tensor in layer.module.state_dict().items()}
+
+
+def gather_state(mine: Mapping[str, torch.Tensor], row: Comms) -> dict[str, torch.Tensor] | None:
+    """Collect everybody's part on the first rank of a pipeline; None on the others. All of its ranks call this."""
+    contents = [[name, str(tensor.dtype).removeprefix("torch."), tensor.shape] for name, tensor in mine.items()]
+    everybody = gather_json(contents, row)
+    if row.rank != 0:
+        for tensor in mine.values():
+            row.send_tensor(tensor, 0)
+        return None
+    whole = dict(mine)
+    for rank, theirs in enumerate(everybody[1:], start=1):
+        for name, dtype, shape in theirs:
+            whole[name] = row.recv_tensor(shape, rank, getattr(torch, dtype))
+    return whole
+
+
+def load_own_part(layers: Iterable[NamedLayer], state: Mapping[str, torch.Tensor]) -> None:
+    """Take what some layers need out of the state of the whole model."""
+    for layer in layers:
+        own = {}
+        for name in layer.module.state_dict():
+            whole_name = layer.whole_name(name)
+            if whole_name not in state:
+                raise UsageError(
+                    f"load_state_dict: {whole_name} is missing; it needs the state of the whole model, or of the same "
+                    "stages"
+                )
+            own[name] = state[whole_name]
+        layer.module.load_state_dict(own)
+
+
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], counted: Iterable[nn.Parameter], most: float, row: Comms
+) -> torch.Tensor:
+    """Scale gradients so that the norm of all ranks' gradients together is at most `most`; returns what it was.
+
+    Args:
+        parameters: of this rank: their gradients are scaled.
+        counted: those that count here; what two ranks share counts on one.
+        most: the largest norm.
+        row: the ranks of the pipeline.
+    """
+    gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+    square = sum((gradient.double().square().sum() for gradient in gradients), torch.zeros((), dtype=torch.float64))
+    norm = row.all_reduce(square.cpu().reshape(1), operation=AllReduce(NORM, "pp")).sqrt().reshape(())
+    factor = most / (float(norm) + 1e-6)  # as torch does
+    if factor < 1:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+    return norm
+
+
+# One rank's part of a model that is spread over ranks: its stages, and whom it shares what with.
 
 
 class Member:

@@ -11,24 +11,23 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
-from microparallel.comms.notes import gather_json
 from microparallel.comms.record import Recorder
+from microparallel.comms.wire import gather_json
 from microparallel.errors import TransportError, UsageError
 from microparallel.observe import Activity, Told
-from microparallel.pipeline.cut_together import cut_together
-from microparallel.pipeline.interpreter import Interpreter
+from microparallel.pipeline.cut import cut_together
+from microparallel.pipeline.interpreter import Interpreter, Microbatch, Worker
 from microparallel.pipeline.layers import NamedLayer
-from microparallel.pipeline.member import Member
+from microparallel.pipeline.member import LossSum, Member, beside_earlier_gradients
 from microparallel.pipeline.microbatches import batch_size, join_batch, sizes, split_batch
 from microparallel.pipeline.programs import Schedule
 from microparallel.pipeline.shapes import Plan, Shapes
 from microparallel.pipeline.stage import LossFunction, Stage
-from microparallel.pipeline.sums import LossSum, beside_earlier_gradients
-from microparallel.pipeline.worker import Microbatch, Worker
 from microparallel.program import BATCH, LOSS, WORLD, Act, AllReduce, Broadcast, Op, Program, Recv, Send
+from microparallel.program.ops import Observed
 from microparallel.schedules.replicas import only_sums, shifted
 from microparallel.topology import Mesh
-from microparallel.trace import Observed, Trace
+from microparallel.trace import Trace
 
 _AHEAD = 2  # receives that are posted before they are needed
 

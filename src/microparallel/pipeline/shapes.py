@@ -18,11 +18,10 @@ import torch
 
 from microparallel.comms import Comms
 from microparallel.errors import UsageError
-from microparallel.pipeline.boundary import Boundary, DryRun
 from microparallel.pipeline.interpreter import PIPELINE_TAG
 from microparallel.pipeline.microbatches import batch_size, sizes, split_batch
 from microparallel.pipeline.programs import Schedule
-from microparallel.pipeline.stage import Stage
+from microparallel.pipeline.stage import Boundary, DryRun, Stage
 
 Crossings = dict[int, Boundary]  # what crosses this rank's boundaries, by the stage that returns it; -1 is the batch
 

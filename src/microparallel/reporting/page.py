@@ -1,19 +1,223 @@
-"""The page itself: report.html, filled with what is known of a run, with its style and its scripts in one file.
-
-Numbers and words are found in Python; the scripts only draw them. The page forbids itself any use of a network.
-"""
+"""What changes over a run's steps: loss, speed, memory, in few enough points to be drawn."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
 from microparallel.drawing import kinds
-from microparallel.reporting.curves import curves, memory
 from microparallel.reporting.folder import Run
-from microparallel.reporting.measured import Measured
-from microparallel.reporting.words import configuration_of, lead_of, prediction_of, subtitle_of, tiles_of, title_of
+from microparallel.reporting.steps import Measured
+from microparallel.text import count, show_percent, show_seconds
+
+_MOST_POINTS = 600
+_UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+Point = tuple[float, float | None]
+
+
+def curves(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Training and validation loss, and throughput; None stands where a loss was not finite."""
+    loss, speed = _points(metrics, "loss"), _points(metrics, "samples_per_second")
+    return {
+        "loss": thinned(loss),
+        "validation": thinned(_points(metrics, "validation_loss")),
+        "speed": thinned(speed),
+        "steps_a_point": math.ceil(max(len(loss), len(speed), 1) / _MOST_POINTS),
+    }
+
+
+def memory(metrics: Sequence[dict[str, Any]], *facts: dict[str, Any]) -> dict[str, Any] | None:
+    """All that is known about memory, in bytes, whoever wrote it down; None if that is nothing."""
+    keys = list(dict.fromkeys(key for record in metrics for key in record if "memory" in key.lower()))
+    over_steps = {key: thinned(_points(metrics, key, _scale(key))) for key in keys}
+    found = {
+        key: _sizes(value, _scale(key)) for fact in facts for key, value in fact.items() if "memory" in key.lower()
+    }
+    curves = {key: points for key, points in over_steps.items() if any(value is not None for _, value in points)}
+    sizes = {key: value for key, value in found.items() if value}
+    return {"over_steps": curves, "sizes": sizes} if curves or sizes else None
+
+
+def thinned(points: list[Point]) -> list[Point]:
+    """So many neighbours in a row as one, their mean, that few enough points are left."""
+    many = math.ceil(len(points) / _MOST_POINTS)
+    return points if many <= 1 else [_mean(points[at : at + many]) for at in range(0, len(points), many)]
+
+
+def _mean(points: list[Point]) -> Point:
+    values = [value for _, value in points if value is not None]
+    return points[-1][0], sum(values) / len(values) if values else None
+
+
+def _points(metrics: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> list[Point]:
+    records = [record for record in metrics if key in record and _is_number(record.get("step"))]
+    return [(record["step"], record[key] * scale if _is_number(record[key]) else None) for record in records]
+
+
+def _scale(key: str) -> float:
+    """Bytes, unless the name ends in another unit."""
+    return _UNITS.get(key.lower().replace(" ", "_").rpartition("_")[2], 1.0)
+
+
+def _sizes(value: Any, scale: float) -> list[float]:
+    """One number for all, or one a rank."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [number * scale for number in values] if all(_is_number(number) for number in values) else []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# What the page says in words and numbers: its title, the figures at its head, and what follows from them.
+
+
+_LONGEST_TEXT = 500
+_TIMES = ("makespan", "work of the busiest rank", "bubble", "exposed communication")
+_SPACE = "\u00a0"  # keeps a number and its unit together
+
+
+def title_of(run: Run) -> str:
+    """What was run, on how many ranks."""
+    model, ranks = _fact(run, "model"), ranks_of(run)
+    what = str(model) if model is not None else run.name
+    return what if ranks is None else f"{what} on {count(ranks, 'rank')}"
+
+
+def subtitle_of(run: Run) -> str:
+    """Where it is kept, and what it trained on and how."""
+    strategy, data = _fact(run, "strategy"), _fact(run, "data")
+    layout = [f"{axis} {_fact(run, axis)}" for axis in ("dp", "pp") if isinstance(_fact(run, axis), int)]
+    facts = [_fact(run, "schedule"), *layout, _fact(run, "device")]
+    words = [run.name, strategy, *facts, data]
+    return " · ".join(str(word) for word in words if word is not None and word != "auto")
+
+
+def ranks_of(run: Run) -> int | None:
+    """How many there were, as far as anybody wrote it down."""
+    if run.trace is not None:
+        return run.trace.ranks
+    ranks = _fact(run, "ranks")
+    return ranks if isinstance(ranks, int) else None
+
+
+def tiles_of(run: Run, measured: Measured | None) -> list[dict[str, str]]:
+    """The figures at the head of the page: how it learned, and what its steps were like."""
+    summary = run.summary
+    learning = {
+        "training loss": _number(summary.get("loss", _last(run, "loss")), ".4g"),
+        "validation loss": _number(summary.get("validation_loss", _last(run, "validation_loss")), ".4g"),
+        "accuracy": _number(summary.get("validation_accuracy", _last(run, "validation_accuracy")), ".1%"),
+        "samples/s": _number(summary.get("samples_per_second"), ",.0f"),
+        "steps": _number(summary.get("steps", _last(run, "step")), ",.0f"),
+        "parameters": _number(summary.get("parameters"), ",.0f"),
+    }
+    steps = {}
+    if measured is not None:
+        hidden = measured.hidden_share
+        steps = {
+            "typical step": time(measured.length),
+            "computing": percent(measured.share("forward", "backward", "optimizer")),
+            "waiting": percent(measured.share("waiting")),
+            "communication hidden": "" if hidden is None else percent(hidden),
+        }
+    groups = [{name: value for name, value in group.items() if value} for group in (learning, steps)]
+    return [group for group in groups if group]
+
+
+def lead_of(measured: Measured) -> list[str]:
+    """Where the time went, in sentences."""
+    parts = {
+        "computes": measured.share("forward", "backward", "optimizer"),
+        "waits for others": measured.share("waiting"),
+        "communicates with nothing else to do": measured.share("communicating"),
+    }
+    words = ", ".join(f"{name} {percent(share)}" for name, share in list(parts.items())[:-1])
+    name, share = list(parts.items())[-1]
+    sentences = [f"Of its time in a step, a rank {words} and {name} {percent(share)}."]
+    hidden = measured.hidden_share
+    if hidden is not None:
+        much = percent(hidden) if hidden >= 0.005 else "next to nothing"
+        sentences.append(f"Of the communication, {much} ran behind computation, where it costs nothing.")
+    return [*sentences, *_straggler(measured)]
+
+
+def prediction_of(measured: Measured) -> list[tuple[str, str, str, str]]:
+    """What was predicted of a typical step and what was measured, where both are times: a row each."""
+    return [
+        (row.name, time(row.one), time(row.other), f"{row.ratio:.2f}" if row.one else "–")
+        for row in measured.differences
+        if row.name in _TIMES and (row.one or row.other)
+    ]
+
+
+def _straggler(measured: Measured) -> list[str]:
+    waited = measured.waited_for()
+    total = sum(waited.values())
+    if measured.trace.ranks < 2 or measured.share("waiting") < 0.02 or not total:
+        return []
+    rank, seconds = next(iter(waited.items()))
+    if seconds < 0.5 * total:
+        return []
+    return [f"{percent(seconds / total)} of all waiting was for rank {rank}."]
+
+
+def configuration_of(run: Run) -> dict[str, dict[str, str]]:
+    """Everything the run was told and found, as names and values, in groups with a caption each."""
+    found = {key: value for key, value in run.summary.items() if key not in run.config}
+    groups = {"What it was told": run.config, "What came of it": found}
+    if run.trace is not None:
+        error = run.trace.clock_error
+        clocks = "the same for all ranks" if error == 0 else f"at most {time(error)} apart"
+        groups["The trace"] = {"clocks": clocks, "events": len(run.trace.events), **run.trace.about}
+    return {name: {key: _text(value) for key, value in group.items()} for name, group in groups.items() if group}
+
+
+def time(seconds: float) -> str:
+    """A time that stays on one line."""
+    return show_seconds(seconds).replace(" ", _SPACE)
+
+
+def percent(share: float) -> str:
+    """A share that stays on one line."""
+    return show_percent(share).replace(" ", _SPACE)
+
+
+def _fact(run: Run, key: str) -> Any:
+    """What is known: how it ended, what it was told, or what the trace says."""
+    about = run.trace.about if run.trace is not None else {}
+    return next((facts[key] for facts in (run.summary, run.config, about) if facts.get(key) is not None), None)
+
+
+def _last(run: Run, key: str) -> Any:
+    return next((record[key] for record in reversed(run.metrics) if key in record), None)
+
+
+def _number(value: Any, form: str) -> str:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        return ""
+    return format(value, form).replace("%", f"{_SPACE}%")
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None:
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+
+
+# The page itself: report.html, filled with what is known of a run, with its style and its scripts in one file.
+#
+# Numbers and words are found in Python; the scripts only draw them. The page forbids itself any use of a network.
+
 
 _SCRIPTS = (
     "basics.js",

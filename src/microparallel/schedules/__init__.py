@@ -10,12 +10,11 @@ from microparallel.errors import UsageError
 from microparallel.program import Program
 from microparallel.schedules.data_parallel import data_parallel_step, ddp, ddp_naive
 from microparallel.schedules.dualpipe import dualpipev
-from microparallel.schedules.forwards import forwards_only
 from microparallel.schedules.gpipe import gpipe
 from microparallel.schedules.interleaved import interleaved
-from microparallel.schedules.lowering import free_dead_values, insert_sends, lower
 from microparallel.schedules.naive import naive
 from microparallel.schedules.one_f_one_b import one_f_one_b
+from microparallel.schedules.passes import forwards_only, free_dead_values, insert_sends, lower
 from microparallel.schedules.replicas import replicate, with_sums
 from microparallel.schedules.zero_bubble import zb_h1, zb_h2, zbv
 from microparallel.text import did_you_mean

@@ -18,7 +18,7 @@ from microparallel.program import (
     Program,
     TrainingStep,
 )
-from microparallel.schedules.trimming import first_microbatches
+from microparallel.schedules.passes import first_microbatches
 
 
 def dualpipev(ranks: int, microbatches: int) -> Program:

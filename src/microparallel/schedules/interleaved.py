@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from microparallel.errors import UsageError
 from microparallel.program import Backward, Forward, Op, Program, TrainingStep
-from microparallel.schedules.trimming import first_microbatches
+from microparallel.schedules.passes import first_microbatches
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int = 2) -> Program:

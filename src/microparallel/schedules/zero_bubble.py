@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from microparallel.program import BackwardInput, BackwardWeight, Forward, Op, Program, TrainingStep
-from microparallel.schedules.trimming import first_microbatches
+from microparallel.schedules.passes import first_microbatches
 
 
 def zb_h1(ranks: int, microbatches: int) -> Program:

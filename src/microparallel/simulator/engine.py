@@ -16,14 +16,17 @@ operation is looked at a bounded number of times: the time grows with the number
 from __future__ import annotations
 
 import functools
+import gc
 import heapq
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from microparallel.errors import ProgramError
 from microparallel.program import Add, Cursor, Join, Lane, Message, Observed, Policy, Program, Recv, Send, Value, Walk
 from microparallel.program.walk import Meeting
 from microparallel.simulator.costs import Costs
 from microparallel.simulator.groups import Groups, Share
-from microparallel.trace import Event
+from microparallel.trace import Event, Trace
 
 
 class Simulation(Policy):
@@ -143,3 +146,37 @@ class Simulation(Policy):
 def _arrival(message: Message, op: Recv, start: float, end: float) -> Event:
     received = (0, 0, 0, 0, None, None, (), message.index, message.sender)
     return Event(message.receiver, Lane.COMM, op, start, end, *received)
+
+
+# Find out what a program would cost.
+
+
+def simulate(program: Program, costs: Costs | None = None) -> Trace:
+    """Find out what a program would cost, without running it.
+
+    Args:
+        program: what to simulate; one that `mp.verify` accepts. One that does not come to its end is refused.
+        costs: how long operations and messages take; without it a forward and each half of a backward take 1.
+
+    Example:
+        ```python
+        trace = mp.simulate(mp.schedules.build("1f1b", 4, 8), mp.Costs(forward=1, backward_input=1, backward_weight=1))
+        print(trace.makespan, trace.bubble_fraction, trace.peak_activations)  # 33 0.2727… [4, 3, 2, 1]
+        ```
+    """
+    costs = costs or Costs()
+    costs.check(program)
+    with _no_garbage_collection():
+        return Trace(Simulation(program, costs).run(), program, simulated=True)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Events stay, and there are millions: the collector would look through all of them again and again for nothing."""
+    wanted = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if wanted:
+            gc.enable()

@@ -1,17 +1,17 @@
 """The machine: its cores, the links between ranks, and where a process stands among them."""
 
-from microparallel.topology.cores import (
+from microparallel.topology.links import Link, parse_slow_links, parse_slow_ranks
+from microparallel.topology.machine import (
     DO_NOT_SPIN,
     MOST_RANKS_PER_CORE,
     available_cores,
+    available_memory,
     require_cores,
     threads_per_rank,
+    total_memory,
 )
-from microparallel.topology.links import Link
-from microparallel.topology.memory import available_memory, total_memory
 from microparallel.topology.mesh import Mesh
 from microparallel.topology.placement import ALONE, Placement, find_placement
-from microparallel.topology.slowness import parse_slow_links, parse_slow_ranks
 
 __all__ = [
     "ALONE",

@@ -1,11 +1,10 @@
 """What happened: events, traces, everything that is measured on them, and why ranks waited."""
 
 from microparallel.program import Kind, Observed
-from microparallel.trace.compare import Difference, compare
 from microparallel.trace.event import Event, kind_of
+from microparallel.trace.meetings import reasons
 from microparallel.trace.parts import Parts, parts
-from microparallel.trace.reasons import reasons
-from microparallel.trace.trace import Trace
+from microparallel.trace.trace import Difference, Trace, compare
 
 __all__ = [
     "Difference",

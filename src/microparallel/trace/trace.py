@@ -6,15 +6,12 @@ from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from microparallel.errors import DataError, UsageError
 from microparallel.program import Program, peak_activations
 from microparallel.trace.event import Event
 from microparallel.trace.intervals import Span, length, outside, union
-
-if TYPE_CHECKING:
-    from microparallel.trace.compare import Difference
 
 _FILE = "trace.json"  # of a folder
 
@@ -192,8 +189,6 @@ class Trace:
 
     def compare(self, other: Trace) -> list[Difference]:
         """The numbers that matter, of this trace and of another: of a prediction, and of what was measured, say."""
-        from microparallel.trace.compare import compare
-
         return compare(self, other)
 
     # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -218,7 +213,7 @@ class Trace:
             path: the file to write.
             seconds_per_unit: how many seconds one unit of the trace's time is.
         """
-        from microparallel.trace.chrome import write_chrome
+        from microparallel.trace.files import write_chrome
 
         write_chrome(self, Path(path), seconds_per_unit)
 
@@ -261,3 +256,40 @@ def _waited(event: Event, idle: list[Span]) -> float | None:
     if event.kind == "send":
         return max(idle[place][0], event.start) if place == len(idle) - 1 else None
     return idle[place][0]
+
+
+# Two traces beside each other: the predicted and the measured, say.
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One number in both traces: first what was predicted, then what was measured."""
+
+    name: str
+    one: float
+    other: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times larger the other is."""
+        return self.other / self.one if self.one else float("nan" if not self.other else "inf")
+
+    @property
+    def error(self) -> float:
+        """How much too large the first is, as a share of the other; negative if it is too small."""
+        return self.one / self.other - 1 if self.other else 0.0
+
+
+def compare(one: Trace, other: Trace) -> list[Difference]:
+    """The numbers that matter, from both traces."""
+    pairs = {
+        "makespan": (one.makespan, other.makespan),
+        "work of the busiest rank": (max(one.work), max(other.work)),
+        "bubble": (one.bubble, other.bubble),
+        "bubble fraction": (one.bubble_fraction, other.bubble_fraction),
+        "exposed communication": (max(one.exposed_communication), max(other.exposed_communication)),
+        "peak activations": (max(one.peak_activations), max(other.peak_activations)),
+        "messages sent": (sum(one.messages_sent), sum(other.messages_sent)),
+        "bytes sent": (sum(one.bytes_sent), sum(other.bytes_sent)),
+    }
+    return [Difference(name, first, second) for name, (first, second) in pairs.items()]

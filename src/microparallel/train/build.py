@@ -12,7 +12,9 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.calls import describe
 from microparallel.comms.slow_links import slow_down
-from microparallel.data_parallel import LossFunction, ParameterAveraging, replicate
+from microparallel.course.naive import LossFunction
+from microparallel.course.shortcuts import ParameterAveraging
+from microparallel.data_parallel import replicate
 from microparallel.errors import ConfigError, DataError, UsageError
 from microparallel.models import GPT, FullMLP, cross_entropy, mean_squared_error
 from microparallel.pipeline import Pipeline
@@ -23,15 +25,11 @@ from microparallel.topology import parse_slow_links, parse_slow_ranks
 from microparallel.torch_private import pytree
 from microparallel.train import user_code
 from microparallel.train.config import DEFAULTS, TrainConfig, parse_balance
-from microparallel.train.data import Split, digits, from_user
-from microparallel.train.learning_rate import LearningRate
-from microparallel.train.own_schedule import schedule_of
-from microparallel.train.pipeline_training import PipelineTraining
+from microparallel.train.data import Split, digits, from_user, text
 from microparallel.train.sampler import ShardedSampler
-from microparallel.train.slow_rank import slow_down_model
-from microparallel.train.strategies import STEPS, Step
-from microparallel.train.text import text
-from microparallel.train.training import Training
+from microparallel.train.strategies import STEPS, Step, slow_down_model
+from microparallel.train.training import LearningRate, PipelineTraining, Training
+from microparallel.train.user_code import schedule_of
 
 Value = TypeVar("Value")
 

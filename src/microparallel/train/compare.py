@@ -13,7 +13,7 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
-from microparallel.data_parallel import Replicas
+from microparallel.course.replicas import Replicas
 from microparallel.errors import UsageError
 from microparallel.schedules import PIPELINES
 from microparallel.text import count

@@ -32,7 +32,8 @@ from microparallel.settings import (
 )
 from microparallel.text import did_you_mean
 from microparallel.topology import parse_slow_links, parse_slow_ranks, require_cores
-from microparallel.train import own_schedule, user_code
+from microparallel.train import user_code
+from microparallel.train import user_code as own_schedule
 
 MODELS = ("mlp", "gpt")
 LOSSES = ("cross-entropy", "mse")

@@ -1,7 +1,8 @@
-"""How a step is done: each strategy turns a model into a function that leaves the whole batch's gradients in it."""
+"""A rank that computes more slowly than it could, to see what a straggler does to a run."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -10,19 +11,58 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
-from microparallel.data_parallel import (
-    DataParallel,
-    LossFunction,
-    accumulate,
-    accumulated_step,
-    ddp_step,
-    mean_loss,
-    naive_data_parallel_step,
-    register_ddp_hooks,
-)
-from microparallel.data_parallel.shortcuts import MicroBatch
+from microparallel.course.ddp import ddp_step, register_ddp_hooks
+from microparallel.course.naive import LossFunction, mean_loss, naive_data_parallel_step
+from microparallel.course.shortcuts import MicroBatch, accumulate, accumulated_step
+from microparallel.data_parallel import DataParallel
 from microparallel.program import LOSS, AllReduce
 from microparallel.train.data import chosen_samples, first_samples
+
+
+def slow_down_model(model: nn.Module, factor: float) -> None:
+    """Make every layer of a model take `factor` times as long, forward and backward, from now on.
+
+    A layer sleeps for what it is to take longer, before its result is passed on: before its output leaves, and before
+    its gradients do. Hooks that are registered later, such as those of `DataParallel`, see the gradients later.
+    """
+    for module in model.modules():
+        if not any(True for _ in module.children()):
+            _Slow(module, factor - 1)
+
+
+class _Slow:
+    def __init__(self, module: nn.Module, more: float) -> None:
+        self._more = more
+        self._begun: float | None = None
+        module.register_forward_pre_hook(self._forward_begins)
+        module.register_forward_hook(self._forward_ends)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
+
+    def _forward_begins(self, _module: nn.Module, _inputs: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def _forward_ends(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._sleep()
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self, _: torch.Tensor) -> None:
+        self._begun = time.perf_counter()
+
+    def _gradient_is_there(self, _: nn.Parameter) -> None:
+        self._sleep()
+        self._begun = time.perf_counter()
+
+    def _sleep(self) -> None:
+        if self._begun is not None:
+            time.sleep((time.perf_counter() - self._begun) * self._more)
+            self._begun = None
+
+
+# How a step is done: each strategy turns a model into a function that leaves the whole batch's gradients in it.
+
 
 # (this rank's inputs, this rank's targets, samples of all ranks together) → the mean loss of the whole batch
 Step = Callable[[Any, torch.Tensor, int], torch.Tensor]

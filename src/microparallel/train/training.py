@@ -1,7 +1,10 @@
-"""A training run as an object: do a step, measure, say where you stand, go on from there."""
+"""How large the optimizer's steps are, from the first to the last."""
 
 from __future__ import annotations
 
+import base64
+import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,16 +13,115 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
-from microparallel.comms.notes import gather_json
-from microparallel.data_parallel import LossFunction, ParameterAveraging, mean_loss, replicas_are_identical
+from microparallel.comms.wire import gather_json
+from microparallel.course.naive import LossFunction, mean_loss
+from microparallel.course.shortcuts import ParameterAveraging
+from microparallel.data_parallel import replicas_are_identical
 from microparallel.errors import CheckpointError
-from microparallel.train import random_state
-from microparallel.train.checkpoint import Checkpoint
+from microparallel.pipeline import Pipeline
+from microparallel.train.checkpoint import Checkpoint, gather_states
 from microparallel.train.data import Dataset, Split
-from microparallel.train.gathering import gather_states
-from microparallel.train.learning_rate import LearningRate
 from microparallel.train.sampler import ShardedSampler
 from microparallel.train.strategies import Step
+
+_WARM_UP = 0.1  # the part of a run in which a linear schedule goes up
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """A learning rate over a run of so many steps: constant, or linear.
+
+    ```
+    linear   peak    ╱╲__
+                    ╱    ╲__
+             0     ╱        ╲__
+                   0  10 %    100 % of the steps
+    ```
+
+    It is a function of the step alone, so a resumed run needs to remember nothing; one that is made longer follows the
+    longer schedule from there on.
+    """
+
+    schedule: str
+    peak: float
+    steps: int
+
+    def at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        if self.schedule == "constant":
+            return self.peak
+        up = max(1, round(_WARM_UP * self.steps))
+        if step < up:
+            return self.peak * (step + 1) / up
+        return self.peak * max(0, self.steps - step) / max(1, self.steps - up)
+
+
+# Remember where every random generator stands, so that a resumed run draws what the interrupted one would have.
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of every generator this process uses, as plain values that JSON can hold.
+
+    That is Python's `random`, torch's CPU generator, one generator per GPU once CUDA is in use, and numpy's global
+    generator once numpy is imported (the drawing of a run that uses neither cannot depend on them).
+    """
+    state: dict[str, Any] = {"python": _without_tuples(random.getstate()), "torch": _text(torch.get_rng_state())}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = [_text(generator) for generator in torch.cuda.get_rng_state_all()]
+    if "numpy" in sys.modules:
+        import numpy
+
+        state["numpy"] = _without_arrays(numpy.random.get_state(legacy=False))
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put every generator back to where `capture` found it; the next draws are bit-identical.
+
+    On a machine with fewer GPUs the generators of the missing ones are left out.
+    """
+    generator = "python"
+    try:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        generator = "torch"
+        torch.set_rng_state(_tensor(state["torch"]))
+        generator = "cuda"
+        if "cuda" in state and torch.cuda.is_available():
+            for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(_tensor(text), device)
+        generator = "numpy"
+        if "numpy" in state:
+            import numpy
+
+            numpy.random.set_state(state["numpy"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the random state of {generator} cannot be restored ({error}); "
+            "it may have been saved with another version of that library: install that one, or start a new run"
+        ) from error
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode("ascii")
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+
+
+def _without_tuples(value: Any) -> Any:
+    return [_without_tuples(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _without_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_arrays(part) for key, part in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+# A training run as an object: do a step, measure, say where you stand, go on from there.
+
 
 _VALIDATION_BATCH = 256
 
@@ -133,7 +235,7 @@ class Training:
         return {
             "loss": self.last_loss,
             "sampler": self.sampler.state_dict(),
-            "random": gather_json(random_state.capture(), self.comms),
+            "random": gather_json(random_state(), self.comms),
         }
 
     def model_state(self) -> dict[str, torch.Tensor]:
@@ -169,7 +271,7 @@ class Training:
             self.averaging.steps = checkpoint.step
         states = checkpoint.state["random"]
         if len(states) == self.comms.world_size:
-            random_state.restore(states[self.comms.rank])
+            restore_random_state(states[self.comms.rank])
 
     def _load_states(self, checkpoint: Checkpoint) -> None:
         self.model.load_state_dict(checkpoint.model)
@@ -204,3 +306,77 @@ class Training:
         if isinstance(value, list | tuple):
             return type(value)(self._place(part) for part in value)
         return value
+
+
+# A training run whose model is spread over the ranks of a pipeline.
+#
+# Its checkpoints are those of the whole model, as one process would write them: a run can go on with other ranks, in
+# another layout, or without a pipeline at all.
+
+
+def pipeline_step(pipe: Pipeline) -> Step:
+    """A step of a pipeline; the last batch of an epoch may have fewer samples than micro-batches."""
+
+    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
+        if not len(targets):  # the other replicas have some
+            inputs = targets = None  # type: ignore[assignment]
+        return pipe.step(inputs, targets, samples=samples, allow_fewer=True)
+
+    return step
+
+
+class PipelineTraining(Training):
+    """One rank's part in a run with pipelines."""
+
+    def __init__(self, pipe: Pipeline, names: dict[str, str], **rest: Any) -> None:
+        super().__init__(model=pipe.own_layers, strategy=pipeline_step(pipe), **rest)
+        self._pipe = pipe
+        self._parameters = pipe.count_parameters()
+        self._names = names  # every parameter's name → the first name of that parameter in the whole model
+
+    # ── measuring ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _agree_on_buffers(self) -> None:
+        self._pipe.broadcast_buffers()
+
+    def _measure(self, inputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        outputs = self._pipe.predict(inputs)
+        if outputs is None or self.loss_fn is None:  # the last rank of each pipeline tells
+            return torch.zeros(4, dtype=torch.float64)
+        return self._compare(outputs, targets, self.loss_fn)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the whole model has learnt."""
+        return self._parameters
+
+    def replicas_are_identical(self) -> bool:
+        """Whether replicas of a stage, and copies of a shared parameter, have the same bits."""
+        return self._pipe.replicas_are_identical()
+
+    # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────
+
+    def model_state(self) -> dict[str, torch.Tensor]:
+        """The whole model's state on rank 0."""
+        return self._pipe.whole_state_dict() or {}
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state on rank 0, as that of an optimizer of the whole model."""
+        mine = self.optimizer.state_dict()
+        own = [self._names[name] for name, _ in self._pipe.named_parameters()]
+        by_name = {own[index]: state for index, state in mine["state"].items()}
+        states: dict[str, Any] = {}
+        for theirs in gather_states(by_name if self._pipe.replica == 0 else {}, self.comms):
+            states |= theirs
+        order = list(dict.fromkeys(self._names.values()))
+        group = {**mine["param_groups"][0], "params": list(range(len(order)))}
+        return {"state": {order.index(name): state for name, state in states.items()}, "param_groups": [group]}
+
+    def _load_states(self, checkpoint: Checkpoint) -> None:
+        self._pipe.load_state_dict(checkpoint.model)
+        whole = self._own_part(checkpoint.optimizer_state)
+        order = list(dict.fromkeys(self._names.values()))
+        own = [order.index(self._names[name]) for name, _ in self._pipe.named_parameters()]
+        state = {mine: whole["state"][index] for mine, index in enumerate(own) if index in whole["state"]}
+        group = {**whole["param_groups"][0], "params": list(range(len(own)))}
+        self.optimizer.load_state_dict({"state": state, "param_groups": [group]})

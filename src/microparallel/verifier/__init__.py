@@ -6,8 +6,7 @@ from microparallel.errors import ProgramError, UsageError
 from microparallel.program import Collective, Observed, Program, Sends, Wait, peak_activations
 from microparallel.verifier.collective import check_collective
 from microparallel.verifier.findings import Deadlock, Miscounted, Missing, NeverReduced, Unmatched, Unreached
-from microparallel.verifier.matching import check_matching
-from microparallel.verifier.order import check_order
+from microparallel.verifier.order import check_matching, check_order
 from microparallel.verifier.training import check_training_step
 
 __all__ = ["Deadlock", "Miscounted", "Missing", "NeverReduced", "Sends", "Unmatched", "Unreached", "Wait", "verify"]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from microparallel.errors import ProgramError
-from microparallel.program import Bucket, Op, Recv, Send, Value
+from microparallel.program import Bucket, Op, Program, Recv, Send, Value
 
 if TYPE_CHECKING:
     from microparallel.program import Wait
@@ -59,3 +59,17 @@ class Unreached(ProgramError):
     def __init__(self, message: str, rank: int, index: int, found: Symbol, wanted: Symbol):
         super().__init__(message)
         self.rank, self.index, self.found, self.wanted = rank, index, found, wanted
+
+
+# Show a place in a program: a few operations of a rank, with the one that matters in brackets.
+
+
+_AROUND = 3
+
+
+def show_place(program: Program, rank: int, place: int) -> str:
+    """For example `rank 2: … F2.1 [>A2.1@3] <G2.0@3 B2.0 …`."""
+    ops = program.ranks[rank]
+    first, last = max(0, place - _AROUND), min(len(ops), place + _AROUND + 1)
+    words = [f"[{ops[index]}]" if index == place else str(ops[index]) for index in range(first, last)]
+    return f"rank {rank}: {'… ' * (first > 0)}{' '.join(words)}{' …' * (last < len(ops))}"

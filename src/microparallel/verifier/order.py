@@ -1,12 +1,66 @@
-"""Can every rank come to its end? If not, who waits for whom?"""
+"""Does every send have its receive? On each channel, in the same order, with the same content."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 
-from microparallel.program import Policy, Program, Sends, Wait, Walk
-from microparallel.verifier.findings import Deadlock
-from microparallel.verifier.place import show_place
+from microparallel.errors import ProgramError
+from microparallel.program import Chunk, Collective, Part, Policy, Program, Recv, Send, Sends, Value, Wait, Walk
+from microparallel.verifier.findings import Deadlock, Unmatched, show_place
+
+Channel = tuple[int, int]  # sender, receiver
+
+
+def check_matching(program: Program) -> None:
+    """Raise `ProgramError` at the first message that is sent and not received, or received and not sent."""
+    sent: dict[Channel, list[Send]] = defaultdict(list)
+    received: dict[Channel, list[Recv]] = defaultdict(list)
+    for rank, ops in enumerate(program.ranks):
+        for op in ops:
+            if isinstance(op, Send):
+                _require_other(program, rank, op.to, str(op))
+                sent[rank, op.to].append(op)
+            elif isinstance(op, Recv):
+                _require_other(program, rank, op.source, str(op))
+                received[op.source, rank].append(op)
+    for channel in sorted(sent.keys() | received.keys()):
+        _check_channel(program, channel, sent[channel], received[channel])
+
+
+def _check_channel(program: Program, channel: Channel, sent: list[Send], received: list[Recv]) -> None:
+    sender, receiver = channel
+    for number, (send, receive) in enumerate(zip(sent, received, strict=False), start=1):
+        if not _same_content(program, send.value, receive.value, sender):
+            words = (
+                f"message {number} from rank {sender} to rank {receiver} is sent as {send} and received as {receive}"
+            )
+            raise Unmatched(words, sender, receiver, number, send, receive)
+    if len(sent) > len(received):
+        send, number = sent[len(received)], len(received) + 1
+        words = f"rank {sender} does {send}, which rank {receiver} never receives"
+        raise Unmatched(words, sender, receiver, number, send, None)
+    if len(received) > len(sent):
+        receive, number = received[len(sent)], len(sent) + 1
+        words = f"rank {receiver} does {receive}, which rank {sender} never sends"
+        raise Unmatched(words, sender, receiver, number, None, receive)
+
+
+def _same_content(program: Program, sent: Value, received: Value, sender: int) -> bool:
+    """A value arrives under its own name; a whole contribution may be kept apart under its sender's."""
+    if sent == received:
+        return True
+    whole = isinstance(program.goal, Collective) and sent == Chunk(0, program.goal.slices)
+    return whole and received == Part(sender)
+
+
+def _require_other(program: Program, rank: int, other: int, op: str) -> None:
+    if not 0 <= other < program.world_size:
+        raise ProgramError(f"rank {rank} does {op}, and there are only ranks 0 to {program.world_size - 1}")
+    if other == rank:
+        raise ProgramError(f"rank {rank} does {op}, a message to itself")
+
+
+# Can every rank come to its end? If not, who waits for whom?
 
 
 def check_order(program: Program, sends: Sends) -> None:

@@ -43,8 +43,7 @@ from microparallel.program import (
     Walk,
     halves,
 )
-from microparallel.verifier.findings import Miscounted, Missing, NeverReduced
-from microparallel.verifier.place import show_place
+from microparallel.verifier.findings import Miscounted, Missing, NeverReduced, show_place
 
 Account = dict[tuple[int, int], list[int]]  # (stage, micro-batch) → the ranks that did it
 Accounts = dict[type[Op], Account]

@@ -66,11 +66,11 @@ class Raised:
 
 def main(parent_fd: int, lifeline_fd: int, answers_fd: int) -> None:
     """Run jobs until the parent hangs up."""
-    from microparallel.world import whereabouts
+    from microparallel.world import rank_process
 
     # Ctrl-C before the job has begun ends the process without a word; the parent has the word.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    whereabouts.answer_in(answers_fd)
+    rank_process.answer_whereabouts_in(answers_fd)
     threading.Thread(target=_end_with_parent, args=(lifeline_fd,), daemon=True).start()
     parent = Connection(parent_fd)
     while True:

@@ -1,7 +1,8 @@
-"""A pool of ranks: processes that are started once and run one function after another, each in a fresh world."""
+"""The flight files of the ranks that a process has started, as their parent sees them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
@@ -17,13 +19,67 @@ import cloudpickle
 import torch.distributed as dist
 
 from microparallel.errors import Interrupted, LaunchError, RankFailed, RanksTimedOut, UsageError
-from microparallel.flight import new_folder
+from microparallel.observe.diagnosis import diagnose, in_words
+from microparallel.observe.flight import new_folder
+from microparallel.observe.flight_recorder import write_exit
+from microparallel.observe.folders import flight_file, gather, remove
+from microparallel.observe.processes import ENDED_STATUS
 from microparallel.topology import MOST_RANKS_PER_CORE, Placement, available_cores
 from microparallel.world.child import AllDone, Finished, Job, Raised
 from microparallel.world.connect import DEFAULT_TIMEOUT, require_possible
-from microparallel.world.flights import Flights
 from microparallel.world.fork_server import ForkServer
 from microparallel.world.rank_process import RankProcess
+
+_LITTLE = 0.05  # seconds of waiting that count when a world has failed already
+
+
+class Flights:
+    """One world's; None instead of a folder where nothing is recorded."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._died: set[int] = set()
+
+    @property
+    def folder_name(self) -> str | None:
+        """The folder, for the ranks."""
+        return None if self._folder is None else str(self._folder)
+
+    def note_death(self, rank: int, exit_status: int | None) -> None:
+        """Write down how a rank's process ended: when it is gone, only its parent knows."""
+        self._died.add(rank)
+        if exit_status is not None:
+            self._write_exit(rank, exit_status)
+
+    def note_end(self, ranks: int) -> None:
+        """Write down that those who are left are ended by their parent."""
+        for rank in set(range(ranks)) - self._died:
+            self._write_exit(rank, ENDED_STATUS)
+
+    def _write_exit(self, rank: int, status: int) -> None:
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                write_exit(flight_file(self._folder, rank), status)
+
+    def why(self) -> str:
+        """What is wrong, in lines that go beneath a headline."""
+        if self._folder is None:
+            return ""
+        try:
+            findings = diagnose(gather(self._folder), _LITTLE)
+        except Exception:  # whatever it is, the error that is being explained matters more
+            return ""
+        return "".join(f"\n  {line}" for line in in_words(findings).splitlines())
+
+    def remove_unless_a_rank_died(self) -> None:
+        """Take the files away; those of ranks that died stay for `microparallel why`."""
+        if self._folder is not None and not self._died:
+            with contextlib.suppress(OSError):
+                remove(self._folder)
+
+
+# A pool of ranks: processes that are started once and run one function after another, each in a fresh world.
+
 
 _GRACE_FOR_FIRST_CAUSE = 1.5
 _GRACE_AFTER_INTERRUPT = 10.0

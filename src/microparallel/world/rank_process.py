@@ -1,8 +1,9 @@
-"""One rank's process, seen from its parent."""
+"""Where does a rank stand that does not answer? Ask it with a signal, and read the stack it dumps."""
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -10,13 +11,50 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from microparallel.flight.processes import state_of
+from microparallel.observe.place import best_of, read_stack
+from microparallel.observe.processes import state_of
 from microparallel.topology import DO_NOT_SPIN, threads_per_rank
-from microparallel.world import whereabouts
 from microparallel.world.fork_server import ForkServer
+
+SIGNAL = signal.SIGUSR2
+_COMMS = str(Path(__file__).parent.parent / "comms" / "comms.py")
+
+
+def answer_whereabouts_in(file: IO[bytes] | int) -> None:
+    """From now on, dump this process's stack into the file whenever the signal comes, even from inside C code."""
+    faulthandler.register(SIGNAL, file=file, all_threads=False)
+
+
+def ask_whereabouts(pid: int, file: IO[bytes], patience: float = 1.0) -> str:
+    """Ask a process where it stands, and put the answer in one line."""
+    start = os.fstat(file.fileno()).st_size
+    os.kill(pid, SIGNAL)
+    deadline = time.monotonic() + patience
+    dump = b""
+    while time.monotonic() < deadline:
+        dump = os.pread(file.fileno(), 1 << 20, start)
+        if dump.endswith(b"\n") and dump.count(b"\n") > 1:
+            break
+        time.sleep(0.01)
+    return summarise_whereabouts(dump.decode(errors="replace"))
+
+
+def summarise_whereabouts(dump: str) -> str:
+    """The caller's innermost line in a dumped stack, and the call of ours it is waiting in."""
+    frames = read_stack(dump)
+    place = best_of(frames)
+    if place is None:
+        return "gave no answer (stopped, or not yet started)"
+    at = f"{place.function} at {place.file}:{place.line}"
+    calls = [frame.function for frame in frames if frame.file == _COMMS]
+    return f"in {calls[-1]}, called by {at}" if calls else f"in {at}"
+
+
+# One rank's process, seen from its parent.
 
 
 class RankProcess:
@@ -72,7 +110,7 @@ class RankProcess:
             return self.how_it_ended()
         if state_of(self._process.pid)[0] == "stopped":
             return "is stopped (SIGSTOP, or a debugger)"
-        return whereabouts.ask(self._process.pid, self._answers)
+        return ask_whereabouts(self._process.pid, self._answers)
 
     def how_it_ended(self) -> str:
         """Why there will be no answer, in words that follow "rank 2 …"."""

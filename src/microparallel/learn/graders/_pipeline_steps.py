@@ -1,7 +1,8 @@
-"""Let ranks do pipeline steps with a learner's function, and hold what they find against one process."""
+"""The order in which ranks computed, held against a schedule's program."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +14,6 @@ from torch import nn
 
 from microparallel.errors import Mismatch, ProgramError
 from microparallel.learn.exam import Exam, Stuck
-from microparallel.learn.graders._backwards import NoFirstGradient, SecondBackward, TypedBackwards
 from microparallel.learn.graders._common_pp import (
     WIDTH,
     gradients,
@@ -24,8 +24,7 @@ from microparallel.learn.graders._common_pp import (
     require_all_waited,
     require_gradients,
 )
-from microparallel.learn.graders._counted_stage import CountedStage
-from microparallel.learn.graders._orders import compare, tokens
+from microparallel.learn.graders._stages import CountedStage, NoFirstGradient, SecondBackward, TypedBackwards
 from microparallel.learn.log import RECEIVES, SENDS, Called, Row, calls, computed
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, flat, listed, require_equal, require_number, shown
@@ -33,6 +32,45 @@ from microparallel.observe import Activity
 from microparallel.program import Act, Grad, Program, TrainingStep, halves
 from microparallel.program import ops as o
 from microparallel.verifier import Missing, Unmatched, verify
+
+_AROUND = 4
+
+
+def tokens(program: Program, rank: int) -> list[str]:
+    """What a rank computes, in text."""
+    return [str(op) for op in program.ranks[rank] if halves(op)]
+
+
+def show(order: Sequence[str], place: int) -> str:
+    """A few operations around a place, with that one in brackets."""
+    first, last = max(0, place - _AROUND), place + _AROUND + 1
+    words = [f"[{word}]" if first + at == place else word for at, word in enumerate(order[first:last])]
+    if place >= len(order):
+        words.append("[nothing more]")
+    return f"{'… ' * (first > 0)}{' '.join(words)}{' …' * (last < len(order))}"
+
+
+def compare(found: Sequence[str], expected: Sequence[str], name: str) -> str:
+    """Two lines that show where they part; nothing if they do not."""
+    pairs = enumerate(itertools.zip_longest(found, expected))
+    place = next((place for place, (mine, wanted) in pairs if mine != wanted), None)
+    if place is None:
+        return ""
+    width = max(len("yours"), len(name))
+    return f"\n  {'yours':<{width}}  {show(found, place)}\n  {name:<{width}}  {show(expected, place)}"
+
+
+def require_freed(rank: int, most_kept: int) -> None:
+    """Refuse outputs that are held after their backward; one or two may still have a name in some function."""
+    if most_kept > 2:
+        raise Wrong(
+            f"rank {rank} still holds what {most_kept} micro-batches left although their backward is done: take it out "
+            "where you keep it (pop); memory is what a pipeline is for"
+        )
+
+
+# Let ranks do pipeline steps with a learner's function, and hold what they find against one process.
+
 
 _STEPS = 2
 _RATE = 0.5
@@ -362,3 +400,51 @@ def begun_with(truth: Truth, rank: int, what: str) -> torch.Tensor:
         outputs.backward(torch.ones_like(outputs) if what == "ones" else outputs.detach())
 
     return flat(truth.of(truth.of_first_step(start), rank))
+
+
+# What mistakes with micro-batches leave in the gradients.
+
+
+def suspects(truth: Truth, rank: int) -> list[Suspect]:
+    """Everything that a rank's gradients would be after a typical mistake."""
+    each = [_of_one(truth, rank, number) for number in range(truth.microbatches)]
+    sizes = [len(piece) for piece in torch.arange(truth.samples).tensor_split(truth.microbatches)]
+    weighted = [gradient * size / truth.samples for gradient, size in zip(each, sizes, strict=True)]
+    count = truth.microbatches
+    if count == 1:
+        return []
+    found = [
+        Suspect(
+            torch.stack(each).sum(0),
+            f"the losses of the {count} micro-batches were added up and not divided: the gradients are those of a loss "
+            f"about {count} times too large. What is wanted is the mean over the whole batch",
+        ),
+        Suspect(
+            torch.stack(each).mean(0),
+            f"every micro-batch counts the same, but they have {', '.join(map(str, sizes))} samples: weight each by "
+            "its share of the samples, or the gradients are not those of the whole batch",
+        ),
+        Suspect(
+            torch.stack(weighted).sum(0) / count,
+            f"the loss was divided by the {count} micro-batches once too often",
+        ),
+    ]
+    for number in (count - 1, 0):
+        words = f"only micro-batch {number} of {count} is in the gradients of rank {rank}: those of all add up"
+        found += [Suspect(value, words) for value in (each[number], weighted[number], each[number] / count)]
+    if rank < truth.ranks - 1:
+        words = f"rank {rank} began its backwards with ones: they begin with what rank {rank + 1} sends back"
+        found.append(Suspect(begun_with(truth, rank, "ones"), words))
+    return found
+
+
+def _of_one(truth: Truth, rank: int, number: int) -> torch.Tensor:
+    """A rank's gradients of one micro-batch's own mean loss."""
+    return flat(truth.of(truth.of_first_step(functools.partial(_backward_of_one, number, truth.microbatches)), rank))
+
+
+def _backward_of_one(
+    number: int, count: int, model: nn.Sequential, inputs: torch.Tensor, targets: torch.Tensor
+) -> None:
+    piece, answers = inputs.tensor_split(count)[number], targets.tensor_split(count)[number]
+    mean_loss(model(piece), answers).backward()  # type: ignore[no-untyped-call]

@@ -12,18 +12,13 @@ import torch
 from microparallel.comms import Comms
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._common_pp import (
-    in_one_process,
-    make_batch,
-    make_layers,
-    mean_loss,
-    require_gradients,
-)
+from microparallel.learn.graders._common_pp import in_one_process, make_batch, make_layers, mean_loss, require_gradients
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, flat, require_equal, shown
 from microparallel.program import Act, Grad, Program, TrainingStep, halves, parse_op
+from microparallel.program.walk import Wait
 from microparallel.schedules import lower
-from microparallel.verifier import Deadlock, Missing, Wait, verify
+from microparallel.verifier import Deadlock, Missing, verify
 
 _SAMPLES = 8
 _WORD = re.compile(r"([FBIW])(\d+)\.(\d+)")

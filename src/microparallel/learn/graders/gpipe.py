@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._microbatches import suspects
-from microparallel.learn.graders._orders import compare, require_freed, tokens
-from microparallel.learn.graders._pipeline_steps import take_steps
+from microparallel.learn.graders._pipeline_steps import compare, require_freed, suspects, take_steps, tokens
 from microparallel.learn.verdict import Wrong
 from microparallel.program import Program, peak_activations
 from microparallel.schedules import gpipe

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._common_pp import many
-from microparallel.learn.graders._orders import compare, tokens
+from microparallel.learn.graders._pipeline_steps import compare, tokens
 from microparallel.learn.graders._programs import (
     Orders,
     ask_for_orders,

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._backwards import NoFirstGradient, SecondBackward, TypedBackwards
 from microparallel.learn.graders._common_pp import (
     gradients,
     in_one_process,
@@ -17,6 +16,7 @@ from microparallel.learn.graders._common_pp import (
     mean_loss,
     require_gradients,
 )
+from microparallel.learn.graders._stages import NoFirstGradient, SecondBackward, TypedBackwards
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, flat, require_equal, require_tensor
 

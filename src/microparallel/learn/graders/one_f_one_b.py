@@ -7,9 +7,16 @@ from typing import Any
 
 from microparallel.learn.exam import Exam, Stuck
 from microparallel.learn.graders._common_pp import many
-from microparallel.learn.graders._microbatches import suspects
-from microparallel.learn.graders._orders import compare, require_freed, tokens
-from microparallel.learn.graders._pipeline_steps import Outcome, do_steps, operations, take_steps
+from microparallel.learn.graders._pipeline_steps import (
+    Outcome,
+    compare,
+    do_steps,
+    operations,
+    require_freed,
+    suspects,
+    take_steps,
+    tokens,
+)
 from microparallel.learn.log import RECEIVES, Row, waited_for
 from microparallel.learn.verdict import Wrong
 from microparallel.program import Program, peak_activations

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._common_pp import many
-from microparallel.learn.graders._orders import compare, tokens
-from microparallel.learn.graders._programs import (
-    Orders,
-    ask_for_orders,
-    make_program,
-    require_complete,
-    run_program,
-)
+from microparallel.learn.graders._pipeline_steps import compare, tokens
+from microparallel.learn.graders._programs import Orders, ask_for_orders, make_program, require_complete, run_program
 from microparallel.learn.verdict import Wrong
 from microparallel.program import Program, peak_activations
 from microparallel.schedules import lower, zb_h1

@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from microparallel.errors import Mismatch, PeerGone
-from microparallel.transport.shared_memory.segment import Segment
-from microparallel.transport.shared_memory.status import Status
+from microparallel.transport.shared_memory.segment import Segment, Status
 
 _EXPLANATION = 2.0  # seconds for the others to say which call they made
 _LONGEST = 300  # characters of a call that are kept to be named

@@ -27,8 +27,7 @@ import torch
 from microparallel.errors import CommsError, PeerGone
 from microparallel.topology import available_memory
 from microparallel.torch_private import share_by_descriptor
-from microparallel.transport.shared_memory.arena import MARGIN
-from microparallel.transport.shared_memory.status import Status
+from microparallel.transport.shared_memory.segment import MARGIN, Status
 
 VARIABLE = "MICROPARALLEL_MOVE"
 _LEAST = 2**20  # bytes; copying less costs next to nothing

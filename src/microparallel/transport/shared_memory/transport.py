@@ -19,13 +19,11 @@ import torch
 from microparallel.errors import CommsError, TransportTimeout
 from microparallel.topology import available_cores, total_memory
 from microparallel.transport.shared_memory import futex
-from microparallel.transport.shared_memory.arena import Arena
 from microparallel.transport.shared_memory.mailbox import CHANNEL_BYTES, COPY, LANES, POSTED, SEGMENT, SLOTS, Channel
 from microparallel.transport.shared_memory.meeting import Store, exchange_descriptors
 from microparallel.transport.shared_memory.peers import Peers
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
-from microparallel.transport.shared_memory.segment import Segment, create
-from microparallel.transport.shared_memory.status import STATUS_BYTES, Status
+from microparallel.transport.shared_memory.segment import STATUS_BYTES, Arena, Segment, Status, create
 from microparallel.transport.shared_memory.works import Borrowed, Copy, Inbox, Received, ReceivedFromAnybody, Sent
 
 _SPINS = 300  # looks before going to sleep, some microseconds; only where every rank has a core

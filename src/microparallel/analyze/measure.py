@@ -1,0 +1,144 @@
+"""What `microparallel analyze` does on the ranks: train a few steps, and record them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from microparallel.analyze.analyzer import CommunicationEstimate, DDPPerformanceAnalyzer
+from microparallel.analyze.bottleneck import Demand, Machine, demand_of, measure_machine
+from microparallel.analyze.step_timing import StepTiming
+from microparallel.bench.engine import count_ranks_here, transport_of
+from microparallel.bench.output import progress_on_standard_error
+from microparallel.collectives import ALL_REDUCES
+from microparallel.comms import Comms
+from microparallel.course.naive import mean_loss
+from microparallel.topology import available_cores
+from microparallel.train.build import build
+from microparallel.train.config import TrainConfig
+from microparallel.train.training import Training
+
+_WARM_UP = 3  # steps: buckets are arranged, memory is taken
+_LARGER_WORLDS = (8, 64)
+_ESTIMATED = ("ring", "tree", "halving-doubling")
+_SMALLEST_ESTIMATE, _LARGEST_ESTIMATE = 1000, 64 * 10**6  # bytes
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found out about a run, on rank 0."""
+
+    timing: StepTiming
+    estimates: tuple[CommunicationEstimate, ...]
+    demand: Demand | None
+    machine: Machine | None
+    transport: str
+    device: str
+    ranks_here: int
+    cores: int
+    parameters: int
+
+
+def measure(comms: Comms, config: TrainConfig, steps: int, barriers: bool, quiet: bool) -> Findings:
+    """Train, record and estimate; every rank calls this."""
+    training = build(config, comms)
+    comms = training.comms  # whose links may be slow on purpose
+    analyzer = DDPPerformanceAnalyzer(comms)
+    with progress_on_standard_error(comms.rank == 0 and not quiet, "steps") as progress:
+        total = _WARM_UP + steps
+        done = 0
+
+        def step() -> float:
+            nonlocal done
+            progress(0.8 * done / total, "a step", done)
+            done += 1
+            return training.step()
+
+        for _ in range(_WARM_UP):
+            step()
+        first = comms.rank == 0  # the samples are those of all ranks, so one of them tells
+        timing = analyzer.time_steps(step, lambda: training.last_samples * first, steps)
+        if barriers:
+            progress(0.8, "barriers", 0)
+            timing = _beside_barriers(analyzer, training, timing, first)
+        progress(0.85, "memory", 0)
+        machine, demand = measure_machine(comms.device), _demand(training, config)
+        progress(0.9, "messages", 0)
+        estimates = _estimates(analyzer, comms, timing)
+    return Findings(
+        timing,
+        estimates,
+        demand,
+        machine,
+        transport_of(comms),
+        comms.device.type,
+        count_ranks_here(),
+        available_cores(),
+        training.parameters,
+    )
+
+
+def _beside_barriers(
+    analyzer: DDPPerformanceAnalyzer, training: Training, timing: StepTiming, first: bool
+) -> StepTiming:
+    def backward() -> Any:
+        inputs, targets, samples = training.draw()
+        training.optimizer.zero_grad()
+        return training.strategy(inputs, targets, samples)
+
+    update = training.optimizer.step
+    samples = training.last_samples * first
+    phases, distorted = analyzer.time_with_barriers(training.model, backward, update, samples)
+    return replace(timing, phases=phases, with_barriers=distorted)
+
+
+def _demand(training: Training, config: TrainConfig) -> Demand | None:
+    """What a step asks of this rank; None for a pipeline, whose ranks have a part of the model each."""
+    if config.is_pipeline:
+        return None
+    inputs, targets, _ = training.draw()
+    if not len(targets):
+        return None
+    model = copy.deepcopy(training.model)  # without hooks, so nobody else is needed
+    parameters = [one for one in model.parameters() if one.requires_grad]
+
+    def step() -> None:
+        mean_loss(model, inputs, targets, training.loss_fn).backward()  # type: ignore[no-untyped-call]
+
+    return demand_of(step, parameters, type(training.optimizer).__name__)
+
+
+def _estimates(analyzer: DDPPerformanceAnalyzer, comms: Comms, timing: StepTiming) -> tuple[CommunicationEstimate, ...]:
+    """An all-reduce of the largest size in the step, by some algorithms, here and in larger worlds."""
+    sizes = [int(event.bytes) for event in timing.trace.events if event.kind == "collective"]
+    if comms.world_size == 1 or max(sizes, default=0) < _SMALLEST_ESTIMATE:
+        return ()
+    size = min(_LARGEST_ESTIMATE, max(sizes)) // 4 * 4
+    worlds = [comms.world_size, *(world for world in _LARGER_WORLDS if world > comms.world_size)]
+    return tuple(
+        analyzer.estimate_communication(name, size, world)
+        for name in _ESTIMATED
+        if name in ALL_REDUCES
+        for world in worlds
+    )
+
+
+def make_step(config: TrainConfig, comms: Comms, batch: int) -> Callable[[], Any]:
+    """What does a step of the same training with other ranks, or another batch."""
+    return build(config_for(config, comms.world_size, batch), comms).step
+
+
+def config_for(config: TrainConfig, ranks: int, batch: int) -> TrainConfig:
+    """The same training with other ranks, and another batch."""
+    dp, pp = config.layout
+    if ranks != config.world_size:  # who is slow on purpose may not be there
+        config = replace(config, slow_rank=None, slow_link=None)
+    balance = None if config.balance is not None and "," in config.balance else config.balance
+    if config.is_pipeline:
+        layout = {"dp": ranks // pp, "pp": pp} if dp > 1 else {"dp": 1, "pp": ranks}
+        return replace(config, ranks=1, batch=batch, balance=balance, **layout)  # type: ignore[arg-type]
+    if ranks == 1:
+        return replace(config, ranks=1, dp=None, batch=batch, strategy="auto", average_every=None)
+    return replace(config, ranks=ranks, dp=None, batch=batch)

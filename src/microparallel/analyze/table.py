@@ -1,0 +1,254 @@
+"""How `microparallel analyze` shows what it found: tables and bars for people, JSON for scripts."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from microparallel.analyze.bottleneck import Verdict
+from microparallel.analyze.measure import Findings
+from microparallel.analyze.scaling import Scaling, scaling_bars
+from microparallel.analyze.step_timing import StepTiming
+from microparallel.bench.engine import cores_are_shared
+from microparallel.bench.output import console_for_results, machine, say
+from microparallel.text import count, show_number, show_seconds, show_size, time_unit
+from microparallel.topology import available_cores
+from microparallel.trace.parts import Parts, apportion
+from microparallel.train.run_folder import without_nan
+
+_BAR, _SHORTEST_BAR = 24, 8  # columns
+_GAP = 2  # between two columns
+_INDENT = 12  # of what stands behind the words in bold
+_MOST_ERROR = 0.2  # of the simulated step, that goes without a remark
+_SIGNS = {"forward": "▓", "backward": "█", "communicating": "░", "waiting": "·", "optimizer": "▒", "other": " "}
+_HEADINGS = {"communicating": "exposed"}
+_IN_WORDS = {"other": "data, Python and logging"}  # for a kind of bottleneck
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """All that is to be shown; a run that was only recorded has neither findings nor scalings."""
+
+    title: str
+    timing: StepTiming
+    verdict: Verdict
+    findings: Findings | None = None
+    scalings: tuple[Scaling, ...] = ()
+
+
+def as_json(analysis: Analysis) -> dict[str, Any]:
+    """Everything that was found, in plain types."""
+    timing, verdict, findings = analysis.timing, analysis.verdict, analysis.findings
+    overhead = timing.overhead
+    whole: dict[str, Any] = {
+        "title": analysis.title,
+        "machine": machine(available_cores()),
+        "step": {
+            "seconds": timing.total,
+            "samples": timing.samples,
+            "samples_per_second": timing.samples_per_second,
+            "every": list(timing.every),
+            "ranks": [asdict(one) for one in timing.ranks],
+        },
+        "overhead": {
+            **asdict(overhead),
+            "exposed_share": overhead.exposed_share,
+            "waiting_share": overhead.waiting_share,
+            "bandwidth": overhead.bandwidth,
+        },
+        "barriers": _barriers_as_json(timing),
+        "estimates": [asdict(one) for one in findings.estimates] if findings else [],
+        "scaling": [_scaling_as_json(one) for one in analysis.scalings],
+        "bottleneck": {**asdict(verdict), "error": verdict.error},
+        "notes": notes(analysis),
+    }
+    if findings is not None:
+        whole |= {"transport": findings.transport, "device": findings.device}
+        whole["roofline"] = {
+            "machine": findings.machine and asdict(findings.machine),
+            "demand": findings.demand and asdict(findings.demand),
+        }
+    plain: dict[str, Any] = without_nan(whole)
+    return plain
+
+
+def _barriers_as_json(timing: StepTiming) -> dict[str, Any] | None:
+    if timing.phases is None or timing.with_barriers is None:
+        return None
+    return {"clocks": asdict(timing.phases), "ranks": [asdict(one) for one in timing.with_barriers.ranks]}
+
+
+def _scaling_as_json(scaling: Scaling) -> dict[str, Any]:
+    return {
+        "kind": scaling.kind,
+        "threads": scaling.threads,
+        "points": [
+            {
+                **asdict(point),
+                "samples_per_second": point.samples_per_second,
+                "speedup": scaling.speedup(point),
+                "efficiency": scaling.efficiency(point),
+            }
+            for point in scaling.points
+        ],
+        "remark": scaling.remark,
+    }
+
+
+def show(analysis: Analysis) -> None:
+    """Print all of it."""
+    console = console_for_results()
+    timing, findings = analysis.timing, analysis.findings
+    ranks = count(len(timing.ranks), "rank")
+    where = f", {ranks}" if findings is None else f", {ranks} on {count(findings.cores, 'core')}: {findings.transport}"
+    say(console, where, heading=analysis.title)
+    console.print()
+    _show_parts(console, timing)
+    say(console, str(timing.overhead), heading="overhead", indent=_INDENT)
+    _show_barriers(console, timing)
+    if findings is not None and findings.estimates:
+        _show_estimates(console, findings)
+    for scaling in analysis.scalings:
+        _show_scaling(console, scaling)
+    _show_verdict(console, analysis.verdict)
+    for note in notes(analysis):
+        say(console, note, heading="!", indent=2)
+
+
+def notes(analysis: Analysis) -> list[str]:
+    """What a reader must know."""
+    findings = analysis.findings
+    found = [] if findings is None else cores_are_shared(findings.ranks_here, findings.cores, findings.device)
+    found += dict.fromkeys(one.remark for one in analysis.scalings if one.remark)
+    if (error := analysis.verdict.error) > _MOST_ERROR:
+        found.append(f"the simulation is off by {error:.0%}, so take what it says of changes with care")
+    return found
+
+
+# ── the parts ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _show_parts(console: Console, timing: StepTiming) -> None:
+    length, unit = time_unit(timing.total)
+    speed = f", {timing.samples_per_second:,.0f} samples/s" if timing.samples else ""
+    steps = "one step" if len(timing.every) == 1 else f"the median of {len(timing.every)} steps"
+    console.print(f"[bold]a step[/]      {show_seconds(timing.total)} ({steps}{speed}); in {unit}:")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("rank", no_wrap=True)
+    headings = [_HEADINGS.get(part, part) for part in (*_SIGNS, "hidden")]
+    room = console.width - len("rank") - sum(map(len, headings)) - _GAP * (len(headings) + 1)
+    columns = min(_BAR, room) if room >= _SHORTEST_BAR else 0
+    if columns:
+        table.add_column("", no_wrap=True, min_width=columns)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rank, parts in enumerate(timing.ranks):
+        numbers = [show_number(getattr(parts, part) / length) for part in (*_SIGNS, "hidden")]
+        table.add_row(str(rank), *[bar(parts, columns)][:columns], *numbers)
+    table.add_row("mean", *[""][:columns], *(f"{share:.1f}%" for share in shares_of(timing)), style="bold")
+    console.print(table)
+    if columns:
+        legend = "  ".join(f"{sign} {_HEADINGS.get(part, part)}" for part, sign in _SIGNS.items() if sign.strip())
+        console.print(f"[dim]{legend}[/]")
+    console.print(
+        "[dim]exposed: communication with nothing beside it; what is hidden is in no sum\n"
+        "mean: of the whole step, over all ranks; adds up to 100%[/]\n"
+    )
+
+
+def shares_of(timing: StepTiming) -> list[float]:
+    """What each part is of the step, in per cent with one decimal, as the mean over the ranks; they add up to 100."""
+    whole = sum(one.step for one in timing.ranks)
+    if not whole:
+        return [0.0] * len(_SIGNS)
+    shares = [sum(max(0.0, getattr(one, part)) for one in timing.ranks) / whole for part in _SIGNS]
+    return [thousandths / 10 for thousandths in apportion(shares, 1000)]
+
+
+def bar(parts: Parts, columns: int = _BAR) -> str:
+    """One rank's step, in so many signs."""
+    shares = [max(0.0, getattr(parts, part)) / parts.step if parts.step else 0.0 for part in _SIGNS]
+    return "".join(sign * many for sign, many in zip(_SIGNS.values(), apportion(shares, columns), strict=True))
+
+
+def _show_barriers(console: Console, timing: StepTiming) -> None:
+    if timing.phases is None or timing.with_barriers is None:
+        return
+    phases, distorted = timing.phases, timing.with_barriers
+    console.print()
+    say(console, "between the phases, as many measure it, beside what happens:", heading="barriers", indent=_INDENT)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    for heading in ("", "forward", "backward", "exposed", "waiting", "optimizer", "step"):
+        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
+    for name, one in (("as it is", timing), ("barriers, by events", distorted)):
+        parts = (one.forward, one.backward, one.communication_exposed, one.waiting, one.optimizer, one.total)
+        table.add_row(name, *(show_seconds(part) for part in parts))
+    clocks = (phases.forward, phases.backward, None, None, phases.optimizer, phases.total)
+    table.add_row("barriers, by clocks", *("–" if part is None else show_seconds(part) for part in clocks))
+    console.print(table)
+    console.print("[dim]by clocks, communication and waiting are in the phases, and look like work[/]")
+
+
+# ── communication ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _show_estimates(console: Console, findings: Findings) -> None:
+    first = findings.estimates[0]
+    costs = f"{show_seconds(first.latency)} and {show_size(first.bandwidth)}/s that were measured here"
+    console.print()
+    say(
+        console,
+        f"an all-reduce of {show_size(first.bytes)}, from a latency of {costs}:",
+        heading="estimate",
+        indent=_INDENT,
+    )
+    worlds = list(dict.fromkeys(one.world_size for one in findings.estimates))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    table.add_column("algorithm", no_wrap=True)
+    table.add_column("measured", justify="right", no_wrap=True)
+    for world in worlds:
+        table.add_column(f"{world} ranks", justify="right", no_wrap=True)
+    for name in dict.fromkeys(one.algorithm for one in findings.estimates):
+        mine = [one for one in findings.estimates if one.algorithm == name]
+        measured = next((one.measured for one in mine if one.measured is not None), None)
+        cells = [show_seconds(one.seconds) for one in mine]
+        table.add_row(name, "–" if measured is None else show_seconds(measured), *cells)
+    console.print(table)
+
+
+# ── scaling and verdict ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _show_scaling(console: Console, scaling: Scaling) -> None:
+    what = "the same batch for all" if scaling.kind == "strong" else "the same batch for each rank"
+    threads = count(scaling.threads, "thread")
+    console.print(f"\n[bold]{scaling.kind} scaling[/]  {what}; {threads} a rank")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+    for heading in ("ranks", "batch", "step", "samples/s", "speed-up", "efficiency"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for point in scaling.points:
+        numbers = [str(point.ranks), str(point.batch), show_seconds(point.median), f"{point.samples_per_second:,.0f}"]
+        table.add_row(*numbers, f"{scaling.speedup(point):.2f}", f"{scaling.efficiency(point):.0%}")
+    console.print(table)
+    console.print(scaling_bars(scaling), highlight=False)
+
+
+def _show_verdict(console: Console, verdict: Verdict) -> None:
+    console.print(f"\n[bold]bottleneck[/]  [bold yellow]{_IN_WORDS.get(verdict.kind, verdict.kind)}[/]")
+    for reason in verdict.reasons:
+        say(console, reason, indent=_INDENT)
+    if (advice := verdict.advice) is None:
+        say(console, "no change that was simulated would help by 2 % or more", indent=_INDENT)
+    else:
+        how = "at most" if verdict.kind == "other" else "by simulation"
+        gain = f"{advice.speed - 1:.0%} more samples a second, {how}"
+        say(console, f"{advice.advice}: {gain}", heading="try", indent=_INDENT)
+    others = ", ".join(f"{change.name} {change.speed - 1:+.0%}" for change in verdict.changes)
+    if others:
+        say(console, f"each simulated by itself, in samples a second: {others}", indent=_INDENT, style="dim")
+    times = f"{show_seconds(verdict.simulated)}, the recorded one {show_seconds(verdict.measured)}"
+    say(console, f"the simulated step takes {times}: off by {verdict.error:.1%}", indent=_INDENT, style="dim")

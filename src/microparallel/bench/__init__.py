@@ -1,0 +1,1 @@
+"""Measure this machine, side by side with torch: one engine for all benchmarks, and what each of them measures."""

@@ -1,0 +1,195 @@
+"""Two ways to synchronise M times less often: one that changes nothing but the batch, and one that changes the result.
+
+```
+every step      ▒▒ ▓ ▒▒ ▓ ▒▒ ▓ ▒▒ ▓      ▒▒ forward and backward of one micro-batch    ▓ synchronise
+accumulation    ▒▒ ▒▒ ▒▒ ▒▒ ▓ u          gradients add up, one average, one update
+averaging       ▒▒ u ▒▒ u ▒▒ u ▒▒ u ▓    every rank updates its own weights, and then the weights are averaged
+```
+
+Accumulation is the step of a batch M times as large, neither more nor less. Averaging parameters is another algorithm
+(local SGD). After the first update each rank stands somewhere else, and computes its next gradients there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from microparallel.comms import Comms
+from microparallel.course.naive import LossFunction, mean_loss
+from microparallel.data_parallel.replicate import replicate, require_same_model
+from microparallel.data_parallel.wrapper import DataParallel
+from microparallel.errors import UsageError
+from microparallel.program import LOSS, SAMPLES, AllReduce
+
+MicroBatch = tuple[Any, torch.Tensor]  # (inputs, targets)
+
+
+# ── accumulation ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def accumulated_step(
+    model: DataParallel,
+    micro_batches: Iterable[MicroBatch],
+    loss_fn: LossFunction | None = None,
+    *,
+    samples: int | None = None,
+) -> torch.Tensor:
+    """Forward and backward of several micro-batches on every rank, and one synchronisation for all of them.
+
+    Afterwards every rank holds the gradients of the mean loss over all samples of all micro-batches of all ranks: those
+    of one large batch. Micro-batches may differ in size and be empty, and ranks may have different numbers of them, or
+    none. (A layer that looks at its whole batch, as BatchNorm does, sees micro-batches.) The caller's optimizer steps.
+
+    Args:
+        model: wrapped, on every rank.
+        micro_batches: this rank's, as pairs of inputs and targets.
+        loss_fn: the mean loss of outputs and targets; without it, `model(inputs, targets)` is the loss.
+        samples: how many samples all ranks have together, if that is known; otherwise the ranks count.
+
+    Returns:
+        The mean loss of all samples, the same on every rank.
+
+    Example:
+        ```python
+        model = mp.DataParallel(build_model(), comms)
+        optimizer.zero_grad()
+        mp.accumulated_step(model, [(inputs_1, targets_1), (inputs_2, targets_2)], loss_fn)
+        optimizer.step()
+        ```
+    """
+    if not isinstance(model, DataParallel):
+        raise UsageError(
+            f"accumulated_step: {type(model).__name__} does not know its ranks; pass mp.DataParallel(model, comms)"
+        )
+    filled = [(inputs, targets) for inputs, targets in micro_batches if len(targets)]
+    mine = sum(len(targets) for _, targets in filled)
+    if samples is None:
+        samples = int(model.comms.all_reduce(torch.tensor(mine), operation=AllReduce(SAMPLES, "dp")).item())
+    if not samples:
+        raise UsageError("accumulated_step: no rank has a sample, and the mean of nothing is not a number")
+    loss = torch.zeros((), dtype=torch.float64)
+    with model.weighted(mine, samples):
+        if filled:
+            with model.no_sync():
+                loss += accumulate(model, filled[:-1], loss_fn, samples=mine)
+            loss += accumulate(model, filled[-1:], loss_fn, samples=mine)
+        else:
+            model.sit_out()
+    return model.comms.all_reduce(loss * (mine / samples), operation=AllReduce(LOSS, "dp"))
+
+
+def accumulate(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction | None = None, *, samples: int
+) -> torch.Tensor:
+    """Forward and backward of one micro-batch after another, without talking to anybody; returns their loss.
+
+    Each counts for its part of `samples`. When these are all that a rank has, its gradients are those of the mean over
+    them, and not a mean of the micro-batches' means.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for inputs, targets in micro_batches:
+        loss = mean_loss(model, inputs, targets, loss_fn) * (len(targets) / samples)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach().to("cpu", torch.float64)
+    return total
+
+
+# ── averaging parameters ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ParameterAveraging:
+    """Let every rank train on its own, and replace everybody's parameters by their average every few steps.
+
+    Rank 0's parameters and buffers are copied to all ranks at the start. Between two averages nothing is sent, the
+    ranks' models differ, and only after an average are they the same again, bit for bit. Buffers that are real numbers
+    (BatchNorm's statistics) are averaged too; those that are not come from rank 0.
+
+    This is not what averaging gradients does, except for SGD and `every=1`. The update of SGD is the gradient, times a
+    number, so that the average of updated parameters is the update by the average gradient. With `every` above 1 later
+    gradients are computed in different places, and Adam divides by what each rank has seen of its own gradients.
+
+    The optimizer's state stays local: momentum and Adam's moments belong to the gradients of their own rank, and are
+    neither averaged nor reset. So the ranks' optimizers differ even right after an average; whoever saves such a run
+    must save the state of every rank.
+
+    Args:
+        model: the plain model (not wrapped, or its gradients would be averaged as well), the same on every rank.
+        comms: the ranks.
+        every: how many steps lie between two averages.
+
+    Attributes:
+        steps: how many steps were done.
+
+    Example:
+        ```python
+        averaging = mp.ParameterAveraging(model, comms, every=8)
+        for inputs, targets in my_share_of_the_batches:
+            optimizer.zero_grad()
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+            averaging.after_step(samples=len(targets))
+        averaging.average()  # the last few steps, too
+        ```
+    """
+
+    def __init__(self, model: nn.Module, comms: Comms, every: int) -> None:
+        if not isinstance(every, int) or every < 1:
+            raise UsageError(f"ParameterAveraging: every={every!r} must be a whole number of steps, at least 1")
+        if isinstance(model, DataParallel):
+            raise UsageError("ParameterAveraging: DataParallel averages gradients already; pass the model itself")
+        require_same_model(model, comms)
+        replicate(model, comms)
+        self.steps = 0
+        self._model = model
+        self._comms = comms
+        self._every = every
+        self._samples = 0.0  # that this rank has learnt from since the last average
+
+    def after_step(self, samples: float = 1) -> bool:
+        """Count a step of the optimizer, and average if it is time; every rank calls it after every step.
+
+        Args:
+            samples: how many this rank has learnt from in this step, which may be none; ranks count by that in the
+                average. Without it all count alike.
+
+        Returns:
+            Whether parameters were averaged: then they are the same on every rank.
+        """
+        if not (isinstance(samples, int | float) and math.isfinite(samples) and samples >= 0):
+            raise UsageError(f"after_step: samples={samples!r} must be a finite number, at least 0")
+        self.steps += 1
+        self._samples += samples
+        if self.steps % self._every:
+            return False
+        self.average()
+        return True
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average now, if any rank has learnt something since the last time; every rank calls it."""
+        total = self._comms.all_reduce(torch.tensor(self._samples, dtype=torch.float64)).item()
+        if total:
+            tensors = [p for p in self._model.parameters() if p.requires_grad] + list(self._model.buffers())
+            _average(tensors, self._samples / total, self._comms)
+        self._samples = 0.0
+
+
+def _average(tensors: Sequence[torch.Tensor], weight: float, comms: Comms) -> None:
+    """Replace real numbers by everybody's weighted sum, all of a kind in one message; the rest comes from rank 0."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.is_floating_point() or tensor.is_complex():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        else:
+            comms.broadcast(tensor)
+    for alike in kinds.values():
+        flat = torch.cat([tensor.flatten() for tensor in alike]).mul_(weight)
+        comms.all_reduce(flat)
+        parts = torch.split(flat, [tensor.numel() for tensor in alike])
+        for tensor, part in zip(alike, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,274 @@
+"""The flight recorder: a rank writes its last calls into a small memory-mapped file, as it makes them.
+
+What was written stays readable whatever becomes of the rank, since the file belongs to the system once it is mapped. To
+write costs some microseconds and never waits for anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from microparallel.observe import flight_file
+from microparallel.observe.place import Place, caller
+from microparallel.observe.processes import start_ticks
+
+_write_number = flight_file.NUMBER.pack_into
+_read_number = flight_file.NUMBER.unpack_from
+_write_record = flight_file.RECORD.pack_into
+_write_time = flight_file.TIMES.pack_into
+_write_byte = flight_file.BYTE.pack_into
+_now = time.monotonic
+_frame = sys._getframe
+_thread = threading.get_ident
+_cut = flight_file.cut
+
+_COLLECTIVE, _SEND, _RECV = range(3)
+_WELL, _TIMED_OUT, _FAILED = 1, 2, 3
+_ONCE_IN = 16  # calls
+
+
+class FlightRecorder:
+    """One process's file. Groups of ranks get a log each, which they make their records in.
+
+    Args:
+        path: where; a file that is there already is replaced.
+        rank: this process's, in the world.
+        world_size: how many ranks there are.
+        world: a name that all ranks of this world share.
+    """
+
+    def __init__(self, path: Path, rank: int, world_size: int, world: str) -> None:
+        self.path = path
+        self.rank = rank
+        self.world_size = world_size
+        self.pid = os.getpid()
+        self._memory: mmap.mmap | bytearray = _create(path)
+        self._numbers = itertools.count(1)
+        self._words = itertools.count(1)
+        self._groups = itertools.count(0)
+        self._alike: Counter[tuple[int, ...]] = Counter()
+        self._main = threading.main_thread().ident
+        self.now_and_then: Callable[[], None] = _nothing  # is called once in a while, as calls are recorded
+        host, named = _cut(socket.gethostname(), 64), _cut(world, 128)
+        head = (self.pid, rank, world_size, os.getppid(), start_ticks(self.pid), time.time(), _now(), 0, host, named)
+        flight_file.STEP.pack_into(self._memory, flight_file.STEP_AT, -1)
+        flight_file.HEAD.pack_into(self._memory, 0, flight_file.MAGIC, flight_file.VERSION, *head)
+
+    def group(self, world_ranks: Sequence[int]) -> GroupLog:
+        """A log for the calls of a group; all its ranks make theirs in the same order, so they number them alike."""
+        members = tuple(world_ranks)
+        self._alike[members] += 1
+        number = next(self._groups)
+        name = f"{in_ranges(members)}#{self._alike[members]}"
+        at = flight_file.GROUPS_AT + number % flight_file.GROUPS * flight_file.GROUP_BYTES
+        self._put(at, number + 1, flight_file.GROUP, _cut(name, flight_file.GROUP.size))
+        return GroupLog(self, members, number)
+
+    def at_step(self, step: int) -> None:
+        """Training has come to this step."""
+        flight_file.STEP.pack_into(self._memory, flight_file.STEP_AT, step)
+
+    def doing(self, words: str) -> None:
+        """What the rank does from now on, between its calls."""
+        self._put(flight_file.DOING_AT, next(self._words), flight_file.DOING, _now(), _cut(words, 256))
+
+    def ends(self, kind: str, words: str = "", place: Place | None = None) -> None:
+        """How it ends: the first word counts, unless it was only that its function has returned."""
+        before = flight_file.BYTE.unpack_from(self._memory, flight_file.END_AT + flight_file.NUMBER.size)[0]
+        if before <= flight_file.ENDINGS.index("finished"):
+            file, line = (place.file.encode()[-128:], place.line) if place is not None else (b"", 0)
+            what = (flight_file.ENDINGS.index(kind), line, file, _cut(words, 600))
+            self._put(flight_file.END_AT, 1, flight_file.END, *what)
+
+    def answers(self, yes: bool) -> None:
+        """Whether it may be asked for its stack."""
+        flight_file.ANSWERS.pack_into(self._memory, flight_file.ANSWERS_AT, yes)
+
+    def forget(self) -> None:
+        """Let go of the file; what is recorded from now on is lost."""
+        memory, self._memory = self._memory, bytearray(flight_file.FILE_BYTES)
+        if isinstance(memory, mmap.mmap):
+            memory.close()
+
+    def _put(self, at: int, number: int, what: struct.Struct, *values: object) -> None:
+        memory = self._memory
+        _write_number(memory, at, 0)
+        what.pack_into(memory, at + flight_file.NUMBER.size, *values)
+        _write_number(memory, at, number)
+
+
+class GroupLog:
+    """The calls of this rank in one group."""
+
+    def __init__(self, recorder: FlightRecorder, world_ranks: tuple[int, ...], number: int) -> None:
+        self.recorder = recorder
+        self.world_ranks = world_ranks
+        self._number = number
+        self._collectives = itertools.count(1)
+        self._messages: dict[tuple[int, int | None, int], Iterator[int]] = {}
+
+    def collective(self, text: str, agreement: str, size: int = 0) -> Entry:
+        """The rank begins a call that all ranks of the group make."""
+        return Entry(
+            self.recorder, (next(self._collectives), self._number, -1, 0, _COLLECTIVE), text, agreement, size, _frame(1)
+        )
+
+    def send(self, text: str, agreement: str, peer: int, tag: int = 0, size: int = 0) -> Entry:
+        """The rank begins to send to a rank of the group."""
+        return self._message(_SEND, text, agreement, peer, tag, size)
+
+    def recv(self, text: str, agreement: str, peer: int | None, tag: int = 0, size: int = 0) -> Entry:
+        """The rank begins to receive from a rank of the group; None: from any."""
+        return self._message(_RECV, text, agreement, peer, tag, size)
+
+    def _message(self, kind: int, text: str, agreement: str, peer: int | None, tag: int, size: int) -> Entry:
+        channel = kind, peer, tag
+        numbers = self._messages.get(channel)
+        if numbers is None:
+            numbers = self._messages[channel] = itertools.count(1)
+        other = -1 if peer is None else self.world_ranks[peer]
+        # A tag is whatever the user chose; records have room for 32 bits of it.
+        what = (next(numbers), self._number, other, tag & 0x7FFFFFFF, kind)
+        return Entry(self.recorder, what, text, agreement, size, _frame(2))
+
+
+class Entry:
+    """One call, in the file: it is told how the call goes on."""
+
+    __slots__ = ("_again", "_at", "_number", "_recorder")
+
+    def __init__(
+        self, recorder: FlightRecorder, what: tuple[int, ...], text: str, agreement: str, size: int, frame: FrameType
+    ):
+        self._recorder = recorder
+        file, line = caller(frame)
+        self._again = what, text, agreement, size, file, line, _now()
+        self._write(_thread() == recorder._main)
+
+    def _write(self, in_main: bool) -> None:
+        recorder = self._recorder
+        what, text, agreement, size, file, line, begin = self._again
+        memory = recorder._memory
+        self._number = number = next(recorder._numbers)
+        self._at = at = flight_file.RECORDS_AT + number % flight_file.RECORDS * flight_file.RECORD_BYTES
+        shown = _cut(text, 180)
+        agreed = _cut(agreement, 128) if agreement is not text or len(shown) > 128 else shown
+        _write_number(memory, at, 0)
+        _write_record(memory, at + 8, *what, 0, in_main, in_main, line, size, begin, 0.0, 0.0, 0.0, shown, agreed, file)
+        _write_number(memory, at, number)
+        if not number % _ONCE_IN:
+            recorder.now_and_then()
+
+    @property
+    def place(self) -> tuple[bytes, int]:
+        """The file, as much of its end as a record holds, and the line of the user's code that made the call."""
+        return self._again[4], self._again[5]
+
+    def started(self) -> None:
+        """The call has been made; what remains is to wait for it."""
+        if _read_number(self._recorder._memory, self._at)[0] == self._number:
+            _write_time(self._recorder._memory, self._at + flight_file.STARTED_AT, _now())
+
+    def waits(self) -> None:
+        """A thread has nothing else to do but to wait for it."""
+        recorder = self._recorder
+        in_main = _thread() == recorder._main
+        if _read_number(recorder._memory, self._at)[0] != self._number:
+            self._write(in_main)  # so many calls ago that its place has been taken
+        _write_byte(recorder._memory, self._at + flight_file.WAITS_IN_MAIN_AT, in_main)
+        _write_time(recorder._memory, self._at + flight_file.WAIT_AT, _now())
+
+    def ends(self) -> None:
+        """It has ended well."""
+        self._end(_WELL)
+
+    def fails(self, timed_out: bool) -> None:
+        """It has ended with an error."""
+        self._end(_TIMED_OUT if timed_out else _FAILED)
+
+    def _end(self, outcome: int) -> None:
+        memory = self._recorder._memory
+        if _read_number(memory, self._at)[0] == self._number:
+            _write_byte(memory, self._at + flight_file.OUTCOME_AT, outcome)
+            _write_time(memory, self._at + flight_file.END_TIME_AT, _now())
+
+
+class NoLog:
+    """A log that keeps nothing."""
+
+    def collective(self, text: str, agreement: str, size: int = 0) -> NoEntry:  # noqa: ARG002
+        """As `GroupLog.collective`."""
+        return NoEntry()
+
+    def send(self, text: str, agreement: str, peer: int, tag: int = 0, size: int = 0) -> NoEntry:  # noqa: ARG002
+        """As `GroupLog.send`."""
+        return NoEntry()
+
+    def recv(self, text: str, agreement: str, peer: int | None, tag: int = 0, size: int = 0) -> NoEntry:  # noqa: ARG002
+        """As `GroupLog.recv`."""
+        return NoEntry()
+
+
+class NoEntry:
+    """A call that nobody writes down."""
+
+    place = None  # nobody looked
+
+    def started(self) -> None:
+        """As `Entry.started`."""
+
+    def waits(self) -> None:
+        """As `Entry.waits`."""
+
+    def ends(self) -> None:
+        """As `Entry.ends`."""
+
+    def fails(self, timed_out: bool) -> None:
+        """As `Entry.fails`."""
+
+
+def _nothing() -> None:
+    """There is nothing to do."""
+
+
+def in_ranges(ranks: Sequence[int]) -> str:
+    """Numbers in short, as in `0-3,7`; their order is kept."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def _create(path: Path) -> mmap.mmap:
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600)
+    try:
+        # All of it now: to write where a full disk has no room would end the process.
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, flight_file.FILE_BYTES)
+        else:
+            os.write(descriptor, bytes(flight_file.FILE_BYTES))
+        return mmap.mmap(descriptor, flight_file.FILE_BYTES)
+    finally:
+        os.close(descriptor)
+
+
+def write_exit(path: Path, status: int) -> None:
+    """A parent writes into its child's file how the child ended: a negative status is the signal that killed it."""
+    with path.open("r+b") as file:
+        file.seek(flight_file.EXIT_AT)
+        file.write(flight_file.NUMBER.pack(1) + flight_file.EXIT.pack(status))

@@ -1,0 +1,179 @@
+"""Where flight files lie, and how long.
+
+```
+runs/20250131-093000-mlp/flight/          of a training run
+$XDG_RUNTIME_DIR/microparallel-1000/      of everything else: one folder for each world
+  20250131-093000-4711/
+    rank-0.flight  rank-0.stack  rank-1.flight …
+```
+
+The last rank to leave in order takes the folder with it. What a rank left that died stays for a day.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from microparallel.observe import processes
+from microparallel.observe.flight_file import Snapshot, read
+from microparallel.observe.processes import ask, state_of
+
+FOLDER_VARIABLE = "MICROPARALLEL_FLIGHT_DIR"
+_A_DAY = 24 * 3600.0
+
+
+def private_folder() -> Path:
+    """The folder of this user for worlds that have none of their own; nobody else may read it.
+
+    Raises:
+        OSError: somebody else has made a folder of that name.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    base = Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
+    folder = base / f"microparallel-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise PermissionError(f"{folder} is not a folder of this user's own")
+    return folder
+
+
+def new_world() -> str:
+    """A name for a world that no other on this machine has."""
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
+
+
+def flight_file(folder: Path, rank: int) -> Path:
+    """A rank's own."""
+    return folder / f"rank-{rank}.flight"
+
+
+def flight_files(folder: Path) -> list[Path]:
+    """Those of all ranks that have one here."""
+    return sorted(folder.glob("rank-*.flight"))
+
+
+def remove(folder: Path) -> None:
+    """Take all flight files away, and the folder unless there is something else in it."""
+    for path in (*folder.glob("rank-*.flight"), *folder.glob("rank-*.stack")):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def remove_if_all_left(folder: Path, ranks_here: int) -> None:
+    """Take the files away if every rank of this machine has left in order."""
+    snapshots = [read(path) for path in flight_files(folder)]
+    left = sum(snapshot is not None and snapshot.ending == "closed" for snapshot in snapshots)
+    if left == len(snapshots) >= ranks_here:
+        remove(folder)
+
+
+def remove_old(folder: Path) -> None:
+    """Take away what dead worlds left more than a day ago."""
+    for world in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - world.stat().st_mtime > _A_DAY and not is_running(world):
+                remove(world)
+
+
+def is_running(folder: Path) -> bool:
+    """Whether any rank of this world still runs here."""
+    found = (read(path) for path in flight_files(folder))
+    return any(one is not None and processes.state_of(one.pid, one.start_ticks)[0] != "ended" for one in found)
+
+
+def folder_of_process(pid: int) -> Path | None:
+    """The folder of the world that a process belongs to, as a rank or as the parent of ranks."""
+    for candidate in (pid, *processes.descendants(pid)):
+        path = processes.flight_file_of(candidate)
+        if path is not None and path.exists():
+            return path.parent
+    for world in _kept():
+        for one in map(read, flight_files(world)):
+            if one is not None and pid in (one.pid, one.parent):
+                return world
+    return None
+
+
+def running_worlds() -> list[Path]:
+    """The folders of all worlds of this user that run now, the newest first."""
+    mapped = {path.parent for pid in processes.mine() if (path := processes.flight_file_of(pid)) is not None}
+    worlds = {folder for folder in mapped | set(_kept()) if folder.is_dir() and is_running(folder)}
+    return sorted(worlds, key=_began, reverse=True)
+
+
+def _began(folder: Path) -> float:
+    return max((one.began for one in map(read, flight_files(folder)) if one is not None), default=0.0)
+
+
+def _kept() -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        yield from sorted(private_folder().iterdir(), reverse=True)
+
+
+def read_world(folder: Path) -> dict[Path, Snapshot]:
+    """What all ranks of the newest world in a folder have written."""
+    found = {path: one for path in flight_files(folder) if (one := read(path)) is not None}
+    newest = max(found.values(), key=lambda one: one.began, default=None)
+    return {path: one for path, one in found.items() if newest is not None and one.world == newest.world}
+
+
+# Look at all ranks of a world at once: their files, their processes, and the stacks of those that are in no call.
+
+
+_PATIENCE = 2.0  # seconds for everything
+
+
+def gather(folder: Path, *, expect_end: Collection[int] = (), here: int | None = None) -> list[Snapshot]:
+    """One snapshot of each rank, in rank order.
+
+    Args:
+        folder: where their flight files are.
+        expect_end: ranks whose connections have gone: their processes may take a moment to be seen to have ended.
+        here: the rank that asks, which knows where it is.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    found = look(folder)
+    while any(_seems_well(one) for one in found.values() if one.rank in expect_end) and _left(deadline) > 1.0:
+        time.sleep(0.01)
+        found = look(folder)
+    for path, one in found.items():
+        if _seems_well(one) and one.answers and one.current is None and one.rank != here:
+            found[path] = replace(one, stack=ask(path, one.pid, min(0.5, _left(deadline))))
+    return _with_absent(list(found.values()))
+
+
+def look(folder: Path) -> dict[Path, Snapshot]:
+    """What the ranks have written, and how their processes are."""
+    host = socket.gethostname()
+    return {
+        path: one.with_state(*(state_of(one.pid, one.start_ticks) if one.host == host else ("unknown", "")))
+        for path, one in read_world(folder).items()
+    }
+
+
+def _seems_well(one: Snapshot) -> bool:
+    return one.state == "running" and one.ending == "running"
+
+
+def _with_absent(found: list[Snapshot]) -> list[Snapshot]:
+    if not found:
+        return []
+    there = {one.rank for one in found}
+    size, now = found[0].world_size, found[0].now
+    absent = [Snapshot(rank, size, state="unknown", now=now) for rank in range(size) if rank not in there]
+    return sorted([*found, *absent], key=lambda one: one.rank)
+
+
+def _left(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())

@@ -1,1 +1,0 @@
-"""How well does it go? Measurements and their reading."""

@@ -1,0 +1,289 @@
+"""What every call of the torch backend needs: how it is started and finished, and who answers for which device."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from microparallel import torch_private
+from microparallel.comms.calls import Call, describe
+from microparallel.comms.shared_memory import SharedMemoryGroup
+from microparallel.comms.work_queue import Turn
+from microparallel.errors import UsageError
+from microparallel.observe.flight import Flight, agreed_folder
+from microparallel.torch_backend.tensors import Options, Reduction, bring_back, first_tensor, in_words, is_copy
+from microparallel.torch_backend.work import CollectiveWork, SeveralWorks
+from microparallel.torch_private import gloo_group, nccl_group
+
+# The other half of a mixed group such as "cpu:microparallel,cuda:nccl": torch's own backends for other devices.
+
+
+def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Which backend the program chose for which device: {"cpu": "microparallel", "cuda": "nccl"}."""
+    try:
+        config = dist.get_backend_config(group)
+    except (AssertionError, TypeError, ValueError, RuntimeError):  # torch is still making this group
+        return {}
+    pairs = (part.partition(":") for part in config.split(","))
+    return {device: backend for device, _, backend in pairs if backend}
+
+
+def start(
+    device: torch.device, backend: str, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group of torch's own for the tensors of one device."""
+    # Not the keys that torch itself would use: it may have begun to start this backend, and left it.
+    store = dist.PrefixStore(f"{device.type} beside microparallel", store)
+    if backend == "nccl":
+        return nccl_group(device, store, rank, world_ranks, timeout)
+    if backend == "gloo":
+        return gloo_group(device, store, rank, world_ranks, timeout)
+    raise UsageError(
+        f"backend 'microparallel' cannot stand beside {backend!r}, only beside nccl and gloo; "
+        f"make a group of its own for {device.type}: torch.distributed.new_group(backend={backend!r})"
+    )
+
+
+def refusal(device: torch.device) -> UsageError:
+    """Say why tensors of a device go nowhere in this group."""
+    return UsageError(
+        f"backend 'microparallel' shares the CPU's memory, and this tensor is on {device}; "
+        f"call init_process_group('cpu:microparallel,{device.type}:{'nccl' if device.type == 'cuda' else 'gloo'}')"
+    )
+
+
+# Which flight recorder a group of the torch backend writes into: its world's.
+
+
+_given: ContextVar[Flight | None] = ContextVar("flight", default=None)
+
+
+@contextmanager
+def using(flight: Flight) -> Iterator[None]:
+    """Within this block, torch makes the group of a world that has a recorder already."""
+    token = _given.set(flight)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def flight_for(store: dist.Store, rank: int, ranks: int) -> tuple[Flight, bool]:
+    """The recorder of a new group, and whether the group must close it: that of its world, or one of its own."""
+    given = _given.get()
+    if given is not None:
+        return given, False
+    world = getattr(dist.group.WORLD, "shared_memory", None)
+    if world is not None:
+        return world.flight, False
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return Flight.open(agreed_folder(store), rank, ranks, ranks_here), True
+
+
+# What every call of the torch backend needs: how it is started and finished, and who answers for which device.
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def on_cpu(method: Method) -> Method:
+    """Tensors on another device go to the backend that the program chose for it."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def dispatch(self: CallingGroup, *arguments: Any, **named: Any) -> Any:
+        tensor = first_tensor(arguments)
+        if tensor is None or tensor.is_cpu:
+            return method(self, *arguments, **named)
+        return torch_private.call_on(self.side_of(tensor.device), name, *arguments, **named)
+
+    torch_private.leave_uncompiled(dispatch)
+    return dispatch  # type: ignore[return-value]
+
+
+class CallingGroup(torch_private.CalledProcessGroup):
+    """One rank's place in a group, as torch sees it, without the calls themselves."""
+
+    # What torch asks a backend; `backend_of` returns this object itself.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
+    def __init__(self, store: dist.Store, group: SharedMemoryGroup, timeout: timedelta, *, owns_flight: bool) -> None:
+        super().__init__(group.rank, group.world_size)
+        self._store = store
+        self._group = group
+        group.process_group = self
+        self._timeout = timeout
+        self._names = ["", ""]
+        self._sides: dict[str, dist.ProcessGroup] = {}
+        self._together: list[dist.Work] | None = None
+        self._owns_flight = owns_flight
+
+    @property
+    def shared_memory(self) -> SharedMemoryGroup:
+        """The same group, as `Comms` sees it."""
+        return self._group
+
+    # ── how calls are started and finished ──────────────────────────────────────────────────────────────────────
+
+    def _announce(self, options: Options, name: str, content: str, *details: str) -> Call:
+        call = in_words(name, content, *details)
+        self._group.announce(call.text, options.timeout)
+        return call
+
+    def _finish(
+        self, wires: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], reduction: Reduction | None = None
+    ) -> list[Turn]:
+        """What remains to be done when a collective has run, if anything."""
+        changes = reduction is not None and reduction.changes_output
+        if not changes and not any(is_copy(wire, tensor) for wire, tensor in zip(wires, tensors, strict=True)):
+            return []
+
+        def finish() -> None:
+            if reduction is not None:
+                for wire in wires:
+                    reduction.after(wire)
+            bring_back(wires, tensors)
+
+        return [self._group.afterwards(finish)]
+
+    def _work(
+        self, call: Call, turns: Sequence[Turn], result: Any, options: Options, *, after_backward: bool = False
+    ) -> dist.Work:
+        entry = self._group.log.collective(call.text, call.text, call.size)
+        entry.started()
+        work = CollectiveWork(self._group, call, entry, turns, result)
+        if options.waits and self._together is None:
+            work.wait()
+        elif after_backward:
+            self._group.run_after_backward()
+        else:
+            self._group.run_in_background()
+        return self._remember(work)
+
+    def _remember(self, work: dist.Work) -> dist.Work:
+        if self._together is not None:
+            self._together.append(work)
+        return work
+
+    def _require_one_for_each(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
+        if len(tensors) != self.size():
+            raise UsageError(f"{name}: the list needs one tensor for each of {self.size()} ranks, not {len(tensors)}")
+
+    def _require_alike(self, call: Call, tensors: Sequence[torch.Tensor], like: torch.Tensor) -> None:
+        for tensor in tensors:
+            if tensor.numel() != like.numel() or tensor.dtype != like.dtype:
+                raise UsageError(f"{call}: {describe(tensor)} in the list does not match {describe(like)}")
+
+    def _world_rank(self, rank: int) -> int:
+        return self._group.world_ranks[rank]
+
+    # ── calls that are started together ─────────────────────────────────────────────────────────────────────────
+
+    def start_coalescing(self, device: torch.device) -> None:
+        """Start the calls from here on together."""
+        if device.type != "cpu":
+            torch_private.start_coalescing(self.side_of(device), device)
+        else:
+            self._together = []
+
+    def end_coalescing(self, device: torch.device) -> dist.Work:
+        """All calls since `start_coalescing`, as one."""
+        if device.type != "cpu":
+            return torch_private.end_coalescing(self.side_of(device), device)
+        works, self._together = self._together or [], None
+        return SeveralWorks(works)
+
+    # ── devices ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def side_of(self, device: torch.device) -> dist.ProcessGroup:
+        """The process group for the tensors of another device, started when it is first needed."""
+        backend = backends_of(self).get(device.type)
+        if backend is None:
+            raise refusal(device)
+        if device.type not in self._sides:
+            self._sides[device.type] = start(
+                device, backend, self._store, self.rank(), self._group.world_ranks, self._timeout
+            )
+        return self._sides[device.type]
+
+    def devices(self) -> list[torch.device]:
+        """The kinds of devices whose tensors this group carries."""
+        return [torch.device(device) for device in backends_of(self) or ("cpu",)]
+
+    def backend_of(self, device: torch.device) -> Any:
+        """What carries a device's tensors: this group itself, or the one beside it."""
+        if torch.device(device).type == "cpu" or not backends_of(self):
+            return self
+        return torch_private.backend_of(self.side_of(device), device)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Whether `allocate_tensor` helps."""
+        return torch.device(device).type == "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # noqa: ARG002
+        """A tensor in shared memory: peers read it where it is."""
+        return self._group.empty((size,), dtype)
+
+    # ── names, timeouts, the end ────────────────────────────────────────────────────────────────────────────────
+
+    def getBackendName(self) -> str:
+        """The name that torch knows this backend by."""
+        return "microparallel"
+
+    name = getBackendName
+
+    # torch keeps a group's name in its backends, and this group has none besides itself.
+
+    def getGroupName(self) -> str:
+        """The name that torch gave this group."""
+        return self._names[0]
+
+    def getGroupDesc(self) -> str:
+        """What its maker said it is for."""
+        return self._names[1]
+
+    def setGroupName(self, name: str) -> None:
+        """Torch names its groups when it has made them."""
+        self._names[0] = name
+
+    def setGroupDesc(self, description: str) -> None:
+        """And describes them."""
+        self._names[1] = description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def get_group_store(self) -> dist.Store:
+        """Where the ranks of this group leave notes for each other."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long calls wait for the others from now on."""
+        self._timeout = timeout
+        self._group.transport.timeout = timeout.total_seconds()
+
+    def split_group(self, *_: Any, **__: Any) -> Any:
+        """Refuse: torch splits groups that are bound to a GPU."""
+        raise UsageError("backend 'microparallel' does not split groups; call torch.distributed.new_group(ranks)")
+
+    def shutdown(self) -> None:
+        """Leave the group; `destroy_process_group` calls this."""
+        for side in self._sides.values():
+            side.shutdown()
+        self._sides.clear()
+        self._group.shut_down()
+        if self._owns_flight:
+            self._group.flight.close()
+
+    abort = shutdown
