@@ -419,7 +419,7 @@ def _launch(scenario: Scenario, plan: Plan, pool: mp.Pool) -> tuple[str, float]:
     limit = 2 * LIMIT if scenario.function is times_out else LIMIT
     try:
         pool.run(scenario.function, scenario.ranks, plan, transport=scenario.transport, timeout=limit)
-    except mp.LaunchError as error:
+    except mp.errors.LaunchError as error:
         found = re.search(rf"^\s*((?:{KINDS}): .*)$", str(error), re.MULTILINE)
         return (found.group(1) if found else str(error)), time.monotonic() - start
     return "nothing went wrong", time.monotonic() - start

@@ -32,15 +32,15 @@ def measure(comms: mp.Comms, delay: float, steps: int) -> tuple[dict[str, float]
     inputs, targets = torch.randn(BATCH, WIDTH), torch.randint(WIDTH, (BATCH,))
     torch.manual_seed(0)
     models = {kind: mp.models.FullMLP(WIDTH, LAYERS, out_features=WIDTH) for kind in ("none", "ddp", "naive", "turns")}
-    trackers = {kind: mp.HookTracker(models[kind], comms, delay) for kind in ("ddp", "naive")}
-    bucket_mb = LAYER_BYTES / 2**20
-    ddp = mp.DataParallel(models["ddp"], trackers["ddp"].comms, bucket_mb)
-    turns = mp.DataParallel(models["turns"], slow_network(comms, delay), bucket_mb, overlap=False)
+    trackers = {kind: mp.course.HookTracker(models[kind], comms, delay) for kind in ("ddp", "naive")}
+    bucket_cap_mb = LAYER_BYTES / 2**20
+    ddp = mp.DataParallel(models["ddp"], trackers["ddp"].comms, bucket_cap_mb)
+    turns = mp.DataParallel(models["turns"], slow_network(comms, delay), bucket_cap_mb, overlap=False)
     samples = BATCH * comms.world_size
     kinds: dict[str, Callable[[], object]] = {
         "none": lambda: models["none"](inputs, targets).backward(),
         "ddp": lambda: ddp(inputs, targets).backward(),
-        "naive": lambda: mp.naive_data_parallel_step(
+        "naive": lambda: mp.course.naive_data_parallel_step(
             models["naive"], trackers["naive"].comms, inputs, targets, samples=samples
         ),
         "turns": lambda: turns(inputs, targets).backward(),
@@ -64,7 +64,7 @@ def measure(comms: mp.Comms, delay: float, steps: int) -> tuple[dict[str, float]
     return medians, typical, len(ddp.program().goal.buckets)  # type: ignore[union-attr]
 
 
-def timed(step: Callable[[], object], tracker: mp.HookTracker | None) -> float:
+def timed(step: Callable[[], object], tracker: mp.course.HookTracker | None) -> float:
     """The seconds of one step, which the tracker writes down if there is one."""
     if tracker is None:
         begun = time.perf_counter()
@@ -90,7 +90,7 @@ def main(
         f"{available_cores()} cores, torch {torch.__version__};\n"
         f"{buckets} buckets, {milliseconds:g} ms of latency for every message; median of {steps} steps\n"
     )
-    print(mp.draw_overlap(traces["ddp"], rank=0, seconds=True))
+    print(mp.course.draw_overlap(traces["ddp"], rank=0, seconds=True))
     print(f"\n{'':<44}{'step':>9}{'− compute':>12}{'exposed':>11}{'hidden':>9}")
     for kind, name in {
         "none": "compute alone",

@@ -138,7 +138,7 @@ def soak(comms: mp.Comms, times: int, seed: int, quiet: bool = False) -> dict[st
             while len(under_way) > (_IN_FLIGHT if number < times - 1 else 0):
                 called, check = under_way.popleft()
                 if not check():
-                    raise mp.CommsError(f"call {called} of seed {seed} gave a wrong result on rank {comms.rank}")
+                    raise mp.errors.CommsError(f"call {called} of seed {seed} gave a wrong result on rank {comms.rank}")
             if number % 100 == 0:
                 progress.update(task, completed=number)
     return dict(soaker.calls)

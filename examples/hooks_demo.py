@@ -30,14 +30,14 @@ def show(comms: mp.Comms, options: argparse.Namespace) -> dict[str, mp.Trace]:
     torch.set_num_threads(1)  # a core for each rank
     model = mp.models.FullMLP(options.width, depth=options.depth)
     inputs = torch.randn(options.batch, options.width)
-    mp.demonstrate_hook_order(model, comms, inputs)
+    mp.course.demonstrate_hook_order(model, comms, inputs)
     if comms.rank == 0:
         print()
     link = {"bucket_size_mb": options.bucket, "link_seconds": options.link / 1e3}
-    traces = mp.demonstrate_overlap(model, comms, inputs, **link, steps=options.steps)
+    traces = mp.course.demonstrate_overlap(model, comms, inputs, **link, steps=options.steps)
     if comms.rank == 0:
         print("\nthe same without a tracker, whole steps against no synchronisation at all:")
-    mp.compare_hook_timing(model, comms, inputs, **link, steps=options.steps)
+    mp.course.compare_hook_timing(model, comms, inputs, **link, steps=options.steps)
     return traces
 
 
@@ -59,12 +59,12 @@ def main() -> None:
 
     try:
         traces = mp.launch(show, 2, options, device="cpu", timeout=120)[0]
-    except (mp.RankFailed, mp.RanksTimedOut) as failure:
+    except (mp.errors.RankFailed, mp.errors.RanksTimedOut) as failure:
         sys.exit(getattr(failure, "refusal", None) or str(failure))
     if options.svg is not None:
         options.svg.mkdir(parents=True, exist_ok=True)
         for way, trace in traces.items():
-            (options.svg / f"{way}.svg").write_text(mp.draw_overlap(trace, "svg", seconds=True))
+            (options.svg / f"{way}.svg").write_text(mp.course.draw_overlap(trace, "svg", seconds=True))
     if traces["manual"].hidden_share > 0 or traces["hooks"].hidden_share == 0:
         sys.exit("\nby hand nothing can be hidden, and with hooks something should be: is the machine busy?")
     exposed = {way: 1e3 * max(trace.exposed_communication) for way, trace in traces.items()}

@@ -66,7 +66,7 @@ def main() -> None:
     where = {"device": options.device, "transport": options.transport}
     try:
         results = mp.launch(play, 2, options.rounds, **where, timeout=30 + options.rounds / 5)
-    except (mp.UsageError, mp.LaunchError) as failure:
+    except (mp.errors.UsageError, mp.errors.LaunchError) as failure:
         sys.exit(getattr(failure, "refusal", None) or str(failure))  # a refusal needs no traceback
 
     seconds = results[0]  # rank 0 starts each round, so its clock sees all of it

@@ -178,7 +178,7 @@ def foresee(program: Program) -> bool:
     """Ask the verifier whether blocking sends make a deadlock of it."""
     try:
         mp.verify(program, sends="blocking")
-    except mp.ProgramError as error:
+    except mp.errors.ProgramError as error:
         print("before it runs, mp.verify(program, sends='blocking') says:")
         for line in str(error).splitlines():
             print(textwrap.fill(line.strip(), 80, initial_indent="  ", subsequent_indent="    "))
@@ -211,7 +211,7 @@ def main() -> None:
         with Watchdog(board, program, options.limit) as watchdog:
             try:
                 losses = mp.launch(step, options.ranks, program, path, options.fix, device="cpu", timeout=120)
-            except (mp.UsageError, mp.LaunchError) as failure:
+            except (mp.errors.UsageError, mp.errors.LaunchError) as failure:
                 if watchdog.stuck_at is None:
                     sys.exit(getattr(failure, "refusal", None) or str(failure))
 

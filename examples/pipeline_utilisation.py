@@ -167,7 +167,7 @@ def main() -> None:
 
     try:
         results = mp.launch(measure, options.ranks, options, device=device, timeout=300)[0]
-    except (mp.UsageError, mp.LaunchError) as failure:
+    except (mp.errors.UsageError, mp.errors.LaunchError) as failure:
         sys.exit(getattr(failure, "refusal", None) or str(failure))
     print("a step with each schedule; times in milliseconds\n")
     for result in results:

@@ -123,7 +123,7 @@ def main() -> None:
     try:
         with tempfile.TemporaryDirectory() as folder:
             run(options, options.out or Path(folder) / "model.pt")
-    except (mp.UsageError, mp.LaunchError) as failure:
+    except (mp.errors.UsageError, mp.errors.LaunchError) as failure:
         sys.exit(getattr(failure, "refusal", None) or str(failure))
 
 

@@ -51,7 +51,7 @@ def verdict(program, sends):
     """What the verifier says: nothing, or an error that draws the place."""
     try:
         mp.verify(program, sends=sends)
-    except mp.ProgramError as error:
+    except mp.errors.ProgramError as error:
         return str(error)
     return "right"
 

@@ -51,7 +51,7 @@ def replicas(comms, kind, overlap):
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     norm = [nn.BatchNorm1d(WIDTH)] if kind == "buffers and weights" else []
-    model = mp.DataParallel(nn.Sequential(*layers[:2], *norm, *layers[2:]), comms, bucket_mb=3e-4, overlap=overlap)
+    model = mp.DataParallel(nn.Sequential(*layers[:2], *norm, *layers[2:]), comms, bucket_cap_mb=3e-4, overlap=overlap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     microbatches = 3 if kind == "accumulation" else 1
     weights = {"weight": comms.rank + 1.0} if norm else {"weight": 1.0, "total": float(comms.world_size)}
@@ -86,7 +86,7 @@ def accumulated(comms):
     batches = [(torch.ones(2, WIDTH), torch.ones(2, WIDTH))] * 2
     program = model.program(2, samples=True, loss=True)
     with mp.record(comms) as recorder:
-        mp.accumulated_step(model, batches, nn.functional.mse_loss)
+        mp.course.accumulated_step(model, batches, nn.functional.mse_loss)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     return differences(recorder.trace, program)
 
@@ -114,7 +114,7 @@ def uneven(comms, counts, overlap, samples):
     """Two steps in which rank r has counts[r] micro-batches; one that has none sits out."""
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
-    model = mp.DataParallel(nn.Sequential(*layers), comms, bucket_mb=3e-4, overlap=overlap)
+    model = mp.DataParallel(nn.Sequential(*layers), comms, bucket_cap_mb=3e-4, overlap=overlap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = [(torch.ones(2, WIDTH), torch.zeros(2, WIDTH))] * counts[comms.rank]
     known = None if samples else 2 * sum(counts)
@@ -123,7 +123,7 @@ def uneven(comms, counts, overlap, samples):
         for _ in range(2):
             optimizer.zero_grad()
             programs.append(model.program(counts, samples=samples, loss=True))
-            mp.accumulated_step(model, batches, nn.functional.mse_loss, samples=known)
+            mp.course.accumulated_step(model, batches, nn.functional.mse_loss, samples=known)
             optimizer.step()
     steps = [recorder.trace.step(number) for number in range(2)]
     wrong = [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
@@ -158,7 +158,7 @@ def running_out(comms, lengths):
     """Rank r has lengths[r] batches. One that has none left takes part in the steps of the others."""
     torch.manual_seed(0)
     layers = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
-    model = mp.DataParallel(nn.Sequential(*layers), comms, bucket_mb=3e-4)
+    model = mp.DataParallel(nn.Sequential(*layers), comms, bucket_cap_mb=3e-4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     programs = []
     with mp.record(comms) as recorder, model.join():
@@ -207,7 +207,7 @@ def alone(comms, checked):
             model(torch.ones(2, WIDTH)).sum().backward()
             optimizer.step()
         programs.append(model.program(samples=True, loss=True))
-        mp.accumulated_step(model, [(torch.ones(2, WIDTH), torch.zeros(2, WIDTH))], nn.functional.mse_loss)
+        mp.course.accumulated_step(model, [(torch.ones(2, WIDTH), torch.zeros(2, WIDTH))], nn.functional.mse_loss)
         optimizer.step()
     steps = [recorder.trace.step(number) for number in range(3)]
     wrong = [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
@@ -362,7 +362,7 @@ def pipelines_of_different_lengths(comms, counts, samples):
     program = pipe.program_with(counts, samples=not samples)
     assert traced.program == program
     for wrong in ([3], [4] * len(counts), [-1] * len(counts), [0] * len(counts)):
-        with pytest.raises(mp.UsageError, match="pipelines have 0 to 3 each, and one of them has some"):
+        with pytest.raises(mp.errors.UsageError, match="pipelines have 0 to 3 each, and one of them has some"):
             pipe.program_with(wrong)
     return [*differences(recorder.trace, program), *differences(traced, program)], to_text(program)
 
@@ -426,7 +426,7 @@ def after_an_error(comms):
     with mp.record(comms) as recorder:
         for Fragile.broken in (True, False):
             recorder.step += 1
-            with pytest.raises(mp.StageError) if Fragile.broken else nullcontext():
+            with pytest.raises(mp.errors.StageError) if Fragile.broken else nullcontext():
                 pipe.step(*batch)
         nn.Linear(2, 2)(torch.ones(1, 2))
     seen = [event.name for event in recorder.trace.step(2).events if event.computes]
@@ -441,7 +441,7 @@ def many_buckets(comms):
     """Sums over replicas that are several calls each, of which early ones may be back before later ones leave."""
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)), nn.ReLU())
     loss_fn = nn.functional.mse_loss
-    pipe = mp.Pipeline(layers, comms, "1f1b", 2, loss_fn, balance=[4, 1], replicas=2, bucket_mb=1e-6)
+    pipe = mp.Pipeline(layers, comms, "1f1b", 2, loss_fn, balance=[4, 1], replicas=2, bucket_cap_mb=1e-6)
     batch = torch.ones(4, WIDTH), torch.zeros(4, WIDTH)
     pipe.step(*batch)
     _, trace = pipe.traced_step(*batch)

@@ -13,17 +13,17 @@ _LINE = re.compile(r"^::: mp\.([\w.]+)$", re.MULTILINE)
 
 def with_docstrings(markdown: str) -> str:
     """Replace each such line by a directive of mkdocstrings, under the name that users write."""
-    return _LINE.sub(lambda match: _directive(match[1]), markdown)
+    return _LINE.sub(lambda match: _directive(match[1], level=2), markdown)
 
 
-def _directive(name: str) -> str:
+def _directive(name: str, level: int) -> str:
     value = mp
     for part in name.split("."):
         value = getattr(value, part)
     if inspect.ismodule(value):
         return _module(name)
     home = _home(name)
-    options = [f'heading: "mp.{name}"', f'toc_label: "{name}"', f"heading_level: {3 if '.' in name else 2}"]
+    options = [f'heading: "mp.{name}"', f'toc_label: "{name}"', f"heading_level: {level}"]
     lines = "\n".join(f"      {option}" for option in options)
     anchor = f"[](){{ #mp.{name} }}"  # for links such as api/launching.md#mp.launch
     return f"{anchor}\n\n::: {home}\n    options:\n{lines}\n"
@@ -43,7 +43,7 @@ def _module(name: str) -> str:
     module = importlib.import_module(f"microparallel.{name}")
     opening = (module.__doc__ or "").strip().partition("\n\n")[0]
     public = [item for item in module.__all__ if hasattr(getattr(module, item), "__qualname__")]  # classes, functions
-    return f"## mp.{name}\n\n{opening}\n\n" + "\n".join(_directive(f"{name}.{item}") for item in public)
+    return f"## mp.{name}\n\n{opening}\n\n" + "\n".join(_directive(f"{name}.{item}", level=3) for item in public)
 
 
 def tree_of_errors() -> str:

@@ -21,69 +21,25 @@ __version__ = "0.1.0"
 # public name → the module it lives in
 _HOMES = {
     "Comms": "microparallel.comms",
-    "all_reduce_in_process": "microparallel.comms.in_process",
-    "run_in_process": "microparallel.comms.in_process",
-    "Request": "microparallel.comms",
-    "record": "microparallel.comms.record",
-    "DDPPerformanceAnalyzer": "microparallel.analyze.analyzer",
-    "Pool": "microparallel.world",
-    "connect": "microparallel.world",
-    "launch": "microparallel.world",
-    "verify": "microparallel.verifier",
-    "simulate": "microparallel.simulator",
     "Costs": "microparallel.simulator",
-    "draw": "microparallel.drawing",
-    "Link": "microparallel.topology",
-    "Trace": "microparallel.trace",
-    "ShardedSampler": "microparallel.train.sampler",
     "DataParallel": "microparallel.data_parallel",
-    "accumulated_step": "microparallel.data_parallel",
-    "ParameterAveraging": "microparallel.data_parallel",
-    "naive_data_parallel_step": "microparallel.data_parallel",
-    "ddp_step": "microparallel.data_parallel",
-    "register_ddp_hooks": "microparallel.data_parallel",
-    "GradientHooks": "microparallel.data_parallel",
-    "GradientBucket": "microparallel.data_parallel",
-    "BucketedDDPHooks": "microparallel.data_parallel",
-    "HookTracker": "microparallel.course.hook_tracker",
-    "demonstrate_hook_order": "microparallel.course.hooks_demo",
-    "demonstrate_overlap": "microparallel.course.hooks_demo",
-    "compare_hook_timing": "microparallel.course.hooks_demo",
-    "draw_overlap": "microparallel.drawing.overlap",
-    "Replicas": "microparallel.data_parallel",
+    "Link": "microparallel.topology",
     "Mesh": "microparallel.topology",
     "Pipeline": "microparallel.pipeline",
-    "naive_pipeline_step": "microparallel.pipeline",
-    "gpipe_pipeline_step": "microparallel.pipeline",
-    "onef_oneb_pipeline_step": "microparallel.pipeline",
-    **dict.fromkeys(
-        [
-            "MicroparallelError",
-            "UsageError",
-            "ConfigError",
-            "DataError",
-            "PartitionError",
-            "ProgramError",
-            "LaunchError",
-            "RankFailed",
-            "RanksTimedOut",
-            "CommsError",
-            "PeerLost",
-            "Interrupted",
-            "Mismatch",
-            "CommsTimeout",
-            "TransportError",
-            "TransportTimeout",
-            "PeerGone",
-            "AddressInUse",
-            "CheckpointError",
-            "GradientError",
-            "StageError",
-        ],
-        "microparallel.errors",
-    ),
+    "Pool": "microparallel.world",
+    "Request": "microparallel.comms",
+    "ShardedSampler": "microparallel.train.sampler",
+    "Trace": "microparallel.trace",
+    "all_reduce_in_process": "microparallel.comms.in_process",
+    "connect": "microparallel.world",
+    "draw": "microparallel.drawing",
+    "launch": "microparallel.world",
+    "record": "microparallel.comms.record",
+    "run_in_process": "microparallel.comms.in_process",
+    "simulate": "microparallel.simulator",
+    "verify": "microparallel.verifier",
 }
-_MODULES = ("collectives", "models", "program", "schedules")
+_MODULES = ("analyze", "collectives", "course", "errors", "models", "program", "schedules")
 
 __all__ = [*sorted(_HOMES), *_MODULES]  # noqa: PLE0604
 
@@ -93,10 +49,20 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"microparallel.{name}")
     if name not in _HOMES:
-        raise AttributeError(f"module 'microparallel' has no attribute {name!r}")
+        raise AttributeError(f"module 'microparallel' has no attribute {name!r}{_where_it_is_now(name)}")
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value
+
+
+def _where_it_is_now(name: str) -> str:
+    """Names that were here in version 0.1 are in one of the modules now."""
+    if name.startswith("_"):
+        return ""  # Python itself asks for such names; do not import anything for them
+    for module in ("errors", "course", "analyze"):
+        if name in importlib.import_module(f"microparallel.{module}").__all__:
+            return f"; it is microparallel.{module}.{name} now"
+    return ""
 
 
 def __dir__() -> list[str]:

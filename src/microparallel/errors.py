@@ -31,6 +31,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+__all__ = [
+    "AddressInUse",
+    "CheckpointError",
+    "CommsError",
+    "CommsTimeout",
+    "ConfigError",
+    "DataError",
+    "GradientError",
+    "Interrupted",
+    "LaunchError",
+    "MicroparallelError",
+    "Mismatch",
+    "PartitionError",
+    "PeerGone",
+    "PeerLost",
+    "ProgramError",
+    "RankFailed",
+    "RanksTimedOut",
+    "StageError",
+    "TransportError",
+    "TransportTimeout",
+    "UsageError",
+]
+
 
 class MicroparallelError(Exception):
     """The root of every error in this library."""

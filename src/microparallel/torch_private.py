@@ -82,7 +82,7 @@ def version_of(tensor: torch.Tensor) -> int:
 def hooks_of_gradient(tensor: torch.Tensor) -> Collection[Any]:
     """What was given to `register_post_accumulate_grad_hook`.
 
-    Without it: `mp.ddp_step` and the hook tracker would not find the buckets of a model that was prepared elsewhere.
+    Without it: `mp.course.ddp_step` and the hook tracker cannot find the buckets of a model prepared elsewhere.
     """
     return (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values()
 

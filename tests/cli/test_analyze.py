@@ -197,7 +197,7 @@ def test_predictions_stand_beside_what_was_measured(microparallel):
     [
         (["--methods", "ddpp"], "did you mean 'ddp'?"),
         (["--ranks", "1"], "--ranks 1"),
-        (["--bucket-mb", "0"], "--bucket-mb 0"),
+        (["--bucket-cap-mb", "0"], "--bucket-cap-mb 0"),
         (["--microbatches", "0"], "--microbatches 0"),
         (["--batch", "1"], "--batch"),
         (["--model", "cnn"], "--model cnn"),

@@ -256,14 +256,14 @@ def test_all_of_data_parallelism_is_in_the_json(microparallel):
     rows = {(row["model"], row["label"]): row for row in document["results"]}
     assert list(rows) == [(model, method) for model in models for method in DP_METHODS]
     ddp, none = rows["mlp-8", "ddp, 1 MB"], rows["mlp-8", "none"]
-    assert (ddp["method"], ddp["bucket_mb"]) == ("ddp", 1) and ddp["counted"] == 2 == len(ddp["steps"])
+    assert (ddp["method"], ddp["bucket_cap_mb"]) == ("ddp", 1) and ddp["counted"] == 2 == len(ddp["steps"])
     assert ddp["fastest"] <= ddp["lower_quartile"] <= ddp["seconds"] <= ddp["upper_quartile"] <= ddp["slowest"]
     assert ddp["seconds_minus_none"] == pytest.approx(ddp["seconds"] - none["seconds"])
     assert ddp["ratio_to_none"] == pytest.approx(ddp["seconds"] / none["seconds"])
     assert ddp["ratio_to_torch_ddp"] == pytest.approx(ddp["seconds"] / rows["mlp-8", "torch-ddp"]["seconds"])
     best = min((row for row in document["results"] if row["model"] == "mlp-4" and row["method"] == "ddp"),
                key=lambda row: row["seconds"])  # fmt: skip
-    assert models["mlp-4"]["best_bucket_mb"] == best["bucket_mb"]
+    assert models["mlp-4"]["best_bucket_mb"] == best["bucket_cap_mb"]
     assert "measuring mlp-8 (0% done)" in result.stderr and "measuring mlp-4 (50% done)" in result.stderr
 
 

@@ -18,10 +18,10 @@ def test_looking_leaves_nothing_behind(tmp_path):
 )
 def test_what_cannot_be_written_is_refused(tmp_path, name, words):
     (tmp_path / "folder.svg").mkdir()
-    with pytest.raises(mp.UsageError, match=words):
+    with pytest.raises(mp.errors.UsageError, match=words):
         require_writable(tmp_path / name, "--plot")
 
 
 def test_a_place_without_permission_is_refused():
-    with pytest.raises(mp.UsageError, match="cannot be written"):
+    with pytest.raises(mp.errors.UsageError, match="cannot be written"):
         require_writable(Path("/proc/plot.svg"), "--plot")

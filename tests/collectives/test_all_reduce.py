@@ -72,15 +72,15 @@ def test_ranks_end_with_the_bits_of_the_one_process_run(any_pool, name):
 
 
 def test_refusals():
-    with pytest.raises(mp.UsageError, match="did you mean 'ring'"):
+    with pytest.raises(mp.errors.UsageError, match="did you mean 'ring'"):
         mp.all_reduce_in_process("rings", [torch.zeros(1)])
-    with pytest.raises(mp.UsageError, match="list of tensors is empty"):
+    with pytest.raises(mp.errors.UsageError, match="list of tensors is empty"):
         mp.all_reduce_in_process("ring", [])
-    with pytest.raises(mp.UsageError, match=r"tensor 1 is float32\[3\], and tensor 0 is float32\[2\]"):
+    with pytest.raises(mp.errors.UsageError, match=r"tensor 1 is float32\[3\], and tensor 0 is float32\[2\]"):
         mp.all_reduce_in_process("ring", [torch.zeros(2), torch.zeros(3)])
-    with pytest.raises(mp.UsageError, match="at least 1 rank"):
+    with pytest.raises(mp.errors.UsageError, match="at least 1 rank"):
         build("ring", 0)
-    with pytest.raises(mp.UsageError, match="does not take ranks_per_node"):
+    with pytest.raises(mp.errors.UsageError, match="does not take ranks_per_node"):
         build("ring", 4, ranks_per_node=2)
 
 
@@ -146,5 +146,5 @@ def test_auto_stands_for_an_algorithm_on_every_transport(collective, transport):
         program = program_of(collective, algorithm, 4)
         assert program.goal.kind == collective
         mp.verify(program)
-    with pytest.raises(mp.UsageError, match=f"there is no {collective} algorithm 'rink'; "):
+    with pytest.raises(mp.errors.UsageError, match=f"there is no {collective} algorithm 'rink'; "):
         resolve(collective, "rink", 4, 1, transport)

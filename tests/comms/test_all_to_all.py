@@ -120,10 +120,10 @@ def test_in_a_smaller_group(any_pool):
 def refusals(comms):
     texts = []
     for arguments in (([torch.zeros(1)],), ([torch.zeros(1)] * 2, [torch.zeros(1)] * 3)):
-        with pytest.raises(mp.UsageError) as caught:
+        with pytest.raises(mp.errors.UsageError) as caught:
             comms.all_to_all(*arguments)
         texts.append(str(caught.value))
-    with pytest.raises(mp.Mismatch) as caught:
+    with pytest.raises(mp.errors.Mismatch) as caught:
         room = [torch.zeros(1), torch.zeros(1)]
         room[comms.rank] = torch.zeros(5)
         comms.all_to_all([torch.zeros(1)] * 2, room)
@@ -141,7 +141,7 @@ def other_sizes(comms):
     room = [torch.zeros(2), torch.zeros(2)]
     try:
         comms.all_to_all([torch.zeros(2)] * 2 if comms.rank else [torch.zeros(2), torch.zeros(3)], room)
-    except (mp.Mismatch, mp.PeerLost) as error:
+    except (mp.errors.Mismatch, mp.errors.PeerLost) as error:
         return str(error).partition("\n")[0]
 
 
@@ -182,10 +182,10 @@ def test_sizes_of_pairs_can_differ():
 )
 def test_what_is_wrong_is_named(ops, words):
     rows = [f"rank {rank}: {row}" for rank, row in enumerate(ops)]
-    with pytest.raises(mp.ProgramError, match=words):
+    with pytest.raises(mp.errors.ProgramError, match=words):
         mp.verify(from_text("\n".join(["program x", "goal: all-to-all of 4 slices", *rows])))
 
 
 def test_there_is_a_slice_for_each_pair():
-    with pytest.raises(mp.ProgramError, match="among 2 ranks has a slice for each pair, 4 in all, not 3"):
+    with pytest.raises(mp.errors.ProgramError, match="among 2 ranks has a slice for each pair, 4 in all, not 3"):
         from_text("program x\ngoal: all-to-all of 3 slices\nrank 0:\nrank 1:")

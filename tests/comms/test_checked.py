@@ -8,7 +8,7 @@ import microparallel as mp
 def caught(function, *arguments, **named_arguments):
     try:
         function(*arguments, **named_arguments)
-    except mp.Mismatch as error:
+    except mp.errors.Mismatch as error:
         return str(error)
     return "nothing was caught"
 

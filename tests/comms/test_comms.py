@@ -89,7 +89,7 @@ def after_closing(comms):
     group.close()
     try:
         group.barrier()
-    except mp.UsageError as error:
+    except mp.errors.UsageError as error:
         return str(error)
 
 
@@ -129,7 +129,7 @@ def refusals(comms):
     for name, attempt in attempts.items():
         try:
             attempt()
-        except mp.UsageError as error:
+        except mp.errors.UsageError as error:
             texts[name] = str(error)
     return texts
 
@@ -158,7 +158,7 @@ def late(comms):
 
 def test_a_wait_that_takes_too_long_names_the_call(any_pool):
     with pytest.raises(
-        mp.RankFailed, match=r"rank 1 raised CommsTimeout: rank 1 waited in vain in irecv\(float32\[1\], src=0\)"
+        mp.errors.RankFailed, match=r"rank 1 raised CommsTimeout: rank 1 waited in vain in irecv\(float32\[1\], src=0\)"
     ):
         any_pool.run(late, 2, timeout=30)
 
@@ -172,7 +172,7 @@ def waits_again(comms):
     for _ in range(2):
         try:
             request.wait(0.1)
-        except mp.CommsTimeout as error:
+        except mp.errors.CommsTimeout as error:
             texts.append(str(error))
     comms.send_tensor(torch.zeros(1), 0)
     return texts

@@ -17,7 +17,7 @@ from microparallel.trace.parts import parts
 
 def steps(comms, count):
     torch.manual_seed(0)
-    model = mp.DataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), comms, bucket_mb=1e-5)
+    model = mp.DataParallel(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)), comms, bucket_cap_mb=1e-5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_fn = nn.MSELoss()
     for _ in range(count):
@@ -102,7 +102,7 @@ def cut_short(comms):
     before = len(torch_modules._global_forward_pre_hooks)
     with pytest.raises(ZeroDivisionError), mp.record(comms) as recorder:
         raise ZeroDivisionError
-    with pytest.raises(mp.UsageError, match="block has ended"):
+    with pytest.raises(mp.errors.UsageError, match="block has ended"):
         recorder.trace  # noqa: B018
     return comms.observers, len(torch_modules._global_forward_pre_hooks) - before
 

@@ -27,7 +27,7 @@ if comms.rank == 1:
 start = time.monotonic()
 try:
     comms.all_reduce(torch.ones(10_000_000))
-except mp.CommsError as error:
+except mp.errors.CommsError as error:
     headline = str(error).partition("\\n")[0]  # beneath it, the flight recorders say more
     soon = time.monotonic() - start < 5
     print(type(error).__name__, getattr(error, "ranks", ()), headline, soon, sep="|", flush=True)
@@ -100,7 +100,7 @@ def make_different_calls(comms, kind):
     }
     try:
         calls[kind](comms.rank)
-    except mp.Mismatch as error:
+    except mp.errors.Mismatch as error:
         return str(error)
     return None
 
@@ -125,7 +125,7 @@ def name_different_roots(comms):
     try:
         comms.broadcast(torch.zeros(4), src=int(comms.rank == 1))  # nobody waits for anybody here,
         comms.barrier()  # but here they do
-    except mp.Mismatch as error:
+    except mp.errors.Mismatch as error:
         return str(error)
     return None
 

@@ -241,7 +241,7 @@ def closing(comms):
     during = threads_of_ours()
     slow.close()
     slow.close()
-    with pytest.raises(mp.CommsError, match="closed"):
+    with pytest.raises(mp.errors.CommsError, match="closed"):
         slow._transport.isend(torch.ones(1), (comms.rank + 1) % 3)
     after = threads_of_ours()
     return before, during, after, comms.all_reduce(torch.ones(1)).item()
@@ -272,7 +272,7 @@ def alone(comms):
     slow = slow_network(comms, 0.001)
     if comms.rank == 0:
         request = slow.all_reduce(torch.ones(3), async_op=True)
-        with pytest.raises(mp.CommsTimeout, match=r"all_reduce\(float32\[3\]"):
+        with pytest.raises(mp.errors.CommsTimeout, match=r"all_reduce\(float32\[3\]"):
             slow.all_reduce(torch.ones(3), async_op=True).wait(0.2)
         del request
     comms.barrier()

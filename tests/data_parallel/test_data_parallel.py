@@ -36,7 +36,7 @@ def average_of(comms, loss, samples):
 
 
 def train(comms, case, dtype, optimizer):
-    model = mp.DataParallel(Subject(case).to(comms.device, dtype), comms, bucket_mb=SMALL)
+    model = mp.DataParallel(Subject(case).to(comms.device, dtype), comms, bucket_cap_mb=SMALL)
 
     def step(number, part):
         inputs, targets = (whole[share(comms, case, number)].to(comms.device) for whole in batch(number, dtype))
@@ -222,13 +222,13 @@ def recompute(comms):
     for shared, reentrant in ((False, False), (True, False), (False, True)):
         plain = Recomputing(shared, reentrant)
         plain(inputs).pow(2).sum().backward()
-        model = mp.DataParallel(Recomputing(shared, reentrant), comms, bucket_mb=SMALL)
+        model = mp.DataParallel(Recomputing(shared, reentrant), comms, bucket_cap_mb=SMALL)
         for _ in range(2):
             model.zero_grad()
             model(inputs).pow(2).sum().backward()
             assert same(model, [comms.all_reduce_mean(parameter.grad.clone()) for parameter in plain.parameters()])
     model = mp.DataParallel(Recomputing(True, True), comms)
-    with pytest.raises(mp.UsageError, match=r"'layers.0.bias' got two gradients.*use_reentrant=False"):
+    with pytest.raises(mp.errors.UsageError, match=r"'layers.0.bias' got two gradients.*use_reentrant=False"):
         model(inputs).pow(2).sum().backward()
 
 
@@ -256,7 +256,7 @@ def mix(comms):
     inputs = torch.randn(2, 2, 4, 4, generator=torch.Generator().manual_seed(comms.rank))
     plain = Mixed()
     plain(inputs).sum().backward()
-    model = mp.DataParallel(Mixed(), comms, bucket_mb=SMALL)
+    model = mp.DataParallel(Mixed(), comms, bucket_cap_mb=SMALL)
     for _ in range(2):
         model.zero_grad()
         model(inputs).sum().backward()
@@ -274,7 +274,7 @@ def test_dtypes_and_layouts(any_pool):
 
 def thaw(comms):
     """Parameters are frozen and unfrozen between steps."""
-    model = mp.DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double(), comms, bucket_mb=SMALL)
+    model = mp.DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double(), comms, bucket_cap_mb=SMALL)
     first = model.module[0]
     for frozen in (False, True, True, False, False):
         first.requires_grad_(not frozen)
@@ -333,7 +333,7 @@ class Backwards(nn.Module):
 
 
 def look_into_buckets(comms):
-    model = mp.DataParallel(Backwards(), comms, bucket_mb=600 / 2**20)  # two layers fit
+    model = mp.DataParallel(Backwards(), comms, bucket_cap_mb=600 / 2**20)  # two layers fit
     names = {parameter: name for name, parameter in model.named_parameters()}
     orders = []
     for _ in range(2):
@@ -366,8 +366,8 @@ def tracked(comms):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64).double(), nn.Linear(64, 64).double())
     model[1].register_forward_hook(lambda *arguments: arguments[2].double())
-    tracker = mp.HookTracker(model, comms)
-    wrapped = mp.DataParallel(model, tracker.comms, bucket_mb=0.02)
+    tracker = mp.course.HookTracker(model, comms)
+    wrapped = mp.DataParallel(model, tracker.comms, bucket_cap_mb=0.02)
     for _ in range(3):
         wrapped.zero_grad()
         with tracker.step():
@@ -413,7 +413,7 @@ def normalise(comms, buffers):
     for ours in (True, False):
         model = copy.deepcopy(plain)
         if ours:
-            wrapped = mp.DataParallel(model, comms, bucket_mb=SMALL, buffers=buffers)
+            wrapped = mp.DataParallel(model, comms, bucket_cap_mb=SMALL, buffers=buffers)
         else:
             group = comms.process_group
             wrapped = DistributedDataParallel(model, process_group=group, broadcast_buffers=buffers == "broadcast")
@@ -439,7 +439,7 @@ def run_out(comms, lengths, weigh):
     """Rank r has lengths[r] batches; after each step the parameters must be those of one process with all data."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)).double().eval()
-    model = mp.DataParallel(copy.deepcopy(plain), comms, bucket_mb=SMALL)
+    model = mp.DataParallel(copy.deepcopy(plain), comms, bucket_cap_mb=SMALL)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def samples(rank, step):
@@ -476,31 +476,31 @@ def test_ranks_may_run_out_of_data(any_pool, lengths):
 
 def refuse(comms):
     for options, words in (
-        ({"bucket_mb": 0}, "bucket_mb=0 must be a number of megabytes greater than 0"),
-        ({"bucket_mb": float("nan")}, "bucket_mb=nan must be"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be a number of megabytes greater than 0"),
+        ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan must be"),
         ({"buffers": "none"}, "buffers='none'; choose 'broadcast' or 'local'"),
         ({"unused": "no"}, "unused='no'; choose 'allow' or 'error'"),
     ):
-        with pytest.raises(mp.UsageError, match=words):
+        with pytest.raises(mp.errors.UsageError, match=words):
             linear(comms, **options)
-    with pytest.raises(mp.UsageError, match="ReLU has no trainable parameters"):
+    with pytest.raises(mp.errors.UsageError, match="ReLU has no trainable parameters"):
         mp.DataParallel(nn.ReLU(), comms)
-    with pytest.raises(mp.UsageError, match="0 gives sparse gradients"):
+    with pytest.raises(mp.errors.UsageError, match="0 gives sparse gradients"):
         mp.DataParallel(nn.Sequential(nn.Embedding(3, 3, sparse=True)), comms)
     for weight in (-1, float("nan"), "2"):
         with (
-            pytest.raises(mp.UsageError, match=f"weight={weight!r} must be a finite number"),
+            pytest.raises(mp.errors.UsageError, match=f"weight={weight!r} must be a finite number"),
             linear(comms).weighted(weight),
         ):
             pass
     with pytest.raises(
-        mp.UsageError,
+        mp.errors.UsageError,
         match=r"where rank 0 has parameter weight float32\[3, 2\], rank 1 has parameter weight float32\[3, 3\]",
     ):
         mp.DataParallel(nn.Linear(2 + comms.rank, 3), comms)
-    with pytest.raises(mp.UsageError, match=r"rank 0 has nothing, rank 1 has parameter bias float32\[3\]"):
+    with pytest.raises(mp.errors.UsageError, match=r"rank 0 has nothing, rank 1 has parameter bias float32\[3\]"):
         mp.DataParallel(nn.Linear(2, 3, bias=comms.rank == 1), comms)
-    with pytest.raises(mp.UsageError, match=r"rank 1 has parameter weight float32\[3, 2\], frozen"):
+    with pytest.raises(mp.errors.UsageError, match=r"rank 1 has parameter weight float32\[3, 2\], frozen"):
         mp.DataParallel(nn.Linear(2, 3, bias=False).requires_grad_(comms.rank == 0), comms)
 
 
@@ -518,7 +518,7 @@ def spoil(comms):
         model.zero_grad()
         try:
             model(inputs).sum().backward()
-        except mp.GradientError as error:
+        except mp.errors.GradientError as error:
             messages.append(str(error))
     return messages
 
@@ -533,7 +533,7 @@ def skip_a_layer(comms):
     model = mp.DataParallel(Subject("unused"), comms, unused="error")
     inputs = torch.zeros(2, 4)
     inputs[0, 0] = 2.0 * comms.rank  # rank 0 does not use the branch, and nobody the last
-    with pytest.raises(mp.GradientError) as caught:
+    with pytest.raises(mp.errors.GradientError) as caught:
         model(inputs).sum().backward()
     return str(caught.value)
 
@@ -550,7 +550,7 @@ def stay_away(comms):
     loss = model(mine(comms)).sum()
     if comms.rank == 1:
         return "went home"
-    with pytest.raises(mp.PeerLost) as caught:
+    with pytest.raises(mp.errors.PeerLost) as caught:
         loss.backward()
     return str(caught.value)
 

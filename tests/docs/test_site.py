@@ -77,8 +77,11 @@ def test_a_fence_that_cannot_be_made_ends_the_build(fence, complaint, tmp_path):
 
 def test_every_public_name_has_its_docstring_in_the_reference():
     text = "\n".join(path.read_text() for path in (DOCS / "reference" / "api").glob("*.md"))
-    listed = re.findall(r"^::: mp\.(\w+)$", text, re.MULTILINE)
-    assert sorted(listed) == sorted(mp.__all__)
+    listed = re.findall(r"^::: mp\.([\w.]+)$", text, re.MULTILINE)
+    one_by_one = ("analyze", "course", "errors")  # the page of another module lists its names itself
+    names = set(mp.__all__).difference(one_by_one)
+    names |= {f"{module}.{name}" for module in one_by_one for name in getattr(mp, module).__all__}
+    assert sorted(listed) == sorted(names)
 
 
 def test_the_reference_shows_what_docstrings_say(site):

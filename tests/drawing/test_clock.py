@@ -43,5 +43,5 @@ def test_ranks_that_do_not_fit_are_named():
 
 
 def test_a_collective_has_none():
-    with pytest.raises(mp.UsageError, match="no clock view"):
+    with pytest.raises(mp.errors.UsageError, match="no clock view"):
         mp.draw(mp.collectives.build("ring", 3), view="clock")

@@ -58,7 +58,7 @@ def test_an_all_to_all_of_many_ranks_is_drawn_as_far_as_it_fits():
     """It has p² slices, on each of p ranks, after each of p − 1 hops."""
     text = mp.draw(mp.collectives.build("all-to-all", 24), width=100)
     assert "23 hops" in text and "takes more room" in text
-    with pytest.raises(mp.UsageError, match=r"48 moments × 48 ranks × 2304 slices; draw fewer ranks"):
+    with pytest.raises(mp.errors.UsageError, match=r"48 moments × 48 ranks × 2304 slices; draw fewer ranks"):
         steps_of(mp.collectives.build("all-to-all", 48))
 
 
@@ -95,7 +95,7 @@ def test_what_is_added_twice_shows():
 
 def test_a_slice_that_is_not_there():
     text = "program p\ngoal: all-reduce of 1 slice\nrank 0: >C5@1\nrank 1: <C5@0\n"
-    with pytest.raises(mp.ProgramError, match=r"rank 0 does >C5@1, and the tensor has 1 slices"):
+    with pytest.raises(mp.errors.ProgramError, match=r"rank 0 does >C5@1, and the tensor has 1 slices"):
         mp.draw(from_text(text))
 
 
@@ -125,5 +125,5 @@ def test_contributions_kept_apart_are_named():
 
 
 def test_too_many_ranks_for_a_page():
-    with pytest.raises(mp.UsageError, match="65 ranks do not fit on a page"):
+    with pytest.raises(mp.errors.UsageError, match="65 ranks do not fit on a page"):
         mp.draw(mp.collectives.build("tree", 65), as_="html")

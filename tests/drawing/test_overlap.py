@@ -18,7 +18,7 @@ def simulated(layers=4, buckets=2, ranks=2, seconds_per_byte=2.0):
 
 def test_a_step_is_drawn_as_it_happened():
     # 4 forwards of 1, 4 backwards of 2, then 2 all-reduces of 4: one from 8 to 12, one from 12 to 16
-    assert mp.draw_overlap(simulated(), rank=0, width=60) == (
+    assert mp.course.draw_overlap(simulated(), rank=0, width=60) == (
         "ddp · 2 ranks · 2 all-reduces · step 16\n"
         "communication 8, 50.0 % of it hidden\n"
         "rank 0     │forward    │B3   │B2   │B1   │B0   │···········│\n"
@@ -52,7 +52,7 @@ def test_every_rank_has_its_rows_and_a_full_bucket_waits_for_the_one_before():
 @pytest.mark.parametrize("layers", [1, 3, 40])
 def test_no_line_is_wider_than_asked_for(width, layers):
     trace = simulated(layers, layers, ranks=3)
-    text = mp.draw_overlap(trace, width=width)
+    text = mp.course.draw_overlap(trace, width=width)
     assert all(len(line) <= width for line in text.splitlines())
     assert text.count("gradient") >= 3 * layers
     assert coloured(overlap_lines(trace, width=width)).plain == "".join(
@@ -61,7 +61,7 @@ def test_no_line_is_wider_than_asked_for(width, layers):
 
 
 def test_the_figure_has_a_bar_for_every_bucket_and_a_dot_for_every_gradient():
-    root = ElementTree.fromstring(mp.draw_overlap(simulated(layers=6, buckets=3), "svg"))
+    root = ElementTree.fromstring(mp.course.draw_overlap(simulated(layers=6, buckets=3), "svg"))
     bars = [shape for shape in root.iter(f"{SVG}rect") if shape.get("class") == "hidden"]
     exposed = [shape for shape in root.iter(f"{SVG}rect") if shape.get("class") == "exposed"]
     dots = [shape for group in root.iter(f"{SVG}g") if group.get("class") == "bucket" for shape in group]
@@ -79,31 +79,31 @@ def test_times_in_seconds_are_shown_in_milliseconds():
         mp.schedules.ddp(4, 2, 2),
         mp.Costs(forward=1e-3, backward_input=1e-3, backward_weight=1e-3, seconds_per_byte=2e-3),
     )
-    text = mp.draw_overlap(trace, seconds=True)
+    text = mp.course.draw_overlap(trace, seconds=True)
     assert "step 16.0 ms · communication 8.00 ms, 50.0 % of it hidden" in text
     assert "\nms         0 " in text
-    assert "of which 4.00 ms exposed" in mp.draw_overlap(trace, "svg", seconds=True)
+    assert "of which 4.00 ms exposed" in mp.course.draw_overlap(trace, "svg", seconds=True)
 
 
 def test_a_trace_in_which_nothing_took_time_is_drawn_too():
     program = Program("nothing", TrainingStep(1, 1, ((0, 1),)), ((),))
     for as_ in ("text", "svg"):
-        assert "nothing" in mp.draw_overlap(mp.Trace([], program), as_)
+        assert "nothing" in mp.course.draw_overlap(mp.Trace([], program), as_)
     at_once = mp.simulate(mp.schedules.ddp(2, 2, 2), mp.Costs(forward=0, backward_input=0, backward_weight=0))
     assert at_once.makespan == 0
     for as_ in ("text", "svg"):
-        assert "gradient 1" in mp.draw_overlap(at_once, as_)
+        assert "gradient 1" in mp.course.draw_overlap(at_once, as_)
 
 
 def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(mp.UsageError, match="has no buckets to draw"):
-        mp.draw_overlap(mp.simulate(mp.schedules.build("gpipe", 2, 2), mp.Costs()))
-    with pytest.raises(mp.UsageError, match="ranks 0 to 1"):
-        mp.draw_overlap(simulated(), rank=2)
-    with pytest.raises(mp.UsageError, match="text, svg"):
-        mp.draw_overlap(simulated(), "html")
-    with pytest.raises(mp.UsageError, match="at least 40"):
-        mp.draw_overlap(simulated(), width=39)
+    with pytest.raises(mp.errors.UsageError, match="has no buckets to draw"):
+        mp.course.draw_overlap(mp.simulate(mp.schedules.build("gpipe", 2, 2), mp.Costs()))
+    with pytest.raises(mp.errors.UsageError, match="ranks 0 to 1"):
+        mp.course.draw_overlap(simulated(), rank=2)
+    with pytest.raises(mp.errors.UsageError, match="text, svg"):
+        mp.course.draw_overlap(simulated(), "html")
+    with pytest.raises(mp.errors.UsageError, match="at least 40"):
+        mp.course.draw_overlap(simulated(), width=39)
 
 
 def test_what_is_broadcast_is_no_computation():

@@ -46,7 +46,7 @@ def test_an_empty_trace_is_drawn_too():
 
 
 def test_its_page_is_the_report():
-    with pytest.raises(mp.UsageError, match="microparallel report"):
+    with pytest.raises(mp.errors.UsageError, match="microparallel report"):
         mp.draw(straggler(), as_="html")
 
 

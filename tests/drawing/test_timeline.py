@@ -171,8 +171,8 @@ def test_what_never_happens_is_said():
 
 
 def test_a_program_that_waits_for_ever_is_refused():
-    program = Program("stuck", mp.program.Collective("all-reduce", 1), ((Recv(mp.program.Chunk(0, 1), 1),), ()))
-    with pytest.raises(mp.ProgramError, match="stuck"):
+    program = Program("stuck", mp.program.Collective("all-reduce", 1), ((Recv(mp.program.Slices(0, 1), 1),), ()))
+    with pytest.raises(mp.errors.ProgramError, match="stuck"):
         mp.draw(program)
 
 
@@ -192,13 +192,13 @@ def test_nothing_to_do():
     ],
 )
 def test_wrong_calls(arguments, words):
-    with pytest.raises(mp.UsageError, match=re.escape(words)):
+    with pytest.raises(mp.errors.UsageError, match=re.escape(words)):
         mp.draw(mp.schedules.build("1f1b", 2, 2), **arguments)
 
 
 def test_a_trace_has_its_own_costs():
     trace = mp.simulate(mp.schedules.build("1f1b", 2, 2))
-    with pytest.raises(mp.UsageError, match="costs are for a program"):
+    with pytest.raises(mp.errors.UsageError, match="costs are for a program"):
         mp.draw(trace, costs=mp.Costs())
 
 

@@ -51,7 +51,7 @@ def test_a_deadlock_is_diagnosed_as_it_was_foreseen(call):
 
 def test_a_rank_that_fails_is_no_deadlock(call, monkeypatch):
     def launch(*arguments, **named_arguments):
-        raise mp.RankFailed(1, "raised MemoryError", "")
+        raise mp.errors.RankFailed(1, "raised MemoryError", "")
 
     monkeypatch.setattr(mp, "launch", launch)
     code, said = call("pipeline_deadlock.py")

@@ -117,7 +117,8 @@ def test_state_has_the_names_of_the_whole_model_and_can_be_loaded(pool):
 def missing(comms):
     pipe = mp.Pipeline(mlp(), comms, "1f1b", 2)
     with pytest.raises(
-        mp.UsageError, match=r"load_state_dict: layers\.\d\.weight is missing; it needs the state of the whole model"
+        mp.errors.UsageError,
+        match=r"load_state_dict: layers\.\d\.weight is missing; it needs the state of the whole model",
     ):
         pipe.load_state_dict({})
     piece = mp.models.ShardedMLP(5, 4, rank=comms.rank, world_size=comms.world_size)

@@ -68,7 +68,7 @@ def data_parallel(comms, overlap):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 8)).sum().backward()
     with mp.record(comms) as recorder:
-        mp.accumulated_step(model, [(torch.ones(2, 8), torch.ones(2, 8))] * 2, functional.mse_loss)
+        mp.course.accumulated_step(model, [(torch.ones(2, 8), torch.ones(2, 8))] * 2, functional.mse_loss)
         optimizer.step()
         for _ in range(2):  # one model calls the same operations twice
             model(torch.ones(2, 8)).sum().backward()

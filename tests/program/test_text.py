@@ -15,7 +15,6 @@ from microparallel.program import (
     BackwardWeight,
     Broadcast,
     Bucket,
-    Chunk,
     Collective,
     Forward,
     ForwardBackward,
@@ -28,6 +27,7 @@ from microparallel.program import (
     Program,
     Recv,
     Send,
+    Slices,
     TrainingStep,
     from_text,
     parse_value,
@@ -39,7 +39,7 @@ numbers = st.integers(0, 30)
 values = st.one_of(
     st.builds(Act, numbers, numbers),
     st.builds(Grad, numbers, numbers),
-    st.builds(lambda start, length: Chunk(start, start + length + 1), numbers, numbers),
+    st.builds(lambda start, length: Slices(start, start + length + 1), numbers, numbers),
     st.builds(Part, numbers),
     st.builds(Bucket, numbers),
     st.builds(Named, st.sampled_from(["loss", "w", "norm.1", "learnt-order", "A0"])),
@@ -87,7 +87,7 @@ def test_a_goal_has_the_micro_batches_it_was_given(given):
 
 @pytest.mark.parametrize("skipped", [(3,), (2,), (-1,), (1, 0), (0, 0)], ids=str)
 def test_a_goal_skips_only_numbers_below_its_last(skipped):
-    with pytest.raises(mp.ProgramError, match="numbers below its last micro-batch, once each, in order"):
+    with pytest.raises(mp.errors.ProgramError, match="numbers below its last micro-batch, once each, in order"):
         TrainingStep(1, 1 if len(skipped) == 2 else 2, skipped=skipped)
 
 
@@ -129,8 +129,8 @@ def test_every_collective_reads_back(name):
 
 
 def test_chunks_touch_where_they_overlap():
-    assert touch(Chunk(0, 4), Chunk(3, 5))
-    assert not touch(Chunk(0, 3), Chunk(3, 5))
+    assert touch(Slices(0, 4), Slices(3, 5))
+    assert not touch(Slices(0, 3), Slices(3, 5))
     assert not touch(Act(0, 1), Grad(0, 1))
 
 
@@ -165,17 +165,17 @@ def test_remarks_and_blank_lines():
         ("program x\ngoal: all-reduce of 1 slice\nrank 0: ^:w@dp", "line 3: '\\^:w@dp' is no operation"),
         ("program x\ngoal: all-reduce of 1 slice\nrank 0: *U0@dp/0", "line 3: '\\*U0@dp/0' is no operation"),
         ("program x\ngoal: all-reduce of 1 slice\nrank 0: *:1@dp", "line 3: '1' is no name of a value"),
-        ("program x\ngoal: all-reduce of 9 slices\nrank 0: >C3:3@1", r"line 3: Chunk\(3, 3\) has no slices"),
+        ("program x\ngoal: all-reduce of 9 slices\nrank 0: >C3:3@1", r"line 3: Slices\(3, 3\) has no slices"),
     ],
 )
 def test_what_cannot_be_read_is_named(text, words):
-    with pytest.raises(mp.ProgramError, match=words):
+    with pytest.raises(mp.errors.ProgramError, match=words):
         from_text(text)
 
 
 def test_names_that_would_not_read_back_are_refused():
     for name in ("", " a", "a#b", "a\nb"):
-        with pytest.raises(mp.ProgramError, match="is no name for a program"):
+        with pytest.raises(mp.errors.ProgramError, match="is no name for a program"):
             Program(name, Collective("all-reduce", 1), ((),))
 
 

@@ -8,7 +8,7 @@ import torch
 import microparallel as mp
 from microparallel.comms.interpreter import rounds
 from microparallel.pipeline.programs import line_up
-from microparallel.program import Add, Chunk, OpenSends, Part, Policy, Recv, Send, Walk, from_text, touch
+from microparallel.program import Add, OpenSends, Part, Policy, Recv, Send, Slices, Walk, from_text, touch
 from microparallel.program.symbols import Contents
 from microparallel.verifier.order import check_order
 
@@ -26,7 +26,7 @@ def walked(subject, policy=None):
 
 
 def test_a_write_waits_for_the_sends_that_read_the_same_memory():
-    values = [Chunk(start, stop) for start, stop in itertools.combinations(range(5), 2)] + [Part(0), Part(1)]
+    values = [Slices(start, stop) for start, stop in itertools.combinations(range(5), 2)] + [Part(0), Part(1)]
     for sent, value in itertools.product(values, values):
         sends = OpenSends()
         sends.add(sent, "a send")
@@ -38,12 +38,12 @@ def test_a_write_waits_for_the_sends_that_read_the_same_memory():
 
 def test_sends_are_closed_one_by_one():
     sends = OpenSends()
-    sends.add(Chunk(0, 3), "long")
-    sends.add(Chunk(2, 3), "short")
+    sends.add(Slices(0, 3), "long")
+    sends.add(Slices(2, 3), "short")
     assert list(sends) == ["long", "short"]
-    assert sends.conflicts(Recv(Chunk(0, 4), 1)) == {"long": Chunk(0, 3), "short": Chunk(2, 3)}
-    sends.close(Chunk(0, 3), "long")
-    assert not sends.conflicts(Recv(Chunk(0, 2), 1)) and list(sends) == ["short"]
+    assert sends.conflicts(Recv(Slices(0, 4), 1)) == {"long": Slices(0, 3), "short": Slices(2, 3)}
+    sends.close(Slices(0, 3), "long")
+    assert not sends.conflicts(Recv(Slices(0, 2), 1)) and list(sends) == ["short"]
 
 
 SWAP = program(">C0@1 <C0@1", ">C0@0 <C0@0")
@@ -57,11 +57,11 @@ def what_the_readers_say():
     try:
         check_order(SWAP, "rendezvous")
         verdict = "fine"
-    except mp.ProgramError as error:
+    except mp.errors.ProgramError as error:
         verdict = str(error).splitlines()[0]
     tensors = [torch.tensor([10.0 * rank, 1.0]) for rank in (1, 2, 3)]
     mp.run_in_process(PASSED_ON, tensors)
-    cut = list(rounds([Send(Chunk(0, 1), 1), Add(Part(1), Chunk(0, 1))]))
+    cut = list(rounds([Send(Slices(0, 1), 1), Add(Part(1), Slices(0, 1))]))
     added = max(event.end for event in mp.simulate(HELD_UP, SLOW).by_rank[0] if isinstance(event.op, Recv))
     return verdict, added, tensors[1].tolist(), len(cut)
 
@@ -128,6 +128,6 @@ def test_symbols_count_what_is_added_twice():
     goal = program("", goal="all-reduce of 2 slices").goal
     mine = Contents(goal, 0)
     for _ in range(2):
-        mine.write(Chunk(0, 1), ({(1, 0): 1},), add=True)
-    mine.write(Chunk(1, 2), ({(1, 0): 1},), add=False)
+        mine.write(Slices(0, 1), ({(1, 0): 1},), add=True)
+    mine.write(Slices(1, 2), ({(1, 0): 1},), add=False)
     assert mine.slices == [{(0, 0): 1, (1, 0): 2}, {(1, 0): 1}]

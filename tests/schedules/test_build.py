@@ -111,7 +111,7 @@ def test_lowering_receives_in_the_order_of_sending():
 
 def test_lowering_names_what_nobody_makes():
     program = mp.program.Program("half", mp.program.TrainingStep(2, 1), ((), (Forward(1, 0), Backward(1, 0))))
-    with pytest.raises(mp.ProgramError, match=r"rank 1 does F1.0, which needs A0.0, and no rank makes that"):
+    with pytest.raises(mp.errors.ProgramError, match=r"rank 1 does F1.0, which needs A0.0, and no rank makes that"):
         mp.schedules.lower(program)
 
 
@@ -131,7 +131,7 @@ def test_lowering_names_what_nobody_makes():
     ],
 )
 def test_what_cannot_be_built_is_named(arguments, options, words):
-    with pytest.raises(mp.UsageError, match=words):
+    with pytest.raises(mp.errors.UsageError, match=words):
         build(*arguments, **options)
 
 
@@ -177,5 +177,5 @@ def test_a_rank_that_sits_out_updates_its_weights_when_the_sums_have_come():
     ],
 )
 def test_what_is_no_step_is_refused(arguments, options, words):
-    with pytest.raises(mp.UsageError, match=words):
+    with pytest.raises(mp.errors.UsageError, match=words):
         data_parallel_step(*arguments, **options)

@@ -135,7 +135,7 @@ def test_costs_of_each_stage():
 
 def test_a_program_that_stands_still_is_refused():
     stuck = program("<C0@1", "<C0@0", goal="all-reduce of 1 slice")
-    with pytest.raises(mp.ProgramError, match=r"rank 0 stands at <C0@1 for ever; mp.verify says why"):
+    with pytest.raises(mp.errors.ProgramError, match=r"rank 0 stands at <C0@1 for ever; mp.verify says why"):
         mp.simulate(stuck)
 
 
@@ -153,12 +153,12 @@ def test_a_program_that_stands_still_is_refused():
     ],
 )
 def test_costs_that_cannot_be(costs, words):
-    with pytest.raises(mp.UsageError, match=words):
+    with pytest.raises(mp.errors.UsageError, match=words):
         mp.Costs(**costs)
 
 
 def test_costs_for_too_few_stages():
-    with pytest.raises(mp.UsageError, match="forward has 2 numbers, and the program has 3 stages"):
+    with pytest.raises(mp.errors.UsageError, match="forward has 2 numbers, and the program has 3 stages"):
         mp.simulate(mp.schedules.build("gpipe", 3, 1), mp.Costs(forward=[1, 2]))
 
 
@@ -180,14 +180,16 @@ def test_a_link_inherits_what_it_does_not_say():
 
 
 def test_a_message_that_nobody_receives_is_refused():
-    with pytest.raises(mp.ProgramError, match=r"loses a message: rank 0 does >C0@1, and nobody receives it"):
+    with pytest.raises(mp.errors.ProgramError, match=r"loses a message: rank 0 does >C0@1, and nobody receives it"):
         mp.simulate(program(">C0@1", "", goal="all-reduce of 1 slice"))
 
 
 def test_a_schedule_without_messages_says_what_is_missing():
-    with pytest.raises(mp.ProgramError, match=r"mp.schedules.lower adds the messages"):
+    with pytest.raises(mp.errors.ProgramError, match=r"mp.schedules.lower adds the messages"):
         mp.simulate(mp.schedules.one_f_one_b(2, 2))
-    with pytest.raises(mp.ProgramError, match=r"nothing is sent: mp.schedules.lower\(program\) adds the messages"):
+    with pytest.raises(
+        mp.errors.ProgramError, match=r"nothing is sent: mp.schedules.lower\(program\) adds the messages"
+    ):
         mp.verify(mp.schedules.one_f_one_b(2, 2))
 
 
@@ -266,7 +268,7 @@ def test_auto_is_what_the_transport_runs():
     assert mp.collectives.resolve("all-reduce", "tree", 4, 10**9, "shm") == "tree"
     assert mp.collectives.resolve("broadcast", "auto", 4, 10, "shm") == "direct"
     assert mp.collectives.resolve("broadcast", "auto", 4, 10, "gloo") == "tree"
-    with pytest.raises(mp.UsageError, match="there is no all-reduce algorithm 'rin'; did you mean 'ring'"):
+    with pytest.raises(mp.errors.UsageError, match="there is no all-reduce algorithm 'rin'; did you mean 'ring'"):
         mp.collectives.resolve("all-reduce", "rin", 4, 10, "shm")
 
 

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microparallel import Mesh, UsageError
+from microparallel import Mesh
+from microparallel.errors import UsageError
 
 
 def test_the_drawing():

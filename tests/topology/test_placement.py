@@ -71,5 +71,5 @@ def test_first_host(nodes, first):
     ],
 )
 def test_nonsense_is_named(environment, words):
-    with pytest.raises(mp.UsageError, match=words.replace("[", r"\[")):
+    with pytest.raises(mp.errors.UsageError, match=words.replace("[", r"\[")):
         find_placement(environment)

@@ -55,7 +55,7 @@ def test_what_cannot_be_loaded_is_refused_in_one_line(tmp_path):
         "list.json": "is no trace",
         "bytes.json": "is no trace",
     }.items():
-        with pytest.raises(mp.DataError, match=words) as raised:
+        with pytest.raises(mp.errors.DataError, match=words) as raised:
             mp.Trace.load(tmp_path / name)
         assert "\n" not in str(raised.value)
 

@@ -134,7 +134,7 @@ def test_replicas_go_to_the_gpus_in_turn_or_to_the_cpu(monkeypatch):
     assert [str(device) for device in replica_devices("cpu", 2)] == ["cpu", "cpu"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert [str(device) for device in replica_devices("auto", 1)] == ["cpu"]
-    with pytest.raises(mp.UsageError, match="--device cuda: torch sees no GPU here; try --device cpu"):
+    with pytest.raises(mp.errors.UsageError, match="--device cuda: torch sees no GPU here; try --device cpu"):
         replica_devices("cuda", 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

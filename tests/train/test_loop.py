@@ -108,7 +108,7 @@ def test_resuming_with_another_number_of_ranks(pool, whole_run, tmp_path):
 
 
 def test_nothing_is_left_behind_when_the_build_fails(pool, tmp_path):
-    with pytest.raises(mp.RankFailed) as caught:
+    with pytest.raises(mp.errors.RankFailed) as caught:
         run(pool, configuration(tmp_path / "out", data=str(tmp_path / "missing.txt"), model="gpt", dim=32))
     assert "missing.txt" in caught.value.refusal
     assert not (tmp_path / "out").exists()
@@ -126,7 +126,7 @@ def explodes():
 
 def test_nothing_is_left_behind_when_the_first_step_fails(pool, tmp_path):
     settings = {"model": f"{__name__}:explodes", "data": "digits", "dim": None, "depth": None, "ranks": 1}
-    with pytest.raises(mp.RankFailed, match="deliberate"):
+    with pytest.raises(mp.errors.RankFailed, match="deliberate"):
         run(pool, configuration(tmp_path / "out", **settings))
     assert not (tmp_path / "out").exists()
 

@@ -107,7 +107,7 @@ def test_the_letter_case_of_a_schedule_does_not_matter(name):
     ],
 )
 def test_a_schedule_that_does_not_fit_is_refused_in_one_line(own_schedule, settings, message):
-    with pytest.raises(mp.ConfigError) as refused:
+    with pytest.raises(mp.errors.ConfigError) as refused:
         TrainConfig(schedule=str(own_schedule), **settings)
     assert message in str(refused.value) and "\n" not in str(refused.value)
 
@@ -121,7 +121,7 @@ def test_a_schedule_that_does_not_fit_is_refused_in_one_line(own_schedule, setti
 )
 def test_a_file_that_is_no_schedule_is_refused(tmp_path, text, message):
     (tmp_path / "mine.txt").write_text(text)
-    with pytest.raises(mp.ConfigError, match=message):
+    with pytest.raises(mp.errors.ConfigError, match=message):
         TrainConfig(pp=2, schedule=str(tmp_path / "mine.txt"))
 
 
@@ -171,7 +171,7 @@ def test_a_model_that_computes_its_own_loss_is_refused(pool, tmp_path):
     config = configuration(
         tmp_path / "run", model=f"{__name__}:OwnLoss", data="digits", pp=2, dim=None, depth=None, steps=1
     )
-    with pytest.raises(mp.RankFailed, match="--loss cross-entropy"):
+    with pytest.raises(mp.errors.RankFailed, match="--loss cross-entropy"):
         run(pool, config)
 
 
@@ -206,7 +206,7 @@ class OwnLoss(nn.Module):
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(settings, message):
-    with pytest.raises(mp.ConfigError, match="(?s).*" + message.replace("(", r"\(")):
+    with pytest.raises(mp.errors.ConfigError, match="(?s).*" + message.replace("(", r"\(")):
         TrainConfig(**settings)
 
 

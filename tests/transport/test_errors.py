@@ -19,12 +19,12 @@ SOURCE = Path(mp.__file__).parent
 def waits_in_vain(comms):
     """Rank 1 waits for a message that rank 0 never sends; rank 0 stays until rank 1 has gone."""
     if comms.rank == 0:
-        with contextlib.suppress(mp.PeerGone):
+        with contextlib.suppress(mp.errors.PeerGone):
             comms._transport.irecv(torch.zeros(1), 1).wait()
         return None
     try:
         comms._transport.irecv(torch.zeros(1), 0).wait(0.1)
-    except mp.TransportTimeout as error:
+    except mp.errors.TransportTimeout as error:
         return isinstance(error, TimeoutError), isinstance(error, RuntimeError)
 
 
@@ -38,7 +38,7 @@ def is_left_alone(comms):
         return None
     try:
         comms._transport.irecv(torch.zeros(1), 0).wait()
-    except mp.PeerGone as error:
+    except mp.errors.PeerGone as error:
         return error.ranks, isinstance(error, ConnectionError), str(error)
 
 
@@ -48,21 +48,21 @@ def test_a_peer_that_is_gone(any_pool):
 
 def test_what_torch_raises_in_a_store():
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
-    with pytest.raises(mp.AddressInUse), TRANSLATED:
+    with pytest.raises(mp.errors.AddressInUse), TRANSLATED:
         dist.TCPStore("127.0.0.1", store.port, 1, is_master=True)
-    with pytest.raises(mp.TransportTimeout), TRANSLATED:
+    with pytest.raises(mp.errors.TransportTimeout), TRANSLATED:
         store.wait(["nobody sets this"], timedelta(seconds=0.01))
 
 
 def test_only_a_socket_of_the_store_has_an_address_that_may_be_in_use():
     said = "Address already in use"
-    assert type(translate(dist.DistNetworkError(said))) is mp.AddressInUse
-    assert type(translate(dist.DistBackendError(f"NCCL error: {said}"))) is mp.TransportError
+    assert type(translate(dist.DistNetworkError(said))) is mp.errors.AddressInUse
+    assert type(translate(dist.DistBackendError(f"NCCL error: {said}"))) is mp.errors.TransportError
 
 
 @pytest.mark.parametrize("make_transports", [in_process_transports, nccl_rules_transports])
 def test_in_one_process_nobody_else_runs_while_a_rank_waits(make_transports):
-    with pytest.raises(mp.TransportTimeout, match="rank 0"):
+    with pytest.raises(mp.errors.TransportTimeout, match="rank 0"):
         make_transports(2)[0].irecv(torch.zeros(1), 1).wait()
 
 

@@ -29,7 +29,7 @@ def test_send_then_receive_on_both_sides_deadlocks():
     work = first.irecv(received[0], 1)
     second.isend(torch.ones(3), 0)
     second.irecv(received[1], 0)
-    with pytest.raises(mp.CommsError) as refusal:
+    with pytest.raises(mp.errors.CommsError) as refusal:
         work.wait()
     assert str(refusal.value) == (
         "deadlock under NCCL's rules: rank 0 stands at exchange 1 (send of 3 × float32 to rank 1); "
@@ -68,7 +68,7 @@ def test_tags_do_not_rescue_a_wrong_order():
     sender, receiver = nccl_rules_transports(2)
     sender.isend(torch.zeros(2), 1, tag=1)
     sender.isend(torch.zeros(3), 1, tag=2)
-    with pytest.raises(mp.Mismatch) as refusal:
+    with pytest.raises(mp.errors.Mismatch) as refusal:
         receiver.irecv(torch.zeros(3), 0, tag=2)
     assert "rank 0's send of 2 × float32 to rank 1 meets rank 1's receive of 3 × float32 from rank 0" in str(
         refusal.value
@@ -78,7 +78,7 @@ def test_tags_do_not_rescue_a_wrong_order():
 def test_messages_of_another_kind_do_not_meet():
     sender, receiver = nccl_rules_transports(2)
     sender.isend(torch.zeros(2), 1)
-    with pytest.raises(mp.Mismatch, match="2 × float32 to rank 1 meets rank 1's receive of 2 × int64"):
+    with pytest.raises(mp.errors.Mismatch, match="2 × float32 to rank 1 meets rank 1's receive of 2 × int64"):
         receiver.irecv(torch.zeros(2, dtype=torch.int64), 0)
 
 
@@ -121,14 +121,14 @@ def test_messages_of_an_exchange_must_not_share_memory():
     exchange.isend(tensor[:3], 1)
     exchange.irecv(tensor[2:], 1)
     with pytest.raises(
-        mp.CommsError, match=r"rank 0: send of 3 .* and receive of 2 .* use the same memory in one exchange"
+        mp.errors.CommsError, match=r"rank 0: send of 3 .* and receive of 2 .* use the same memory in one exchange"
     ):
         exchange.close()
 
 
 @pytest.mark.parametrize("peer", [0, 2, -1])
 def test_a_message_needs_another_rank(peer):
-    with pytest.raises(mp.CommsError, match=f"to rank {peer}, which is not another rank of 2"):
+    with pytest.raises(mp.errors.CommsError, match=f"to rank {peer}, which is not another rank of 2"):
         nccl_rules_transports(2)[0].isend(torch.zeros(1), peer)
 
 
@@ -208,19 +208,19 @@ class Ungrouped(CountingTransport):
 @pytest.mark.parametrize("name", ["ring", "direct", "gather-add", "recursive-doubling", "halving-doubling"])
 def test_without_exchanges_programs_deadlock(name):
     transports = [Ungrouped(transport) for transport in nccl_rules_transports(4)]
-    with pytest.raises(mp.ProgramError, match=r"stands still: rank 0 stands at exchange 1 \(send of .* to rank"):
+    with pytest.raises(mp.errors.ProgramError, match=r"stands still: rank 0 stands at exchange 1 \(send of .* to rank"):
         mp.run_in_process(build(name, 4), [torch.zeros(8) for _ in range(4)], transports)
 
 
 def test_a_program_that_stands_still_names_where():
     program = from_text("program wrong\ngoal: all-reduce of 1 slice\nrank 0: <+C0@1 >C0@1\nrank 1: <+C0@0 >C0@0\n")
-    with pytest.raises(mp.ProgramError) as refusal:
+    with pytest.raises(mp.errors.ProgramError) as refusal:
         mp.run_in_process(program, [torch.zeros(2), torch.zeros(2)], nccl_rules_transports(2))
     assert str(refusal.value) == (
         "program 'wrong' stands still: rank 0 stands at exchange 1 (receive of 2 × float32 from rank 1); "
         "rank 1 stands at exchange 1 (receive of 2 × float32 from rank 0)"
     )
-    with pytest.raises(mp.ProgramError, match="rank 0 waits for C0 from rank 1; rank 1 waits for C0 from"):
+    with pytest.raises(mp.errors.ProgramError, match="rank 0 waits for C0 from rank 1; rank 1 waits for C0 from"):
         mp.run_in_process(program, [torch.zeros(2), torch.zeros(2)])
 
 

@@ -128,7 +128,7 @@ def test_a_message_of_another_size_is_an_error_and_leaves_the_line_clear():
             transport.isend(torch.zeros(3), 1).wait()
             transport.isend(torch.ones(2), 1).wait()
             return None
-        with pytest.raises(mp.CommsError, match="rank 0 sent 12 bytes, and 8 were expected"):
+        with pytest.raises(mp.errors.CommsError, match="rank 0 sent 12 bytes, and 8 were expected"):
             transport.irecv(torch.empty(2), 0).wait()
         into = torch.empty(2)
         transport.irecv(into, 0).wait()
@@ -190,7 +190,7 @@ def test_too_little_memory_is_said_before_it_is_touched(monkeypatch):
 
     def ask(transport):
         with pytest.raises(
-            mp.CommsError, match=r"shared memory for 1,073,741,824 bytes is needed, and 37,748,736 bytes"
+            mp.errors.CommsError, match=r"shared memory for 1,073,741,824 bytes is needed, and 37,748,736 bytes"
         ):
             transport.empty((2**30,), torch.uint8)
         return transport.empty((10,), torch.uint8).numel()

@@ -8,7 +8,7 @@ Ranks take turns in random order, once with buffered and once with rendezvous se
 import random
 from collections import defaultdict
 
-from microparallel.program import Add, AllReduce, Chunk, Collective, Free, Join, OptimizerStep, Part, Recv, Send
+from microparallel.program import Add, AllReduce, Collective, Free, Join, OptimizerStep, Part, Recv, Send, Slices
 
 
 class Wrong(Exception):
@@ -79,7 +79,7 @@ class World:
 
     def receive(self, rank, op):
         value, content = self.sent[op.source, rank][self.received[op.source, rank]]
-        whole = isinstance(self.program.goal, Collective) and value == Chunk(0, self.program.goal.slices)
+        whole = isinstance(self.program.goal, Collective) and value == Slices(0, self.program.goal.slices)
         same = value == op.value or (whole and op.value == Part(op.source))
         require(same, f"rank {rank} does {op}, and {value} arrives")
         require(str(value)[0] not in "RDU", f"rank {rank} does {op}, and {value} stays on its rank")
@@ -123,7 +123,7 @@ class World:
 
 def memory_of(value):
     """The pieces of memory that a name stands for."""
-    return {("slice", index) for index in range(value.start, value.stop)} if isinstance(value, Chunk) else {value}
+    return {("slice", index) for index in range(value.start, value.stop)} if isinstance(value, Slices) else {value}
 
 
 class Tensor:
@@ -151,7 +151,7 @@ class Tensor:
         if isinstance(value, Part):
             require(value in self.parts, f"rank {self.rank} reads {value}, which never came")
             return list(self.parts[value])
-        inside = isinstance(value, Chunk) and value.stop <= self.goal.slices
+        inside = isinstance(value, Slices) and value.stop <= self.goal.slices
         require(inside, f"rank {self.rank} names {value}, which is not in the tensor")
         return self.slices[value.start : value.stop]
 

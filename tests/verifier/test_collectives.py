@@ -25,12 +25,14 @@ def test_blocking_sends_stop_what_passes_round_in_circles(name):
     if survives:
         mp.verify(build(name, 6), sends="blocking")
     else:
-        with pytest.raises(mp.ProgramError, match=r"deadlock under blocking sends: rank \d sends C.* to rank \d"):
+        with pytest.raises(
+            mp.errors.ProgramError, match=r"deadlock under blocking sends: rank \d sends C.* to rank \d"
+        ):
             mp.verify(build(name, 6), sends="blocking")
 
 
 def test_a_deadlock_is_explained_as_a_circle():
-    with pytest.raises(mp.ProgramError) as caught:
+    with pytest.raises(mp.errors.ProgramError) as caught:
         mp.verify(build("ring", 3), sends="blocking")
     assert str(caught.value) == (
         "deadlock under blocking sends: rank 0 sends C0 to rank 1, rank 1 sends C1 to rank 2, rank 2 sends C2 to rank 0"
@@ -81,14 +83,14 @@ def broken(*ranks, goal="all-reduce of 1 slice"):
     ],
 )
 def test_what_is_wrong_is_named(program, words):
-    with pytest.raises(mp.ProgramError, match=words):
+    with pytest.raises(mp.errors.ProgramError, match=words):
         mp.verify(program)
 
 
 def test_a_value_must_not_be_overwritten_while_it_is_sent():
     """With a buffer this works. Without one, rank 0 waits for rank 1, that for rank 2, and that for rank 0."""
     program = broken(">C0@1 <C0@2 >C1@2", "<C1@2 <C0@0", ">C0@0 <C1@0 >C1@1", goal="all-reduce of 2 slices")
-    with pytest.raises(mp.ProgramError) as caught:
+    with pytest.raises(mp.errors.ProgramError) as caught:
         mp.verify(program)
     assert str(caught.value) == (
         "deadlock under rendezvous sends: rank 0 must not overwrite C0 while it sends C0 to rank 1, "

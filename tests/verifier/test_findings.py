@@ -2,7 +2,7 @@
 
 import pytest
 
-from microparallel.program import Act, Backward, Bucket, Chunk, Delta, Recv, Send, from_text
+from microparallel.program import Act, Backward, Bucket, Delta, Recv, Send, Slices, from_text
 from microparallel.verifier import Deadlock, Miscounted, Missing, NeverReduced, Unmatched, Unreached, verify
 
 
@@ -17,11 +17,11 @@ def test_the_two_ends_of_a_message():
     error = found("all-reduce of 2 slices", ">C0@1 <+C1@1", ">C1@0 <+C1@0")
     assert isinstance(error, Unmatched)
     assert (error.sender, error.receiver, error.number) == (0, 1, 1)
-    assert (error.send, error.recv) == (Send(Chunk(0, 1), 1), Recv(Chunk(1, 2), 0, reduce=True))
+    assert (error.send, error.recv) == (Send(Slices(0, 1), 1), Recv(Slices(1, 2), 0, reduce=True))
     error = found("all-reduce of 2 slices", ">C0@1", "")
-    assert (error.number, error.send, error.recv) == (1, Send(Chunk(0, 1), 1), None)
+    assert (error.number, error.send, error.recv) == (1, Send(Slices(0, 1), 1), None)
     error = found("all-reduce of 2 slices", "", "<C0@0")
-    assert (error.sender, error.send, error.recv) == (0, None, Recv(Chunk(0, 1), 0))
+    assert (error.sender, error.send, error.recv) == (0, None, Recv(Slices(0, 1), 0))
 
 
 def test_who_waits_and_where():

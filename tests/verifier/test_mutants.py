@@ -18,7 +18,6 @@ import microparallel as mp
 from microparallel.collectives import ALL_REDUCES, OTHERS
 from microparallel.program import (
     Add,
-    Chunk,
     Collective,
     Free,
     Join,
@@ -27,6 +26,7 @@ from microparallel.program import (
     Program,
     Recv,
     Send,
+    Slices,
     from_text,
     to_text,
     values,
@@ -72,7 +72,7 @@ def variants(program):
 def chatter(seed):
     """Messages between ranks 2 to 5, of whom the goal asks nothing: small changes make them wait in circles."""
     chance = random.Random(seed)
-    pieces = lower, upper, everything = Chunk(0, 1), Chunk(1, 2), Chunk(0, 2)
+    pieces = lower, upper, everything = Slices(0, 1), Slices(1, 2), Slices(0, 2)
     ranks = [[Send(upper, 1)], [Recv(upper, 0)], [], [], [], []]
     for _ in range(chance.randint(20, 30)):
         sender, receiver = chance.sample((2, 3, 4, 5), 2)
@@ -240,9 +240,9 @@ def alike_to_one(program, chance):
 
 def redirected(thing, program, chance):
     """An operation or a value, changed into one like it, or in one of its fields; perhaps to what does not exist."""
-    if isinstance(thing, Chunk | Part):
+    if isinstance(thing, Slices | Part):
         start = chance.randint(0, program.goal.slices)
-        chunk = Chunk(start, chance.randint(start + 1, program.goal.slices + 1))
+        chunk = Slices(start, chance.randint(start + 1, program.goal.slices + 1))
         return chance.choice((chunk, chunk, Part(chance.randint(0, program.world_size))))
     kinds = [kind for alike in ALIKE if isinstance(thing, alike) for kind in alike]
     if kinds and chance.random() < 0.3:
@@ -284,7 +284,7 @@ def complaint(program):
     """What the verifier finds wrong: nothing, `""`, when it is satisfied."""
     try:
         mp.verify(program)
-    except mp.ProgramError as error:
+    except mp.errors.ProgramError as error:
         return str(error) or "an error without words"
     return ""
 

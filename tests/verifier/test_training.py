@@ -38,11 +38,11 @@ def test_what_ranks_share_besides_gradients():
 def test_ranks_that_share_something_meet():
     late = step("F0.0 B0.0 *U0@dp *:loss@dp", "F0.1 *:loss@dp B0.1 *U0@dp", goal=REPLICAS)
     with pytest.raises(
-        mp.ProgramError, match=r"deadlock .* rank 0 waits for rank 1 at \*U0@dp, rank 1 waits for rank 0"
+        mp.errors.ProgramError, match=r"deadlock .* rank 0 waits for rank 1 at \*U0@dp, rank 1 waits for rank 0"
     ):
         mp.verify(late)
     twice = step("F0.0 B0.0 *U0@dp *:loss@dp *:loss@dp", "F0.1 B0.1 *U0@dp *:loss@dp", goal=REPLICAS)
-    with pytest.raises(mp.ProgramError, match=r"rank 0 waits for rank 1 at \*:loss@dp, and rank 1 has finished"):
+    with pytest.raises(mp.errors.ProgramError, match=r"rank 0 waits for rank 1 at \*:loss@dp, and rank 1 has finished"):
         mp.verify(twice)
 
 
@@ -121,12 +121,12 @@ def test_ranks_that_share_something_meet():
     ],
 )
 def test_what_is_wrong_is_named(program, words):
-    with pytest.raises(mp.ProgramError, match=words):
+    with pytest.raises(mp.errors.ProgramError, match=words):
         mp.verify(program)
 
 
 def test_1f1b_deadlocks_when_sends_block():
-    with pytest.raises(mp.ProgramError) as caught:
+    with pytest.raises(mp.errors.ProgramError) as caught:
         mp.verify(build("1f1b", 4, 8), sends="blocking")
     assert str(caught.value) == (
         "deadlock under blocking sends: rank 2 sends A2.1 to rank 3, rank 3 sends G2.0 to rank 2\n"
@@ -141,10 +141,10 @@ def test_gpipe_survives_blocking_sends():
 
 def test_activations_can_be_limited():
     mp.verify(build("1f1b", 4, 8), max_activations=4)
-    with pytest.raises(mp.ProgramError, match="rank 0 holds 8 activations at once, and 4 are allowed"):
+    with pytest.raises(mp.errors.ProgramError, match="rank 0 holds 8 activations at once, and 4 are allowed"):
         mp.verify(build("gpipe", 4, 8), max_activations=4)
 
 
 def test_a_meaning_of_send_that_does_not_exist():
-    with pytest.raises(mp.UsageError, match="sends='eager': choose buffered, rendezvous or blocking"):
+    with pytest.raises(mp.errors.UsageError, match="sends='eager': choose buffered, rendezvous or blocking"):
         mp.verify(build("gpipe", 2, 2), sends="eager")

@@ -30,7 +30,7 @@ if comms.rank == 1:
 try:
     for _ in range(1000):
         comms.all_reduce(torch.ones(1000))
-except mp.PeerLost as error:
+except mp.errors.PeerLost as error:
     print(error.ranks, error, sep="|", flush=True)
 """
 
@@ -112,7 +112,7 @@ def test_a_port_in_use_is_named(monkeypatch):
         port = taken.getsockname()[1]
         for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
             monkeypatch.setenv(name, str(value))
-        with pytest.raises(mp.UsageError, match=f"port {port} on 127.0.0.1 is in use"):
+        with pytest.raises(mp.errors.UsageError, match=f"port {port} on 127.0.0.1 is in use"):
             mp.connect()
 
 
@@ -120,7 +120,7 @@ def test_ranks_that_do_not_come_are_missed(monkeypatch):
     variables = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    with pytest.raises(mp.CommsTimeout, match=r"waited 0.5 s at 127.0.0.1:\d+ for the other 1 rank"):
+    with pytest.raises(mp.errors.CommsTimeout, match=r"waited 0.5 s at 127.0.0.1:\d+ for the other 1 rank"):
         mp.connect(timeout=0.5)
 
 
@@ -167,14 +167,14 @@ def test_a_rank_that_waits_long_says_for_whom_and_is_silent_when_they_have_come(
     [({"transport": "carrier-pigeon"}, "carrier-pigeon"), ({"device": "tpu"}, "tpu")],
 )
 def test_unknown_names(arguments, words):
-    with pytest.raises(mp.UsageError, match=words):
+    with pytest.raises(mp.errors.UsageError, match=words):
         mp.connect(**arguments)
     assert not dist.is_initialized()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_nccl_without_a_gpu_is_refused_with_the_reason():
-    with pytest.raises(mp.UsageError, match="torch sees no GPU; choose 'gloo'"):
+    with pytest.raises(mp.errors.UsageError, match="torch sees no GPU; choose 'gloo'"):
         mp.connect(transport="nccl")
 
 

@@ -49,7 +49,7 @@ def test_a_rank_that_was_killed_is_named_with_its_signal(fork_server, number):
             os.kill(os.getpid(), number)
         comms.barrier()
 
-    with mp.Pool(fork_server) as pool, pytest.raises(mp.RankFailed, match=f"rank 1 was killed by {number.name}"):
+    with mp.Pool(fork_server) as pool, pytest.raises(mp.errors.RankFailed, match=f"rank 1 was killed by {number.name}"):
         pool.run(die, 2, device="cpu")
 
 
@@ -81,5 +81,5 @@ def test_a_fork_ends_as_any_interpreter_does(fork_server, tmp_path, program, cod
 def test_a_fork_server_that_has_ended_says_so():
     fork_server = ForkServer([])
     fork_server.close()
-    with mp.Pool(fork_server) as pool, pytest.raises(mp.LaunchError, match="has ended"):
+    with mp.Pool(fork_server) as pool, pytest.raises(mp.errors.LaunchError, match="has ended"):
         pool.run(who, 1, device="cpu")

@@ -93,7 +93,7 @@ def die():
     ],
 )
 def test_one_rank_failing_ends_the_others(pool, tmp_path, how, words):
-    with pytest.raises(mp.RankFailed) as caught:
+    with pytest.raises(mp.errors.RankFailed) as caught:
         pool.run(fail, 3, tmp_path, how, timeout=30)
     ended = time.monotonic()
     assert caught.value.rank == 1
@@ -112,7 +112,7 @@ def notice_loss_by_itself(comms):
 
 def test_the_first_cause_is_reported_not_its_consequences(pool):
     for _ in range(3):
-        with pytest.raises(mp.RankFailed) as caught:
+        with pytest.raises(mp.errors.RankFailed) as caught:
             pool.run(notice_loss_by_itself, 4, timeout=30)
         assert caught.value.rank == 2
 
@@ -124,7 +124,7 @@ def return_early(comms):
 
 def test_waiting_for_a_rank_that_has_returned_is_an_error_not_a_hang(pool):
     with pytest.raises(
-        mp.RankFailed, match=r"PeerLost: rank 0 went away during recv_tensor\(float32\[1\], src=0\)"
+        mp.errors.RankFailed, match=r"PeerLost: rank 0 went away during recv_tensor\(float32\[1\], src=0\)"
     ) as caught:
         pool.run(return_early, 2, timeout=30)
     assert "rank 0's function had already returned" in str(caught.value)
@@ -138,7 +138,7 @@ def wait_for_each_other(comms):
 
 def test_a_timeout_says_where_each_rank_stood(pool):
     pool.run(report, 3)  # warm, so that the time is spent waiting
-    with pytest.raises(mp.RanksTimedOut) as caught:
+    with pytest.raises(mp.errors.RanksTimedOut) as caught:
         pool.run(wait_for_each_other, 3, timeout=0.5)
     text = str(caught.value)
     assert caught.value.ranks == (1, 2)
@@ -150,24 +150,24 @@ def test_a_timeout_says_where_each_rank_stood(pool):
 
 @pytest.mark.parametrize("ranks", [0, -1, 1.5, True, 10**6])
 def test_a_senseless_number_of_ranks(ranks):
-    with pytest.raises(mp.UsageError, match="ranks="):
+    with pytest.raises(mp.errors.UsageError, match="ranks="):
         mp.launch(report, ranks)
 
 
 def test_a_senseless_timeout():
-    with pytest.raises(mp.UsageError, match="timeout='5'"):
+    with pytest.raises(mp.errors.UsageError, match="timeout='5'"):
         mp.launch(report, 1, timeout="5")
 
 
 def test_what_cannot_be_sent():
-    with pytest.raises(mp.UsageError, match=r"report or its arguments cannot be sent"):
+    with pytest.raises(mp.errors.UsageError, match=r"report or its arguments cannot be sent"):
         mp.launch(report, 1, threading.Lock())
-    with pytest.raises(mp.UsageError, match="must be a function"):
+    with pytest.raises(mp.errors.UsageError, match="must be a function"):
         mp.launch("report", 1)
 
 
 def test_a_result_that_cannot_be_sent(pool):
-    with pytest.raises(mp.RankFailed, match="the result, a generator, cannot be sent to the parent"):
+    with pytest.raises(mp.errors.RankFailed, match="the result, a generator, cannot be sent to the parent"):
         pool.run(lambda comms: (number for number in range(3)), 1, timeout=30)
 
 

@@ -1,7 +1,7 @@
 """DDPPerformanceAnalyzer: where does the time of a data-parallel step go, and what does communication cost?
 
 ```python
-analyzer = mp.DDPPerformanceAnalyzer(comms)
+analyzer = mp.analyze.DDPPerformanceAnalyzer(comms)
 for inputs, targets in batches:
     timing = analyzer.time_step(model, inputs, targets, optimizer, loss_fn)
 print(analyzer.analyze_communication_overhead())
@@ -101,7 +101,7 @@ class DDPPerformanceAnalyzer:
         """Do a training step, and say where its time went; every rank calls this with its own samples.
 
         Args:
-            model: what is trained: a plain module, `mp.DataParallel`, one with `mp.register_ddp_hooks`, torch's
+            model: what is trained: a plain module, `mp.DataParallel`, one with `mp.course.register_ddp_hooks`, torch's
                 DistributedDataParallel, or `mp.Pipeline`.
             inputs: this rank's share of the batch.
             targets: one a sample.

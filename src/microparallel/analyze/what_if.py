@@ -98,10 +98,10 @@ def _of_collectives(step: Fitted) -> Iterator[_Row]:
         advice = "let buckets travel while backward computes (DataParallel(overlap=True))"
         yield OVERLAP, advice, patient.makespan, 1.0
     if buckets:
-        advice = "halve the buckets (bucket_mb), so that communication begins sooner"
+        advice = "halve the buckets (bucket_cap_mb), so that communication begins sooner"
         yield HALF_BUCKETS, advice, _rewritten(plain, lambda rows: _halved(rows, sums, line)).makespan, 1.0
     if len(buckets) > 1:
-        advice = "let gradients travel in buckets twice as large (--strategy ddp, bucket_mb)"
+        advice = "let gradients travel in buckets twice as large (--strategy ddp, bucket_cap_mb)"
         yield DOUBLE_BUCKETS, advice, _rewritten(plain, lambda rows: _merged(rows, sums, line)).makespan, 1.0
 
 

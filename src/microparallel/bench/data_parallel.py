@@ -134,15 +134,15 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Method:
-    """A way to do a step; `bucket_mb` where it has buckets of a size that can be chosen."""
+    """A way to do a step; `bucket_cap_mb` where it has buckets of a size that can be chosen."""
 
     name: str
-    bucket_mb: float | None = None
+    bucket_cap_mb: float | None = None
 
     @property
     def label(self) -> str:
         """What it is called where all sizes stand side by side."""
-        return self.name if self.bucket_mb is None else f"{self.name}, {self.bucket_mb:g} MB"
+        return self.name if self.bucket_cap_mb is None else f"{self.name}, {self.bucket_cap_mb:g} MB"
 
     @property
     def synchronises(self) -> bool:
@@ -187,7 +187,7 @@ class Contender:
                 self.close = register_ddp_hooks(self.model, comms, use_bucketing=name == "buckets").remove
                 return lambda: ddp_step(self.model, comms, inputs, targets, samples=samples)
             case "ddp":
-                return backward(DataParallel(self.model, comms, self.method.bucket_mb or 25.0))
+                return backward(DataParallel(self.model, comms, self.method.bucket_cap_mb or 25.0))
             case _:
                 group = gloo if self.method.name == TORCH_DDP else comms.process_group
                 return backward(DistributedDataParallel(self.model, process_group=group, gradient_as_bucket_view=True))

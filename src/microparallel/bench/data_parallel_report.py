@@ -22,7 +22,7 @@ class Row:
 
     model: str
     method: str
-    bucket_mb: float | None
+    bucket_cap_mb: float | None
     label: str  # both, for people
     counted: int
     seconds: float  # the median
@@ -64,7 +64,7 @@ def _row(timing: Timing, result: Result) -> Row:
     return Row(
         model=result.model,
         method=timing.method.name,
-        bucket_mb=timing.method.bucket_mb,
+        bucket_cap_mb=timing.method.bucket_cap_mb,
         label=timing.method.label,
         counted=len(timing.seconds),
         seconds=seconds,
@@ -81,7 +81,7 @@ def _row(timing: Timing, result: Result) -> Row:
 
 def _best_bucket(rows: list[Row], result: Result) -> float | None:
     """The bucket size with the fastest step; None where there was nothing to choose from."""
-    sizes = {row.bucket_mb: row.seconds for row in rows if row.model == result.model and row.method == DDP}
+    sizes = {row.bucket_cap_mb: row.seconds for row in rows if row.model == result.model and row.method == DDP}
     return min(sizes, key=lambda size: sizes[size]) if len(sizes) > 1 else None
 
 

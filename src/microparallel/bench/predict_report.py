@@ -62,7 +62,7 @@ class Predictions:
     transport: str
     device: str
     text: str  # what is trained, for people
-    bucket_mb: float
+    bucket_cap_mb: float
     rows: tuple[Prediction, ...]
     work: tuple[RankTimes, ...]
     messages: MessageTimes
@@ -84,7 +84,7 @@ def bench_predictions(comms: Comms, settings: PredictSettings, progress: Progres
         transport_of(comms),
         comms.device.type,
         describe(subject, settings.microbatches),
-        settings.bucket_mb,
+        settings.bucket_cap_mb,
         bench.predictions(steps, messages),
         medians_of(steps),
         messages,
@@ -108,7 +108,7 @@ class _Bench:
         self._contenders: dict[str, Contender | Ours] = {}
         for name in settings.methods:
             if name in PREDICTED_REPLICAS:
-                method = Method(name, settings.bucket_mb if name == "ddp" else None)
+                method = Method(name, settings.bucket_cap_mb if name == "ddp" else None)
                 self._contenders[name] = Contender(method, model, mine, comms, comms.process_group)
             else:
                 self._contenders[name] = Ours(name, model, (inputs, targets), pieces, comms)
@@ -140,7 +140,7 @@ class _Bench:
     def _buckets(self, order: Sequence[int]) -> list[list[int]]:
         """Parameters by their numbers, cut into buckets in the order in which their gradients arrive."""
         numbers = {id(self._parameters[index]): index for index in order}
-        groups = split([self._parameters[index] for index in order], self._settings.bucket_mb * 2**20)
+        groups = split([self._parameters[index] for index in order], self._settings.bucket_cap_mb * 2**20)
         return [[numbers[id(parameter)] for parameter in group] for group in groups]
 
     def predictions(self, steps: Sequence[Sequence[RankTimes]], messages: MessageTimes) -> tuple[Prediction, ...]:
@@ -212,7 +212,7 @@ def as_json(found: Predictions) -> dict[str, Any]:
         "transport": found.transport,
         "device": found.device,
         "model": found.text,
-        "bucket_mb": found.bucket_mb,
+        "bucket_cap_mb": found.bucket_cap_mb,
         "results": [
             {
                 "method": row.method,
@@ -234,7 +234,7 @@ def show(found: Predictions) -> None:
     ranks, cores = count(found.ranks, "rank"), count(found.cores, "core")
     where = f"{found.transport}, float32 on {found.device}, torch {torch.__version__}"
     console.print(f"[bold]predicted step[/], {ranks} on {cores}: {where}\n")
-    console.print(f"{found.text}; buckets of {found.bucket_mb:g} MB", soft_wrap=True)
+    console.print(f"{found.text}; buckets of {found.bucket_cap_mb:g} MB", soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
     for heading in ("method", "predicted", "measured", "quartiles", "error"):
         table.add_column(heading, justify="left" if heading == "method" else "right", no_wrap=True)

@@ -206,7 +206,7 @@ class DataParallelSettings(RecordedSettings):
     )
     buckets_mb: tuple[float, ...] = setting(
         (1, 4, 25, 100),
-        "Bucket sizes to try for ddp, as its bucket_mb.",
+        "Bucket sizes to try for ddp, as its bucket_cap_mb.",
         WHAT,
         metavar="SIZES",
         flag="--buckets",
@@ -300,4 +300,4 @@ class PredictSettings(Size, StepSettings):
         metavar="NAMES",
         parse=_parse_names_of(PREDICTED, "method"),
     )
-    bucket_mb: float = setting(4.0, "Size of ddp's buckets, in megabytes.", WHAT, within=POSITIVE)
+    bucket_cap_mb: float = setting(4.0, "Size of ddp's buckets, in megabytes.", WHAT, within=POSITIVE)

@@ -24,7 +24,7 @@ from microparallel.collectives.ring import ring_all_gather, ring_all_reduce, rin
 from microparallel.collectives.rooted import gather, scatter
 from microparallel.collectives.tree import tree_all_reduce, tree_broadcast, tree_reduce
 from microparallel.errors import UsageError
-from microparallel.program import AUTO, AllReduce, Broadcast, Chunk, Collective, GroupOp, Program, Send
+from microparallel.program import AUTO, AllReduce, Broadcast, Collective, GroupOp, Program, Send, Slices
 from microparallel.text import did_you_mean
 
 ALL_REDUCES: dict[str, Callable[..., Program]] = {
@@ -125,7 +125,7 @@ def sent_by(
     assert isinstance(program.goal, Collective)
     slices = program.goal.slices
     sends = [[op for op in ops if isinstance(op, Send)] for ops in program.ranks]
-    held = [sum(len(op.value) if isinstance(op.value, Chunk) else slices for op in mine) for mine in sends]
+    held = [sum(len(op.value) if isinstance(op.value, Slices) else slices for op in mine) for mine in sends]
     return tuple((len(mine), count / slices) for mine, count in zip(sends, held, strict=True))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 
 
 def all_to_all(ranks: int) -> Program:
@@ -28,5 +28,5 @@ def _ops(rank: int, ranks: int) -> tuple[Op, ...]:
     return (*sends, *(Recv(_slice(source, rank, ranks), source) for source in read))
 
 
-def _slice(source: int, to: int, ranks: int) -> Chunk:
-    return Chunk(source * ranks + to, source * ranks + to + 1)
+def _slice(source: int, to: int, ranks: int) -> Slices:
+    return Slices(source * ranks + to, source * ranks + to + 1)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 
-_ALL = Chunk(0, 1)
+_ALL = Slices(0, 1)
 
 
 def direct_all_reduce(ranks: int) -> Program:
@@ -67,14 +67,14 @@ def direct_reduce(ranks: int, root: int = 0) -> Program:
 
 def _reduce_mine(rank: int, ranks: int) -> list[Op]:
     readers, read = _neighbours(rank, ranks)
-    sends: list[Op] = [Send(Chunk(reader, reader + 1), reader) for reader in readers]
-    return sends + [Recv(Chunk(rank, rank + 1), peer, reduce=True) for peer in read]
+    sends: list[Op] = [Send(Slices(reader, reader + 1), reader) for reader in readers]
+    return sends + [Recv(Slices(rank, rank + 1), peer, reduce=True) for peer in read]
 
 
 def _fetch_others(rank: int, ranks: int) -> list[Op]:
     readers, read = _neighbours(rank, ranks)
-    sends: list[Op] = [Send(Chunk(rank, rank + 1), reader) for reader in readers]
-    return sends + [Recv(Chunk(peer, peer + 1), peer) for peer in read]
+    sends: list[Op] = [Send(Slices(rank, rank + 1), reader) for reader in readers]
+    return sends + [Recv(Slices(peer, peer + 1), peer) for peer in read]
 
 
 def _neighbours(rank: int, ranks: int) -> tuple[list[int], list[int]]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from microparallel.program import Chunk, Op, Recv, Send
+from microparallel.program import Op, Recv, Send, Slices
 
 
-def folded(ranks: int, everything: Chunk, inner: Callable[[int, list[int]], list[Op]]) -> tuple[tuple[Op, ...], ...]:
+def folded(ranks: int, everything: Slices, inner: Callable[[int, list[int]], list[Op]]) -> tuple[tuple[Op, ...], ...]:
     """The operations of all ranks, where `inner(position, ranks that are left)` gives those of a rank that is left."""
     power = 1 << (ranks.bit_length() - 1)
     pairs = ranks - power

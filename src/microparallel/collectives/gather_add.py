@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from microparallel.program import Add, Chunk, Collective, Op, Part, Program, Recv, Send
+from microparallel.program import Add, Collective, Op, Part, Program, Recv, Send, Slices
 
-_ALL = Chunk(0, 1)
+_ALL = Slices(0, 1)
 
 
 def gather_add_all_reduce(ranks: int) -> Program:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from microparallel.collectives.folding import folded
-from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 
 
 def halving_doubling_all_reduce(ranks: int) -> Program:
@@ -18,7 +18,7 @@ def halving_doubling_all_reduce(ranks: int) -> Program:
     """
     slices = 1 << (ranks.bit_length() - 1)
     goal = Collective("all-reduce", slices)
-    return Program("halving-doubling", goal, folded(ranks, Chunk(0, slices), _halve_then_double))
+    return Program("halving-doubling", goal, folded(ranks, Slices(0, slices), _halve_then_double))
 
 
 def _halve_then_double(position: int, ranks: list[int]) -> list[Op]:
@@ -29,7 +29,7 @@ def _halve_then_double(position: int, ranks: list[int]) -> list[Op]:
         distance = (stop - start) // 2
         middle = start + distance
         partner = ranks[position ^ distance]
-        lower, upper = Chunk(start, middle), Chunk(middle, stop)
+        lower, upper = Slices(start, middle), Slices(middle, stop)
         mine, theirs = (upper, lower) if position & distance else (lower, upper)
         halving += [Send(theirs, partner), Recv(mine, partner, reduce=True)]
         doubling = [Send(mine, partner), Recv(theirs, partner), *doubling]

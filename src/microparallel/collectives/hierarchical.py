@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from microparallel.errors import UsageError
-from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 
 
 def hierarchical_all_reduce(ranks: int, ranks_per_node: int = 2) -> Program:
@@ -56,8 +56,8 @@ def _inside(ops: list[list[Op]], nodes: list[list[int]], shares: int, *, reduce:
                     ops[rank] += [Recv(chunk, behind) for chunk in theirs]
 
 
-def _share(share: int, nodes: int) -> Chunk:
-    return Chunk(share * nodes, (share + 1) * nodes)
+def _share(share: int, nodes: int) -> Slices:
+    return Slices(share * nodes, (share + 1) * nodes)
 
 
 def _ring_between_nodes(ops: list[list[Op]], owners: list[int], share: int) -> None:
@@ -66,5 +66,5 @@ def _ring_between_nodes(ops: list[list[Op]], owners: list[int], share: int) -> N
         for step in range(count - 1):
             for place, rank in enumerate(owners):
                 sent, received = (share * count + (place + half - step - back) % count for back in (0, 1))
-                ops[rank].append(Send(Chunk(sent, sent + 1), owners[(place + 1) % count]))
-                ops[rank].append(Recv(Chunk(received, received + 1), owners[(place - 1) % count], reduce=half == 0))
+                ops[rank].append(Send(Slices(sent, sent + 1), owners[(place + 1) % count]))
+                ops[rank].append(Recv(Slices(received, received + 1), owners[(place - 1) % count], reduce=half == 0))

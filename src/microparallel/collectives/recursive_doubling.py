@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from microparallel.collectives.folding import folded
-from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 
-_ALL = Chunk(0, 1)
+_ALL = Slices(0, 1)
 
 
 def recursive_doubling_all_reduce(ranks: int) -> Program:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 
 
 def ring_all_reduce(ranks: int) -> Program:
@@ -42,6 +42,6 @@ def _pass_on(rank: int, ranks: int, first: int, *, reduce: bool) -> list[Op]:
     return ops
 
 
-def _slice(number: int, ranks: int) -> Chunk:
+def _slice(number: int, ranks: int) -> Slices:
     number %= ranks
-    return Chunk(number, number + 1)
+    return Slices(number, number + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 
 
 def scatter(ranks: int, root: int = 0) -> Program:
@@ -33,5 +33,5 @@ def gather(ranks: int, root: int = 0) -> Program:
     return Program("gather", Collective("gather", ranks, root=root), tuple(ops))
 
 
-def _slice(rank: int) -> Chunk:
-    return Chunk(rank, rank + 1)
+def _slice(rank: int) -> Slices:
+    return Slices(rank, rank + 1)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 
-_ALL = Chunk(0, 1)
+_ALL = Slices(0, 1)
 
 
 def tree_reduce(ranks: int, root: int = 0) -> Program:

@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 
 from microparallel.errors import ProgramError
-from microparallel.program import Add, Chunk, Collective, Join, Op, OpenSends, Part, Program, Recv, Send, Value, touch
+from microparallel.program import Add, Collective, Join, Op, OpenSends, Part, Program, Recv, Send, Slices, Value, touch
 from microparallel.transport.base import COMPLETE, Loan, Transport, Work
 
 # Messages of a program have a tag of their own, so that they never mix with the caller's.
@@ -56,7 +56,7 @@ class Memory:
 
     def __getitem__(self, value: Value) -> torch.Tensor:
         """The memory that a value names."""
-        if isinstance(value, Chunk):
+        if isinstance(value, Slices):
             return self._tensor[self._bounds[value.start] : self._bounds[value.stop]]
         if isinstance(value, Part):
             if value not in self._parts:

@@ -11,7 +11,7 @@ from microparallel.collectives import GroupKind, program_of, resolve
 from microparallel.comms.interpreter import Memory, Pieces, Round, rounds, slices_of
 from microparallel.comms.work_queue import Line, Turn
 from microparallel.errors import ProgramError
-from microparallel.program import AUTO, Add, Chunk, Op, Recv, Value
+from microparallel.program import AUTO, Add, Op, Recv, Slices, Value
 
 
 class Plan:
@@ -24,7 +24,7 @@ class Plan:
         self.all_meet = all_meet  # whether every rank hears from every other
         written = [op.value if isinstance(op, Recv) else op.into for op in ops if isinstance(op, Recv | Add)]
         # The slices of this rank's tensor that are changed.
-        self.written = frozenset(index for value in written if isinstance(value, Chunk) for index in value.slices)
+        self.written = frozenset(index for value in written if isinstance(value, Slices) for index in value.slices)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -93,7 +93,7 @@ class _Listed:
         self._tensors = tensors
 
     def __getitem__(self, value: Value) -> torch.Tensor:
-        if not isinstance(value, Chunk) or len(value) != 1:
+        if not isinstance(value, Slices) or len(value) != 1:
             raise ProgramError(f"{value} is not one tensor of a list")
         return self._tensors[value.start]
 
@@ -113,7 +113,7 @@ class Personal:
 
     def __getitem__(self, value: Value) -> torch.Tensor:
         """The tensor for, or from, another rank."""
-        if not isinstance(value, Chunk) or len(value) != 1:
+        if not isinstance(value, Slices) or len(value) != 1:
             raise ProgramError(f"{value} is nothing that one rank hands to another")
         source, to = divmod(value.start, len(self._inputs))
         return self._inputs[to] if source == self._rank else self._outputs[source]

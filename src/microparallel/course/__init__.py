@@ -12,6 +12,7 @@ from microparallel.course.naive import naive_data_parallel_step
 from microparallel.course.pipeline_steps import gpipe_pipeline_step, naive_pipeline_step, onef_oneb_pipeline_step
 from microparallel.course.replicas import Replicas
 from microparallel.course.shortcuts import ParameterAveraging, accumulated_step
+from microparallel.drawing.overlap import draw_overlap
 
 __all__ = [
     "BucketedDDPHooks",
@@ -25,6 +26,7 @@ __all__ = [
     "ddp_step",
     "demonstrate_hook_order",
     "demonstrate_overlap",
+    "draw_overlap",
     "gpipe_pipeline_step",
     "naive_data_parallel_step",
     "naive_pipeline_step",

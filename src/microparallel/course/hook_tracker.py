@@ -187,12 +187,12 @@ class HookTracker:
 
     Example:
         ```python
-        tracker = mp.HookTracker(model, comms)
-        hooks = mp.register_ddp_hooks(model, tracker.comms, bucket_size_mb=0.25)
+        tracker = mp.course.HookTracker(model, comms)
+        hooks = mp.course.register_ddp_hooks(model, tracker.comms, bucket_size_mb=0.25)
         with tracker.step():
-            mp.ddp_step(model, tracker.comms, inputs, targets)
+            mp.course.ddp_step(model, tracker.comms, inputs, targets)
         print(tracker.order)  # names, in the order in which this rank's gradients were ready
-        print(mp.draw_overlap(tracker.trace("buckets"), seconds=True))
+        print(mp.course.draw_overlap(tracker.trace("buckets"), seconds=True))
         tracker.remove()
         ```
 

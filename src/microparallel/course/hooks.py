@@ -79,7 +79,7 @@ class GradientHooks:
 
     Example:
         ```python
-        hooks = mp.register_ddp_hooks(model, comms)
+        hooks = mp.course.register_ddp_hooks(model, comms)
         for inputs, targets in batches:  # this rank's own
             optimizer.zero_grad()
             loss_fn(model(inputs), targets).backward()  # gradients leave meanwhile

@@ -27,7 +27,7 @@ from microparallel.comms.in_process import all_reduce_in_process
 from microparallel.course.naive import LossFunction, mean_loss
 from microparallel.errors import UsageError
 
-Chunk = tuple[Any, torch.Tensor]  # (inputs, targets) of one replica
+Share = tuple[Any, torch.Tensor]  # (inputs, targets) of one replica
 
 
 class Replicas:
@@ -48,7 +48,7 @@ class Replicas:
 
     Example:
         ```python
-        replicas = mp.Replicas(model, devices=["cpu", "cpu"], averaging="ring")
+        replicas = mp.course.Replicas(model, devices=["cpu", "cpu"], averaging="ring")
         optimizer = torch.optim.SGD(replicas.parameters(), lr=0.1)
         for inputs, targets in batches:
             optimizer.zero_grad()
@@ -181,7 +181,7 @@ def create_replicas(master: nn.Module, devices: Sequence[torch.device]) -> list[
 # ── every step: chunk, compute, average ─────────────────────────────────────────────────────────────────────────────
 
 
-def chunk_data(inputs: Any, targets: torch.Tensor, devices: Sequence[torch.device]) -> list[Chunk]:
+def chunk_data(inputs: Any, targets: torch.Tensor, devices: Sequence[torch.device]) -> list[Share]:
     """Cut a batch into a chunk for each device and bring it there; sizes differ by at most one, and may be 0."""
     if not isinstance(targets, torch.Tensor) or targets.dim() == 0:
         kind = describe(targets) if isinstance(targets, torch.Tensor) else type(targets).__name__
@@ -208,7 +208,7 @@ def _require_rows(tensor: torch.Tensor, samples: int) -> None:
         raise UsageError(f"inputs: {describe(tensor)} has no row for each of the {samples} targets; give one for each")
 
 
-def local_pass(model: nn.Module, chunk: Chunk, loss_fn: LossFunction | None) -> torch.Tensor:
+def local_pass(model: nn.Module, chunk: Share, loss_fn: LossFunction | None) -> torch.Tensor:
     """Forward and backward of one replica on its chunk; returns the mean loss of that chunk."""
     inputs, targets = chunk
     if len(targets) == 0:

@@ -58,7 +58,7 @@ def accumulated_step(
         ```python
         model = mp.DataParallel(build_model(), comms)
         optimizer.zero_grad()
-        mp.accumulated_step(model, [(inputs_1, targets_1), (inputs_2, targets_2)], loss_fn)
+        mp.course.accumulated_step(model, [(inputs_1, targets_1), (inputs_2, targets_2)], loss_fn)
         optimizer.step()
         ```
     """
@@ -127,7 +127,7 @@ class ParameterAveraging:
 
     Example:
         ```python
-        averaging = mp.ParameterAveraging(model, comms, every=8)
+        averaging = mp.course.ParameterAveraging(model, comms, every=8)
         for inputs, targets in my_share_of_the_batches:
             optimizer.zero_grad()
             loss_fn(model(inputs), targets).backward()

@@ -78,7 +78,7 @@ class DataParallel(nn.Module):
     Args:
         module: the model, the same on every rank; already on its device.
         comms: the ranks.
-        bucket_mb: gradients are sent when so many megabytes of them are there.
+        bucket_cap_mb: gradients are sent when so many megabytes of them are there.
         overlap: whether buckets are averaged in the background while backward goes on, or at once; None: in the
             background, unless that takes a core from the computation (`Comms.can_overlap`).
         buffers: "broadcast" gives every rank rank 0's buffers (BatchNorm's running statistics, say) before each
@@ -103,7 +103,7 @@ class DataParallel(nn.Module):
         self,
         module: nn.Module,
         comms: Comms,
-        bucket_mb: float = 25.0,
+        bucket_cap_mb: float = 25.0,
         *,
         overlap: bool | None = None,
         buffers: str = "broadcast",
@@ -111,7 +111,7 @@ class DataParallel(nn.Module):
         check_finite: bool = False,
     ) -> None:
         super().__init__()
-        _require_sensible(bucket_mb, buffers, unused)
+        _require_sensible(bucket_cap_mb, buffers, unused)
         require_same_model(module, comms)  # first: what is refused below is then refused on all ranks
         _require_dense_gradients(module)
         replicate(module, comms)
@@ -120,7 +120,7 @@ class DataParallel(nn.Module):
         self._reducer = Reducer(
             dict(module.named_parameters()),
             comms,
-            bucket_mb * 2**20,
+            bucket_cap_mb * 2**20,
             overlap=comms.can_overlap if overlap is None else overlap,
             check_finite=check_finite,
             refuse_unused=unused == "error",
@@ -319,9 +319,9 @@ class DataParallel(nn.Module):
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
 
-def _require_sensible(bucket_mb: float, buffers: str, unused: str) -> None:
-    if not (isinstance(bucket_mb, int | float) and bucket_mb > 0):
-        raise UsageError(f"DataParallel: bucket_mb={bucket_mb!r} must be a number of megabytes greater than 0")
+def _require_sensible(bucket_cap_mb: float, buffers: str, unused: str) -> None:
+    if not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
+        raise UsageError(f"DataParallel: bucket_cap_mb={bucket_cap_mb!r} must be a number of megabytes greater than 0")
     if buffers not in ("broadcast", "local"):
         raise UsageError(f"DataParallel: buffers={buffers!r}; choose 'broadcast' or 'local'")
     if unused not in ("allow", "error"):

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from microparallel.errors import ProgramError, UsageError
-from microparallel.program import Add, Chunk, Collective, Op, Part, Program, Recv, Send, Walk, symbols
+from microparallel.program import Add, Collective, Op, Part, Program, Recv, Send, Slices, Walk, symbols
 from microparallel.program.rules import written
 from microparallel.simulator import Costs, simulate
 from microparallel.trace import Trace
@@ -51,7 +51,7 @@ def held_after_each(program: Program, goal: Collective) -> list[list[Held]]:
 def _written(held: Held, op: Recv | Add, contents: symbols.Contents) -> Held:
     """What is held now that an operation has written its value; all the rest stays as it is."""
     value = written(op)
-    if isinstance(value, Chunk):
+    if isinstance(value, Slices):
         new = map(_whose, contents.slices[value.start : value.stop])
         return replace(held, slices=(*held.slices[: value.start], *new, *held.slices[value.stop :]))
     return replace(held, parts=held.parts | {value.rank}) if isinstance(value, Part) else held
@@ -66,7 +66,7 @@ def _whose(symbol: symbols.Symbol) -> Symbol:
 
 def _require_slices(rank: int, op: Op, goal: Collective) -> None:
     for value in (getattr(op, "value", None), getattr(op, "into", None)):
-        if isinstance(value, Chunk) and value.stop > goal.slices:
+        if isinstance(value, Slices) and value.stop > goal.slices:
             raise ProgramError(f"rank {rank} does {op}, and the tensor has {goal.slices} slices")
 
 

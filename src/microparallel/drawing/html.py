@@ -23,7 +23,7 @@ from microparallel.drawing.svg import (
     svg,
 )
 from microparallel.errors import UsageError
-from microparallel.program import Add, Chunk, Collective, Program, Value
+from microparallel.program import Add, Collective, Program, Slices, Value
 from microparallel.text import count
 from microparallel.trace import Trace
 
@@ -121,7 +121,7 @@ def _words(hop: Hop) -> list[str]:
 
 
 def _name(value: Value) -> str:
-    if not isinstance(value, Chunk):
+    if not isinstance(value, Slices):
         return str(value)
     if len(value) == 1:
         return f"slice {value.start}"

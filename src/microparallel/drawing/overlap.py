@@ -85,7 +85,7 @@ def draw_overlap(
     """Draw a data-parallel step bucket by bucket, and return the drawing.
 
     Args:
-        trace: of a step that all-reduces buckets: measured (`mp.HookTracker`) or simulated (`mp.schedules.ddp`).
+        trace: of a step that all-reduces buckets: measured (`mp.course.HookTracker`) or simulated (`mp.schedules.ddp`).
         as_: "text" for a terminal, "svg" for a figure.
         rank: draw this rank only.
         seconds: the trace's times are seconds, and are shown in milliseconds; otherwise they have no unit.
@@ -94,7 +94,7 @@ def draw_overlap(
     Example:
         ```python
         trace = mp.simulate(mp.schedules.ddp(layers=8, buckets=4, ranks=2), mp.Costs(seconds_per_byte=1))
-        print(mp.draw_overlap(trace))
+        print(mp.course.draw_overlap(trace))
         ```
     """
     if as_ not in get_args(Format):

@@ -172,7 +172,7 @@ class Member:
     """
 
     def __init__(
-        self, comms: Comms, mesh: Mesh, homes: Sequence[int], stages: dict[int, Stage], bucket_mb: float
+        self, comms: Comms, mesh: Mesh, homes: Sequence[int], stages: dict[int, Stage], bucket_cap_mb: float
     ) -> None:
         self.comms = comms
         self.mesh = mesh
@@ -189,7 +189,7 @@ class Member:
         self._shared_places: tuple[int, ...] = ()  # of a pipeline: where several stages use one parameter
         self._tied_places: tuple[tuple[int, ...], ...] = ()  # for each parameter that ranks share, those
         self._buffered_places: tuple[int, ...] = ()  # where stages have buffers
-        self._sums: dict[Value, Reduction] = self._column_sums(bucket_mb * 2**20) if mesh.dp > 1 else {}
+        self._sums: dict[Value, Reduction] = self._column_sums(bucket_cap_mb * 2**20) if mesh.dp > 1 else {}
 
     def _column_sums(self, bucket_bytes: float) -> dict[Value, Reduction]:
         """For each stage the sum of its gradients over the replicas; what several stages share is summed in the end."""

@@ -53,7 +53,7 @@ class Pipeline(Member):
         example: a batch to measure layers on, for balance="time".
         recompute: keep only what enters a stage, and compute its activations again when its backward comes
             (activation checkpointing).
-        bucket_mb: replicas sum their gradients in buckets of so many megabytes.
+        bucket_cap_mb: replicas sum their gradients in buckets of so many megabytes.
 
     Example:
         ```python
@@ -84,7 +84,7 @@ class Pipeline(Member):
         chunks: int | None = None,
         example: Any = None,
         recompute: bool = False,
-        bucket_mb: float = 25.0,
+        bucket_cap_mb: float = 25.0,
     ) -> None:
         mesh = _mesh(comms, replicas)
         plan = Schedule(schedule, mesh.pp, microbatches, chunks)
@@ -94,7 +94,7 @@ class Pipeline(Member):
             for index, home in enumerate(plan.homes)
             if home == mesh.where(comms.rank)[1]
         }
-        super().__init__(comms, mesh, plan.homes, stages, bucket_mb)
+        super().__init__(comms, mesh, plan.homes, stages, bucket_cap_mb)
         self._prepare(plan)
         self._tie(pieces)
         self._find_buffers(pieces)
@@ -121,7 +121,7 @@ class Pipeline(Member):
                 f"schedule={schedule!r} gives a rank several stages; mp.Pipeline cuts a whole model for it"
             )
         stage = Stage(comms.rank, [NamedLayer("", module)], loss_fn)
-        Member.__init__(pipe, comms, Mesh(1, comms.world_size), plan.homes, {comms.rank: stage}, bucket_mb=25.0)
+        Member.__init__(pipe, comms, Mesh(1, comms.world_size), plan.homes, {comms.rank: stage}, bucket_cap_mb=25.0)
         pipe._prepare(plan)
         pipe._knows_loss = True
         return pipe

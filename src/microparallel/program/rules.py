@@ -40,7 +40,7 @@ from typing import Generic, TypeVar
 from microparallel.errors import ProgramError
 from microparallel.program import ops as o
 from microparallel.program.program import Goal, TrainingStep
-from microparallel.program.values import Act, Bucket, Chunk, Delta, Grad, Named, Rest, Value
+from microparallel.program.values import Act, Bucket, Delta, Grad, Named, Rest, Slices, Value
 
 Compute = o.Forward | o.Backward | o.BackwardInput | o.BackwardWeight
 
@@ -217,7 +217,7 @@ class OpenSends(Generic[Sending]):
 
 def _memory(value: Value) -> Iterable[object]:
     """The pieces of memory that a value names: two values share one if they touch."""
-    if not isinstance(value, Chunk):
+    if not isinstance(value, Slices):
         return (value,)
     return (value.start,) if value.stop == value.start + 1 else value.slices
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from microparallel.errors import ProgramError
 from microparallel.program.ops import Add, Op, Recv, Send
 from microparallel.program.program import Collective
-from microparallel.program.values import Chunk, Part, Value
+from microparallel.program.values import Part, Slices, Value
 from microparallel.program.walk import Message
 
 Symbol = Mapping[tuple[int, int], int]  # (contributing rank, slice) → how many times; never changed once made
@@ -69,7 +69,7 @@ class Contents:
 
     def read(self, value: Value) -> Content:
         """What stands under a name."""
-        if isinstance(value, Chunk):
+        if isinstance(value, Slices):
             if value.stop > len(self.slices):
                 raise ProgramError(f"rank {self._rank} names {value}, and the tensor has {len(self.slices)} slices")
             return tuple(self.slices[value.start : value.stop])
@@ -90,7 +90,7 @@ class Contents:
         new = tuple(map(_sum, mine, content)) if add else content
         if isinstance(value, Part):
             self.parts[value] = new
-        elif isinstance(value, Chunk):
+        elif isinstance(value, Slices):
             self.slices[value.start : value.stop] = new
 
 

@@ -6,8 +6,8 @@
 | `Grad(0, 3)`      | `G0.3` | the gradient of that output                                                      |
 | `Rest(0, 3)`      | `R0.3` | what the input half of a backward leaves for the weight half                     |
 | `Delta(0, 3)`     | `D0.3` | the gradients of stage 0's weights that micro-batch 3 gave                       |
-| `Chunk(2, 3)`     | `C2`   | one of the equal slices a collective's tensor is cut into                        |
-| `Chunk(2, 5)`     | `C2:5` | slices 2, 3 and 4; two chunks touch where their ranges overlap                   |
+| `Slices(2, 3)`     | `C2`   | one of the equal slices a collective's tensor is cut into                        |
+| `Slices(2, 5)`     | `C2:5` | slices 2, 3 and 4; two chunks touch where their ranges overlap                   |
 | `Part(1)`         | `P1`   | the whole contribution of rank 1, kept apart from one's own                      |
 | `Bucket(4)`       | `U4`   | the gradients of some layers                                                     |
 | `Named("loss")`   | `:loss`| anything else that ranks share: the loss, buffers, weights, a norm, …            |
@@ -66,7 +66,7 @@ class Delta:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Slices:
     """Some neighbouring slices of a collective's tensor: from `start` up to, not including, `stop`."""
 
     start: int
@@ -74,7 +74,7 @@ class Chunk:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
-            raise ProgramError(f"Chunk({self.start}, {self.stop}) has no slices; start must be below stop")
+            raise ProgramError(f"Slices({self.start}, {self.stop}) has no slices; start must be below stop")
 
     def __str__(self) -> str:
         return f"C{self.start}" if self.stop == self.start + 1 else f"C{self.start}:{self.stop}"
@@ -122,7 +122,7 @@ class Named:
         return f":{self.name}"
 
 
-Value = Act | Grad | Rest | Delta | Chunk | Part | Bucket | Named
+Value = Act | Grad | Rest | Delta | Slices | Part | Bucket | Named
 
 _OF_A_STAGE: dict[str, type[Act | Grad | Rest | Delta]] = {"A": Act, "G": Grad, "R": Rest, "D": Delta}
 _N = "[0-9]{1,9}"
@@ -147,7 +147,7 @@ def tied(index: int) -> Named:
 
 def touch(one: Value, other: Value) -> bool:
     """Whether two names share memory: the same name, or chunks that overlap."""
-    if isinstance(one, Chunk) and isinstance(other, Chunk):
+    if isinstance(one, Slices) and isinstance(other, Slices):
         return one.start < other.stop and other.start < one.stop
     return one == other
 
@@ -163,5 +163,5 @@ def parse_value(text: str) -> Value:
     if letter is not None:
         return _OF_A_STAGE[letter](int(stage), int(microbatch))
     if start is not None:
-        return Chunk(int(start), int(stop) if stop is not None else int(start) + 1)
+        return Slices(int(start), int(stop) if stop is not None else int(start) + 1)
     return Part(int(rank)) if rank is not None else Bucket(int(bucket))

@@ -14,7 +14,6 @@ from microparallel.program import (
     BackwardInput,
     BackwardWeight,
     Bucket,
-    Chunk,
     Collective,
     Forward,
     ForwardBackward,
@@ -27,6 +26,7 @@ from microparallel.program import (
     OptimizerStep,
     Program,
     Send,
+    Slices,
     Value,
     halves,
 )
@@ -135,7 +135,7 @@ class Costs:
             if not 0 <= size < math.inf:
                 raise UsageError(f"Costs: bytes_per_value says that {value} has {size} bytes; it must be 0 or more")
             return size
-        if isinstance(value, Chunk) and isinstance(goal, Collective):
+        if isinstance(value, Slices) and isinstance(goal, Collective):
             return self.bytes_per_value * len(value) / goal.per_rank
         if isinstance(value, Bucket) and not isinstance(goal, Collective) and value.index < len(goal.buckets):
             start, stop = goal.buckets[value.index]

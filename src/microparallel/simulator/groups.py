@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from microparallel.collectives import GroupKind, group_kind, program_of, resolve, sent_by
-from microparallel.program import AllReduce, Chunk, Collective, Goal, GroupOp, Met, Observed, Program, Send, Value
+from microparallel.program import AllReduce, Collective, Goal, GroupOp, Met, Observed, Program, Send, Slices, Value
 from microparallel.simulator.costs import Costs
 from microparallel.topology import Link
 from microparallel.trace import Event
@@ -116,7 +116,7 @@ class _Within(Costs):
     def size(self, value: Value, goal: Goal) -> float:
         """How many bytes a part of the group's value has."""
         assert isinstance(goal, Collective)
-        return self.whole * len(value) / goal.slices if isinstance(value, Chunk) else self.whole
+        return self.whole * len(value) / goal.slices if isinstance(value, Slices) else self.whole
 
     def link(self, sender: int, receiver: int) -> Link:
         """The connection between two ranks of the group."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 
 from microparallel.errors import ProgramError
-from microparallel.program import Chunk, Collective, Part, Policy, Program, Recv, Send, Sends, Value, Wait, Walk
+from microparallel.program import Collective, Part, Policy, Program, Recv, Send, Sends, Slices, Value, Wait, Walk
 from microparallel.verifier.findings import Deadlock, Unmatched, show_place
 
 Channel = tuple[int, int]  # sender, receiver
@@ -49,7 +49,7 @@ def _same_content(program: Program, sent: Value, received: Value, sender: int) -
     """A value arrives under its own name; a whole contribution may be kept apart under its sender's."""
     if sent == received:
         return True
-    whole = isinstance(program.goal, Collective) and sent == Chunk(0, program.goal.slices)
+    whole = isinstance(program.goal, Collective) and sent == Slices(0, program.goal.slices)
     return whole and received == Part(sender)
 
 

@@ -22,7 +22,6 @@ from microparallel.program import (
     BackwardWeight,
     Broadcast,
     Bucket,
-    Chunk,
     Cursor,
     Forward,
     Free,
@@ -38,6 +37,7 @@ from microparallel.program import (
     Rest,
     Rules,
     Send,
+    Slices,
     TrainingStep,
     Value,
     Walk,
@@ -78,7 +78,7 @@ def _not_allowed(op: Op, goal: TrainingStep) -> str:
     if isinstance(op, AllReduce) and not isinstance(op.value, Named):
         if not isinstance(op.value, Bucket) or op.value.index >= len(goal.buckets):
             return f"and the goal names {len(goal.buckets) or 'no'} buckets"
-    elif isinstance(op, Send | Recv | Free) and isinstance(op.value, Chunk | Part):
+    elif isinstance(op, Send | Recv | Free) and isinstance(op.value, Slices | Part):
         return "which is no value of a training step"
     elif isinstance(op, Send | Recv) and not isinstance(op.value, Act | Grad):
         return "and only activations (A) and their gradients (G) travel"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from microparallel.learn.log import RECEIVES, SENDS, Called, Row
-from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 
 
 def program_of(
@@ -43,12 +43,12 @@ def _operations(given: torch.Tensor, row: Row, found: torch.Tensor, slices: int)
     return None if None in ops else [op for op in ops if op is not None]
 
 
-def _which(content: torch.Tensor, tensor: torch.Tensor, slices: int) -> Chunk | None:
+def _which(content: torch.Tensor, tensor: torch.Tensor, slices: int) -> Slices | None:
     """The slices of a tensor that have these numbers."""
     parts = _split(tensor, slices)
     for start, stop in itertools.combinations(range(slices + 1), 2):
         if torch.equal(torch.cat(parts[start:stop]), content.flatten()):
-            return Chunk(start, stop)
+            return Slices(start, stop)
     return None
 
 
@@ -66,7 +66,7 @@ def _changes(before: torch.Tensor, after: torch.Tensor, arrived: list[Called], s
             came = content if content.shape == old.shape else _split(content, slices)[index]
             added = came.shape == old.shape and torch.equal(new, old + came)
             if added or torch.equal(new, came):
-                ops[-1] = Recv(Chunk(index, index + 1), call.peer, reduce=added)
+                ops[-1] = Recv(Slices(index, index + 1), call.peer, reduce=added)
                 used.append(call)
                 break
     arrived[:] = [call for call in arrived if call not in used]

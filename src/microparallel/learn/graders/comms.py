@@ -15,7 +15,7 @@ from microparallel.learn.graders._common_pp import many
 from microparallel.learn.log import RECEIVES, SENDS, Called, Row, calls
 from microparallel.learn.verdict import Wrong
 from microparallel.learn.words import Suspect, require_equal, require_like, shown
-from microparallel.program import Chunk, Collective, Op, Program, Recv, Send
+from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 from microparallel.verifier import Unreached, verify
 
 _ALLOWED = ("send_tensor", "recv_tensor")
@@ -196,8 +196,8 @@ def _knowledge(rows: list[Row], answered: bool) -> Program:
         else:
             told, sends = under_way[peer, rank, is_answer].popleft()
             for one in sorted(told - known[rank]):
-                sends.append(Send(Chunk(one, one + 1), rank))
-                ops[rank][-1].append(Recv(Chunk(one, one + 1), peer))
+                sends.append(Send(Slices(one, one + 1), rank))
+                ops[rank][-1].append(Recv(Slices(one, one + 1), peer))
             known[rank] |= told
     flat = tuple(tuple(itertools.chain(*mine)) for mine in ops)
     return Program("your barrier", Collective("all-gather", len(rows)), flat)

@@ -72,7 +72,7 @@ def _require_complete(case: Case, orders: Orders) -> None:
         if stages != own and chunks > 1 and stages == [rank * chunks + chunk for chunk in range(chunks)]:
             raise Wrong(
                 f"{_named(case)}: rank {rank} has stages {listed(stages)}, which are neighbours: then a micro-batch "
-                f"does not go round, and nothing is gained. Chunk c of rank r is stage c · p + r: {listed(own)}"
+                f"does not go round, and nothing is gained. Slices c of rank r is stage c · p + r: {listed(own)}"
             )
         if stages != own:
             raise Wrong(f"{_named(case)}: rank {rank} works on stages {listed(stages)}, and has {listed(own)}")

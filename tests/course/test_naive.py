@@ -41,7 +41,9 @@ def step_twice(comms, bounds, with_loss_fn):
     inputs, targets = batch()
     mine = slice(*bounds[comms.rank])
     loss_fn = nn.functional.cross_entropy if with_loss_fn else None
-    losses = [mp.naive_data_parallel_step(model, comms, inputs[mine], targets[mine], loss_fn).item() for _ in range(2)]
+    losses = [
+        mp.course.naive_data_parallel_step(model, comms, inputs[mine], targets[mine], loss_fn).item() for _ in range(2)
+    ]
     return losses, gradients(model)
 
 

@@ -152,5 +152,5 @@ def test_explains_in_one_line_why_the_number_flatters():
 
 @pytest.mark.parametrize("wrong", [{"index": -1}, {"interval": 0}, {"interval": float("nan")}])
 def test_a_wrong_call(wrong):
-    with pytest.raises(mp.UsageError, match="index from 0"):
+    with pytest.raises(mp.errors.UsageError, match="index from 0"):
         GpuMeter(**wrong)

@@ -75,7 +75,7 @@ def accumulating(comms, cases):
         for step in range(STEPS):
             optimizer.zero_grad()
             mine = micro_batches(comms, sizes, step) if sizes[comms.rank] else []
-            loss = mp.accumulated_step(model, mine, cross_entropy, samples=None if counted else 12)
+            loss = mp.course.accumulated_step(model, mine, cross_entropy, samples=None if counted else 12)
             optimizer.step()
             losses.append(loss.item())
         found.append((losses, weights(model)))
@@ -101,9 +101,9 @@ def synchronisations(comms):
     for sizes in ([[1] * 4] * 3, [[4]] * 3):
         counted, counts = count_messages(comms)
         model = mp.DataParallel(make_model(), counted)
-        mp.accumulated_step(model, micro_batches(comms, sizes, 0), cross_entropy, samples=12)
+        mp.course.accumulated_step(model, micro_batches(comms, sizes, 0), cross_entropy, samples=12)
         before = replace(counts)  # in the first step the ranks also agree on an order
-        mp.accumulated_step(model, micro_batches(comms, sizes, 1), cross_entropy, samples=12)
+        mp.course.accumulated_step(model, micro_batches(comms, sizes, 1), cross_entropy, samples=12)
         found.append((counts.messages_sent - before.messages_sent, counts.bytes_sent - before.bytes_sent))
     return found
 
@@ -126,7 +126,7 @@ def averaging(comms, cases):
         model = make_model()
         with torch.no_grad():
             model[0].weight.add_(comms.rank)  # rank 0's is what counts
-        together = mp.ParameterAveraging(model, comms, every=every)
+        together = mp.course.ParameterAveraging(model, comms, every=every)
         optimizer = make_optimizer(optimizer_name, model)
         moments = []
         for step in range(STEPS):
@@ -162,7 +162,7 @@ def averages_what_is_there(comms):
     """Buffers, dtypes, frozen parameters, and ranks that count differently."""
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Linear(2, 2).half())
     model[1].bias.requires_grad_(False)
-    together = mp.ParameterAveraging(model, comms, every=5)
+    together = mp.course.ParameterAveraging(model, comms, every=5)
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.fill_(comms.rank)
@@ -185,16 +185,16 @@ def refusals(comms):
     model = make_model()
     wrapped = mp.DataParallel(model, comms)
     calls = [
-        lambda: mp.accumulated_step(model, [batch(0)], cross_entropy),
-        lambda: mp.accumulated_step(wrapped, [], cross_entropy),
-        lambda: mp.ParameterAveraging(model, comms, every=0),
-        lambda: mp.ParameterAveraging(model, comms, every=2.5),
-        lambda: mp.ParameterAveraging(wrapped, comms, every=2),
-        lambda: mp.ParameterAveraging(model, comms, every=2).after_step(samples=-1),
+        lambda: mp.course.accumulated_step(model, [batch(0)], cross_entropy),
+        lambda: mp.course.accumulated_step(wrapped, [], cross_entropy),
+        lambda: mp.course.ParameterAveraging(model, comms, every=0),
+        lambda: mp.course.ParameterAveraging(model, comms, every=2.5),
+        lambda: mp.course.ParameterAveraging(wrapped, comms, every=2),
+        lambda: mp.course.ParameterAveraging(model, comms, every=2).after_step(samples=-1),
     ]
     messages = []
     for call in calls:
-        with pytest.raises(mp.UsageError) as caught:
+        with pytest.raises(mp.errors.UsageError) as caught:
             call()
         messages.append(str(caught.value))
     return messages

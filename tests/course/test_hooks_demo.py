@@ -90,7 +90,7 @@ def test_what_never_happened_is_not_in_the_trace():
     assert [name for name, *_ in shown(trace, 0)] == ["F0.0", "F1.0", "B1.0", "*U0@dp", "*U1@dp"]
     assert shown(trace, 1) == [("*U0@dp", 4, 5), ("*U1@dp", 6, 6)]
     assert [name for name, *_ in shown(trace, 2)] == ["F1.2", "F0.2", "B1.2", "*U0@dp", "B0.2", "*U1@dp"]
-    assert mp.draw_overlap(trace).count("\n  gradient ") == 6
+    assert mp.course.draw_overlap(trace).count("\n  gradient ") == 6
 
 
 # ── real steps ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -103,10 +103,10 @@ def everything_shown(comms):
     model = mp.models.FullMLP(96, depth=4)
     before = copy.deepcopy(model.state_dict())
     inputs = torch.randn(64, 96)
-    order = mp.demonstrate_hook_order(model, comms, show=comms.rank == 1)
+    order = mp.course.demonstrate_hook_order(model, comms, show=comms.rank == 1)
     options = {"bucket_size_mb": 0.05, "link_seconds": LINK, "show": False}
-    traces = mp.demonstrate_overlap(model, comms, inputs, **options, steps=1)
-    seconds = mp.compare_hook_timing(model, comms, **options, steps=3)
+    traces = mp.course.demonstrate_overlap(model, comms, inputs, **options, steps=1)
+    seconds = mp.course.compare_hook_timing(model, comms, **options, steps=3)
     untouched = all(map(torch.equal, model.state_dict().values(), before.values()))
     untouched = untouched and all(parameter.grad is None for parameter in model.parameters())
     return order, traces, seconds, untouched
@@ -134,7 +134,7 @@ def test_all_ranks_have_the_same_traces_of_whole_steps(shown_by_ranks):
         mp.verify(trace.program)
         for as_ in ("text", "svg"):
             assert trace.program.name in mp.draw(trace, as_)
-            assert trace.program.name in mp.draw_overlap(trace, as_, seconds=True)
+            assert trace.program.name in mp.course.draw_overlap(trace, as_, seconds=True)
 
 
 def test_no_all_reduce_begins_before_its_gradients_are_there_on_every_rank(shown_by_ranks):
@@ -189,35 +189,35 @@ def comms():
 
 def test_rank_0_prints_what_it_saw(comms, capsys):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 300))
-    order = mp.demonstrate_hook_order(model, comms)
+    order = mp.course.demonstrate_hook_order(model, comms)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "gradients of rank 0 in the order in which they are ready"
     assert [line.split()[3] for line in lines[1:]] == order == ["1.bias", "1.weight", "0.bias", "0.weight"]
     assert [line.split(maxsplit=4)[4] for line in lines[1:]] == ["1.2 KB", "4.8 KB", "16 B", "64 B"]
-    mp.demonstrate_overlap(model, comms, steps=1)
+    mp.course.demonstrate_overlap(model, comms, steps=1)
     assert capsys.readouterr().out.count("% of it hidden") == 3
-    mp.compare_hook_timing(model, comms, steps=1)
+    mp.course.compare_hook_timing(model, comms, steps=1)
     assert "no synchronisation" in capsys.readouterr().out
 
 
 def test_many_gradients_are_cut_short(comms, capsys):
-    mp.demonstrate_hook_order(nn.Sequential(*(nn.Linear(2, 2) for _ in range(30))), comms)
+    mp.course.demonstrate_hook_order(nn.Sequential(*(nn.Linear(2, 2) for _ in range(30))), comms)
     assert "    …  20 more" in capsys.readouterr().out.splitlines()
 
 
 def test_a_model_of_one_s_own_needs_inputs(comms):
     model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 2))
-    with pytest.raises(mp.UsageError, match="begins with Embedding; pass them"):
-        mp.demonstrate_hook_order(model, comms)
+    with pytest.raises(mp.errors.UsageError, match="begins with Embedding; pass them"):
+        mp.course.demonstrate_hook_order(model, comms)
     inputs, targets = torch.tensor([1, 2, 3]), torch.tensor([0, 1, 0])
-    order = mp.demonstrate_hook_order(model, comms, inputs, targets, nn.functional.cross_entropy, show=False)
+    order = mp.course.demonstrate_hook_order(model, comms, inputs, targets, nn.functional.cross_entropy, show=False)
     assert order == ["1.bias", "1.weight", "0.weight"]
 
 
 def test_a_tracker_forgets_the_step_before(comms):
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
-    tracker = mp.HookTracker(model, comms)
-    hooks = mp.register_ddp_hooks(model, tracker.comms)
+    tracker = mp.course.HookTracker(model, comms)
+    hooks = mp.course.register_ddp_hooks(model, tracker.comms)
     for used in (model, model[0]):
         model.zero_grad()
         with tracker.step():
@@ -234,16 +234,16 @@ def test_a_tracker_forgets_the_step_before(comms):
 
 def test_what_cannot_be_tracked_is_refused(comms):
     model = nn.Linear(2, 2)
-    with pytest.raises(mp.UsageError, match="no trainable parameters"):
-        mp.HookTracker(copy.deepcopy(model).requires_grad_(False), comms)
-    with pytest.raises(mp.UsageError, match=r"weight is not on the CPU.*model.cpu\(\)"):
-        mp.HookTracker(copy.deepcopy(model).to("meta"), comms)
+    with pytest.raises(mp.errors.UsageError, match="no trainable parameters"):
+        mp.course.HookTracker(copy.deepcopy(model).requires_grad_(False), comms)
+    with pytest.raises(mp.errors.UsageError, match=r"weight is not on the CPU.*model.cpu\(\)"):
+        mp.course.HookTracker(copy.deepcopy(model).to("meta"), comms)
     for link in (-1.0, math.nan, math.inf):
-        with pytest.raises(mp.UsageError, match="link_seconds="):
-            mp.HookTracker(model, comms, link)
-    with pytest.raises(mp.UsageError, match="steps=0"):
-        mp.demonstrate_overlap(model, comms, steps=0)
-    hooks = mp.register_ddp_hooks(model, comms)
-    with pytest.raises(mp.UsageError, match="has hooks already"):
-        mp.HookTracker(model, comms)
+        with pytest.raises(mp.errors.UsageError, match="link_seconds="):
+            mp.course.HookTracker(model, comms, link)
+    with pytest.raises(mp.errors.UsageError, match="steps=0"):
+        mp.course.demonstrate_overlap(model, comms, steps=0)
+    hooks = mp.course.register_ddp_hooks(model, comms)
+    with pytest.raises(mp.errors.UsageError, match="has hooks already"):
+        mp.course.HookTracker(model, comms)
     hooks.remove()

@@ -64,7 +64,7 @@ def test_dtypes_are_kept_apart():
 
 def test_a_bucket_fills_leaves_and_gives_gradients_back_as_views(comms):
     weight, bias = nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(3))
-    bucket = mp.GradientBucket([bias, weight])
+    bucket = mp.course.GradientBucket([bias, weight])
     weight.grad, bias.grad = torch.full((2, 3), 5.0), torch.full((3,), 7.0)
     bucket.put(weight)
     assert (bucket.ready, bucket.full) == (1, False)
@@ -82,7 +82,7 @@ def test_a_bucket_fills_leaves_and_gives_gradients_back_as_views(comms):
 
 def test_a_bucket_without_a_gradient_holds_zeros_not_what_it_held_before(comms):
     weight, bias = parameters(2, 2)
-    bucket = mp.GradientBucket([weight, bias])
+    bucket = mp.course.GradientBucket([weight, bias])
     weight.grad = bias.grad = torch.ones(2)
     for _ in range(2):
         bucket.put(weight)
@@ -117,7 +117,7 @@ def test_full_buckets_leave_while_backward_goes_on(comms):
     sent_before = {}
     for index, layer in enumerate(model.layers):
         layer.weight.register_post_accumulate_grad_hook(lambda _, i=index: sent_before.update({i: len(comms.sent)}))
-    hooks = mp.BucketedDDPHooks(model, comms, bucket_size_mb=512 / 2**20)
+    hooks = mp.course.BucketedDDPHooks(model, comms, bucket_size_mb=512 / 2**20)
     assert [[id(p) for p in bucket.parameters] for bucket in hooks.parcels] == [
         [id(model.layers[second].weight), id(model.layers[second - 1].weight)] for second in (5, 3, 1)
     ]
@@ -129,7 +129,7 @@ def test_full_buckets_leave_while_backward_goes_on(comms):
 
 def test_an_incomplete_bucket_holds_later_ones_back_until_finish_and_never_the_next_step(comms):
     model = Layers()
-    hooks = mp.BucketedDDPHooks(model, comms, bucket_size_mb=512 / 2**20)
+    hooks = mp.course.BucketedDDPHooks(model, comms, bucket_size_mb=512 / 2**20)
     model.used = 5  # layer 5 is in the first bucket
     backward(model)
     assert comms.sent == []
@@ -145,7 +145,7 @@ def test_an_incomplete_bucket_holds_later_ones_back_until_finish_and_never_the_n
 
 def test_gradients_accumulate_in_their_buckets(comms):
     model = Layers()
-    hooks = mp.BucketedDDPHooks(model, comms)
+    hooks = mp.course.BucketedDDPHooks(model, comms)
     backward(model)
     hooks.finish()
     weight = model.layers[0].weight
@@ -158,12 +158,12 @@ def test_gradients_accumulate_in_their_buckets(comms):
 
 @pytest.mark.parametrize("size", [0, -1, 0.0, math.nan, -math.inf, "25", None])
 def test_a_size_that_is_none_is_refused(comms, size):
-    with pytest.raises(mp.UsageError, match=r"bucket_size_mb=.*above 0; try 25.0"):
-        mp.register_ddp_hooks(Layers(), comms, bucket_size_mb=size)
+    with pytest.raises(mp.errors.UsageError, match=r"bucket_size_mb=.*above 0; try 25.0"):
+        mp.course.register_ddp_hooks(Layers(), comms, bucket_size_mb=size)
 
 
 def test_a_bucket_of_several_kinds_or_none_is_refused():
-    with pytest.raises(mp.UsageError, match=r"torch.float16 on cpu, torch.float32 on cpu"):
-        mp.GradientBucket([*parameters(1), *parameters(1, dtype=torch.float16)])
-    with pytest.raises(mp.UsageError, match="no parameters"):
-        mp.GradientBucket([])
+    with pytest.raises(mp.errors.UsageError, match=r"torch.float16 on cpu, torch.float32 on cpu"):
+        mp.course.GradientBucket([*parameters(1), *parameters(1, dtype=torch.float16)])
+    with pytest.raises(mp.errors.UsageError, match="no parameters"):
+        mp.course.GradientBucket([])

@@ -50,7 +50,7 @@ def time_one(comms, wrap, strategy, slow=False, **options):
     model = Slow(comms.rank, model) if slow else model
     wrapped = mp.DataParallel(model, comms) if wrap else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    analyzer = mp.DDPPerformanceAnalyzer(comms, comms.device)
+    analyzer = mp.analyze.DDPPerformanceAnalyzer(comms, comms.device)
     inputs, targets = batch(comms.rank, 8 + comms.rank)
     begun = time.perf_counter()
     timing = analyzer.time_step(wrapped, inputs, targets, optimizer, cross_entropy, strategy, **options)
@@ -130,7 +130,7 @@ def test_barriers_stand_beside_what_really_happens(pool):
 def time_pipeline(comms):
     pipe = mp.Pipeline(build(), comms, "gpipe", 4, loss_fn=cross_entropy)
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    analyzer = mp.DDPPerformanceAnalyzer(comms)
+    analyzer = mp.analyze.DDPPerformanceAnalyzer(comms)
     with pytest.raises(UsageError, match="interwoven"):
         analyzer.time_step(pipe, *batch(0), optimizer, barriers=True)
     return analyzer.time_step(pipe, *batch(0), optimizer, steps=2)
@@ -152,7 +152,7 @@ def time_any_step(comms):
         model(torch.ones(4, 8)).sum().backward()
         comms.all_reduce(torch.ones(8))
 
-    return mp.DDPPerformanceAnalyzer(comms).time_steps(step, lambda: 4, steps=3)
+    return mp.analyze.DDPPerformanceAnalyzer(comms).time_steps(step, lambda: 4, steps=3)
 
 
 def test_any_step_can_be_timed_even_one_without_an_optimizer(pool):
@@ -162,7 +162,7 @@ def test_any_step_can_be_timed_even_one_without_an_optimizer(pool):
 
 
 def estimates(comms):
-    analyzer = mp.DDPPerformanceAnalyzer(comms)
+    analyzer = mp.analyze.DDPPerformanceAnalyzer(comms)
     return [
         analyzer.estimate_communication("ring", 40_000),
         analyzer.estimate_communication("tree", 40_000, world_size=64),
@@ -179,7 +179,7 @@ def test_estimates_for_any_algorithm_size_and_world_beside_the_measured_time(poo
 
 
 def alone(comms):
-    analyzer = mp.DDPPerformanceAnalyzer(comms)
+    analyzer = mp.analyze.DDPPerformanceAnalyzer(comms)
     messages = []
     for call in (
         analyzer.analyze_communication_overhead,

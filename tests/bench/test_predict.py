@@ -101,7 +101,7 @@ def test_a_prediction_is_a_trace_with_the_parts_that_were_predicted():
     assert {"F0.0", "B1.1", ">A0.0@1", "<A0.0@0"} <= names
 
 
-SMALL = PredictSettings(methods=PREDICTED, depth=4, width=8, batch=8, microbatches=4, bucket_mb=0.0002, steps=2)
+SMALL = PredictSettings(methods=PREDICTED, depth=4, width=8, batch=8, microbatches=4, bucket_cap_mb=0.0002, steps=2)
 
 
 def bench(comms, settings):

@@ -106,7 +106,7 @@ def check_parity(case, optimizer, dtype, averaging, devices):
     options, sizes = CASES[case]
     model = Subject(**options).to(devices[0], dtype)
     before = copy.deepcopy(model.state_dict())
-    replicas = mp.Replicas(model, devices, averaging)
+    replicas = mp.course.Replicas(model, devices, averaging)
     losses = learn_together(replicas, sizes, OPTIMIZERS[optimizer](replicas.parameters()))
     learnt = replicas.state_dict()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
@@ -139,19 +139,19 @@ def test_the_same_on_gpus(case, optimizer, dtype, averaging, count):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_master_copy_is_on_the_cpu_and_cuda_means_the_current_gpu():
-    replicas = mp.Replicas(Subject().cuda(), ["cuda", torch.device("cuda", 0)])
+    replicas = mp.course.Replicas(Subject().cuda(), ["cuda", torch.device("cuda", 0)])
     assert {parameter.device.type for parameter in replicas.master.parameters()} == {"cpu"}
     assert {parameter.device for parameter in replicas.parameters()} == {torch.device("cuda", 0)}
-    with pytest.raises(mp.UsageError, match="round differently"):
-        mp.Replicas(Subject(), ["cpu", "cuda"])
-    with pytest.raises(mp.UsageError, match=f"the last of {torch.cuda.device_count()} GPUs"):
-        mp.Replicas(Subject(), ["cuda:99"])
+    with pytest.raises(mp.errors.UsageError, match="round differently"):
+        mp.course.Replicas(Subject(), ["cpu", "cuda"])
+    with pytest.raises(mp.errors.UsageError, match=f"the last of {torch.cuda.device_count()} GPUs"):
+        mp.course.Replicas(Subject(), ["cuda:99"])
 
 
 @given(samples=st.integers(1, 20), count=st.integers(1, 7), averaging=st.sampled_from(sorted(AVERAGES)))
 def test_loss_and_gradients_are_those_of_the_whole_batch(samples, count, averaging):
     model = Subject(tied=True, unused=True).double()
-    replicas = mp.Replicas(model, ["cpu"] * count, averaging)
+    replicas = mp.course.Replicas(model, ["cpu"] * count, averaging)
     [(inputs, targets)] = batches([samples])
     wanted = model(inputs, targets)
     wanted.backward()
@@ -179,7 +179,7 @@ def test_chunks_are_the_batch_in_order_and_differ_by_at_most_one(samples, count)
 @pytest.mark.parametrize("averaging", AVERAGES)
 def test_gradients_accumulate(averaging):
     model = Subject(unused=True).double()
-    replicas = mp.Replicas(model, ["cpu"] * 3, averaging)
+    replicas = mp.course.Replicas(model, ["cpu"] * 3, averaging)
     for inputs, targets in batches(UNEVEN):
         model(inputs, targets).backward()
         replicas.step(inputs, targets)
@@ -190,7 +190,7 @@ def test_gradients_accumulate(averaging):
 
 
 def test_ties_and_frozen_parameters_are_kept_in_every_replica():
-    replicas = mp.Replicas(Subject(tied=True, frozen=True), ["cpu", "cpu"])
+    replicas = mp.course.Replicas(Subject(tied=True, frozen=True), ["cpu", "cpu"])
     for model in [replicas.master, *replicas.models]:
         assert model.first.weight is model.second.weight
         assert not model.first.weight.requires_grad
@@ -200,7 +200,7 @@ def test_ties_and_frozen_parameters_are_kept_in_every_replica():
 
 
 def test_what_is_frozen_later_stays_as_it_is():
-    replicas = mp.Replicas(Subject(), ["cpu"] * 3)
+    replicas = mp.course.Replicas(Subject(), ["cpu"] * 3)
     optimizer = torch.optim.SGD(replicas.parameters(), lr=0.1)
     learn_together(replicas, [5], optimizer)
     stale = replicas.models[0].first.weight.grad.clone()
@@ -227,7 +227,7 @@ class Normalised(nn.Module):
 
 def test_buffers_are_those_of_the_first_replica_everywhere():
     model = Normalised()
-    replicas = mp.Replicas(model, ["cpu"] * 3)
+    replicas = mp.course.Replicas(model, ["cpu"] * 3)
     [(inputs, targets)] = batches([8], torch.float32)  # chunks of 3, 3 and 2: `seen` has no common shape
     replicas.step(inputs, targets, cross_entropy)
     model(inputs[:3])
@@ -238,7 +238,7 @@ def test_buffers_are_those_of_the_first_replica_everywhere():
 
 
 def test_weights_come_back_and_can_be_put_in():
-    replicas, fresh = (mp.Replicas(Subject().double(), ["cpu", "cpu"]) for _ in range(2))
+    replicas, fresh = (mp.course.Replicas(Subject().double(), ["cpu", "cpu"]) for _ in range(2))
     learn_together(replicas, EVEN, torch.optim.SGD(replicas.parameters(), lr=0.1))
     learnt = replicas.state_dict()
     assert torch.equal(learnt["last.weight"], replicas.models[1].last.weight)
@@ -254,7 +254,7 @@ def test_a_replica_that_fails_leaves_the_replicas_the_same():
             raise RuntimeError("out of luck")
         return cross_entropy(outputs, targets)
 
-    replicas = mp.Replicas(Normalised(), ["cpu", "cpu"])
+    replicas = mp.course.Replicas(Normalised(), ["cpu", "cpu"])
     [(inputs, targets)] = batches([5], torch.float32)
     with pytest.raises(RuntimeError, match="out of luck"):
         replicas.step(inputs, targets, fails_on_the_second)
@@ -279,7 +279,7 @@ class TakesANest(nn.Module):
 
 def test_inputs_may_be_nests():
     model = TakesANest().double()
-    replicas = mp.Replicas(model, ["cpu"] * 3, "ring")
+    replicas = mp.course.Replicas(model, ["cpu"] * 3, "ring")
     (left, targets), (right, _) = batches([7, 7])
     inputs = {"pair": Pair(left, right), "options": [2.0]}
     wanted = cross_entropy(model(inputs), targets)
@@ -292,11 +292,11 @@ def test_sparse_gradients_go_through_the_cpu_only():
     model = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(), nn.Linear(12, 3)).double()
     inputs, targets = torch.tensor([[0, 1], [1, 2], [8, 8]]), torch.tensor([0, 1, 2])
     cross_entropy(model(inputs), targets).backward()
-    replicas = mp.Replicas(model, ["cpu", "cpu"])
+    replicas = mp.course.Replicas(model, ["cpu", "cpu"])
     replicas.step(inputs, targets, cross_entropy)
     torch.testing.assert_close(replicas.models[1][0].weight.grad.to_dense(), model[0].weight.grad.to_dense())
-    with pytest.raises(mp.UsageError, match=r"float64\[9, 6\] is sparse.*averaging='cpu'"):
-        mp.Replicas(model, ["cpu", "cpu"], "ring").step(inputs, targets, cross_entropy)
+    with pytest.raises(mp.errors.UsageError, match=r"float64\[9, 6\] is sparse.*averaging='cpu'"):
+        mp.course.Replicas(model, ["cpu", "cpu"], "ring").step(inputs, targets, cross_entropy)
 
 
 def lazy():
@@ -327,16 +327,16 @@ def uncopyable():
     ],
 )
 def test_what_cannot_be_replicated_is_refused_in_one_line(make_model, options, words):
-    with pytest.raises(mp.UsageError, match=words) as refused:
-        mp.Replicas(make_model(), **options)
+    with pytest.raises(mp.errors.UsageError, match=words) as refused:
+        mp.course.Replicas(make_model(), **options)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 @pytest.mark.parametrize("device", ["cuda", "cuda:1"])
 def test_a_gpu_that_is_not_there_is_refused(device):
-    with pytest.raises(mp.UsageError, match=f"'{device}' was asked for, and torch sees no GPU; use 'cpu'"):
-        mp.Replicas(Subject(), ["cpu", device])
+    with pytest.raises(mp.errors.UsageError, match=f"'{device}' was asked for, and torch sees no GPU; use 'cpu'"):
+        mp.course.Replicas(Subject(), ["cpu", device])
 
 
 @pytest.mark.parametrize(
@@ -350,6 +350,6 @@ def test_a_gpu_that_is_not_there_is_refused(device):
     ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused(inputs, targets, words):
-    with pytest.raises(mp.UsageError, match=words) as refused:
-        mp.Replicas(Subject(), ["cpu", "cpu"]).step(inputs, targets)
+    with pytest.raises(mp.errors.UsageError, match=words) as refused:
+        mp.course.Replicas(Subject(), ["cpu", "cpu"]).step(inputs, targets)
     assert "\n" not in str(refused.value)

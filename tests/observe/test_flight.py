@@ -102,11 +102,11 @@ def dies(comms):
 
 
 def test_only_a_death_leaves_them_behind(quick_ranks, runtime):
-    with pytest.raises(mp.RankFailed, match="the reason"):
+    with pytest.raises(mp.errors.RankFailed, match="the reason"):
         mp.launch(raises, 2, transport="gloo", timeout=40)
     assert worlds(runtime) == []
     with pytest.raises(
-        mp.RankFailed, match=r"death: rank 1 died \(exit code 7\) at step 120; its last call was barrier"
+        mp.errors.RankFailed, match=r"death: rank 1 died \(exit code 7\) at step 120; its last call was barrier"
     ):
         mp.launch(dies, 2, transport="gloo", timeout=40)
     (world,) = worlds(runtime)
@@ -180,7 +180,7 @@ def gives_up(comms):
         return None
     try:
         comms.irecv((1,), 1).wait(timeout=0.3)
-    except mp.CommsTimeout as error:
+    except mp.errors.CommsTimeout as error:
         return str(error)
 
 
@@ -196,7 +196,7 @@ def leaves(comms):
         return None
     try:
         comms.barrier()
-    except mp.PeerLost as error:
+    except mp.errors.PeerLost as error:
         return str(error)
 
 
@@ -210,7 +210,7 @@ def test_a_loss_says_why(pool, transport):
 def disagrees(comms):
     try:
         comms.all_reduce(torch.ones(2 + comms.rank))
-    except mp.Mismatch as error:
+    except mp.errors.Mismatch as error:
         return error.__notes__
 
 

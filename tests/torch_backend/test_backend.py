@@ -395,15 +395,15 @@ def test_mixed_groups_send_cpu_tensors_to_us(pool, tmp_path):
 
 def test_other_devices_are_refused_with_the_reason(pool, tmp_path):
     def body(rank):
-        with pytest.raises(mp.UsageError, match=r"shares the CPU's memory.*on meta.*init_process_group"):
+        with pytest.raises(mp.errors.UsageError, match=r"shares the CPU's memory.*on meta.*init_process_group"):
             dist.all_reduce(torch.ones(2, device="meta"))
-        with pytest.raises(mp.UsageError, match="bits of integers"):
+        with pytest.raises(mp.errors.UsageError, match="bits of integers"):
             dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)
-        with pytest.raises(mp.UsageError, match="to_dense"):
+        with pytest.raises(mp.errors.UsageError, match="to_dense"):
             dist.broadcast(torch.ones(2).to_sparse(), 0)
-        with pytest.raises(mp.UsageError, match="only the SUM, not MAX"):
+        with pytest.raises(mp.errors.UsageError, match="only the SUM, not MAX"):
             dist.all_reduce(torch.ones(2).to_sparse(), op=dist.ReduceOp.MAX)
-        with pytest.raises(mp.UsageError, match="some are not"):
+        with pytest.raises(mp.errors.UsageError, match="some are not"):
             dist.group.WORLD.allreduce([torch.ones(2).to_sparse(), torch.ones(2)])
         with pytest.raises(RuntimeError, match="No device associated"):
             dist.split_group(split_ranks=[[0], [1]])
@@ -414,7 +414,7 @@ def test_other_devices_are_refused_with_the_reason(pool, tmp_path):
 def test_calls_that_do_not_belong_together(pool, tmp_path):
     def body(rank, asynchronous):
         with pytest.raises(
-            mp.Mismatch, match=r"rank 0: all_reduce\(float32\[2\], op=SUM\)\n  rank 1: all_reduce\(float"
+            mp.errors.Mismatch, match=r"rank 0: all_reduce\(float32\[2\], op=SUM\)\n  rank 1: all_reduce\(float"
         ):
             work = dist.all_reduce(torch.ones(2 + rank), async_op=asynchronous)
             work.wait()
@@ -428,7 +428,9 @@ def test_a_rank_that_leaves(pool, tmp_path):
         if rank == 0:
             return
         tensor = torch.ones(2)
-        with pytest.raises(mp.PeerLost, match=r"rank 0 went away during all_reduce\(float32\[2\], op=SUM\) on rank 1"):
+        with pytest.raises(
+            mp.errors.PeerLost, match=r"rank 0 went away during all_reduce\(float32\[2\], op=SUM\) on rank 1"
+        ):
             dist.all_reduce(tensor)
         with pytest.raises(RuntimeError, match=r"went away during all_reduce"):
             dist.all_reduce(tensor, async_op=True).get_future().wait()
@@ -439,11 +441,11 @@ def test_a_rank_that_leaves(pool, tmp_path):
 def test_timeouts(pool, tmp_path):
     def body(rank):
         if rank == 1:
-            with pytest.raises(mp.CommsTimeout, match=r"recv\(float32\[2\], src=0, tag=0\)"):
+            with pytest.raises(mp.errors.CommsTimeout, match=r"recv\(float32\[2\], src=0, tag=0\)"):
                 dist.irecv(torch.ones(2), 0).wait(timedelta(seconds=0.05))
-            with pytest.raises(mp.CommsTimeout, match="rank 1 waited in vain in barrier"):
+            with pytest.raises(mp.errors.CommsTimeout, match="rank 1 waited in vain in barrier"):
                 dist.barrier(async_op=True).wait(timedelta(seconds=0.05))
-            with pytest.raises(mp.CommsTimeout, match="all_reduce"):
+            with pytest.raises(mp.errors.CommsTimeout, match="all_reduce"):
                 dist.all_reduce(torch.ones(2))
         dist.distributed_c10d._get_default_store().set(f"done/{rank}", "")
         dist.distributed_c10d._get_default_store().wait(["done/0", "done/1"])
@@ -607,7 +609,7 @@ def test_where_it_cannot_work(tmp_path, monkeypatch):
     register()
     monkeypatch.setattr(sys, "platform", "beos")
     store = dist.FileStore(str(tmp_path / "store"), 1)
-    with pytest.raises(mp.UsageError, match="needs Linux, and this is beos; choose 'gloo'"):
+    with pytest.raises(mp.errors.UsageError, match="needs Linux, and this is beos; choose 'gloo'"):
         dist.init_process_group("microparallel", store=store, rank=0, world_size=1)
     assert not dist.is_initialized()
 

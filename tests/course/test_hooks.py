@@ -92,7 +92,7 @@ def alone(case, dtype, optimizer):
 
 def together(comms, case, dtype, optimizer, use_bucketing):
     model = Subject(case).to(comms.device, dtype)
-    hooks = mp.register_ddp_hooks(model, comms, use_bucketing, 6e-5) if case != "unregistered" else None
+    hooks = mp.course.register_ddp_hooks(model, comms, use_bucketing, 6e-5) if case != "unregistered" else None
 
     def step(number, part):
         inputs, targets = (tensor.to(comms.device) for tensor in batch(number, dtype))
@@ -104,7 +104,7 @@ def together(comms, case, dtype, optimizer, use_bucketing):
                 loss.backward()
             return comms.all_reduce_mean(loss.detach())
         samples = SAMPLES if number % 4 else None
-        return mp.ddp_step(model, comms, inputs[mine], targets[mine], nn.functional.mse_loss, samples=samples)
+        return mp.course.ddp_step(model, comms, inputs[mine], targets[mine], nn.functional.mse_loss, samples=samples)
 
     losses = learn(model, OPTIMIZERS[optimizer](model.parameters()), step, case)
     if hooks is not None:
@@ -184,10 +184,10 @@ def gradients_of_each_kind(comms):
     results = []
     for use_bucketing in (None, False, True):
         model = Crossed(reverse=comms.rank % 2)
-        step = mp.naive_data_parallel_step
+        step = mp.course.naive_data_parallel_step
         if use_bucketing is not None:
-            mp.register_ddp_hooks(model, comms, use_bucketing, 1e-4)
-            step = mp.ddp_step
+            mp.course.register_ddp_hooks(model, comms, use_bucketing, 1e-4)
+            step = mp.course.ddp_step
         losses = [step(model, comms, inputs, targets, nn.functional.mse_loss).item() for _ in range(3)]
         results.append((losses, [parameter.grad for parameter in model.parameters()]))
     return results
@@ -242,7 +242,7 @@ def test_each_gradient_leaves_before_the_next_is_made(comms):
     sent_before = {}
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: sent_before.update({name: len(comms.sent)}))
-    hooks = mp.register_ddp_hooks(model, comms, use_bucketing=False)
+    hooks = mp.course.register_ddp_hooks(model, comms, use_bucketing=False)
     backward(model)
     assert sent_before == {"last.bias": 0, "last.weight": 1, "first.bias": 2, "first.weight": 3}
     in_order = [model.last.bias, model.last.weight, model.first.bias, model.first.weight]
@@ -255,7 +255,7 @@ def test_what_is_ready_early_waits_its_turn(comms):
     model = Crossed(reverse=True).float()  # used from the last layer to the first, so the first has its gradients first
     sent_before = []
     model.layers[3].weight.register_post_accumulate_grad_hook(lambda _: sent_before.append(len(comms.sent)))
-    hooks = mp.register_ddp_hooks(model, comms, use_bucketing=False)
+    hooks = mp.course.register_ddp_hooks(model, comms, use_bucketing=False)
     backward(model)
     assert sent_before == [1]  # the bias of the same layer: all others were ready, and waited
     registered = list(model.parameters())
@@ -266,7 +266,7 @@ def test_what_is_ready_early_waits_its_turn(comms):
 @pytest.mark.parametrize("use_bucketing", [False, True])
 def test_the_next_step_begins_with_nothing_left_over(comms, use_bucketing):
     model = Subject("plain")
-    hooks = mp.register_ddp_hooks(model, comms, use_bucketing, 1e-6)
+    hooks = mp.course.register_ddp_hooks(model, comms, use_bucketing, 1e-6)
     counts = []
     for _ in range(3):
         model.zero_grad()
@@ -282,21 +282,23 @@ def test_the_next_step_begins_with_nothing_left_over(comms, use_bucketing):
 @pytest.mark.parametrize("use_bucketing", [False, True])
 def test_removed_hooks_do_nothing(comms, use_bucketing):
     model = Subject("plain")
-    hooks = mp.register_ddp_hooks(model, comms, use_bucketing)
+    hooks = mp.course.register_ddp_hooks(model, comms, use_bucketing)
     backward(model)
     hooks.remove()
     hooks.remove()
     sent = len(comms.sent)
     backward(model)
     assert len(comms.sent) == sent
-    mp.register_ddp_hooks(model, comms)  # there is room for others
+    mp.course.register_ddp_hooks(model, comms)  # there is room for others
 
 
 def test_a_second_backward_before_finish_is_refused_by_name(comms):
     model = Subject("plain")
-    hooks = mp.register_ddp_hooks(model, comms)
+    hooks = mp.course.register_ddp_hooks(model, comms)
     backward(model)
-    with pytest.raises(mp.UsageError, match=r"^last.bias has a second gradient .* call finish\(\) .* no_sync\(\)$"):
+    with pytest.raises(
+        mp.errors.UsageError, match=r"^last.bias has a second gradient .* call finish\(\) .* no_sync\(\)$"
+    ):
         backward(model)
     hooks.finish()
     backward(model)
@@ -304,34 +306,34 @@ def test_a_second_backward_before_finish_is_refused_by_name(comms):
 
 def test_what_has_no_hook_is_refused_by_name(comms):
     model = Subject("frozen")
-    hooks = mp.register_ddp_hooks(model, comms)
+    hooks = mp.course.register_ddp_hooks(model, comms)
     model.first.weight.requires_grad_(True)
     backward(model)
-    with pytest.raises(mp.UsageError, match=r"^first.weight has no hook"):
+    with pytest.raises(mp.errors.UsageError, match=r"^first.weight has no hook"):
         hooks.finish()
 
 
 def test_a_sparse_gradient_is_refused_by_name(comms):
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
-    mp.register_ddp_hooks(model, comms)
-    with pytest.raises(mp.UsageError, match=r"^the gradient of 0.weight is sparse"):
+    mp.course.register_ddp_hooks(model, comms)
+    with pytest.raises(mp.errors.UsageError, match=r"^the gradient of 0.weight is sparse"):
         model(torch.tensor([1, 2])).sum().backward()
 
 
 def test_what_cannot_be_averaged_is_refused(comms):
-    with pytest.raises(mp.UsageError, match="no trainable parameters"):
-        mp.register_ddp_hooks(nn.Linear(2, 2).requires_grad_(False), comms)
+    with pytest.raises(mp.errors.UsageError, match="no trainable parameters"):
+        mp.course.register_ddp_hooks(nn.Linear(2, 2).requires_grad_(False), comms)
     model = Subject("plain")
-    mp.register_ddp_hooks(model, comms)
-    with pytest.raises(mp.UsageError, match="has such hooks already"):
-        mp.register_ddp_hooks(model, comms)
-    with pytest.raises(mp.UsageError, match="another Comms"):
-        mp.ddp_step(model, Alone(), torch.zeros(1, 4), torch.zeros(1, 4), nn.functional.mse_loss)
+    mp.course.register_ddp_hooks(model, comms)
+    with pytest.raises(mp.errors.UsageError, match="has such hooks already"):
+        mp.course.register_ddp_hooks(model, comms)
+    with pytest.raises(mp.errors.UsageError, match="another Comms"):
+        mp.course.ddp_step(model, Alone(), torch.zeros(1, 4), torch.zeros(1, 4), nn.functional.mse_loss)
 
 
 def test_a_step_that_fails_leaves_no_hooks_behind(comms):
     model = Subject("plain")
     with pytest.raises(RuntimeError):
-        mp.ddp_step(model, comms, torch.zeros(1, 5), torch.zeros(1, 4), nn.functional.mse_loss)
+        mp.course.ddp_step(model, comms, torch.zeros(1, 5), torch.zeros(1, 4), nn.functional.mse_loss)
     backward(model)
     assert comms.sent == []

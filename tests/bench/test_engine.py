@@ -59,6 +59,6 @@ def test_an_algorithm_that_does_not_fit_is_named_with_the_reason():
     assert budget.too_large(programs, 50_000_000) == {}
     [(name, reason)] = budget.too_large(programs, 100_000_000).items()
     assert name == "gather-add" and "2.8 GB" in reason and "2 GB are" in reason
-    with pytest.raises(mp.UsageError, match=r"--sizes"):
+    with pytest.raises(mp.errors.UsageError, match=r"--sizes"):
         budget.require(1_000_000_000)
     assert MemoryBudget(None, ranks=4, tensors_held=3).too_large(programs, 10**12) == {}

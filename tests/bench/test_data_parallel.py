@@ -146,7 +146,7 @@ def test_wrong_weights_end_the_run_and_name_method_and_model(pool, fault, proble
 
 def ddp_that_forgets_to_synchronise(comms):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("microparallel.bench.data_parallel.DataParallel", lambda model, comms, bucket_mb: model)
+        patch.setattr("microparallel.bench.data_parallel.DataParallel", lambda model, comms, bucket_cap_mb: model)
         return bench_data_parallel(comms, dataclasses.replace(SMALL, methods=("ddp",)))
 
 
@@ -218,7 +218,7 @@ def test_there_are_no_other_models(name):
 
 
 def test_of_buckets_that_hold_the_whole_model_one_is_tried():
-    sizes = [method.bucket_mb for method in methods_of((DDP,), (100, 25, 4, 1), 5 * 2**20) if method.name == DDP]
+    sizes = [method.bucket_cap_mb for method in methods_of((DDP,), (100, 25, 4, 1), 5 * 2**20) if method.name == DDP]
     assert sizes == [1, 4, 25]
     assert methods_of((), (1,), 4) == [Method(NONE), Method(TORCH_DDP)]
 

@@ -95,13 +95,13 @@ def test_png_is_a_png_or_says_what_it_needs(tmp_path, monkeypatch):
     path = tmp_path / "plot.PNG"
     try:
         require_drawable(path, "--plot")
-    except mp.UsageError:
+    except mp.errors.UsageError:
         pytest.skip("nothing here makes PNGs")
     write_picture(plot_all_reduce(report()), path)
     assert path.read_bytes().startswith(b"\x89PNG")
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(mp.UsageError, match=r"pip install 'microparallel.plot.'.*plot\.svg"):
+    with pytest.raises(mp.errors.UsageError, match=r"pip install 'microparallel.plot.'.*plot\.svg"):
         require_drawable(path, "--plot")
 
 
@@ -124,5 +124,5 @@ def test_resvg_is_used_where_it_is_installed(tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_drawn_is_refused(tmp_path, name, words):
-    with pytest.raises(mp.UsageError, match=words):
+    with pytest.raises(mp.errors.UsageError, match=words):
         require_drawable(tmp_path / name, "--plot")

@@ -20,10 +20,10 @@ def every_door(comms):
     mine = ShardedMLP(**SIZES, rank=comms.rank, world_size=comms.world_size).double()
     first, last = comms.rank == 0, comms.rank == comms.world_size - 1
     doors = [
-        lambda *given: mp.naive_pipeline_step(mine, comms, *given),
-        lambda *given: mp.gpipe_pipeline_step(mine, comms, *given, 3),
-        lambda *given: mp.onef_oneb_pipeline_step(mine, comms, *given, chunks=4),
-        lambda *given: mp.onef_oneb_pipeline_step(mine, comms, *given, 4, cross_entropy),
+        lambda *given: mp.course.naive_pipeline_step(mine, comms, *given),
+        lambda *given: mp.course.gpipe_pipeline_step(mine, comms, *given, 3),
+        lambda *given: mp.course.onef_oneb_pipeline_step(mine, comms, *given, chunks=4),
+        lambda *given: mp.course.onef_oneb_pipeline_step(mine, comms, *given, 4, cross_entropy),
     ]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (full, mine)]
     wrong = []
@@ -44,7 +44,7 @@ def every_door(comms):
         if not all(torch.equal(one, twin.state_dict()[name]) for name, one in mine.state_dict().items()):
             wrong.append("a copy is different")
         inputs, targets = batch("mlp", 8)
-        losses = [mp.gpipe_pipeline_step(model, comms, inputs, targets, 2) for model in (mine, twin)]
+        losses = [mp.course.gpipe_pipeline_step(model, comms, inputs, targets, 2) for model in (mine, twin)]
         if not torch.equal(*losses):
             wrong.append("a copy has another loss")
     return wrong
@@ -58,7 +58,7 @@ def test_doors_give_what_one_process_gives(pool):
 
 def modes(comms):
     model = ShardedMLP(**SIZES, rank=comms.rank, world_size=comms.world_size).double().eval()
-    mp.gpipe_pipeline_step(model, comms, *batch("mlp", 4), 2)
+    mp.course.gpipe_pipeline_step(model, comms, *batch("mlp", 4), 2)
     return model.training
 
 
