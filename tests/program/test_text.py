@@ -128,7 +128,7 @@ def test_every_collective_reads_back(name):
         assert from_text(to_text(program)) == program
 
 
-def test_chunks_touch_where_they_overlap():
+def test_slices_touch_where_they_overlap():
     assert touch(Slices(0, 4), Slices(3, 5))
     assert not touch(Slices(0, 3), Slices(3, 5))
     assert not touch(Act(0, 1), Grad(0, 1))

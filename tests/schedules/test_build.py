@@ -34,11 +34,11 @@ def test_every_schedule_is_right_for_all_small_shapes(name, shapes):
         assert program.world_size == ranks
 
 
-@pytest.mark.parametrize("chunks", [1, 3, 4])
-def test_interleaved_takes_any_number_of_chunks(chunks):
+@pytest.mark.parametrize("stages_per_rank", [1, 3, 4])
+def test_interleaved_takes_any_number_of_stages_a_rank(stages_per_rank):
     for ranks in (1, 2, 3, 5):
         for microbatches in (1, 2, 4, 7, 10):
-            mp.verify(build("interleaved", ranks, microbatches, chunks=chunks))
+            mp.verify(build("interleaved", ranks, microbatches, stages_per_rank=stages_per_rank))
 
 
 def test_ddp_takes_any_number_of_layers_and_buckets():
@@ -122,9 +122,9 @@ def test_lowering_names_what_nobody_makes():
         (("1f1b", 0, 8), {}, "ranks=0"),
         (("1f1b", 4, 0), {}, "microbatches=0"),
         (("1f1b", 4), {}, "no microbatches"),
-        (("1f1b", 4, 8), {"chunks": 2}, "schedule '1f1b' does not take chunks; it takes no options"),
-        (("interleaved", 4, 8), {"chunks": 0}, "chunks=0"),
-        (("interleaved", 4, 8), {"layers": 2}, "does not take layers; it takes chunks"),
+        (("1f1b", 4, 8), {"stages_per_rank": 2}, "schedule '1f1b' does not take stages_per_rank; it takes no options"),
+        (("interleaved", 4, 8), {"stages_per_rank": 0}, "stages_per_rank=0"),
+        (("interleaved", 4, 8), {"layers": 2}, "does not take layers; it takes stages_per_rank"),
         (("ddp", 4, 8), {}, "microbatches=8: 'ddp' has none"),
         (("ddp", 4), {"layers": 3, "buckets": 4}, "buckets=4: 3 layers can be put into 1 to 3 buckets"),
         (("ddp-naive", 4), {"layers": 0}, "layers=0"),

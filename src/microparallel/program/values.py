@@ -7,7 +7,7 @@
 | `Rest(0, 3)`      | `R0.3` | what the input half of a backward leaves for the weight half                     |
 | `Delta(0, 3)`     | `D0.3` | the gradients of stage 0's weights that micro-batch 3 gave                       |
 | `Slices(2, 3)`     | `C2`   | one of the equal slices a collective's tensor is cut into                        |
-| `Slices(2, 5)`     | `C2:5` | slices 2, 3 and 4; two chunks touch where their ranges overlap                   |
+| `Slices(2, 5)`     | `C2:5` | slices 2, 3 and 4; two touch where their ranges overlap                   |
 | `Part(1)`         | `P1`   | the whole contribution of rank 1, kept apart from one's own                      |
 | `Bucket(4)`       | `U4`   | the gradients of some layers                                                     |
 | `Named("loss")`   | `:loss`| anything else that ranks share: the loss, buffers, weights, a norm, …            |
@@ -146,7 +146,7 @@ def tied(index: int) -> Named:
 
 
 def touch(one: Value, other: Value) -> bool:
-    """Whether two names share memory: the same name, or chunks that overlap."""
+    """Whether two names share memory: the same name, or slices that overlap."""
     if isinstance(one, Slices) and isinstance(other, Slices):
         return one.start < other.stop and other.start < one.stop
     return one == other

@@ -40,7 +40,7 @@ class Costs:
     """How long operations take, in any unit of time; one number for all stages, or a list with one for each.
 
     Args:
-        forward: a stage's forward (with several chunks a rank, one chunk's).
+        forward: a stage's forward (with several stages a rank, one stage's).
         backward_input: the half of its backward that gives the gradient of its input.
         backward_weight: the half that gives the gradients of its weights. A full backward takes both halves' time.
         forward_backward: a forward and a backward that run as one operation; their times together, if None.
