@@ -10,7 +10,7 @@ import pytest
 
 import microparallel as mp
 from microparallel.drawing.kinds import KINDS, shaded
-from microparallel.drawing.svg import element
+from microparallel.drawing.markup import element
 from microparallel.trace import Trace, reasons
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -39,7 +39,7 @@ def _owner(node: list[int], share: int) -> int:
 def _inside(ops: list[list[Op]], nodes: list[list[int]], shares: int, *, reduce: bool) -> None:
     """Bring each share to its owner in the node, added up; or, on the way back, from its owner to the others.
 
-    At step k a rank deals with the rank k places further on, so that nobody is dealt with by two at once.
+    At step k a rank sends to the rank k places further on, so no rank receives from two at once.
     """
     for node in nodes:
         for distance in range(1, len(node)):

@@ -20,7 +20,7 @@ class Segment(NamedTuple):
 
 
 Line = list[Segment]
-WIDEST = 400  # columns of a drawing for which nobody asked a width
+WIDEST = 400  # columns of a drawing without a given width
 NARROWEST = 40
 
 

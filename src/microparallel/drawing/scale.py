@@ -1,4 +1,4 @@
-"""Numbers on an axis: at round distances, in a unit that suits its length."""
+"""The time axis: round numbers in a unit that suits its length, and how many columns of a text a unit of time gets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unit_of(length: float) -> tuple[float, str]:
     return 10.0**exponent, f"×10{str(exponent).translate(_SUPERSCRIPTS)}" if exponent else ""
 
 
-# How many columns a unit of time gets: as many as the labels need, never more for one cell than for another.
+# ── columns: as many as the labels need, never more for one cell than for another ───────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)

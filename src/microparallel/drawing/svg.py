@@ -1,67 +1,40 @@
-"""XML elements as strings, with everything escaped in one place."""
+"""The timeline as an SVG figure, for documents and slides.
+
+`figure` makes the image. A page (`html.py`) uses its parts: `lay_out` says where every row and time stands, `marks`
+draws the cells and messages there, `axis` and `row_names` what is around them.
+"""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
-from microparallel.drawing.heading import durations, head_of, metrics_of, notes_of, notes_on_colour, title_of
+from microparallel.drawing.heading import head_of, metrics_of, notes_of, notes_on_colour, title_of
 from microparallel.drawing.kinds import shaded
+from microparallel.drawing.legend import legend_figure, of_rows
+from microparallel.drawing.markup import (
+    BASELINE,
+    CHARACTER,
+    FAINT,
+    INK,
+    MARGIN,
+    MONOSPACE,
+    Markup,
+    element,
+    joined,
+    label,
+    svg,
+)
 from microparallel.drawing.rows import Cell, Row, Rows, rows_of
 from microparallel.drawing.scale import deciding, round_step, unit_of
 from microparallel.program import Collective, Recv, Send, lane
 from microparallel.text import short
 from microparallel.trace import Trace, reasons
 
-Attribute = str | float | None
+# ── the places of rows and times, in pixels ───────────────────────────────────────────────────────────────────────────
 
-# `xml.sax.saxutils` would do this too, but imports an HTTP client.
-_IN_TEXT = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
-_TEXT = str.maketrans(_IN_TEXT)
-_ATTRIBUTE = str.maketrans(_IN_TEXT | {'"': "&quot;", "\n": "&#10;", "\r": "&#13;", "\t": "&#9;"})
-
-
-class Markup(str):
-    """Text that is markup already, and is not escaped again."""
-
-    __slots__ = ()
-
-
-def element(tag: str, *children: str, **attributes: Attribute) -> Markup:
-    """One element; a plain string among the children is text. `aria_label` becomes `aria-label`, `class_` `class`."""
-    written = [
-        f' {name.rstrip("_").replace("_", "-")}="{_value(value).translate(_ATTRIBUTE)}"'
-        for name, value in attributes.items()
-        if value is not None
-    ]
-    inside = "".join(child if isinstance(child, Markup) else child.translate(_TEXT) for child in children)
-    return Markup(f"<{tag}{''.join(written)}>{inside}</{tag}>" if inside else f"<{tag}{''.join(written)}/>")
-
-
-def joined(*parts: str) -> Markup:
-    """Several elements, one a line."""
-    return Markup("\n".join(parts))
-
-
-def data_script(data: Any) -> Markup:
-    """An element that holds data for a page's scripts, as JSON that cannot end it."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    safe = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    return Markup(f'<script type="application/json" id="data">{safe}</script>')
-
-
-def _value(value: str | float) -> str:
-    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
-
-
-# Where everything of a timeline stands in a figure, in pixels.
-
-
-CHARACTER, MARGIN = 6.7, 12.0
 _PADDING, _ROW, _THIN_ROW, _GAP = 7.0, 26.0, 18.0, 3.0
 _BETWEEN_RANKS, _ROOM_FOR_ARROWS = 8.0, 30.0
 _LEAST_BETWEEN_MARKS, _NARROWEST_AXIS = 44.0, 240.0
@@ -158,12 +131,8 @@ def _needed(cells: list[Cell], talking: bool) -> Iterator[tuple[bool, float]]:
         yield short_names, max(widths, default=0)
 
 
-# What a figure's timeline is made of: tracks, cells, and the messages of a collective with their arrows.
+# ── cells, and the messages of a collective with their arrows ─────────────────────────────────────────────────────────
 
-
-INK, FAINT = "#757b85", "#8a9099"
-MONOSPACE = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
-BASELINE = 4  # below the middle of a line of text; not every viewer can centre text by itself
 _CHIP, _STRIP = 18.0, 3.0
 Point = tuple[float, float]
 
@@ -210,12 +179,6 @@ def words_of(cell: Cell, rank: int, wait: str | None) -> str:
     """What a cell is, in words: what runs where and when, and why not earlier."""
     words = f"{cell.op}: {cell.kind.word} on rank {rank}, from {short(cell.start)} to {short(cell.end)}"
     return f"{words}\n{wait}" if wait else words
-
-
-def label(text: str, x: float, middle: float, **attributes: str | float | None) -> Markup:
-    """Text around a point."""
-    given: dict[str, str | float | None] = {"text_anchor": "middle", "font_family": MONOSPACE, "font_size": 11}
-    return element("text", text, x=x, y=middle + BASELINE, **{**given, **attributes})
 
 
 def _titled(cell: Cell, place: Place, wait: str | None, shapes: list[Markup]) -> Markup:
@@ -321,14 +284,10 @@ def _line(start: Point, end: Point) -> str:
     return f"M{start[0]:.1f},{start[1]:.1f} L{end[0]:.1f},{end[1]:.1f}"
 
 
-# A figure: the timeline as SVG, for documents and slides.
-#
-# The ink is a middle grey, and cells bring their own: the figure stands on a light page as well as on a dark one.
+# ── the figure ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-
-_SANS_SERIF = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif"
 _WIDEST, _NARROWEST = 2400.0, 420.0
-_HEAD, _AXIS, _LINE = 58.0, 30.0, 21.0
+_HEAD, _AXIS = 58.0, 30.0
 
 
 def figure(trace: Trace) -> str:
@@ -339,7 +298,8 @@ def figure(trace: Trace) -> str:
     title = title_of(trace.followed)
     words = max(len(title) * 8.0, len(metrics) * 6.2) + 2 * MARGIN
     width = max(layout.right + MARGIN + 8, words, _NARROWEST)
-    legend, lines = _legend(rows, layout.bottom + _AXIS + 10, width)
+    bottom = layout.bottom + _AXIS + 10
+    legend, height = legend_figure(of_rows(rows), [*notes_on_colour(rows), *notes_of(rows)], bottom, width)
     body = joined(
         element("title", head_of(trace)),
         element("text", title, x=MARGIN, y=24, font_size=15, font_weight=600),
@@ -350,24 +310,7 @@ def figure(trace: Trace) -> str:
         marks(rows, layout),
         legend,
     )
-    return svg(body, width, layout.bottom + _AXIS + 10 + lines * _LINE, role="img", label=head_of(trace)) + "\n"
-
-
-def svg(body: Markup, width: float, height: float, *, role: str, label: str) -> Markup:
-    """The outermost element, with the size and the ink that everything inside inherits."""
-    return element(
-        "svg",
-        body,
-        xmlns="http://www.w3.org/2000/svg" if role == "img" else None,  # a page knows what svg is
-        viewBox=f"0 0 {width:.0f} {height:.0f}",
-        width=f"{width:.0f}",
-        height=f"{height:.0f}",
-        role=role,
-        aria_label=label,
-        font_family=_SANS_SERIF,
-        font_size=12,
-        fill=INK,
-    )
+    return svg(body, width, bottom + height, role="img", label=head_of(trace)) + "\n"
 
 
 def row_names(rows: Rows, layout: Layout) -> Markup:
@@ -414,22 +357,3 @@ def _names(rows: Rows) -> list[str]:
         names.append(f"rank {row.rank}" if first else "" if talking or previous == row else f"  {row.name}")
         previous = row
     return names
-
-
-def _legend(rows: Rows, top: float, right: float) -> tuple[Markup, int]:
-    """Swatches in as many lines as it takes, then what the figure leaves out."""
-    parts: list[Markup] = []
-    x, line = MARGIN, 0
-    for kind, time in durations(rows).items():
-        words = f"{kind.letter} {kind.word}, {time}"
-        width = 22 + len(words) * 6.2 + 14
-        if x > MARGIN and x + width > right:
-            x, line = MARGIN, line + 1
-        y = top + line * _LINE
-        parts.append(element("rect", x=x, y=y, width=16, height=12, rx=3, fill=kind.fill))
-        parts.append(element("text", words, x=x + 22, y=y + 10))
-        x += width
-    for note in (*notes_on_colour(rows), *notes_of(rows)):
-        line += bool(parts)
-        parts.append(element("text", note, x=MARGIN, y=top + line * _LINE + 10, font_size=11))
-    return element("g", joined(*parts), class_="legend"), line + 1

@@ -55,7 +55,7 @@ def line_up(program: Program) -> list[list[Send | Recv]]:
 class _InTurns(Policy):
     """Ranks take turns, from the first to the last and again; in each turn a rank computes once."""
 
-    def turn_ends(self, op: Op) -> bool:
+    def pauses_after(self, op: Op) -> bool:
         """A computation ends a rank's turn."""
         return bool(halves(op))
 

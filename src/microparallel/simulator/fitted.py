@@ -1,6 +1,6 @@
 """A recorded step is its program with a cost for each operation: one can ask what it would take, changed.
 
-The program is what the ranks were told, or were seen to do (`trace/recorded.py`). Simulated with the recorded costs it
+The program is what the ranks reported, or were seen to do (`trace/recorded.py`). Simulated with the recorded costs it
 takes as long as it took; with other costs, or another order, as long as it would.
 """
 
@@ -130,16 +130,16 @@ def fit_step(trace: Trace) -> Fitted:
     """Find the program and the costs of one step; of a simulated one, those it was simulated with."""
     if not trace.events:
         raise UsageError("the trace has no events, so there is no step to simulate")
-    fitted = _fit(trace, told=True)
+    fitted = _fit(trace, reported=True)
     try:
         fitted.makespan  # noqa: B018
-    except ProgramError:  # a part of it was not recorded, so what was told does not come to its end
-        return _fit(trace, told=False)
+    except ProgramError:  # a part of it was not recorded, so what was reported does not come to its end
+        return _fit(trace, reported=False)
     return fitted
 
 
-def _fit(trace: Trace, *, told: bool) -> Fitted:
-    step = recorded_step(trace, told=told)
+def _fit(trace: Trace, *, reported: bool) -> Fitted:
+    step = recorded_step(trace, reported=reported)
     return Fitted(step.program, RecordedCosts(seconds=step.seconds, sizes=step.bytes, counts=step.traffic))
 
 

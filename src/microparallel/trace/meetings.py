@@ -1,4 +1,4 @@
-"""Which communication belongs together, and when it could begin."""
+"""Which communication belongs together, when it could begin, and why a rank had to wait."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def met(events: Sequence[Event]) -> list[Event]:
     return result
 
 
-# Why did an operation begin when it did, and not earlier?
+# ── why an operation began no earlier ─────────────────────────────────────────────────────────────────────────────────
 
 
 def reasons(trace: Trace) -> dict[int, str]:

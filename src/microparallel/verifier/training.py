@@ -236,6 +236,6 @@ def _check_groups(program: Program) -> None:
             raise ProgramError(f"rank {rank} does {op}: {error}") from None
         if isinstance(op, Broadcast) and op.root not in members:
             raise ProgramError(f"rank {rank} does {op}, and rank {op.root} does not take part in it")
-        other, theirs = alike.setdefault((type(op), op.value, program.line(rank, op.axis)), (rank, op))
+        other, theirs = alike.setdefault((type(op), op.value, program.first_on_axis(rank, op.axis)), (rank, op))
         if theirs != op and ((other, op) not in groups or (rank, theirs) not in groups):
             raise ProgramError(f"rank {other} does {theirs}, and rank {rank} does {op}; they would not meet")
