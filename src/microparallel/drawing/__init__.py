@@ -1,4 +1,4 @@
-"""Show it: a program or a trace as text, as an SVG figure, or as a page to explore."""
+"""Drawings: a program or a trace as text, as an SVG figure, or as a page to explore."""
 
 from __future__ import annotations
 

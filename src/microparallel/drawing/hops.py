@@ -132,7 +132,7 @@ def _transfers(ops: list[list[Op]]) -> list[Transfer]:
 
 
 def complete(goal: Collective, ranks: int, index: int, symbol: Contributions) -> bool:
-    """Whether a slice is as it should be at the end, wherever that is."""
+    """Whether a slice holds what the goal promises, on whichever rank it is."""
     return symbol == _whose(symbols.whole(goal, ranks, index))
 
 
@@ -152,7 +152,7 @@ def held_after_each(program: Program, goal: Collective) -> list[list[Held]]:
 
 
 def _written(held: Held, op: Recv | Add, contents: symbols.Contents) -> Held:
-    """What is held now that an operation has written its value; all the rest stays as it is."""
+    """What a rank holds once an operation has written its value; its other slices and parts stay the same."""
     value = written(op)
     if isinstance(value, Slices):
         new = map(_whose, contents.slices[value.start : value.stop])

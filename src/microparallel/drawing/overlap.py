@@ -1,4 +1,4 @@
-"""A data-parallel step bucket by bucket: how each fills while backward runs, when it leaves, when it is back.
+"""A data-parallel step bucket by bucket: how each fills while backward runs, and when its all-reduce begins and ends.
 
 ```
 rank 0      │forward    │B3    │B2    │B1    │B0    │
@@ -61,10 +61,10 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class BucketRow:
-    """One bucket of one rank, from its first gradient until it is back."""
+    """One bucket of one rank, from its first gradient until its sum is there."""
 
     name: str
-    ready: tuple[float, ...]  # when each layer's gradients were
+    ready: tuple[float, ...]  # when each layer had its gradients
     full: float
     start: float  # when it was full, the buckets before it were done, and all ranks had come
     end: float
@@ -73,7 +73,7 @@ class BucketRow:
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """One rank: what it computes, and its buckets in the order in which they leave."""
+    """One rank: what it computes, and its buckets in the order of their all-reduces."""
 
     rank: int
     computed: list[Computed]
@@ -121,18 +121,20 @@ def heading(trace: Trace, *, seconds: bool) -> list[str]:
     """What the step is, how long it took, and how much communication was hidden."""
     ranks, messages = trace.followed.world_size, len(trace.followed.all_reduces())
     title = f"{trace.followed.name} · {count(ranks, 'rank')} · {count(messages, 'all-reduce')}"
-    talking = max(length(times) for times in trace.communicating)
-    hidden = f"communication {time_text(talking, seconds=seconds)}, {show_percent(trace.hidden_share)} of it hidden"
+    communicating = max(length(times) for times in trace.communicating)
+    hidden = (
+        f"communication {time_text(communicating, seconds=seconds)}, {show_percent(trace.hidden_share)} of it hidden"
+    )
     return [title, f"step {time_text(trace.makespan, seconds=seconds)}", hidden]
 
 
 def time_text(time: float, *, seconds: bool) -> str:
-    """A length of time as a reader wants it."""
+    """A length of time in words: in seconds or milliseconds, or without a unit."""
     return show_seconds(time) if seconds else short(time)
 
 
 def _computed(events: list[Event]) -> list[Computed]:
-    """The forward as a whole, for it is the backward that the buckets leave from."""
+    """The forward as one stretch, then each backward: buckets leave during the backward."""
     forwards = [event for event in events if isinstance(event.op, Forward | ForwardStages) and event.duration > 0]
     stretches = [Computed("forward", FORWARD, forwards[0].start, max(f.end for f in forwards))] if forwards else []
     for event in events:
@@ -161,7 +163,7 @@ def _name(index: int, goal: TrainingStep) -> str:
 
 
 def _one_by_one(goal: TrainingStep) -> bool:
-    """Whether every gradient travels by itself: then it is the gradient that has a number, not a bucket or a layer."""
+    """Whether every bucket holds one gradient: then its row is named by the gradient's number."""
     return all(stop == start + 1 for start, stop in goal.buckets)
 
 
@@ -289,7 +291,7 @@ class _Canvas:
 
 
 def overlap_figure(trace: Trace, rows: list[RankRows], *, seconds: bool) -> str:
-    """Draw ranks and their buckets as an SVG image; hovering over a bar says when it left and came back."""
+    """Draw ranks and their buckets as an SVG image; hovering over a bar says when its all-reduce began and ended."""
     canvas = _Canvas(trace.makespan, seconds)
     title, *metrics = heading(trace, seconds=seconds)
     parts = [
@@ -355,7 +357,7 @@ def _stretch(stretch: Computed, top: float, canvas: _Canvas) -> Markup:
 
 
 def _bar(bucket: BucketRow, top: float, canvas: _Canvas) -> Markup:
-    """A dot for each gradient, a line while the full bucket waits, and a bar while it travels."""
+    """A dot for each gradient, a line while the full bucket waits, and a bar while its all-reduce runs."""
     middle = top + _BUCKET / 2
     start, end = canvas.x(bucket.start), canvas.x(bucket.end)
     words = (

@@ -38,7 +38,7 @@ _LEFT, _RIGHT, _ROW, _TOP, _PIXELS = 70.0, 16.0, 30.0, 44.0, 900.0
 
 
 def parts_text(trace: Trace, width: int | None = None) -> str:
-    """Draw a trace with letters: each column shows what took most of its time."""
+    """Draw a trace as text: each column shows what its rank did most of that time."""
     start, end = trace.bounds
     gutter = len(f"rank {trace.ranks - 1}") + 2
     columns = max(8, (width or _WIDTH) - gutter)
@@ -76,7 +76,7 @@ def parts_figure(trace: Trace) -> str:
 
 
 def _box(trace: Trace, name: str, times: list[Interval], top: float, scale: float) -> Markup:
-    """All pieces of one kind in a row."""
+    """All intervals of one part, as boxes in a rank's row."""
     begun, _ = trace.bounds
     boxes = [
         element(
@@ -110,7 +110,7 @@ def _column(start: float, end: float, column: int, columns: int) -> Interval:
 
 
 def _sign(pieces: dict[str, list[Interval]], start: float, end: float) -> str:
-    """The sign of what took most of a column; nothing if that was something else."""
+    """The sign of the part that took most of a column; a blank if most of it belongs to no part."""
     shares = {name: sum(_common(one, (start, end)) for one in times) for name, times in pieces.items()}
     name = max(shares, key=lambda one: shares[one])
     other = end - start - sum(shares.values())
@@ -118,7 +118,7 @@ def _sign(pieces: dict[str, list[Interval]], start: float, end: float) -> str:
 
 
 def _common(one: Interval, two: Interval) -> float:
-    """How long both are."""
+    """How long two intervals overlap."""
     return max(0.0, min(one[1], two[1]) - max(one[0], two[0]))
 
 

@@ -68,7 +68,7 @@ def choose_scale(rows: Rows, columns: int) -> Scale:
 
 
 def _shortest_of_note(cells: list[Cell]) -> float:
-    """In a trace of a real run something takes next to no time; it must not stretch all the rest."""
+    """The shortest cell that counts: in a real run some take next to no time, and must not stretch all the others."""
     durations = [cell.duration for cell in cells]
     least = median(durations) / 8
     return min(duration for duration in durations if duration >= least)

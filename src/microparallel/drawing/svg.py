@@ -33,6 +33,79 @@ from microparallel.program import Collective, Recv, Send, lane
 from microparallel.text import short
 from microparallel.trace import Trace, reasons
 
+_WIDEST, _NARROWEST = 2400.0, 420.0
+_HEAD, _AXIS = 58.0, 30.0
+
+
+def figure(trace: Trace) -> str:
+    """Draw a trace as an SVG image; hovering over a cell says what it is and why it waited."""
+    rows = rows_of(trace)
+    layout = lay_out(rows, left=gutter_of(rows), top=_HEAD, widest=_WIDEST)
+    metrics = " · ".join(f"{name} {value}" for name, value in metrics_of(trace).items())
+    title = title_of(trace.followed)
+    words = max(len(title) * 8.0, len(metrics) * 6.2) + 2 * MARGIN
+    width = max(layout.right + MARGIN + 8, words, _NARROWEST)
+    bottom = layout.bottom + _AXIS + 10
+    legend, height = legend_figure(of_rows(rows), [*notes_on_colour(rows), *notes_of(rows)], bottom, width)
+    body = joined(
+        element("title", head_of(trace)),
+        element("text", title, x=MARGIN, y=24, font_size=15, font_weight=600),
+        element("text", metrics, x=MARGIN, y=43),
+        row_names(rows, layout),
+        axis(layout),
+        axis_name(layout, layout.left),
+        marks(rows, layout),
+        legend,
+    )
+    return svg(body, width, bottom + height, role="img", label=head_of(trace)) + "\n"
+
+
+def row_names(rows: Rows, layout: Layout) -> Markup:
+    """What stands before each row: its rank, or what else of that rank it shows."""
+    names = [
+        element("text", name, x=MARGIN, y=place.middle + BASELINE, font_family=MONOSPACE)
+        for name, place in zip(_names(rows), layout.places, strict=True)
+        if name
+    ]
+    return element("g", joined(*names), class_="names")
+
+
+def axis(layout: Layout) -> Markup:
+    """Round times below the rows, and a faint line up from each."""
+    times, unit, _ = layout.marks()
+    top, bottom = layout.places[0].top - 4, layout.bottom + 4
+    parts = []
+    for time in times:
+        x = layout.x(time)
+        parts.append(element("line", x1=x, x2=x, y1=top, y2=bottom, stroke=FAINT, stroke_opacity=0.35))
+        parts.append(element("text", short(time / unit), x=x, y=bottom + 14, text_anchor="middle", font_size=11))
+    parts.append(element("line", x1=layout.left, x2=layout.right, y1=bottom, y2=bottom, stroke=FAINT))
+    return element("g", joined(*parts), class_="axis")
+
+
+def axis_name(layout: Layout, right: float) -> Markup:
+    """What the numbers below the rows count, to the left of them."""
+    name = f"time {layout.marks()[2]}".rstrip()
+    text = element("text", name, x=right - 14, y=layout.bottom + 18, text_anchor="end", font_size=11)
+    return element("g", text, class_="axis")
+
+
+def gutter_of(rows: Rows) -> float:
+    """How much room the names before the rows take."""
+    return MARGIN + max(8, *map(len, _names(rows))) * CHARACTER + 12
+
+
+def _names(rows: Rows) -> list[str]:
+    collective = isinstance(rows.trace.followed.goal, Collective)
+    names: list[str] = []
+    previous: Row | None = None
+    for row in rows.rows:
+        first = previous is None or row.rank != previous.rank
+        names.append(f"rank {row.rank}" if first else "" if collective or previous == row else f"  {row.name}")
+        previous = row
+    return names
+
+
 # ── the places of rows and times, in pixels ───────────────────────────────────────────────────────────────────────────
 
 _PADDING, _ROW, _THIN_ROW, _GAP = 7.0, 26.0, 18.0, 3.0
@@ -91,11 +164,11 @@ class Layout:
 
 def lay_out(rows: Rows, *, left: float, top: float, widest: float) -> Layout:
     """Give every row its place; time gets as many pixels as the cells' names need, up to a width."""
-    talking = isinstance(rows.trace.followed.goal, Collective)
+    collective = isinstance(rows.trace.followed.goal, Collective)
     places: list[Place] = []
     at = top
     for _, mine in groupby(rows.rows, key=lambda row: row.rank):
-        if talking:  # what a rank sends and receives stands in one row, with room for arrows below it
+        if collective:  # what a rank sends and receives stands in one row, with room for arrows below it
             places += [Place(row, at, _ROW) for row in mine]
             at += _ROW + _GAP + _ROOM_FOR_ARROWS
         else:
@@ -103,31 +176,33 @@ def lay_out(rows: Rows, *, left: float, top: float, widest: float) -> Layout:
                 places.append(Place(row, at, _THIN_ROW if row.name else _ROW))
                 at += places[-1].height + _GAP
             at += _BETWEEN_RANKS
-    at -= _ROOM_FOR_ARROWS if talking else _BETWEEN_RANKS
-    pixels, short_names = _pixels_per_time(rows, widest - left, talking=talking)
+    at -= _ROOM_FOR_ARROWS if collective else _BETWEEN_RANKS
+    pixels, short_names = _pixels_per_time(rows, widest - left, collective=collective)
     return Layout(places, left, at, pixels, rows.trace.makespan, rows.shortest, short_names)
 
 
-def _pixels_per_time(rows: Rows, room: float, *, talking: bool) -> tuple[float, bool]:
+def _pixels_per_time(rows: Rows, room: float, *, collective: bool) -> tuple[float, bool]:
     makespan = rows.trace.makespan
     if not makespan:
         return 0, False
     most = room / makespan
-    for short_names, needed in _needed(deciding(rows), talking):
+    for short_names, needed in _needed(deciding(rows), collective):
         if needed <= most:
             return max(needed, min(most, _NARROWEST_AXIS / makespan)), short_names
     return most, True
 
 
-def _needed(cells: list[Cell], talking: bool) -> Iterator[tuple[bool, float]]:
+def _needed(cells: list[Cell], collective: bool) -> Iterator[tuple[bool, float]]:
     """The pixels a unit of time needs if all names are full, and if all are short."""
     names: tuple[tuple[bool, Callable[[Cell], str]], ...] = (
         (False, lambda cell: cell.full),
         (True, lambda cell: cell.short),
     )
-    for short_names, name in names[talking:]:  # arrows say who sends to whom, so short names are enough
+    for short_names, name in names[collective:]:  # arrows say who sends to whom, so short names are enough
         # A send and a receive share a row, and the arrows pass between their names.
-        widths = [(len(name(cell)) * CHARACTER + _PADDING) * (3.3 if talking else 1) / cell.duration for cell in cells]
+        widths = [
+            (len(name(cell)) * CHARACTER + _PADDING) * (3.3 if collective else 1) / cell.duration for cell in cells
+        ]
         yield short_names, max(widths, default=0)
 
 
@@ -158,14 +233,14 @@ def marks(rows: Rows, layout: Layout, *, interactive: bool = False) -> Markup:
         for place in tracks
     ]
     waits = reasons(rows.trace)
-    talking = isinstance(rows.trace.followed.goal, Collective)
-    if talking:
+    collective = isinstance(rows.trace.followed.goal, Collective)
+    if collective:
         parts.append(_arrows(layout))
     for place in layout.places:
         free = 0.0
         for cell in place.row.cells:
             wait = waits.get(cell.place)
-            shapes = _message(cell, place, layout) if talking else _box(cell, place, layout)
+            shapes = _message(cell, place, layout) if collective else _box(cell, place, layout)
             if interactive:
                 gap = [_gap(free, cell, place, layout)] if wait else []
                 parts.append(_reachable(cell, place, wait, [*gap, *shapes]))
@@ -282,78 +357,3 @@ def _cells(layout: Layout) -> Iterator[tuple[Place, Cell]]:
 
 def _line(start: Point, end: Point) -> str:
     return f"M{start[0]:.1f},{start[1]:.1f} L{end[0]:.1f},{end[1]:.1f}"
-
-
-# ── the figure ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-_WIDEST, _NARROWEST = 2400.0, 420.0
-_HEAD, _AXIS = 58.0, 30.0
-
-
-def figure(trace: Trace) -> str:
-    """Draw a trace as an SVG image; hovering over a cell says what it is and why it waited."""
-    rows = rows_of(trace)
-    layout = lay_out(rows, left=gutter_of(rows), top=_HEAD, widest=_WIDEST)
-    metrics = " · ".join(f"{name} {value}" for name, value in metrics_of(trace).items())
-    title = title_of(trace.followed)
-    words = max(len(title) * 8.0, len(metrics) * 6.2) + 2 * MARGIN
-    width = max(layout.right + MARGIN + 8, words, _NARROWEST)
-    bottom = layout.bottom + _AXIS + 10
-    legend, height = legend_figure(of_rows(rows), [*notes_on_colour(rows), *notes_of(rows)], bottom, width)
-    body = joined(
-        element("title", head_of(trace)),
-        element("text", title, x=MARGIN, y=24, font_size=15, font_weight=600),
-        element("text", metrics, x=MARGIN, y=43),
-        row_names(rows, layout),
-        axis(layout),
-        axis_name(layout, layout.left),
-        marks(rows, layout),
-        legend,
-    )
-    return svg(body, width, bottom + height, role="img", label=head_of(trace)) + "\n"
-
-
-def row_names(rows: Rows, layout: Layout) -> Markup:
-    """What stands before each row: its rank, or what else of that rank it shows."""
-    names = [
-        element("text", name, x=MARGIN, y=place.middle + BASELINE, font_family=MONOSPACE)
-        for name, place in zip(_names(rows), layout.places, strict=True)
-        if name
-    ]
-    return element("g", joined(*names), class_="names")
-
-
-def axis(layout: Layout) -> Markup:
-    """Round times below the rows, and a faint line up from each."""
-    times, unit, _ = layout.marks()
-    top, bottom = layout.places[0].top - 4, layout.bottom + 4
-    parts = []
-    for time in times:
-        x = layout.x(time)
-        parts.append(element("line", x1=x, x2=x, y1=top, y2=bottom, stroke=FAINT, stroke_opacity=0.35))
-        parts.append(element("text", short(time / unit), x=x, y=bottom + 14, text_anchor="middle", font_size=11))
-    parts.append(element("line", x1=layout.left, x2=layout.right, y1=bottom, y2=bottom, stroke=FAINT))
-    return element("g", joined(*parts), class_="axis")
-
-
-def axis_name(layout: Layout, right: float) -> Markup:
-    """What the numbers below the rows count, to the left of them."""
-    name = f"time {layout.marks()[2]}".rstrip()
-    text = element("text", name, x=right - 14, y=layout.bottom + 18, text_anchor="end", font_size=11)
-    return element("g", text, class_="axis")
-
-
-def gutter_of(rows: Rows) -> float:
-    """How much room the names before the rows take."""
-    return MARGIN + max(8, *map(len, _names(rows))) * CHARACTER + 12
-
-
-def _names(rows: Rows) -> list[str]:
-    talking = isinstance(rows.trace.followed.goal, Collective)
-    names: list[str] = []
-    previous: Row | None = None
-    for row in rows.rows:
-        first = previous is None or row.rank != previous.rank
-        names.append(f"rank {row.rank}" if first else "" if talking or previous == row else f"  {row.name}")
-        previous = row
-    return names

@@ -141,7 +141,7 @@ NORM = Named("norm")  # the norm of all gradients of a pipeline together
 
 
 def tied(index: int) -> Named:
-    """The gradients of parameter `index` of those that stages on different ranks share."""
+    """The gradients of the parameter with this number, among those that stages on different ranks share."""
     return Named(f"tied{index}")
 
 

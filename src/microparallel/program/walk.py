@@ -198,11 +198,11 @@ class Walk:
             self._unmade = [{} for _ in program.ranks]
             self._rules = [Rules(program.goal, ops) for ops in program.ranks]
             self._cursors = [cursor for rank, ops in enumerate(program.ranks) for cursor in _lanes(rank, ops)]
-            self._talking = self._cursors[1::2]
+            self._communicating = self._cursors[1::2]
             self._before[Join] = self._join
             self._after[Join] = self._joined
         else:
-            self._cursors = self._talking = [Cursor(rank, ops) for rank, ops in enumerate(program.ranks)]
+            self._cursors = self._communicating = [Cursor(rank, ops) for rank, ops in enumerate(program.ranks)]
 
     def __iter__(self) -> Iterator[Cursor]:
         """Each operation as soon as it can be done."""
@@ -276,7 +276,7 @@ class Walk:
             self._carried(message)
 
     def _receive(self, cursor: Cursor, op: Recv) -> bool:
-        """Post a receive; it can be done when its message is there, and may be written where it belongs."""
+        """Post a receive; whether its message is there and may be written to its place."""
         message = cursor.message
         if message is None:
             cursor.ready = cursor.time
@@ -319,8 +319,8 @@ class Walk:
     def _carried(self, message: Message) -> None:
         message.carried = True
         for rank in (message.receiver, message.sender):
-            if self._talking[rank].waits_for is message:
-                self._call(self._talking[rank])
+            if self._communicating[rank].waits_for is message:
+                self._call(self._communicating[rank])
 
     def _outgoing(self, sender: int, receiver: int) -> Message:
         """The next message that a rank sends to another: one that is awaited, or a new one."""
@@ -357,8 +357,8 @@ class Walk:
             meeting.arrived[cursor.rank] = cursor.ready
             if len(meeting.arrived) == len(group):
                 for rank in group:
-                    if self._talking[rank].waits_for is meeting:
-                        self._call(self._talking[rank])
+                    if self._communicating[rank].waits_for is meeting:
+                        self._call(self._communicating[rank])
         if len(meeting.arrived) < len(meeting.ranks):
             cursor.waits_for = meeting
             return False
@@ -492,9 +492,9 @@ def _lanes(rank: int, ops: tuple[Op, ...]) -> tuple[Cursor, Cursor]:
             dealt[which].append(op)
             if is_meeting(op):
                 meetings.append(len(dealt[Lane.COMPUTE]))
-    computing, talking = (Cursor(rank, mine, lane=which) for which, mine in dealt.items())
-    computing.twin, talking.twin = talking, computing
+    computing, communicating = (Cursor(rank, mine, lane=which) for which, mine in dealt.items())
+    computing.twin, communicating.twin = communicating, computing
     computing.meetings = meetings
     while meetings and not meetings[0]:  # nothing is computed before
-        talking.asked.append(meetings.popleft())
-    return computing, talking
+        communicating.asked.append(meetings.popleft())
+    return computing, communicating

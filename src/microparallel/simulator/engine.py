@@ -29,6 +29,37 @@ from microparallel.simulator.groups import GroupCosts, Share
 from microparallel.trace import Event, Trace
 
 
+def simulate(program: Program, costs: Costs | None = None) -> Trace:
+    """Find out what a program would cost, without running it.
+
+    Args:
+        program: what to simulate; one that `mp.verify` accepts. One that does not come to its end is refused.
+        costs: how long operations and messages take; without it a forward and each half of a backward take 1.
+
+    Example:
+        ```python
+        trace = mp.simulate(mp.schedules.build("1f1b", 4, 8), mp.Costs(forward=1, backward_input=1, backward_weight=1))
+        print(trace.makespan, trace.bubble_fraction, trace.peak_activations)  # 33 0.2727… [4, 3, 2, 1]
+        ```
+    """
+    costs = costs or Costs()
+    costs.check(program)
+    with _no_garbage_collection():
+        return Trace(Simulation(program, costs).run(), program, simulated=True)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Switch the collector off: a simulation keeps its events, often millions, and the collector would search them."""
+    wanted = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if wanted:
+            gc.enable()
+
+
 class Simulation(Policy):
     """One walk through a program, in which time passes."""
 
@@ -146,37 +177,3 @@ class Simulation(Policy):
 def _arrival(message: Message, op: Recv, start: float, end: float) -> Event:
     received = (0, 0, 0, 0, None, None, (), message.index, message.sender)
     return Event(message.receiver, Lane.COMM, op, start, end, *received)
-
-
-# ── the entrance ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def simulate(program: Program, costs: Costs | None = None) -> Trace:
-    """Find out what a program would cost, without running it.
-
-    Args:
-        program: what to simulate; one that `mp.verify` accepts. One that does not come to its end is refused.
-        costs: how long operations and messages take; without it a forward and each half of a backward take 1.
-
-    Example:
-        ```python
-        trace = mp.simulate(mp.schedules.build("1f1b", 4, 8), mp.Costs(forward=1, backward_input=1, backward_weight=1))
-        print(trace.makespan, trace.bubble_fraction, trace.peak_activations)  # 33 0.2727… [4, 3, 2, 1]
-        ```
-    """
-    costs = costs or Costs()
-    costs.check(program)
-    with _no_garbage_collection():
-        return Trace(Simulation(program, costs).run(), program, simulated=True)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Switch the collector off: a simulation keeps its events, often millions, and the collector would search them."""
-    wanted = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if wanted:
-            gc.enable()

@@ -78,7 +78,7 @@ def _trace(content: Any) -> Trace:
 
 
 def _old_event(row: dict[str, Any]) -> Event | None:
-    """One row of format 1: it says when something was asked for instead of when it began, and only names operations."""
+    """One row of format 1: it has the time when the rank asked, not the start, and names, not operations."""
     name, kind = row.pop("name"), row["kind"]
     row["kind"] = None if isinstance(name, str) and kind in get_args(Kind) and _parsed(name) is not None else kind
     sends = kind == "send"

@@ -31,9 +31,10 @@ def needed(events: Sequence[Event], places: Iterable[int]) -> list[int]:
 
 
 def met(events: Sequence[Event]) -> list[Event]:
-    """Recorded events, of which each rank knows only when it asked: communication starts when all it needs has come.
+    """Give recorded communication its start: the moment when all that it needs has come.
 
-    Where a rank knows better when something started, it says so (`issued` is set), and that stays.
+    A rank records when it asked for communication, and takes that as the start. Where it knows the real start, it has
+    set `issued`, and the event stays as it is.
     """
     result = list(events)
     for places in meetings(events):

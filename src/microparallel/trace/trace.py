@@ -173,13 +173,13 @@ class Trace:
     def exposed_communication(self) -> list[float]:
         """How long each rank communicates while it computes nothing: what overlap did not hide."""
         both = zip(self.communicating, self.computing, strict=True)
-        return [length(outside(talking, computing)) for talking, computing in both]
+        return [length(outside(communicating, computing)) for communicating, computing in both]
 
     @property
     def hidden_share(self) -> float:
         """The share of all ranks' communication during which they computed: 1 if all of it was hidden, 0 if none."""
-        talking = sum(length(times) for times in self.communicating)
-        return 1 - sum(self.exposed_communication) / talking if talking else 1.0
+        communicating = sum(length(times) for times in self.communicating)
+        return 1 - sum(self.exposed_communication) / communicating if communicating else 1.0
 
     @property
     def waiting(self) -> list[float]:

@@ -190,7 +190,7 @@ def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> 
 def _check_members(
     bucket: Bucket, bounds: tuple[int, int], reduced: list[set[Value]], stages_of: list[list[int]]
 ) -> None:
-    """Ranks that sum a bucket must mean the same stages by it; one that computes nothing has nothing to add to it."""
+    """Ranks that sum a bucket must mean the same stages by it, except ranks that compute nothing."""
     start, stop = bounds
     members = [rank for rank, values in enumerate(reduced) if bucket in values and stages_of[rank]]
     meant = {rank: [stage for stage in stages_of[rank] if start <= stage < stop] for rank in members}
