@@ -251,11 +251,11 @@ Op = (
     | Observed
 )
 GroupOp = AllReduce | Broadcast  # what the ranks of a group do together
-Met = GroupOp | Observed  # what several ranks do together; an Observed only if it is a collective
+MeetingOp = GroupOp | Observed  # what several ranks do together; an Observed only if it is a collective
 _COMMUNICATION = (Send, Recv, Add, AllReduce, Broadcast)
 
 
-def is_meeting(op: Op) -> TypeGuard[Met]:
+def is_meeting(op: Op) -> TypeGuard[MeetingOp]:
     """Whether several ranks do this operation together: none begins before all have come to it."""
     return op.kind == "collective" if isinstance(op, Observed) else isinstance(op, GroupOp)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from microparallel.errors import ProgramError
-from microparallel.program.ops import AllReduce, Met, Observed, Op, Recv, Send, is_meeting
+from microparallel.program.ops import AllReduce, MeetingOp, Observed, Op, Recv, Send, is_meeting
 from microparallel.text import count
 
 CollectiveKind = Literal[
@@ -112,7 +112,7 @@ class TrainingStep:
 
 
 Goal = Collective | TrainingStep
-Groups = dict[tuple[int, Met], tuple[int, ...]]  # by rank and operation: the ranks that do it together
+Groups = dict[tuple[int, MeetingOp], tuple[int, ...]]  # by rank and operation: the ranks that do it together
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Program:
         A rank that does the same operation twice meets the others twice. An observed collective has no axis: all ranks
         that have it take part.
         """
-        together: dict[tuple[Met, int], list[int]] = {}
+        together: dict[tuple[MeetingOp, int], list[int]] = {}
         for rank, ops in enumerate(self.ranks):
             for op in dict.fromkeys(filter(is_meeting, ops)):
                 first = 0 if isinstance(op, Observed) else self.first_on_axis(rank, op.axis)

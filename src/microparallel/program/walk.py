@@ -42,7 +42,7 @@ from microparallel.program.ops import (
     Free,
     Join,
     Lane,
-    Met,
+    MeetingOp,
     Observed,
     Op,
     Recv,
@@ -79,7 +79,7 @@ class Message:
 class Meeting:
     """Ranks that do an AllReduce or a Broadcast together: when each came to it."""
 
-    op: Met
+    op: MeetingOp
     ranks: tuple[int, ...]
     number: int  # of the meetings at which these ranks do the same
     arrived: dict[int, float] = field(default_factory=dict)
@@ -174,8 +174,8 @@ class Walk:
         # each is made once.
         self._overwrites = isinstance(program.goal, Collective)
         self._groups = program.groups()
-        self._meetings: dict[tuple[Met, int, int], Meeting] = {}
-        self._met: Counter[tuple[int, Met]] = Counter()  # how often each rank has done what a group does
+        self._meetings: dict[tuple[MeetingOp, int, int], Meeting] = {}
+        self._met: Counter[tuple[int, MeetingOp]] = Counter()  # how often each rank has done what a group does
         self._before: dict[type, Callable[[Cursor, Any], bool]] = {
             Send: self._begin_blocking_send if policy.sends == "blocking" else self._begin_send,
             Recv: self._receive,
@@ -345,7 +345,7 @@ class Walk:
 
     # ── what a group does together ──────────────────────────────────────────────────────────────────────────────
 
-    def _meet(self, cursor: Cursor, op: Met) -> bool:
+    def _meet(self, cursor: Cursor, op: MeetingOp) -> bool:
         meeting = cursor.meeting
         if meeting is None:
             if self._made and not self._is_asked_for(cursor, op):
@@ -364,7 +364,7 @@ class Walk:
             return False
         return True
 
-    def _is_asked_for(self, cursor: Cursor, op: Met) -> bool:
+    def _is_asked_for(self, cursor: Cursor, op: MeetingOp) -> bool:
         """Whether its rank has asked for it: the rank has made what it needs and computed all that stands before it."""
         if not cursor.asked:
             return False
@@ -374,7 +374,7 @@ class Walk:
         cursor.ready = max(cursor.ready, cursor.came)
         return True
 
-    def _have_met(self, cursor: Cursor, op: Met) -> None:
+    def _have_met(self, cursor: Cursor, op: MeetingOp) -> None:
         self._met[cursor.rank, op] += 1
         cursor.meeting = None
         if self._made and not isinstance(op, Observed):

@@ -19,7 +19,7 @@ from microparallel.program import (
     ForwardBackward,
     ForwardStages,
     Goal,
-    Met,
+    MeetingOp,
     Named,
     Observed,
     Op,
@@ -116,15 +116,15 @@ class Costs:
         """How long a rank's message takes where that was measured; else its size and its link say so."""
         return None
 
-    def together(self, op: Met, rank: int) -> float | None:  # noqa: ARG002
+    def together(self, op: MeetingOp, rank: int) -> float | None:  # noqa: ARG002
         """How long a rank and its group take for something where that was measured; else its program is simulated."""
         return None
 
-    def traffic(self, op: Met, rank: int) -> tuple[int, float] | None:  # noqa: ARG002
+    def traffic(self, op: MeetingOp, rank: int) -> tuple[int, float] | None:  # noqa: ARG002
         """How many messages and bytes a rank sends for it where that is known; else its algorithm's program says so."""
         return None
 
-    def bytes(self, op: Send | Met, goal: Goal, rank: int) -> float:  # noqa: ARG002
+    def bytes(self, op: Send | MeetingOp, goal: Goal, rank: int) -> float:  # noqa: ARG002
         """How many bytes a rank sends, or contributes to a collective; 0 for an observed one, of unknown size."""
         return 0 if isinstance(op, Observed) else self.size(op.value, goal)
 

@@ -8,7 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from microparallel.collectives import GroupKind, group_kind, program_of, resolve, sent_by
-from microparallel.program import AllReduce, Collective, Goal, GroupOp, Met, Observed, Program, Send, Slices, Value
+from microparallel.program import (
+    AllReduce,
+    Collective,
+    Goal,
+    GroupOp,
+    MeetingOp,
+    Observed,
+    Program,
+    Send,
+    Slices,
+    Value,
+)
 from microparallel.simulator.costs import Costs
 from microparallel.topology import Link
 from microparallel.trace import Event
@@ -47,7 +58,7 @@ class GroupCosts:
         self._run = run
         self._known: dict[tuple[object, ...], list[float]] = {}
 
-    def shares(self, op: Met, ranks: tuple[int, ...]) -> list[Share]:
+    def shares(self, op: MeetingOp, ranks: tuple[int, ...]) -> list[Share]:
         """The share of each rank when all begin at the same time."""
         found = self._observed(op, ranks) if isinstance(op, Observed) else self._by_algorithm(op, ranks)
         known = [self._costs.traffic(op, rank) for rank in ranks]
