@@ -1,4 +1,8 @@
-"""The dependency rule: which values an operation needs before it can begin, which it makes, and what it must not touch.
+"""The rules of the language: what an operation needs, what it makes, and what it must not overwrite.
+
+1. *Needs*: an operation begins when all values that it needs are there.
+2. *Makes*: when an operation has ended, the values that it makes are there.
+3. *Hazard*: a rank must not overwrite a value that it is still sending.
 
 | operation           | needs                                             | makes                              |
 |---------------------|---------------------------------------------------|------------------------------------|
@@ -16,16 +20,16 @@
 | of a named value    |                                                   | the value                          |
 | Broadcast           |                                                   | the value                          |
 | Observed            |                                                   |                                    |
-| OptimizerStep       | its stages' buckets, and those it sums for others |                                    |
-|                     | alone; of stages in none, their gradients         |                                    |
+| OptimizerStep       | all buckets that its rank sums or has stages in;  |                                    |
+|                     | gradients of stages that are in no bucket         |                                    |
 
 - The first stage's input is the batch, which is always there; no operation needs its gradient.
 - The last stage makes its output's gradient itself, from the loss.
-- A named value (`:loss`) is known to its rank only, so a Join stands where a lane must wait for it.
+- A program does not say which operations use a named value (`:loss`), so a Join stands where a lane must wait for one.
 
-The hazard: a Send carries its value as it was when its rank came to it. As long as the Send is *open* (it may still
-read), its rank must not write to that value. An Add writes when it begins. A Recv writes from the moment it is posted;
-with `reduce`, only when the message has arrived, since the message may arrive in other memory.
+A Send carries its value as it was when its rank came to the Send. As long as the Send is *open* (it may still read),
+its rank must not write to that value. An Add writes when it begins. A Recv writes from the moment it is posted; with
+`reduce`, only when the message has arrived, since the message may arrive in other memory.
 
 These rules are written here only. The walk (`walk.py`) reads them, and with it the verifier, the simulator and every
 other policy; so do the passes of `schedules/` and the interpreter of collectives.
