@@ -83,6 +83,21 @@ def test_a_request_owns_its_buffer(any_pool):
     assert "isend(float32[1048576], dest=1) was dropped before it was waited for" in warned[0]
 
 
+def under_either_name(comms):
+    other = 1 - comms.rank
+    for send, recv in ((comms.send, comms.recv_tensor), (comms.send_tensor, comms.recv)):
+        if comms.rank == 0:
+            send(torch.tensor([7.0, 8.0]), other)
+        else:
+            yield recv(2, other).tolist()
+
+
+def test_send_and_recv_are_send_tensor_and_recv_tensor(any_pool):
+    assert any_pool.run(lambda comms: list(under_either_name(comms)), 2, timeout=30) == [[], [[7.0, 8.0]] * 2]
+    assert mp.Comms.send is mp.Comms.send_tensor
+    assert mp.Comms.recv is mp.Comms.recv_tensor
+
+
 def after_closing(comms):
     group = comms.group([0, 1])
     group.close()

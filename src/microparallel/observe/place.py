@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 _PACKAGE = Path(__file__).parent.parent
 # What the rest of us calls to communicate. A line of these says nothing about who wanted it.
-_BENEATH = tuple(f"{_PACKAGE / name}/" for name in ("comms", "transport", "flight", "world", "cli"))
+_BENEATH = tuple(f"{_PACKAGE / name}/" for name in ("comms", "torch_backend", "transport", "observe", "world", "cli"))
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
 _PYTHON = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
 

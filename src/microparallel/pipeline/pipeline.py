@@ -242,7 +242,7 @@ class Pipeline(Member):
 
     def _line(self, microbatches: int, training: bool) -> Sequence[Send | Recv] | None:
         """Its messages in the order that all ranks keep, where they run one after another."""
-        if not microbatches or not self.comms.messages_wait_in_line:
+        if not microbatches or not self.comms.messages_run_in_order:
             return None
         return self._schedule.lines(microbatches, training)[self._place]
 
@@ -270,7 +270,7 @@ class Pipeline(Member):
         interpreter = Interpreter(
             ops,
             worker,
-            self._row.mail,
+            self._row.messages,
             {**self._sums, LOSS: LossSum(worker, self.comms)},
             ahead=_AHEAD,
             line=line,

@@ -29,7 +29,7 @@ from microparallel.observe.flight_recorder import in_ranges
 from microparallel.text import count
 from microparallel.topology import threads_per_rank
 from microparallel.topology.placement import Placement, find_placement
-from microparallel.torch_backend.calling import using
+from microparallel.torch_backend.base import using
 from microparallel.torch_backend.group import MicroparallelGroup
 from microparallel.torch_private import store_of_the_world
 from microparallel.transport.shared_memory import futex, this_machine
