@@ -60,7 +60,7 @@ def test_groups_count_from_zero_and_nest(any_pool, check):
 
 
 def dropped_request(comms):
-    """The temporary tensor must survive although nobody keeps the request."""
+    """The temporary tensor must survive although the caller does not keep the request."""
     if comms.rank == 0:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -194,6 +194,6 @@ def waits_again(comms):
 
 
 def test_a_request_that_failed_fails_again(pool):
-    """Its buffer holds nothing that anybody should take for a result."""
+    """What its buffer holds is no result."""
     _, texts = pool.run(waits_again, 2, transport="shm", timeout=30)
     assert len(texts) == 2 and texts[0] == texts[1]

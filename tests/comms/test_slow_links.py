@@ -70,7 +70,7 @@ def every_collective(comms, exact):
 
 
 def exchanged(comms, tensor):
-    """Everybody sends to the next and receives from the one before."""
+    """Every rank sends to the next and receives from the one before."""
     request = comms.isend(tensor, (comms.rank + 1) % comms.world_size)
     received = comms.recv_tensor(tensor.shape, (comms.rank - 1) % comms.world_size)
     request.wait()

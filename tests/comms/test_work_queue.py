@@ -102,12 +102,12 @@ def test_what_has_not_run_when_the_queue_closes_never_runs():
     queue = WorkQueue()
     called = []
     work = queue.append(lambda _: called.append("run"))
-    work.then(lambda: called.append("told"))
+    work.then(lambda: called.append("callback"))
     queue.close()
     for closed in (work, queue.append(lambda _: called.append("late"))):
         with pytest.raises(CommsError, match="closed"):
             closed.wait()
-    assert called == ["told"]
+    assert called == ["callback"]
 
 
 def test_what_is_ready_runs_up_to_the_first_that_is_not(queue):

@@ -159,7 +159,7 @@ def test_large_buckets_are_moved_to_where_peers_read_them(both, ranks, kept_in_p
 
 
 def test_buckets_stay_where_they_are_by_default(both):
-    """Somebody may hold a pointer into a gradient."""
+    """The user's code may hold a pointer into a gradient."""
     both(large_buckets, (), False)
 
 

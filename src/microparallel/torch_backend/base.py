@@ -26,72 +26,6 @@ from microparallel.torch_backend.tensors import Options, TorchReduction, bring_b
 from microparallel.torch_backend.work import CollectiveWork, SeveralWorks
 from microparallel.torch_private import gloo_group, nccl_group
 
-# ── the other half of a mixed group such as "cpu:microparallel,cuda:nccl" ───────────────────────────────────────────
-
-
-def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Which backend the user chose for which device: {"cpu": "microparallel", "cuda": "nccl"}."""
-    try:
-        config = dist.get_backend_config(group)
-    except (AssertionError, TypeError, ValueError, RuntimeError):  # torch is still making this group
-        return {}
-    pairs = (part.partition(":") for part in config.split(","))
-    return {device: backend for device, _, backend in pairs if backend}
-
-
-def start(
-    device: torch.device, backend: str, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: timedelta
-) -> dist.ProcessGroup:
-    """A process group of torch's own for the tensors of one device."""
-    # Not the keys that torch itself would use: it may have begun to start this backend and stopped halfway.
-    store = dist.PrefixStore(f"{device.type} beside microparallel", store)
-    if backend == "nccl":
-        return nccl_group(device, store, rank, world_ranks, timeout)
-    if backend == "gloo":
-        return gloo_group(device, store, rank, world_ranks, timeout)
-    raise UsageError(
-        f"backend 'microparallel' cannot stand beside {backend!r}, only beside nccl and gloo; "
-        f"make a group of its own for {device.type}: torch.distributed.new_group(backend={backend!r})"
-    )
-
-
-def refusal(device: torch.device) -> UsageError:
-    """The error for a tensor on a device that this group has no backend for."""
-    return UsageError(
-        f"backend 'microparallel' shares the CPU's memory, and this tensor is on {device}; "
-        f"call init_process_group('cpu:microparallel,{device.type}:{'nccl' if device.type == 'cuda' else 'gloo'}')"
-    )
-
-
-# ── the flight recorder that a group writes into: its world's ───────────────────────────────────────────────────────
-
-_given: ContextVar[Flight | None] = ContextVar("flight", default=None)
-
-
-@contextmanager
-def using(flight: Flight) -> Iterator[None]:
-    """Within this block, groups that torch makes write into this flight recorder."""
-    token = _given.set(flight)
-    try:
-        yield
-    finally:
-        _given.reset(token)
-
-
-def flight_for(store: dist.Store, rank: int, ranks: int) -> tuple[Flight, bool]:
-    """The flight recorder of a new group, and whether the group must close it: its world's, or one of its own."""
-    given = _given.get()
-    if given is not None:
-        return given, False
-    world = getattr(dist.group.WORLD, "shared_memory", None)
-    if world is not None:
-        return world.flight, False
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return Flight.open(agreed_folder(store), rank, ranks, ranks_here), True
-
-
-# ── the group ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -209,22 +143,22 @@ class GroupBase(torch_private.CalledProcessGroup):
 
     def side_of(self, device: torch.device) -> dist.ProcessGroup:
         """The process group for the tensors of another device, started when it is first needed."""
-        backend = backends_of(self).get(device.type)
+        backend = _backends_of(self).get(device.type)
         if backend is None:
-            raise refusal(device)
+            raise _no_backend_for(device)
         if device.type not in self._sides:
-            self._sides[device.type] = start(
+            self._sides[device.type] = _start_beside(
                 device, backend, self._store, self.rank(), self._group.world_ranks, self._timeout
             )
         return self._sides[device.type]
 
     def devices(self) -> list[torch.device]:
         """The kinds of devices whose tensors this group carries."""
-        return [torch.device(device) for device in backends_of(self) or ("cpu",)]
+        return [torch.device(device) for device in _backends_of(self) or ("cpu",)]
 
     def backend_of(self, device: torch.device) -> Any:
         """The backend of a device's tensors: this group itself, or the one beside it."""
-        if torch.device(device).type == "cpu" or not backends_of(self):
+        if torch.device(device).type == "cpu" or not _backends_of(self):
             return self
         return torch_private.backend_of(self.side_of(device), device)
 
@@ -288,3 +222,67 @@ class GroupBase(torch_private.CalledProcessGroup):
             self._group.flight.close()
 
     abort = shutdown
+
+
+# ── the other half of a mixed group such as "cpu:microparallel,cuda:nccl" ───────────────────────────────────────────
+
+
+def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Which backend the user chose for which device: {"cpu": "microparallel", "cuda": "nccl"}."""
+    try:
+        config = dist.get_backend_config(group)
+    except (AssertionError, TypeError, ValueError, RuntimeError):  # torch is still making this group
+        return {}
+    pairs = (part.partition(":") for part in config.split(","))
+    return {device: backend for device, _, backend in pairs if backend}
+
+
+def _start_beside(
+    device: torch.device, backend: str, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group of torch's own for the tensors of one device."""
+    # Not the keys that torch itself would use: it may have begun to start this backend and stopped halfway.
+    store = dist.PrefixStore(f"{device.type} beside microparallel", store)
+    if backend == "nccl":
+        return nccl_group(device, store, rank, world_ranks, timeout)
+    if backend == "gloo":
+        return gloo_group(device, store, rank, world_ranks, timeout)
+    raise UsageError(
+        f"backend 'microparallel' cannot stand beside {backend!r}, only beside nccl and gloo; "
+        f"make a group of its own for {device.type}: torch.distributed.new_group(backend={backend!r})"
+    )
+
+
+def _no_backend_for(device: torch.device) -> UsageError:
+    """The error for a tensor on a device that this group has no backend for."""
+    return UsageError(
+        f"backend 'microparallel' shares the CPU's memory, and this tensor is on {device}; "
+        f"call init_process_group('cpu:microparallel,{device.type}:{'nccl' if device.type == 'cuda' else 'gloo'}')"
+    )
+
+
+# ── the flight recorder that a group writes into: its world's ───────────────────────────────────────────────────────
+
+_given: ContextVar[Flight | None] = ContextVar("flight", default=None)
+
+
+@contextmanager
+def using(flight: Flight) -> Iterator[None]:
+    """Within this block, groups that torch makes write into this flight recorder."""
+    token = _given.set(flight)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def flight_for(store: dist.Store, rank: int, ranks: int) -> tuple[Flight, bool]:
+    """The flight recorder of a new group, and whether the group must close it: its world's, or one of its own."""
+    given = _given.get()
+    if given is not None:
+        return given, False
+    world = getattr(dist.group.WORLD, "shared_memory", None)
+    if world is not None:
+        return world.flight, False
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return Flight.open(agreed_folder(store), rank, ranks, ranks_here), True
