@@ -102,6 +102,12 @@ def _parse_size(text: str, place: str) -> int:
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def show_ranks(ranks: Iterable[int]) -> str:
+    """Ranks by number: `rank 2`, `ranks 0, 1`."""
+    listed = list(ranks)
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {', '.join(map(str, listed))}"
+
+
 def one_of(names: Iterable[str]) -> str:
     """Names to choose from: `adam, adamw or sgd`."""
     *first, last = names
