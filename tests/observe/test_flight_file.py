@@ -14,7 +14,7 @@ import pytest
 from microparallel.observe import flight_file as layout
 from microparallel.observe.flight_file import read
 from microparallel.observe.flight_recorder import FlightRecorder, in_ranges, write_exit
-from microparallel.observe.place import Place, worth
+from microparallel.observe.place import Place, relevance
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_the_end_is_written_once(recorder, path):
     recorder.ends("raised", "ValueError: no", Place("/a/model.py", 7))
     recorder.ends("closed")
     one = read(path)
-    assert (one.ending, one.last_words, str(one.end_place)) == ("raised", "ValueError: no", "model.py:7")
+    assert (one.ending, one.end_reason, str(one.end_place)) == ("raised", "ValueError: no", "model.py:7")
 
 
 def test_what_is_no_flight_file(tmp_path):
@@ -249,8 +249,8 @@ def test_whose_code():
         microparallel.data_parallel.reducer.__file__,
         [microparallel.comms.comms.__file__, torch.__file__, threading.__file__, "<frozen runpy>"],
     )
-    assert worth(user) > worth(ours) > worth("<string>") > 0
-    assert [worth(file) for file in library] == [0] * 4
+    assert relevance(user) > relevance(ours) > relevance("<string>") > 0
+    assert [relevance(file) for file in library] == [0] * 4
 
 
 def calls_made(function):
