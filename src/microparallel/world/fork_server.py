@@ -2,9 +2,9 @@
 
     parent ──── "start" ────▶ fork server
        │                         │ fork
-       │                     in between   ends at once, so that its child becomes the parent's, who adopts orphans
+       │                     in between   ends at once, so that its child becomes the parent's, which adopts orphans
        │                         │ fork
-       └──── adopts ────────▶ the rank    a child of the parent, who can wait for it as for any other
+       └──── adopts ────────▶ the rank    a child of the parent, which can wait for it as for any other
 
 The parent asks with one message: a program as `python -c` takes it, the variables of the rank's environment and its
 folder, together with its output, its errors and the files it shares with its parent. What it costs: Linux only, and no
