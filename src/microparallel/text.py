@@ -108,6 +108,27 @@ def show_ranks(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(listed) == 1 else 'ranks'} {', '.join(map(str, listed))}"
 
 
+def show_ranges(ranks: Iterable[int]) -> str:
+    """Many ranks in short, in their order: `0-3,7`."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """The ranks that `show_ranges` has written; of a text that was cut (`0-3,7…`), those before the cut."""
+    ranks: list[int] = []
+    for part in text.partition("…")[0].split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            ranks += range(int(first), int(last if last.isdigit() else first) + 1)
+    return tuple(ranks)
+
+
 def one_of(names: Iterable[str]) -> str:
     """Names to choose from: `adam, adamw or sgd`."""
     *first, last = names

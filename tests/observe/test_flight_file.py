@@ -13,7 +13,7 @@ import pytest
 
 from microparallel.observe import flight_file as layout
 from microparallel.observe.flight_file import read
-from microparallel.observe.flight_recorder import FlightRecorder, in_ranges, write_exit
+from microparallel.observe.flight_recorder import FlightRecorder, write_exit
 from microparallel.observe.place import Place, relevance
 
 
@@ -226,16 +226,6 @@ def test_writing_on_when_the_file_has_been_let_go(recorder):
     entry.waits()
     entry.ends()
     recorder.group([0]).collective("barrier()", "").ends()
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"), [((0,), "0"), ((0, 1, 2), "0-2"), ((0, 2, 3, 7), "0,2-3,7"), ((3, 1), "3,1")]
-)
-def test_ranks_in_short(ranks, text):
-    from microparallel.observe.flight_file import _from_ranges
-
-    assert in_ranges(ranks) == text
-    assert _from_ranges(text) == ranks
 
 
 def test_whose_code():

@@ -171,7 +171,7 @@ def _missing(one: Snapshot, ranks: Mapping[int, Snapshot], waits: Mapping[int, W
     if one.ending in ("finished", "closed"):
         words = "has returned from its function" if one.ending == "finished" else "has left the world"
     elif not one.pid:
-        words = "has left no flight file: it never came, or is on another machine"
+        words = "has left no flight file: it never joined, or is on another machine"
     elif made := _calls_since(min(wait.record.since for wait in waiting), one):
         words = f"has gone on without that call, and made {made} others since"
     else:
@@ -400,9 +400,8 @@ def _collective_difference(sequence: int, calls: Mapping[int, Record]) -> CallDi
     entered = " and ".join(f"{show_ranks(ranks)} entered {calls[ranks[0]]}" for ranks in odd)
     others = f"{show_ranks(usual)} entered {calls[usual[0]]}"
     size = len(calls[usual[0]].group)
-    count = (
-        f"the {_ordinal(sequence)} collective of {'their group' if size > len(usual) + len(guilty) else 'the group'}"
-    )
+    group = "their group" if size > len(usual) + len(guilty) else "the group"
+    count = f"the {_ordinal(sequence)} collective of {group}"
     finding = Finding(kind, guilty, calls[guilty[0]].place, f"{kind}: {entered} while {others}: {count}")
     return CallDifference(finding, old=all(call.outcome == "well" for call in calls.values()))
 

@@ -26,6 +26,7 @@ from typing import Any
 
 from microparallel.observe.place import Place, most_relevant, relevance
 from microparallel.observe.processes import show_exit
+from microparallel.text import parse_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +307,7 @@ def _groups(memory: mmap.mmap) -> dict[int, tuple[str, tuple[int, ...]]]:
         fields = _whole(memory, GROUPS_AT + slot * GROUP_BYTES, GROUP)
         if fields is not None:
             number, name = fields[0], uncut(fields[1])
-            groups[number - 1] = name, _from_ranges(name.partition("#")[0])
+            groups[number - 1] = name, parse_ranges(name.partition("#")[0])
     return groups
 
 
@@ -316,12 +317,3 @@ def _whole(memory: mmap.mmap, at: int, what: struct.Struct) -> tuple[Any, ...] |
     fields = what.unpack_from(memory, at + NUMBER.size)
     (after,) = NUMBER.unpack_from(memory, at)
     return (before, *fields) if before == after != 0 else None
-
-
-def _from_ranges(text: str) -> tuple[int, ...]:
-    ranks: list[int] = []
-    for part in text.partition("…")[0].split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            ranks += range(int(first), int(last if last.isdigit() else first) + 1)
-    return tuple(ranks)

@@ -22,6 +22,7 @@ from types import FrameType
 from microparallel.observe import flight_file
 from microparallel.observe.place import Place, caller
 from microparallel.observe.processes import start_ticks
+from microparallel.text import show_ranges
 
 _write_number = flight_file.NUMBER.pack_into
 _read_number = flight_file.NUMBER.unpack_from
@@ -70,7 +71,7 @@ class FlightRecorder:
         members = tuple(world_ranks)
         self._groups_of[members] += 1
         number = next(self._groups)
-        name = f"{in_ranges(members)}#{self._groups_of[members]}"
+        name = f"{show_ranges(members)}#{self._groups_of[members]}"
         at = flight_file.GROUPS_AT + number % flight_file.GROUPS * flight_file.GROUP_BYTES
         self._put(at, number + 1, flight_file.GROUP, _cut(name, flight_file.GROUP.size))
         return GroupLog(self, members, number)
@@ -240,17 +241,6 @@ class NoEntry:
 
 def _nothing() -> None:
     """Do nothing."""
-
-
-def in_ranges(ranks: Sequence[int]) -> str:
-    """Ranks in short, in their order: `0-3,7`."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
 
 
 def _create(path: Path) -> mmap.mmap:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,8 @@ from microparallel.comms.group import Group
 from microparallel.comms.torch_group import TorchGroup
 from microparallel.errors import AddressInUse, CommsTimeout, TransportTimeout, UsageError
 from microparallel.observe.flight import Flight, agreed_folder
-from microparallel.observe.flight_recorder import in_ranges
 from microparallel.settings import DEVICES, TRANSPORTS
-from microparallel.text import count
+from microparallel.text import count, show_ranges
 from microparallel.topology import threads_per_rank
 from microparallel.topology.placement import Placement, find_placement
 from microparallel.torch_backend.calling import using
@@ -267,7 +265,7 @@ def _open_store(placement: Placement, timeout: float, *, is_master: bool) -> dis
     return dist.PrefixStore(f"microparallel/{placement.attempt}", store)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _explaining_errors(placement: Placement, timeout: float) -> Iterator[None]:
     place = f"{placement.address}:{placement.port}"
     try:
@@ -326,5 +324,5 @@ def show_missing_ranks(placement: Placement) -> str:
     missing = [rank for rank in range(placement.world_size) if not store.check([f"can/{rank}"])]
     if not missing or any(rank not in missing for rank in range(placement.rank)):
         return ""
-    ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {in_ranges(missing)}"
+    ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {show_ranges(missing)}"
     return f"{ranks} of {count(placement.world_size, 'rank')} did not come to {place} yet"

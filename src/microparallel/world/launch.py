@@ -28,7 +28,7 @@ from microparallel.observe.flight import SHORT_WAIT, new_folder
 from microparallel.observe.flight_recorder import write_exit
 from microparallel.observe.folders import flight_file, gather, remove
 from microparallel.observe.processes import ENDED_STATUS
-from microparallel.topology import MOST_RANKS_PER_CORE, Placement, available_cores
+from microparallel.topology import Placement, require_cores
 from microparallel.world.child import AllDone, Finished, Job, Raised
 from microparallel.world.connect import DEFAULT_TIMEOUT, require_possible
 from microparallel.world.fork_server import ForkServer
@@ -125,10 +125,7 @@ class Pool:
         """Run `function(comms, *arguments, **named_arguments)` on every rank; see `launch`."""
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise UsageError(f"ranks={ranks!r}: a world needs a whole number of ranks, at least 1")
-        if ranks > MOST_RANKS_PER_CORE * (cores := available_cores()):
-            raise UsageError(
-                f"ranks={ranks}: at most {MOST_RANKS_PER_CORE} ranks a core can work, and {cores} cores are available"
-            )
+        require_cores(ranks, f"ranks={ranks}")
         if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
             raise UsageError(f"timeout={timeout!r}: give a number of seconds greater than 0, or None to wait for ever")
         require_possible(transport, device, Placement(0, ranks, local_rank=0, local_world_size=ranks))
@@ -185,7 +182,7 @@ class Pool:
         before = _ignore_interrupts()
         try:
             for process in self._processes:
-                process.hang_up()
+                process.disconnect()
             _end(self._processes)
             self._processes = []
         finally:

@@ -99,7 +99,7 @@ class RankProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
 
-    def hang_up(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection, on which an idle process ends."""
         self.connection.close()
 

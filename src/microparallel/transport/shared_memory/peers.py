@@ -129,12 +129,12 @@ class Peers:
             if failure is not None:
                 lost = [self._world_ranks.index(rank) for rank in failure.get("lost", []) if rank in self._world_ranks]
                 self._give_up([rank for rank in lost if rank != self._rank] or [other])
-        if self._hung_up(peer) or self._statuses[peer].closed:
+        if self._is_disconnected(peer) or self._statuses[peer].closed:
             self._give_up([peer])
 
     def require_any_alive(self) -> None:
         """Raise if all peers are gone, so that no message can come."""
-        if all(self._hung_up(peer) or self._statuses[peer].closed for peer in self._connections):
+        if all(self._is_disconnected(peer) or self._statuses[peer].closed for peer in self._connections):
             self._give_up(list(self._connections))
 
     def disagree(self, signature: int | None = None, source: int | None = None) -> NoReturn:
@@ -166,7 +166,7 @@ class Peers:
         self._statuses[self._rank].fail({"lost": [self._world_ranks[rank] for rank in lost]})
         raise PeerGone(lost)
 
-    def _hung_up(self, peer: int) -> bool:
+    def _is_disconnected(self, peer: int) -> bool:
         connection = self._connections.get(peer)
         if connection is None or connection.fileno() < 0:
             return True

@@ -4,9 +4,12 @@ A send posts where the tensor lies; the receiver copies it, or adds it to its ow
 that lies neither in its rank's segment nor in memory that was moved (`regions.py`) is copied into the segment first.
 
     works.py       transfers that were started: a tensor that was offered, borrowed, or is to be received
-    channel.py     the slots in which a sender posts its messages        futex.py     sleep until a number changes
-    peers.py       which ranks are gone, and which made another call      segment.py   the memory itself, and its pieces
-    rendezvous.py  how the ranks get each other's segments                regions.py   tensors that were moved
+    channel.py     the slots in which a sender posts its messages
+    futex.py       sleep until a number in shared memory changes
+    peers.py       which ranks are gone, and which made another call
+    segment.py     the memory itself, and its pieces
+    regions.py     tensors that were moved to where peers can read them
+    rendezvous.py  how the ranks get each other's segments
 """
 
 from __future__ import annotations
