@@ -10,7 +10,7 @@ So two ranks that each send and then receive wait for ever:
 ```
 rank 0: [send to 1] [receive from 1]        rank 0: [send to 1, receive from 1]
 rank 1: [send to 0] [receive from 0]        rank 1: [send to 0, receive from 0]
-        both stand at their first exchange          as one exchange, both end
+        both wait in their first exchange           as one exchange, both end
 ```
 
 NCCL calls an exchange a group (`ncclGroupStart`, `ncclGroupEnd`), and torch `batch_isend_irecv`.
@@ -86,15 +86,15 @@ class Streams:
                 delivered = True
         return delivered
 
-    def standing(self, rank: int) -> str:
+    def position(self, rank: int) -> str:
         """Which exchange a rank is in, for an error message."""
         running = ", ".join(map(str, self._running(rank)))
         if not running:
             return f"rank {rank} has nothing under way after {self._ended[rank]} exchanges"
-        return f"rank {rank} stands at exchange {self._ended[rank] + 1} ({running})"
+        return f"rank {rank} is in exchange {self._ended[rank] + 1} ({running})"
 
     def __str__(self) -> str:
-        return "; ".join(self.standing(rank) for rank in range(len(self._queues)))
+        return "; ".join(self.position(rank) for rank in range(len(self._queues)))
 
 
 class StreamWork:
@@ -115,7 +115,7 @@ class StreamWork:
             raise TransportTimeout(f"deadlock under NCCL's rules: {self._streams}")
 
     def __str__(self) -> str:
-        return self._streams.standing(self._rank)
+        return self._streams.position(self._rank)
 
 
 class StreamExchange:
