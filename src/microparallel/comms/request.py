@@ -24,7 +24,7 @@ from microparallel.errors import (
     TransportTimeout,
     UsageError,
 )
-from microparallel.observe import Activity, Observer, Watched, watch
+from microparallel.observe import Activity, ObservedCall, Observer, observe_call
 from microparallel.observe.flight_recorder import Entry, NoEntry
 from microparallel.program import Op
 from microparallel.program.ops import Kind, Observed
@@ -46,7 +46,7 @@ class Request(Generic[Result]):
         works: Sequence[Work],
         finish: Callable[[], Result],
         transport: Group,
-        entry: Entry | NoEntry | Watched,
+        entry: Entry | NoEntry | ObservedCall,
     ) -> None:
         self._call = call
         self._entry = entry
@@ -132,7 +132,7 @@ class Caller:
 
     def _begin(
         self, call: Call, operation: Op | None = None, tensor: torch.Tensor | None = None
-    ) -> Entry | NoEntry | Watched:
+    ) -> Entry | NoEntry | ObservedCall:
         """Write the call into the flight recorder, and tell the observers that it begins."""
         if self._closed:
             raise UsageError(f"{call}: this Comms has been closed; connect again, or close it later")
@@ -146,12 +146,12 @@ class Caller:
         observers = self.observers
         if not observers:
             return entry
-        return watch(entry, observers, activity_of(call, self._transport, operation, tensor))
+        return observe_call(entry, observers, activity_of(call, self._transport, operation, tensor))
 
     def _go_on(
         self,
         call: Call,
-        entry: Entry | NoEntry | Watched,
+        entry: Entry | NoEntry | ObservedCall,
         start: Callable[[], Sequence[Work]],
         finish: Callable[[], Result],
     ) -> Request[Result]:
@@ -159,7 +159,11 @@ class Caller:
         with named_failures(call, self._transport, entry):
             works = start()
         entry.started()
-        if isinstance(entry, Watched) and len(works) == 1 and (then := getattr(works[0], "then", None)) is not None:
+        if (
+            isinstance(entry, ObservedCall)
+            and len(works) == 1
+            and (then := getattr(works[0], "then", None)) is not None
+        ):
             then(entry.completes)
         return Request(call, works, finish, self._transport, entry)
 
@@ -204,7 +208,7 @@ class named_failures:  # used as a block, as those of contextlib are
 
     __slots__ = ("_call", "_entry", "_transport")
 
-    def __init__(self, call: Call, transport: Group, entry: Entry | NoEntry | Watched) -> None:
+    def __init__(self, call: Call, transport: Group, entry: Entry | NoEntry | ObservedCall) -> None:
         self._call = call
         self._transport = transport
         self._entry = entry

@@ -23,7 +23,7 @@ from microparallel.topology import available_cores
 from microparallel.torch_private import at_end_of_backward, number_of_backward
 from microparallel.transport.base import SeparateMessages, Work
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
-from microparallel.transport.shared_memory.works import Conduct, SharedMemoryExchange
+from microparallel.transport.shared_memory.works import CallState, SharedMemoryExchange
 from microparallel.transport.torch_distributed import make_group
 
 # Seconds for which backward may compute on after its last call before the queue's thread runs what it has called.
@@ -81,9 +81,9 @@ class SharedMemoryGroup(ProgramGroup):
         """Start receiving into a contiguous tensor."""
         return self.transport.irecv(tensor, source, tag)
 
-    def irecv_from_anybody(self, tensor: torch.Tensor, tag: int = 0) -> Work:
+    def irecv_from_any(self, tensor: torch.Tensor, tag: int = 0) -> Work:
         """Start receiving the first message that comes, from any rank."""
-        return self.transport.irecv_from_anybody(tensor, tag)
+        return self.transport.irecv_from_any(tensor, tag)
 
     def exchange(self, tag: int = 0) -> SeparateMessages:
         """Open an exchange; each of its messages starts at once, by itself."""
@@ -138,18 +138,18 @@ class SharedMemoryGroup(ProgramGroup):
         self, program: RankProgram, blocks: Blocks, op: str = "sum", movable: torch.Tensor | None = None
     ) -> QueuedWork:
         call = getattr(self._call, "text", program.name)
-        conduct = Conduct(call)
-        exchanges = _Exchanges(self.transport, conduct)
+        state = CallState(call)
+        exchanges = _Exchanges(self.transport, state)
         combine = COMBINE[op]
 
         # A rank that hears from all others in the first block knows then whether any of them copies. If none does,
         # blocks gain nothing.
         def in_blocks() -> bool:
-            return conduct.copied or not program.all_hear_all
+            return state.copied or not program.all_hear_all
 
         def run(deadline: float | None) -> None:
-            self.transport.peers.begin(call, conduct.signature)
-            self.transport.exchange_news()
+            self.transport.peers.begin(call, state.signature)
+            self.transport.exchange_notices()
             if movable is not None:  # now: while the collective runs, no other thread may use the tensor
                 self.transport.move_what_comes_again(movable)
             for pieces in blocks(program.slices, in_blocks):
@@ -196,14 +196,14 @@ class SharedMemoryGroup(ProgramGroup):
 class _Exchanges:
     """The interpreter's transport during one collective: every exchange carries the signature of that call."""
 
-    def __init__(self, transport: SharedMemoryTransport, conduct: Conduct) -> None:
+    def __init__(self, transport: SharedMemoryTransport, state: CallState) -> None:
         self.rank = transport.rank
         self.world_size = transport.world_size
         self._transport = transport
-        self._conduct = conduct
+        self._state = state
 
     def exchange(self, tag: int = 0) -> SharedMemoryExchange:  # noqa: ARG002
-        return SharedMemoryExchange(self._transport, self._conduct)
+        return SharedMemoryExchange(self._transport, self._state)
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         return self._transport.isend(tensor, to, tag)
