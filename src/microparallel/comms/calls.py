@@ -18,6 +18,7 @@ import torch
 
 from microparallel.comms.group import Group
 from microparallel.errors import Mismatch
+from microparallel.text import show_ranks
 from microparallel.transport.base import Work
 
 _HEADER_BYTES = 1024
@@ -191,10 +192,7 @@ def _mismatch(calls: dict[int, Call]) -> Mismatch:
     ranks_of: dict[str, list[int]] = {}
     for rank in sorted(calls):
         ranks_of.setdefault(str(calls[rank]), []).append(rank)
-    rows = [
-        f"  {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in ranks_of.items()
-    ]
+    rows = [f"  {show_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()]
     return Mismatch("the calls of these ranks do not belong together\n" + "\n".join(rows))
 
 
