@@ -39,11 +39,11 @@ COMBINE: dict[str, Combine] = {
 class RankProgram:
     """What one rank does in a collective's program: built once, and performed again and again."""
 
-    def __init__(self, name: str, slices: int, ops: Sequence[Op], *, all_hear_all: bool = False) -> None:
+    def __init__(self, name: str, slices: int, ops: Sequence[Op], *, all_receive_from_all: bool = False) -> None:
         self.name = name
         self.slices = slices
         self.rounds: tuple[Round, ...] = tuple(rounds(ops))
-        self.all_hear_all = all_hear_all  # whether every rank receives from every other
+        self.all_receive_from_all = all_receive_from_all  # whether every rank receives from every other
         written = [op.value if isinstance(op, Recv) else op.into for op in ops if isinstance(op, Recv | Add)]
         # The slices of this rank's tensor that are changed.
         self.written = frozenset(index for value in written if isinstance(value, Slices) for index in value.slices)
@@ -53,9 +53,9 @@ class RankProgram:
 def rank_program(collective: GroupKind, algorithm: str, ranks: int, rank: int, root: int | None = None) -> RankProgram:
     """What one rank does in a collective by one of its algorithms."""
     program = program_of(collective, algorithm, ranks, root)
-    heard = [{op.source for op in ops if isinstance(op, Recv)} for ops in program.ranks]
-    all_hear_all = all(sources == set(range(ranks)) - {own} for own, sources in enumerate(heard))
-    return RankProgram(program.name, slices_of(program), program.ranks[rank], all_hear_all=all_hear_all)
+    sources_of = [{op.source for op in ops if isinstance(op, Recv)} for ops in program.ranks]
+    all_receive_from_all = all(sources == set(range(ranks)) - {own} for own, sources in enumerate(sources_of))
+    return RankProgram(program.name, slices_of(program), program.ranks[rank], all_receive_from_all=all_receive_from_all)
 
 
 def slices_of(program: Program) -> int:

@@ -145,7 +145,7 @@ class SharedMemoryGroup(ProgramGroup):
         # A rank that hears from all others in the first block knows then whether any of them copies. If none does,
         # blocks gain nothing.
         def in_blocks() -> bool:
-            return state.copied or not program.all_hear_all
+            return state.copied or not program.all_receive_from_all
 
         def run(deadline: float | None) -> None:
             self.transport.peers.begin(call, state.signature)

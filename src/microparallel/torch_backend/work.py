@@ -50,7 +50,7 @@ class StartedWork(CalledWork):
         entry.ends()
         return True
 
-    def _wait_at_end_of_backward(self) -> None:
+    def _report_wait_at_end_of_backward(self) -> None:
         """Tell the observers, at the end of backward, that the rank waits: a future is taken, so `wait` is not called.
 
         A future that is taken during backward is taken by torch's DistributedDataParallel, which waits at the end of
@@ -103,7 +103,7 @@ class StartedWork(CalledWork):
 
         future: torch.futures.Future[Any] = done.then(outcome)
         if self._group.flight.observers:
-            self._wait_at_end_of_backward()
+            self._report_wait_at_end_of_backward()
         self._when_done(lambda: done.set_result(None))
         return future
 
