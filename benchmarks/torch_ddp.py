@@ -36,7 +36,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from microparallel._torch_entry import register
-from microparallel.comms.program_group import listed
+from microparallel.comms.interpreter import listed
 from microparallel.topology import threads_per_rank
 
 Tensors = torch.futures.Future[torch.Tensor]  # what torch wants from a hook, and as an annotation no text
@@ -99,9 +99,9 @@ def hook_out_of_place(state: SharedBuckets, bucket: dist.GradBucket) -> Tensors:
             if output.data_ptr() != piece.data_ptr():
                 piece.copy_(output[: piece.numel()])
 
-    turn = group.afterwards(copy_the_rest)
+    work = group.afterwards(copy_the_rest)
     done: Tensors = torch.futures.Future()
-    turn.then(lambda: done.set_result(buffer))
+    work.then(lambda: done.set_result(buffer))
     group.run_after_backward()
     return done
 
@@ -113,12 +113,12 @@ def hook_moved(group: Any, bucket: dist.GradBucket) -> Tensors:
     pieces = list(buffer.view(ranks, -1).unbind())
     mine = pieces[group.rank]
     group.announce("reduce_scatter of a bucket")
-    group._run(group._plan("reduce-scatter"), listed(pieces))
+    group._run(group._program("reduce-scatter"), listed(pieces))
     group.afterwards(lambda: mine.div_(ranks))
     group.announce("all_gather of a bucket")
-    turn = group._run(group._plan("all-gather"), listed(pieces))
+    work = group._run(group._program("all-gather"), listed(pieces))
     done: Tensors = torch.futures.Future()
-    turn.then(lambda: done.set_result(buffer))
+    work.then(lambda: done.set_result(buffer))
     group.run_after_backward()
     return done
 

@@ -465,4 +465,4 @@ def test_frames_are_read_only_to_say_where_a_call_came_from():
         if isinstance(node, ast.Attribute) and node.attr in attributes | {"stack", "extract_stack", "currentframe"}
         if node.attr in attributes or dotted(node.value) in ("inspect", "traceback")
     }
-    assert reads == {"place.py", "ranks.py", "sitting.py"}
+    assert reads == {"exam.py", "place.py", "ranks.py"}

@@ -7,6 +7,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+import microparallel as mp
+
 DTYPES = [
     torch.float64,
     torch.float32,
@@ -208,7 +210,72 @@ def test_every_rank_holds_the_same_bits(any_pool, dtype):
     assert all(torch.equal(results[0], result) for result in results)
 
 
-def several_in_flight(comms):
+def every_collective(comms):
+    """A call of each, which takes `async_op`; every one of them is on tensors of its own."""
+
+    def mine(size=5):
+        return torch.arange(float(size)) + 10 * comms.rank
+
+    def parts():
+        return [mine(size) + 100 * size for size in range(comms.world_size)]
+
+    last = comms.world_size - 1
+    return {
+        "barrier": lambda **how: comms.barrier(**how),
+        "broadcast": lambda **how: comms.broadcast(mine(), src=last, **how),
+        "scatter": lambda **how: comms.scatter(parts() if comms.rank == last else None, src=last, **how),
+        "gather": lambda **how: comms.gather(mine(), dst=last, **how),
+        "all_gather": lambda **how: comms.all_gather(mine(), **how),
+        "reduce": lambda **how: comms.reduce(mine(), dst=last, **how),
+        "reduce_scatter": lambda **how: comms.reduce_scatter([mine()] * comms.world_size, op="max", **how),
+        "reduce_scatter of other shapes": lambda **how: comms.reduce_scatter(parts(), **how),
+        "all_reduce": lambda **how: comms.all_reduce(mine(), op="product", **how),
+        "all_reduce by a ring": lambda **how: comms.all_reduce(mine(), algorithm="ring", **how),
+        "all_reduce_mean": lambda **how: comms.all_reduce_mean(mine(), **how),
+        "all_to_all": lambda **how: comms.all_to_all(parts(), **how),
+    }
+
+
+def listed(result):
+    """A result in plain numbers."""
+    return [listed(one) for one in result] if isinstance(result, list) else None if result is None else result.tolist()
+
+
+def with_and_without_async_op(comms):
+    calls = every_collective(comms)
+    wanted = {name: listed(call()) for name, call in calls.items()}
+    requests = {name: call(async_op=True) for name, call in calls.items()}  # all of them are under way together
+    are_requests = all(isinstance(request, mp.Request) for request in requests.values())
+    found = {name: listed(request.wait()) for name, request in reversed(requests.items())}
+    again = {name: listed(request.wait()) for name, request in requests.items()}
+    return are_requests, wanted, found, again
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("check", [False, True])
+def test_async_op_returns_a_request_for_the_same_result(any_pool, ranks, check):
+    for are_requests, wanted, found, again in any_pool.run(with_and_without_async_op, ranks, check=check, timeout=30):
+        assert are_requests
+        assert found == wanted
+        assert again == wanted
+
+
+def late_barrier(comms):
+    """A barrier in the background lets its rank go on, and is complete only when the other rank has come."""
+    if comms.rank == 1:
+        comms.recv((1,), 0)  # sent when rank 0 has gone on
+        comms.barrier()
+        return None
+    request = comms.barrier(async_op=True)
+    comms.send(torch.zeros(1), 1)
+    return request.wait()
+
+
+def test_a_barrier_with_async_op_does_not_stop_its_rank(any_pool):
+    assert any_pool.run(late_barrier, 2, timeout=30) == [None, None]
+
+
+def several_under_way(comms):
     tensors = [torch.full((size,), float(comms.rank + size)) for size in (1, 1000, 7)]
     requests = [comms.all_reduce(tensor, async_op=True) for tensor in tensors]
     return [request.wait() is tensor for request, tensor in zip(reversed(requests), reversed(tensors), strict=True)] + [
@@ -216,6 +283,6 @@ def several_in_flight(comms):
     ]
 
 
-def test_several_collectives_in_flight(any_pool):
-    for result in any_pool.run(several_in_flight, 3, timeout=30):
+def test_several_collectives_under_way(any_pool):
+    for result in any_pool.run(several_under_way, 3, timeout=30):
         assert result == [True, True, True, 0 + 1 + 2 + 3 * 1, 3 + 3 * 1000, 3 + 3 * 7]

@@ -60,7 +60,7 @@ def test_groups_count_from_zero_and_nest(any_pool, check):
 
 
 def dropped_request(comms):
-    """The temporary tensor must survive although nobody keeps the request."""
+    """The temporary tensor must survive although the caller does not keep the request."""
     if comms.rank == 0:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -81,6 +81,21 @@ def test_a_request_owns_its_buffer(any_pool):
     warned, intact = any_pool.run(dropped_request, 2, timeout=30)
     assert intact
     assert "isend(float32[1048576], dest=1) was dropped before it was waited for" in warned[0]
+
+
+def under_either_name(comms):
+    other = 1 - comms.rank
+    for send, recv in ((comms.send, comms.recv_tensor), (comms.send_tensor, comms.recv)):
+        if comms.rank == 0:
+            send(torch.tensor([7.0, 8.0]), other)
+        else:
+            yield recv(2, other).tolist()
+
+
+def test_send_and_recv_are_send_tensor_and_recv_tensor(any_pool):
+    assert any_pool.run(lambda comms: list(under_either_name(comms)), 2, timeout=30) == [[], [[7.0, 8.0]] * 2]
+    assert mp.Comms.send is mp.Comms.send_tensor
+    assert mp.Comms.recv is mp.Comms.recv_tensor
 
 
 def after_closing(comms):
@@ -179,6 +194,6 @@ def waits_again(comms):
 
 
 def test_a_request_that_failed_fails_again(pool):
-    """Its buffer holds nothing that anybody should take for a result."""
+    """What its buffer holds is no result."""
     _, texts = pool.run(waits_again, 2, transport="shm", timeout=30)
     assert len(texts) == 2 and texts[0] == texts[1]

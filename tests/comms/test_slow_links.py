@@ -9,7 +9,7 @@ import torch
 
 import microparallel as mp
 from microparallel.collectives import program_of, resolve
-from microparallel.comms.slow_links import Leaving, Port, slow_down, slow_network
+from microparallel.comms.slow_links import Port, SlowSend, slow_down, slow_network
 from microparallel.program import Send
 from microparallel.topology import Link
 
@@ -17,7 +17,7 @@ LATENCY = 0.05
 ELEMENTS = 12
 
 
-def conversation(comms):
+def three_messages(comms):
     slow = slow_down(comms, {frozenset((0, 1)): Link(LATENCY, 0.0)})
     begun = time.perf_counter()
     if comms.rank == 0:
@@ -29,7 +29,7 @@ def conversation(comms):
 
 
 def test_messages_arrive_in_order_and_late(any_pool):
-    _, (received, seconds), _ = any_pool.run(conversation, 3, timeout=30)
+    _, (received, seconds), _ = any_pool.run(three_messages, 3, timeout=30)
     assert received == [0, 1, 2]
     assert seconds >= 3 * LATENCY  # one after another, through one port
 
@@ -70,7 +70,7 @@ def every_collective(comms, exact):
 
 
 def exchanged(comms, tensor):
-    """Everybody sends to the next and receives from the one before."""
+    """Every rank sends to the next and receives from the one before."""
     request = comms.isend(tensor, (comms.rank + 1) % comms.world_size)
     received = comms.recv_tensor(tensor.shape, (comms.rank - 1) % comms.world_size)
     request.wait()
@@ -201,7 +201,7 @@ def through(port, messages, delays):
 
 
 def messages_of(port, *seconds):
-    return [Leaving(torch.ones(1), 1, port.number(), held) for held in seconds]
+    return [SlowSend(torch.ones(1), 1, port.number(), held) for held in seconds]
 
 
 def test_a_port_lets_one_message_after_another_through():

@@ -1,4 +1,4 @@
-"""Collectives in a line: their order, who runs them, and how they end."""
+"""The work queue: the order of collectives, which thread runs them, and how they end."""
 
 import itertools
 import threading
@@ -6,169 +6,241 @@ import time
 
 import pytest
 
-from microparallel.comms import work_queue as patience
-from microparallel.comms.work_queue import Line
+from microparallel.comms import work_queue
+from microparallel.comms.work_queue import BackgroundDelay, WorkQueue
 from microparallel.errors import CommsError, TransportTimeout
 
 
 @pytest.fixture
-def line():
-    line = Line()
-    yield line
-    line.close()
+def queue():
+    queue = WorkQueue()
+    yield queue
+    queue.close()
 
 
-def test_waiting_runs_those_before_it(line):
+def test_waiting_runs_those_before_it(queue):
     done = []
-    turns = [line.append(lambda _, number=number: done.append(number)) for number in range(3)]
-    turns[1].wait()
+    works = [queue.append(lambda _, number=number: done.append(number)) for number in range(3)]
+    works[1].wait()
     assert done == [0, 1]
-    assert not turns[2].done
-    turns[2].wait()
+    assert not works[2].done
+    works[2].wait()
     assert done == [0, 1, 2]
 
 
-def test_a_thread_runs_what_nobody_waits_for(line):
+def test_the_queues_thread_runs_what_no_thread_waits_for(queue):
     ran = threading.Event()
-    line.append(lambda _: ran.set())
-    line.run_in_background()
+    queue.append(lambda _: ran.set())
+    queue.run_in_background()
     assert ran.wait(20)
 
 
-def test_an_error_belongs_to_its_own_turn(line):
+def test_an_error_belongs_to_its_own_work(queue):
     def fail(_):
         raise CommsError("lost")
 
-    failing, fine = line.append(fail), line.append(lambda _: None)
+    failing, fine = queue.append(fail), queue.append(lambda _: None)
     fine.wait()
     for _ in range(2):
         with pytest.raises(CommsError, match="lost"):
             failing.wait()
 
 
-def test_a_callback_may_wait_for_another_turn(line):
+def test_a_callback_may_wait_for_other_work(queue):
     results = []
     finished = threading.Event()
 
     def outer():
-        inner = line.append(lambda _: results.append("inner"))
+        inner = queue.append(lambda _: results.append("inner"))
         nested = threading.Event()
         inner.then(nested.set)
-        line.run_in_background()
+        queue.run_in_background()
         assert nested.wait(20)
         results.append("outer")
         finished.set()
 
     gate = threading.Event()
-    turn = line.append(lambda _: gate.wait(20))
-    turn.then(outer)
-    line.run_in_background()
+    work = queue.append(lambda _: gate.wait(20))
+    work.then(outer)
+    queue.run_in_background()
     gate.set()
     assert finished.wait(20)
     assert results == ["inner", "outer"]
 
 
-def test_callbacks_of_what_is_done_run_at_once(line):
-    turn = line.append(lambda _: None)
-    turn.wait()
+def test_callbacks_of_what_is_done_run_at_once(queue):
+    work = queue.append(lambda _: None)
+    work.wait()
     called = []
-    turn.then(lambda: called.append(True))
+    work.then(lambda: called.append(True))
     assert called
 
 
-def test_waiting_gives_up(line):
+def test_waiting_gives_up(queue):
     gate = threading.Event()
     begun = threading.Event()
-    line.append(lambda _: (begun.set(), gate.wait(20)))
-    line.run_in_background()
+    queue.append(lambda _: (begun.set(), gate.wait(20)))
+    queue.run_in_background()
     assert begun.wait(20)
-    later = line.append(lambda _: None)
+    later = queue.append(lambda _: None)
     with pytest.raises(TransportTimeout, match="timed out"):
         later.wait(0.01)
     gate.set()
     later.wait()
 
 
-def test_a_turn_knows_its_deadline(line):
+def test_work_knows_its_deadline(queue):
     deadlines = []
-    line.append(deadlines.append, 5.0).wait()
-    line.append(deadlines.append).wait()
-    line.append(deadlines.append, 5.0).wait(1.0)
+    queue.append(deadlines.append, 5.0).wait()
+    queue.append(deadlines.append).wait()
+    queue.append(deadlines.append, 5.0).wait(1.0)
     assert deadlines[1] is None
     assert deadlines[2] < deadlines[0] + 5
 
 
-def test_what_has_not_run_when_the_line_closes_never_runs():
-    line = Line()
+def test_what_has_not_run_when_the_queue_closes_never_runs():
+    queue = WorkQueue()
     called = []
-    turn = line.append(lambda _: called.append("run"))
-    turn.then(lambda: called.append("told"))
-    line.close()
-    for closed in (turn, line.append(lambda _: called.append("late"))):
+    work = queue.append(lambda _: called.append("run"))
+    work.then(lambda: called.append("callback"))
+    queue.close()
+    for closed in (work, queue.append(lambda _: called.append("late"))):
         with pytest.raises(CommsError, match="closed"):
             closed.wait()
-    assert called == ["told"]
+    assert called == ["callback"]
 
 
-def test_what_is_ready_runs_up_to_the_first_that_is_not(line):
+def test_what_is_ready_runs_up_to_the_first_that_is_not(queue):
     done = []
     ready = [True, True, False, True]
     for number in range(4):
-        line.append(lambda _, number=number: done.append(number), ready=lambda number=number: ready[number])
-    line.run_what_is_ready()
+        queue.append(lambda _, number=number: done.append(number), ready=lambda number=number: ready[number])
+    queue.run_ready()
     assert done == [0, 1]
     ready[2] = True
-    line.run_what_is_ready()
+    queue.run_ready()
     assert done == [0, 1, 2, 3]
 
 
 @pytest.fixture
 def computing(monkeypatch):
-    """Whoever asked for patience computes all the time, as far as its processor clock says."""
+    """The caller computes all the time, as far as its processor clock says."""
     clock = itertools.count()
-    monkeypatch.setattr(patience.time, "clock_gettime", lambda _: next(clock))
+    monkeypatch.setattr(work_queue.time, "clock_gettime", lambda _: next(clock))
 
 
-def test_a_thread_that_holds_back_runs_the_line_when_its_caller_waits(line):
+def test_a_delayed_thread_runs_when_its_caller_waits(queue):
     ran = threading.Event()
-    line.append(lambda _: ran.set())
-    line.run_in_background(patience=1000)
+    queue.append(lambda _: ran.set())
+    queue.run_in_background(delay=1000)
     assert ran.wait(20)
 
 
 @pytest.mark.usefixtures("computing")
-def test_a_thread_holds_back_while_its_caller_computes_but_not_for_ever(line):
+def test_a_thread_is_delayed_while_its_caller_computes_but_not_for_ever(queue):
     ran = threading.Event()
     begun = time.monotonic()
-    line.append(lambda _: ran.set())
-    line.run_in_background(patience=0.1)
+    queue.append(lambda _: ran.set())
+    queue.run_in_background(delay=0.1)
     assert ran.wait(20)
     assert time.monotonic() - begun >= 0.1
 
 
 @pytest.mark.usefixtures("computing")
-def test_a_thread_that_holds_back_can_be_hurried(line):
+def test_a_delay_can_be_ended(queue):
     ran = threading.Event()
-    turn = line.append(lambda _: ran.set())
-    line.run_in_background(patience=1000)
-    assert not turn.done
-    line.hurry()
+    work = queue.append(lambda _: ran.set())
+    queue.run_in_background(delay=1000)
+    assert not work.done
+    queue.end_delay()
     assert ran.wait(20)
 
 
-def test_hurrying_wakes_nobody_who_does_not_hold_back(line):
-    turn = line.append(lambda _: None)
+def test_ending_a_delay_wakes_no_thread_that_is_not_delayed(queue):
+    work = queue.append(lambda _: None)
     for _ in range(3):  # as one who polls
-        line.hurry()
-    assert not turn.done
-    turn.wait()
+        queue.end_delay()
+    assert not work.done
+    work.wait()
 
 
 @pytest.mark.usefixtures("computing")
-def test_a_line_closes_though_its_thread_holds_back():
-    line = Line()
-    turn = line.append(lambda _: None)
-    line.run_in_background(patience=1000)
-    line.close()
+def test_a_queue_closes_though_its_thread_is_delayed():
+    queue = WorkQueue()
+    work = queue.append(lambda _: None)
+    queue.run_in_background(delay=1000)
+    queue.close()
     with pytest.raises(CommsError, match="closed"):
-        turn.wait()
+        work.wait()
+
+
+# ── how long the queue's thread is delayed ──────────────────────────────────────────────────────────────────────────
+
+
+class Clocks:
+    """The world's time, and the processor time of the thread that computes."""
+
+    now = used = 0.0
+
+    def pass_by(self, seconds, computing=0.0):
+        self.now += seconds
+        self.used += computing
+
+
+@pytest.fixture
+def clocks(monkeypatch):
+    clocks = Clocks()
+    monkeypatch.setattr(work_queue.time, "monotonic", lambda: clocks.now)
+    monkeypatch.setattr(work_queue.time, "clock_gettime", lambda _: clocks.used)
+    return clocks
+
+
+@pytest.fixture
+def delay(clocks):
+    delay = BackgroundDelay()
+    assert delay.next_look() == 0.0
+    delay.begin(0.05)
+    return delay
+
+
+def test_a_delay_lasts_while_the_thread_computes(delay, clocks):
+    for _ in range(4):
+        assert delay.next_look() == pytest.approx(0.01)
+        clocks.pass_by(0.01, computing=0.005)
+    assert delay.next_look() > 0.0
+    clocks.pass_by(0.02, computing=0.02)
+    assert delay.next_look() == 0.0  # not for ever
+
+
+def test_a_delay_ends_when_the_thread_waits(delay, clocks):
+    clocks.pass_by(0.011, computing=0.00005)  # it has computed until it began to wait
+    assert delay.next_look() == 0.0
+    clocks.pass_by(0.011, computing=0.01)
+    assert delay.next_look() == 0.0
+
+
+def test_two_looks_in_one_moment_do_not_make_a_thread_wait(delay, clocks):
+    clocks.pass_by(0.01, computing=0.01)
+    assert delay.next_look() > 0.0
+    assert delay.next_look() > 0.0
+
+
+def test_beginning_again_begins_anew(delay, clocks):
+    clocks.pass_by(0.04, computing=0.04)
+    delay.begin(0.05)
+    clocks.pass_by(0.04, computing=0.04)
+    assert delay.next_look() > 0.0
+
+
+def test_a_delay_that_was_ended_is_over(delay):
+    delay.end()
+    assert delay.next_look() == 0.0
+
+
+def test_a_thread_that_is_gone_does_not_compute(delay, clocks, monkeypatch):
+    def gone(_):
+        raise OSError
+
+    monkeypatch.setattr(work_queue.time, "clock_gettime", gone)
+    clocks.pass_by(0.01)
+    assert delay.next_look() == 0.0

@@ -101,6 +101,13 @@ def test_when_one_fails_the_others_are_let_go():
     assert isinstance(Exam(divides, receives).raised(), ZeroDivisionError)
 
 
+def test_send_and_recv_are_allowed_where_send_tensor_and_recv_tensor_are():
+    exam = Exam(lambda comms: comms.send(torch.ones(3), 1), lambda comms: comms.recv(3, 0).sum().item())
+    assert exam.world.results == {0: None, 1: 3.0}
+    refused = Exam(lambda comms: comms.send(torch.ones(3), 1), receives, allowed=["recv_tensor"]).raised()
+    assert "comms.send_tensor is not for this exercise" in str(refused)
+
+
 # ── what arrives ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from microparallel.observe.diagnosis import diagnose, in_words
+from microparallel.observe.diagnosis import diagnose, show_findings
 from microparallel.observe.flight_file import Record, Snapshot
 from microparallel.observe.place import Place
 
@@ -72,7 +72,7 @@ def test_nothing_is_wrong_with_a_world_that_makes_progress():
     assert world.why() == []
     world.call(0, "barrier()", ago=0.4)  # the others will come
     assert world.why() == []
-    assert world.why(patience=0.1)[0].kind == "straggler"
+    assert world.why(longer_than=0.1)[0].kind == "straggler"
 
 
 def test_a_straggler():
@@ -332,8 +332,8 @@ def test_the_one_who_raised_is_guilty_not_those_who_followed():
     world = World(3)
     for rank in (0, 2):
         world.call(rank, "barrier()", outcome="failed", end=NOW - 1)
-        world.about[rank] = {"ending": "broke off", "state": "ended", "last_words": "PeerLost: rank 1 went away"}
-    world.about[1] = {"ending": "raised", "last_words": "ValueError: no", "end_place": Place("/b/model.py", 31)}
+        world.about[rank] = {"ending": "broke off", "state": "ended", "end_reason": "PeerLost: rank 1 went away"}
+    world.about[1] = {"ending": "raised", "end_reason": "ValueError: no", "end_place": Place("/b/model.py", 31)}
     finding = world.only()
     assert (finding.kind, finding.ranks, str(finding.place)) == ("death", (1,), "model.py:31")
     assert finding.text.startswith("death: rank 1 raised ValueError: no (model.py:31); ranks 0, 2 wait for it")
@@ -404,6 +404,6 @@ def test_many_findings_are_cut():
     world = World(8)
     for rank in range(8):
         world.about[rank] = {"state": "ended"}
-    assert in_words(world.why()).count("\n") == 4
-    assert in_words(world.why()).endswith("and 4 more; see `microparallel why`")
-    assert in_words([]) == ""
+    assert show_findings(world.why()).count("\n") == 4
+    assert show_findings(world.why()).endswith("and 4 more; see `microparallel why`")
+    assert show_findings([]) == ""

@@ -385,7 +385,7 @@ def test_mixed_groups_send_cpu_tensors_to_us(pool, tmp_path):
         dist.all_reduce(tensor)
         world = dist.group.WORLD
         side = world._get_backend(torch.device("cuda"))
-        dist.all_reduce(torch.ones(1))  # nobody leaves while another one's gloo still connects
+        dist.all_reduce(torch.ones(1))  # no rank leaves while another one's gloo still connects
         return tensor.tolist(), sorted(device.type for device in world._device_types), side.name()
 
     for number, backend in enumerate(("cpu:microparallel,cuda:gloo", "cuda:gloo,cpu:microparallel")):
@@ -492,7 +492,7 @@ def misses_barriers_of_both(comms, path, meet):
 
 
 def test_a_monitored_barrier_names_the_ranks_that_are_missing(pool, tmp_path):
-    """gloo tells rank 0 alone; here everybody who came is told, and told who."""
+    """With gloo only rank 0 raises; here every rank that came does, and names those that are missing."""
     results = pool.run(misses_barriers_of_both, 4, tmp_path / "store", wait_at_monitored_barrier, transport="shm")
     for rank in (0, 3):
         text, ranks = results[rank][0]
@@ -553,7 +553,7 @@ def from_anybody(rank):
     return [sorted(heard[1]), sorted(heard[2])]
 
 
-def test_receiving_from_anybody(pool, tmp_path):
+def test_receiving_from_any_source(pool, tmp_path):
     assert alone(pool, tmp_path, from_anybody, ranks=3)[0] == [[10, 11, 12], [20, 21, 22]]
 
 
@@ -565,7 +565,7 @@ def nobody_is_left(rank):
     return str(caught.value)
 
 
-def test_nobody_is_left_to_receive_from(pool, tmp_path):
+def test_no_rank_is_left_to_receive_from(pool, tmp_path):
     assert "rank 1" in alone(pool, tmp_path, nobody_is_left)[0]
 
 

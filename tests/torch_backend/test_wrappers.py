@@ -159,7 +159,7 @@ def test_large_buckets_are_moved_to_where_peers_read_them(both, ranks, kept_in_p
 
 
 def test_buckets_stay_where_they_are_by_default(both):
-    """Somebody may hold a pointer into a gradient."""
+    """The user's code may hold a pointer into a gradient."""
     both(large_buckets, (), False)
 
 
@@ -235,9 +235,9 @@ def polled_in_backward(rank, _):
 
     weight = torch.ones(4, requires_grad=True)
     weight.register_hook(hook)
-    with pytest.MonkeyPatch.context() as patch:  # ranks fill the cores, and have the patience to hang
+    with pytest.MonkeyPatch.context() as patch:  # ranks fill the cores, and the delay would last for ever
         patch.setattr(shared_memory, "available_cores", lambda: 1)
-        patch.setattr(shared_memory, "_PATIENCE", 1000.0)
+        patch.setattr(shared_memory, "_LONGEST_DELAY", 1000.0)
         weight.sum().backward()
     return gradient
 

@@ -11,9 +11,9 @@ import torch
 
 from microparallel.errors import CommsError, PeerGone
 from microparallel.transport.shared_memory import regions
-from microparallel.transport.shared_memory.peers import Peers
+from microparallel.transport.shared_memory.peers import Peers, RankStatus
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
-from microparallel.transport.shared_memory.segment import Status, create
+from microparallel.transport.shared_memory.segment import create
 
 LARGE = 2**18  # floats: a megabyte
 
@@ -30,7 +30,7 @@ def sockets():
 
 @pytest.fixture
 def status():
-    return Status(create(8192)[1])
+    return RankStatus(create(8192)[1])
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_peers_forget_what_is_gone_and_need_no_descriptors(own, theirs):
     assert (open_descriptors(), maps()) == (held[0] + 1, held[1] + 2)  # torch's own descriptor; the map of each
     del tensor
     gc.collect()
-    own.tell_what_is_gone()
+    own.announce_gone()
     theirs.refresh()
     assert (open_descriptors(), maps()) == held
     with pytest.raises(CommsError, match="not handed over"):
@@ -129,7 +129,7 @@ def test_others_may_keep_what_is_gone_here(own):
     elsewhere = torch.UntypedStorage._new_shared_fd_cpu(os.dup(descriptor), size)
     del tensor
     gc.collect()
-    own.tell_what_is_gone()
+    own.announce_gone()
     assert torch.tensor(elsewhere, dtype=torch.uint8).any()
 
 
@@ -151,7 +151,7 @@ def test_news_is_read_in_order_by_whoever_is_late(own, theirs):
     del first
     gc.collect()
     assert moved(own, second)
-    own.tell_what_is_gone()
+    own.announce_gone()
     number, _ = own.find(second)
     assert not theirs.bytes_of(number).any()
 
@@ -186,10 +186,10 @@ def test_a_peer_that_is_gone_is_told_nothing(own, sockets):
 def test_memory_that_was_not_handed_over(theirs, sockets, status):
     with pytest.raises(CommsError, match="not handed over"):
         theirs.bytes_of(1)
-    status.tell()
-    with pytest.raises(CommsError, match="not handed over what it told of"):
+    status.count_notice()
+    with pytest.raises(CommsError, match="not handed over memory that it announced"):
         theirs.bytes_of(1)
-    status.tell()
+    status.count_notice()
     sockets[0].close()
     with pytest.raises(PeerGone, match="rank 0 went away"):
         theirs.bytes_of(1)

@@ -14,7 +14,7 @@ import microparallel as mp
 from microparallel.transport.shared_memory import SharedMemoryTransport
 from microparallel.transport.shared_memory import segment as arena
 from microparallel.transport.shared_memory import transport as transport_module
-from microparallel.transport.shared_memory.mailbox import SLOTS
+from microparallel.transport.shared_memory.channel import SLOTS
 from microparallel.transport.shared_memory.segment import Arena, create
 
 

@@ -1,4 +1,8 @@
-"""A call that every rank of a group is expected to make, in words that ranks can compare."""
+"""A call in words, which ranks can compare: `all_reduce(float32[4, 128], op='sum')`.
+
+The words stand in error messages and in the flight recorder. In checked mode ranks send them to each other before they
+communicate, and ranks that disagree raise `Mismatch` instead of waiting for each other for ever.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,23 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 
 from microparallel.comms.group import Group
-from microparallel.errors import CommsError, CommsTimeout, PeerGone, PeerLost, TransportError, TransportTimeout
-from microparallel.observe import Watched
-from microparallel.observe.flight_recorder import Entry, NoEntry
+from microparallel.errors import Mismatch
+from microparallel.text import show_ranks
+from microparallel.transport.base import Work
 
-HEADER_BYTES = 1024
+_HEADER_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of a Comms primitive, as its caller wrote it.
+    """One call of a Comms primitive, as the user wrote it.
 
     Ranks whose calls belong together have the same `agreement`: for a collective that is the whole call, for a message
     only what the sender and the receiver both state.
@@ -51,19 +56,26 @@ class Call:
         return Call(text, content, collective=False, size=size, peer=peer, sends=sends)
 
     def as_message(self, peer: int | None, *, sends: bool, size: int) -> Call:
-        """The same words for one end of a message; its peer is None where it may come from anybody."""
+        """The same words for one end of a message; its peer is None where it may come from any rank."""
         return replace(self, collective=False, peer=peer, sends=sends, size=size)
 
     def to_bytes(self) -> bytes:
         """The call as JSON of a fixed size, so that a receiver knows how many bytes to expect."""
         header = json.dumps([_shortened(self.text), _shortened(self.agreement), self.collective]).encode()
-        return header.ljust(HEADER_BYTES)
+        return header.ljust(_HEADER_BYTES)
 
     @staticmethod
     def from_bytes(header: bytes) -> Call:
         """Read a call back from the bytes a peer sent."""
         text, agreement, collective = json.loads(header)
         return Call(text, agreement, collective)
+
+
+def _shortened(text: str, limit: int = 400) -> str:
+    # A list of many shapes may outgrow the header. The digest keeps different texts different.
+    if len(text) <= limit:
+        return text
+    return f"{text[: limit - 20]}… #{hashlib.sha256(text.encode()).hexdigest()[:12]}"
 
 
 def describe(tensor: torch.Tensor) -> str:
@@ -85,13 +97,6 @@ def describe_list(tensors: Iterable[torch.Tensor]) -> str:
     return f"[{', '.join(texts)}]"
 
 
-def _shortened(text: str, limit: int = 400) -> str:
-    # A list of many shapes may outgrow the header. The digest keeps different texts different.
-    if len(text) <= limit:
-        return text
-    return f"{text[: limit - 20]}… #{hashlib.sha256(text.encode()).hexdigest()[:12]}"
-
-
 def content_bytes(content: str) -> int:
     """How many bytes a tensor described by `describe` takes."""
     name, _, shape = content.partition("[")
@@ -100,67 +105,100 @@ def content_bytes(content: str) -> int:
     return math.prod(sizes) * dtype.itemsize
 
 
-# Turn a transport's failure into an error that names the rank and the call.
+# ── checked mode ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+HEADER_TAG = 1  # of the messages below, so that they never mix with data
 
 
-class named_failures:  # used as a block, as those of contextlib are
-    """Within this block, whatever the transport raises becomes an error that names the call, and says why it failed.
+class Checker:
+    """Compares the calls of the ranks of one group before they communicate.
 
-    A class, because one made by `contextlib` takes two microseconds, twice in every call.
+    Before a collective, every rank sends its call to every other rank and compares. Before a message, the sender sends
+    its call and the receiver compares.
     """
 
-    __slots__ = ("_call", "_entry", "_transport")
-
-    def __init__(self, call: Call, transport: Group, entry: Entry | NoEntry | Watched) -> None:
-        self._call = call
+    def __init__(self, transport: Group) -> None:
         self._transport = transport
-        self._entry = entry
+        self._unread: dict[int, deque[CheckedReceive]] = {}
 
-    def __enter__(self) -> None:
-        pass
+    def agree(self, call: Call) -> None:
+        """Exchange calls with every rank, and raise `Mismatch` on all of them unless they are the same."""
+        peers = [peer for peer in range(self._transport.world_size) if peer != self._transport.rank]
+        headers = {peer: torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for peer in peers}
+        works: list[Work] = [self._transport.irecv(headers[peer], peer, HEADER_TAG) for peer in peers]
+        works += [self.announce(call, peer) for peer in peers]
+        for work in works:
+            work.wait()
+        calls = {peer: _read(header) for peer, header in headers.items()} | {self._transport.rank: call}
+        if any(other.agreement != call.agreement for other in calls.values()):
+            raise _mismatch(calls)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        if error is None:
-            return
-        if not isinstance(error, RuntimeError):
-            self._entry.fails(timed_out=False)
-            return
-        named = explain(error, self._call, self._transport)
-        self._entry.fails(timed_out=isinstance(named, CommsTimeout))
-        if named is not error:
-            raise named from error
+    def announce(self, call: Call, to: int) -> Work:
+        """Send one rank the call that this rank is about to make."""
+        return self._transport.isend(_header(call), to, HEADER_TAG)
+
+    def receive(self, call: Call, buffer: torch.Tensor, source: int) -> CheckedReceive:
+        """Receive a message once its sender's call is known to match."""
+        queue = self._unread.setdefault(source, deque())
+        return CheckedReceive(self._transport, call, buffer, source, queue)
 
 
-def explain(error: RuntimeError, call: Call, transport: Group) -> CommsError:
-    """Say which rank a failed call was waiting for, and why; what the flight recorders say comes beneath.
+class CheckedReceive:
+    """A receive whose header comes first.
 
-    An error that names its call already is returned as it is.
+    Messages of one sender arrive in order, so waiting for a later one first completes the earlier ones.
     """
-    here = f"rank {transport.rank}"
-    reason = str(error).partition("\n")[0]
-    if isinstance(error, TransportTimeout):
-        who = f"{_names(error.ranks, transport)} did not make" if error.ranks else "not every rank it needs made"
-        headline = f"{here} waited in vain in {call}: {who} the matching call in time ({reason})"
-        return CommsTimeout(headline + _beneath(transport.flight.why()), error.ranks)
-    if isinstance(error, PeerGone):
-        why = transport.flight.why([transport.world_ranks[rank] for rank in error.ranks])
-        headline = f"{_names(error.ranks, transport)} went away during {call} on {here}"
-        return PeerLost(error.ranks, str(call), headline + _beneath(why))
-    if not isinstance(error, CommsError) or isinstance(error, TransportError):
-        return CommsError(f"{call} failed on {here}: {reason}")
-    explained = isinstance(error, CommsTimeout | PeerLost) or hasattr(error, "__notes__")
-    if not explained and (why := transport.flight.why()):
-        error.add_note(why)
-    return error
+
+    def __init__(
+        self, transport: Group, call: Call, buffer: torch.Tensor, source: int, queue: deque[CheckedReceive]
+    ) -> None:
+        self._transport = transport
+        self._call = call
+        self._buffer = buffer
+        self._source = source
+        self._queue = queue
+        self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
+        self._header_work = transport.irecv(self._header, source, HEADER_TAG)
+        self._complete = False
+        self._error: Mismatch | None = None
+        queue.append(self)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the message is in the buffer; raise `Mismatch` when a different one was sent."""
+        while not self._complete:
+            self._queue.popleft()._finish(timeout)
+        if self._error is not None:
+            raise self._error
+
+    def _finish(self, timeout: float | None) -> None:
+        self._header_work.wait(timeout)
+        sent = _read(self._header)
+        buffer = self._buffer
+        if sent.agreement != self._call.agreement:
+            self._error = _mismatch({self._source: sent, self._transport.rank: self._call})
+            if sent.collective:
+                # The other rank waits for our header in its collective: let it fail with the same error.
+                self._transport.isend(_header(self._call), self._source, HEADER_TAG).wait(timeout)
+                self._complete = True
+                return
+            # Receive the unwanted message all the same, so that the next receive does not get it.
+            buffer = torch.empty(content_bytes(sent.agreement), dtype=torch.uint8, device=buffer.device)
+        self._transport.irecv(buffer, self._source).wait(timeout)
+        self._complete = True
 
 
-def _beneath(why: str) -> str:
-    return "".join(f"\n  {line}" for line in why.splitlines())
+def _mismatch(calls: dict[int, Call]) -> Mismatch:
+    """The error for ranks that made different calls, each call with the ranks that made it."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank in sorted(calls):
+        ranks_of.setdefault(str(calls[rank]), []).append(rank)
+    rows = [f"  {show_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()]
+    return Mismatch("the calls of these ranks do not belong together\n" + "\n".join(rows))
 
 
-def _names(ranks: Sequence[int], transport: Group) -> str:
-    def name(rank: int) -> str:
-        world_rank = transport.world_ranks[rank]
-        return str(rank) if rank == world_rank else f"{rank} (rank {world_rank} of the world)"
+def _header(call: Call) -> torch.Tensor:
+    return torch.frombuffer(bytearray(call.to_bytes()), dtype=torch.uint8).cpu()
 
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(name, ranks))}"
+
+def _read(header: torch.Tensor) -> Call:
+    return Call.from_bytes(bytes(header.tolist()))

@@ -1,4 +1,8 @@
-"""What Comms asks of a group of ranks, whatever moves its bytes."""
+"""A group of ranks: what Comms asks of one (`Group`), and one whose every collective is a program (`ProgramGroup`).
+
+There are three kinds: `SharedMemoryGroup` and `MessageGroup` run the programs of `collectives/`; `TorchGroup` calls
+torch's own collectives.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from microparallel.collectives import GroupKind, resolve
+from microparallel.comms.interpreter import Blocks, RankProgram, listed, personal, rank_program, whole
+from microparallel.comms.work_queue import QueuedWork, WorkQueue
 from microparallel.observe.flight import Flight
 from microparallel.observe.flight_recorder import GroupLog, NoLog
+from microparallel.program import AUTO
 from microparallel.transport.base import Exchange, Work
 
 
@@ -43,19 +51,19 @@ class Group(Protocol):
         """Open an exchange, to which messages are added."""
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        """Start copying the source's tensor over everybody else's."""
+        """Start copying the source's tensor over that of every other rank."""
 
     def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, source: int) -> Work:
         """Start handing the source's inputs out, one to each rank, all of one size."""
 
     def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, to: int) -> Work:
-        """Start collecting everybody's tensor on one rank."""
+        """Start collecting every rank's tensor on one rank."""
 
     def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> Work:
-        """Start collecting everybody's tensor on every rank."""
+        """Start collecting every rank's tensor on every rank."""
 
     def reduce(self, tensor: torch.Tensor, to: int, op: str) -> Work:
-        """Start combining everybody's tensor on one rank; what the others' tensors hold afterwards is undefined."""
+        """Start combining the ranks' tensors on one rank; what the others' tensors hold afterwards is undefined."""
 
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> Work:
         """Start combining the ranks' inputs position by position; rank r gets position r."""
@@ -64,7 +72,7 @@ class Group(Protocol):
         """Start handing input r to rank r, and getting one from each; sizes may differ from pair to pair."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Work:
-        """Start combining everybody's tensor, in place, on every rank."""
+        """Start combining the ranks' tensors, in place, on every rank."""
 
     @property
     def has_free_cores(self) -> bool:
@@ -74,10 +82,95 @@ class Group(Protocol):
         """See to it that what has been started makes progress while this thread does something else."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A CPU tensor where this group's transfers like it best."""
+        """A CPU tensor in the memory from which this group's transfers are fastest."""
 
     def subgroup(self, ranks: list[int]) -> Group | None:
         """Make a group of some of these ranks; only they need to call this. None on a rank that is not among them."""
 
     def close(self) -> None:
         """Leave the group."""
+
+
+class ProgramGroup:
+    """A group whose every collective is a program of `collectives/`, and waits in the group's work queue to run.
+
+    Which program that is, `resolve` says for the group's transport. How it runs, a subclass says in `_run`.
+
+    Args:
+        rank: the number of this rank in the group.
+        world_size: how many ranks the group has.
+        transport_name: what "auto" is resolved for, such as "shm" or "gloo".
+        block_bytes: how much of a tensor a program runs over at a time; None: over the whole of it.
+    """
+
+    def __init__(self, rank: int, world_size: int, transport_name: str, block_bytes: int | None = None) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.transport_name = transport_name
+        self._block_bytes = block_bytes
+        self._queue = WorkQueue()
+
+    def _run(self, program: RankProgram, blocks: Blocks, op: str = "sum") -> QueuedWork:
+        """Put a program into the queue: the thread that waits for it runs it, or the queue's own thread does."""
+        raise NotImplementedError
+
+    def _program(
+        self, collective: GroupKind, size: int = 0, algorithm: str = AUTO, root: int | None = None
+    ) -> RankProgram:
+        """What this rank does in a collective to which each rank contributes `size` bytes."""
+        chosen = resolve(collective, algorithm, self.world_size, size, self.transport_name)
+        return rank_program(collective, chosen, self.world_size, self.rank, root)
+
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = AUTO) -> QueuedWork:
+        """Combine the ranks' tensors, in place, on every rank."""
+        program = self._program("all-reduce", tensor.numel() * tensor.element_size(), algorithm)
+        return self._run(program, whole(tensor, self._block_bytes), op)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> QueuedWork:
+        """Copy the source's tensor over that of every other rank."""
+        return self._run(self._program("broadcast", root=source), whole(tensor, self._block_bytes))
+
+    def reduce(self, tensor: torch.Tensor, to: int, op: str) -> QueuedWork:
+        """Combine the ranks' tensors on one rank."""
+        return self._run(self._program("reduce", root=to), whole(tensor, self._block_bytes), op)
+
+    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> QueuedWork:
+        """Collect every rank's tensor on every rank."""
+        outputs[self.rank].copy_(tensor)
+        return self._run(self._program("all-gather"), listed(outputs, self._block_bytes))
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> QueuedWork:
+        """Combine the ranks' inputs position by position; rank r gets position r."""
+        program = self._program("reduce-scatter")
+        output.copy_(inputs[self.rank])
+        # The inputs stay as they are: sums that only pass through this rank, as in a ring, are made in copies.
+        pieces = [piece.clone() if slice_ in program.written else piece for slice_, piece in enumerate(inputs)]
+        pieces[self.rank] = output
+        return self._run(program, listed(pieces, self._block_bytes), op)
+
+    def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, source: int) -> QueuedWork:
+        """Hand the source's inputs out, one to each rank."""
+        if inputs is not None:
+            output.copy_(inputs[self.rank])
+        pieces = inputs or [output] * self.world_size
+        return self._run(self._program("scatter", root=source), listed(pieces, self._block_bytes))
+
+    def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, to: int) -> QueuedWork:
+        """Collect every rank's tensor on one rank."""
+        if outputs is not None:
+            outputs[self.rank].copy_(tensor)
+        pieces = outputs or [tensor] * self.world_size
+        return self._run(self._program("gather", root=to), listed(pieces, self._block_bytes))
+
+    def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> QueuedWork:
+        """Hand input r to rank r, and get one from each; sizes may differ, as long as each pair of ranks agrees."""
+        outputs[self.rank].copy_(inputs[self.rank])
+        return self._run(self._program("all-to-all"), personal(inputs, outputs, self.rank))
+
+    def barrier(self) -> QueuedWork:
+        """Meet: complete when every rank has called this."""
+        return self.all_reduce(torch.zeros(1, dtype=torch.uint8), "sum")
+
+    def run_in_background(self) -> None:
+        """Let the queue's thread run the collectives that have been called and not waited for."""
+        self._queue.run_in_background()

@@ -1,4 +1,4 @@
-"""A collective among tensors of one process: no ranks are started, and every hop can be watched."""
+"""A collective among tensors of one process: each tensor plays one rank, and no processes are started."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def all_reduce_in_process(name: str, tensors: Sequence[torch.Tensor], **options:
 def run_in_process(
     program: Program, tensors: Sequence[torch.Tensor], transports: Sequence[Transport] | None = None
 ) -> None:
-    """Run a collective program on one tensor for each rank, in place; the ranks take turns.
+    """Run a collective program on one tensor for each rank, in place; the ranks run one after another.
 
     Args:
         program: what to run.
         tensors: one for each rank.
-        transports: one for each rank, such as `nccl_rules_transports(ranks)`: then the ranks do what they would do each
-            in its own process. By default they read straight from each other.
+        transports: one for each rank, such as `nccl_rules_transports(ranks)`: then each rank does what it would do in
+            a process of its own. By default the ranks read straight from each other's tensors.
     """
     slices = slices_of(program)
     flat = [tensor.detach().contiguous() for tensor in tensors]
@@ -85,14 +85,14 @@ def _walk(program: Program, memories: Sequence[Memory]) -> None:
 
 
 class _Straight(Policy):
-    """A message is read from its sender's memory, when both sides are ready for it."""
+    """Copies a message straight from its sender's memory, when both ranks are ready for it."""
 
     def __init__(self, memories: Sequence[Memory]) -> None:
         super().__init__("rendezvous")
         self._memories = memories
 
     def carry(self, message: Message) -> bool:
-        """Copy what is sent to where it is received; what is to be added, beside it."""
+        """Copy what is sent to where it is received; what is to be added there, into a tensor of its own."""
         assert message.receive is not None
         place = self._memories[message.receiver][message.receive.value]
         if message.receive.reduce:
@@ -103,7 +103,7 @@ class _Straight(Policy):
 
 
 def take_turns(runs: Sequence[Iterator[Pollable]], name: str) -> None:
-    """Let ranks that share this process go on in turns, each as far as it can, until all have come to their end."""
+    """Let ranks that share this process run one after another, each as far as it can, until all have ended."""
     waiting: dict[int, Pollable | None] = dict.fromkeys(range(len(runs)))  # what each unfinished rank waits for
     while waiting:
         ready = [rank for rank, work in waiting.items() if work is None or work.poll()]

@@ -1,16 +1,19 @@
 """Run a collective program on real tensors: one interpreter for every transport.
 
-It is a generator that yields whatever it must wait for. A rank in its own process waits; ranks that share a process
-take turns.
+Each rank's operations are cut into rounds, once (`RankProgram`). `perform` does the rounds, on tensors that the program
+knows by name (`Pieces`). It is a generator that yields each transfer it must wait for: a rank in its own process waits;
+ranks that share a process go on with another rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from microparallel.collectives import GroupKind, program_of
 from microparallel.errors import ProgramError
 from microparallel.program import Add, Collective, Join, Op, OpenSends, Part, Program, Recv, Send, Slices, Value, touch
 from microparallel.transport.base import COMPLETE, Loan, Transport, Work
@@ -30,39 +33,36 @@ COMBINE: dict[str, Combine] = {
     "bxor": lambda mine, theirs: mine.bitwise_xor_(theirs),
 }
 
+# ── one rank's program, cut into rounds ─────────────────────────────────────────────────────────────────────────────
+
+
+class RankProgram:
+    """What one rank does in a collective's program: built once, and performed again and again."""
+
+    def __init__(self, name: str, slices: int, ops: Sequence[Op], *, all_receive_from_all: bool = False) -> None:
+        self.name = name
+        self.slices = slices
+        self.rounds: tuple[Round, ...] = tuple(rounds(ops))
+        self.all_receive_from_all = all_receive_from_all  # whether every rank receives from every other
+        written = [op.value if isinstance(op, Recv) else op.into for op in ops if isinstance(op, Recv | Add)]
+        # The slices of this rank's tensor that are changed.
+        self.written = frozenset(index for value in written if isinstance(value, Slices) for index in value.slices)
+
+
+@functools.lru_cache(maxsize=1024)
+def rank_program(collective: GroupKind, algorithm: str, ranks: int, rank: int, root: int | None = None) -> RankProgram:
+    """What one rank does in a collective by one of its algorithms."""
+    program = program_of(collective, algorithm, ranks, root)
+    sources_of = [{op.source for op in ops if isinstance(op, Recv)} for ops in program.ranks]
+    all_receive_from_all = all(sources == set(range(ranks)) - {own} for own, sources in enumerate(sources_of))
+    return RankProgram(program.name, slices_of(program), program.ranks[rank], all_receive_from_all=all_receive_from_all)
+
 
 def slices_of(program: Program) -> int:
     """Into how many slices a collective's tensor is cut."""
     if not isinstance(program.goal, Collective):
         raise ProgramError(f"program {program.name!r} is a {program.goal}, not a collective")
     return program.goal.slices
-
-
-class Pieces(Protocol):
-    """One rank's tensors by the names a program gives them."""
-
-    def __getitem__(self, value: Value) -> torch.Tensor:
-        """The memory that a value names."""
-
-
-class Memory:
-    """One rank's tensors by the names a program gives them: slices of its own tensor, and others' contributions."""
-
-    def __init__(self, tensor: torch.Tensor, slices: int) -> None:
-        self._tensor = tensor.view(-1)
-        # Equal slices as far as possible: some are longer by one, and some empty when there are few elements.
-        self._bounds = [index * tensor.numel() // slices for index in range(slices + 1)]
-        self._parts: dict[Part, torch.Tensor] = {}
-
-    def __getitem__(self, value: Value) -> torch.Tensor:
-        """The memory that a value names."""
-        if isinstance(value, Slices):
-            return self._tensor[self._bounds[value.start] : self._bounds[value.stop]]
-        if isinstance(value, Part):
-            if value not in self._parts:
-                self._parts[value] = torch.empty_like(self._tensor)
-            return self._parts[value]
-        raise ProgramError(f"{value} has no place in a collective; a collective has slices (C0) and parts (P0)")
 
 
 class Write(NamedTuple, Generic[Writing]):
@@ -99,7 +99,8 @@ class Round:
         if isinstance(op, Recv):
             if op.reduce and self.sends:
                 return True  # it arrives beside its place, and is added there afterwards
-            # Receives without sends hold nobody up: those that add to one place take turns rather than more memory.
+            # Without sends in this round no other rank waits for it: so receives that add to one place come one after
+            # another, in rounds of their own, rather than take more memory.
             elsewhere = not any(touch(op.value, other.op.value) for other in self.receives)
             return elsewhere and not reads_here
         raise ProgramError(f"{op} is no operation of a collective; it knows Send, Recv and Add")
@@ -134,6 +135,9 @@ def rounds(ops: Iterable[Op]) -> Iterator[Round]:
             reading.add(op.value, sent)
             sent += 1
     yield current
+
+
+# ── its operations, done ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def perform(steps: Iterable[Round], memory: Pieces, transport: Transport, combine: Combine) -> Iterator[Work]:
@@ -181,3 +185,118 @@ def _exchange(
                 yield from must_leave
             combine(memory[receive.value], lent.tensor)
             lent.give_back()
+
+
+# ── the tensors of a collective, by the names that its program gives them ───────────────────────────────────────────
+
+
+class Pieces(Protocol):
+    """One rank's tensors by the names a program gives them."""
+
+    def __getitem__(self, value: Value) -> torch.Tensor:
+        """The memory that a value names."""
+
+
+class Memory:
+    """Pieces of one tensor: its slices, and other ranks' contributions to it."""
+
+    def __init__(self, tensor: torch.Tensor, slices: int) -> None:
+        self._tensor = tensor.view(-1)
+        # Equal slices as far as possible: some are longer by one, and some empty when there are few elements.
+        self._bounds = [index * tensor.numel() // slices for index in range(slices + 1)]
+        self._parts: dict[Part, torch.Tensor] = {}
+
+    def __getitem__(self, value: Value) -> torch.Tensor:
+        """The memory that a value names."""
+        if isinstance(value, Slices):
+            return self._tensor[self._bounds[value.start] : self._bounds[value.stop]]
+        if isinstance(value, Part):
+            if value not in self._parts:
+                self._parts[value] = torch.empty_like(self._tensor)
+            return self._parts[value]
+        raise ProgramError(f"{value} has no place in a collective; it knows slices and parts")
+
+
+class _Listed:
+    """A list of tensors, one for each slice."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, value: Value) -> torch.Tensor:
+        if not isinstance(value, Slices) or len(value) != 1:
+            raise ProgramError(f"{value} is not one tensor of a list")
+        return self._tensors[value.start]
+
+
+class Personal:
+    """One rank's tensors in an all-to-all: those it has for the others, and those it gets from them."""
+
+    def __init__(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], rank: int) -> None:
+        self._inputs = inputs
+        self._outputs = outputs
+        self._rank = rank
+
+    def __getitem__(self, value: Value) -> torch.Tensor:
+        """The tensor for, or from, another rank."""
+        if not isinstance(value, Slices) or len(value) != 1:
+            raise ProgramError(f"{value} is nothing that one rank hands to another")
+        source, to = divmod(value.start, len(self._inputs))
+        return self._inputs[to] if source == self._rank else self._outputs[source]
+
+
+# ── large tensors, block after block ────────────────────────────────────────────────────────────────────────────────
+#
+# A rank copies its tensor to where the others can read it. They find the copy in the processor's cache, as long as it
+# is not too much: so a large tensor goes in blocks, and the program runs once for each. A tensor that is not copied,
+# since it lies in shared memory, gains nothing from blocks. It goes in one piece as soon as all ranks know that none
+# of them copies.
+
+BLOCK_BYTES = 4 * 2**20  # of what is copied, to be found in the cache
+
+# Given the number of slices, and whether to go on in blocks: the tensors of each block.
+Blocks = Callable[[int, Callable[[], bool]], Iterator[Pieces]]
+
+
+def whole(tensor: torch.Tensor, block_bytes: int | None = BLOCK_BYTES) -> Blocks:
+    """One tensor, cut by the program; a large one block after block, or one block and then the rest."""
+    flat = tensor.view(-1)
+    step = _elements(block_bytes, flat)
+
+    def blocks(slices: int, in_blocks: Callable[[], bool]) -> Iterator[Pieces]:
+        if flat.numel() <= step:
+            yield Memory(flat, slices)
+            return
+        yield Memory(flat[:step], slices)
+        if not in_blocks():
+            yield Memory(flat[step:], slices)
+            return
+        for start in range(step, flat.numel(), step):
+            yield Memory(flat[start : start + step], slices)
+
+    return blocks
+
+
+def listed(tensors: list[torch.Tensor], block_bytes: int | None = BLOCK_BYTES) -> Blocks:
+    """A tensor for each slice, all of one size; large ones block after block."""
+    flat = [tensor.view(-1) for tensor in tensors]
+    size = flat[0].numel()
+    step = _elements(None if block_bytes is None else block_bytes // len(tensors), flat[0])
+
+    def blocks(slices: int, _: Callable[[], bool]) -> Iterator[Pieces]:
+        if slices != len(tensors):
+            raise ProgramError(f"a program of {slices} slices cannot run on a list of {len(tensors)} tensors")
+        for start in range(0, max(1, size), step):
+            yield _Listed([tensor[start : start + step] for tensor in flat])
+
+    return blocks
+
+
+def personal(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rank: int) -> Blocks:
+    """What a rank hands to each of the others, and what it gets from each; all at once."""
+    return lambda *_: iter([Personal(inputs, outputs, rank)])
+
+
+def _elements(block_bytes: int | None, tensor: torch.Tensor) -> int:
+    """How many elements of a tensor make a block; None: all of them do."""
+    return max(1, tensor.numel() if block_bytes is None else block_bytes // tensor.element_size())

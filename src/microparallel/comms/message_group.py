@@ -1,4 +1,7 @@
-"""A group whose every collective runs as messages, over a transport of one's choice: slow links, or one that counts."""
+"""A group whose every collective runs as messages, over any transport: slow links, or one that counts.
+
+`count_messages` at the end is an example; `slow_links.py` is another.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from microparallel.comms.comms import Comms
-from microparallel.comms.group import Group
-from microparallel.comms.interpreter import COMBINE, perform
-from microparallel.comms.program_group import Blocks, Plan, ProgramGroup
-from microparallel.comms.work_queue import Turn
+from microparallel.comms.group import Group, ProgramGroup
+from microparallel.comms.interpreter import COMBINE, Blocks, RankProgram, perform
+from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import UsageError
 from microparallel.transport.base import Exchange, Loan, ReceivedCopy, Transport, Work
 from microparallel.transport.counting import CountingTransport, Counts
@@ -22,11 +24,11 @@ class MessageGroup(ProgramGroup):
     """The ranks of another group, whose messages, and the messages of its collectives, go over another transport.
 
     A collective runs in one piece, by the interpreter that all transports share: what is sent is what the program
-    says, message by message. The ranks' CPU memory is sent; a GPU's tensors are staged through it.
+    says, message by message. Tensors are sent from CPU memory; a GPU's tensors are copied there first.
 
     Args:
         group: the group that these ranks have.
-        messages: what carries the messages; it uses the group's.
+        messages: the transport of the messages; it uses the group's.
         transport_name: what "auto" is resolved for.
     """
 
@@ -56,7 +58,7 @@ class MessageGroup(ProgramGroup):
         return self._group.process_group
 
     def announce(self, call: str) -> None:
-        """Messages compare nothing; checked mode does."""
+        """Nothing to do: messages are not compared. Checked mode compares calls."""
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -74,25 +76,25 @@ class MessageGroup(ProgramGroup):
 
     # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _run(self, plan: Plan, blocks: Blocks, op: str = "sum") -> Turn:
-        in_turn, combine = InTurn(self._messages), COMBINE[op]
+    def _run(self, program: RankProgram, blocks: Blocks, op: str = "sum") -> QueuedWork:
+        transport, combine = LazyReceives(self._messages), COMBINE[op]
 
         def run(deadline: float | None) -> None:
-            for pieces in blocks(plan.slices, lambda: False):
-                for work in perform(plan.rounds, pieces, in_turn, combine):
+            for pieces in blocks(program.slices, lambda: False):
+                for work in perform(program.rounds, pieces, transport, combine):
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
-        return self._line.append(run)
+        return self._queue.append(run)
 
     @property
     def has_free_cores(self) -> bool:
-        """Messages that wait for their link leave the cores alone."""
+        """True: a message that waits for its link uses no core."""
         return True
 
     # ── memory, smaller groups, the end ─────────────────────────────────────────────────────────────────────────
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A CPU tensor where the group beneath likes it best."""
+        """A CPU tensor in the memory from which the group beneath sends fastest."""
         return self._group.empty(shape, dtype)
 
     def subgroup(self, ranks: list[int]) -> MessageGroup | None:
@@ -108,7 +110,7 @@ class MessageGroup(ProgramGroup):
         for group in self._subgroups:
             group.stop()
         self._subgroups.clear()
-        self._line.close()
+        self._queue.close()
 
     def close(self) -> None:
         """Leave the group."""
@@ -116,8 +118,8 @@ class MessageGroup(ProgramGroup):
         self._group.close()
 
 
-class InTurn:
-    """A transport for one rank's lane of a program: each receive is posted when the lane has come to it.
+class LazyReceives:
+    """A transport that posts each receive when it is waited for.
 
     So a rank has one receive of a program posted at a time, as in the simulator.
     """
@@ -133,14 +135,14 @@ class InTurn:
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Receive when it is waited for."""
-        return _WhenWaitedFor(lambda: self._transport.irecv(tensor, source, tag))
+        return _LazyReceive(lambda: self._transport.irecv(tensor, source, tag))
 
     def exchange(self, tag: int = 0) -> Exchange:
         """Open an exchange."""
-        return _InTurnExchange(self._transport.exchange(tag))
+        return _LazyExchange(self._transport.exchange(tag))
 
 
-class _InTurnExchange:
+class _LazyExchange:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
@@ -148,7 +150,7 @@ class _InTurnExchange:
         return self._exchange.isend(tensor, to)
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
-        return _WhenWaitedFor(lambda: self._exchange.irecv(tensor, source))
+        return _LazyReceive(lambda: self._exchange.irecv(tensor, source))
 
     def borrow(self, like: torch.Tensor, source: int) -> Loan:
         return ReceivedCopy(self, like, source)
@@ -157,7 +159,7 @@ class _InTurnExchange:
         self._exchange.close()
 
 
-class _WhenWaitedFor:
+class _LazyReceive:
     def __init__(self, start: Callable[[], Work]) -> None:
         self._start = start
 
@@ -180,10 +182,10 @@ class CountedGroup(MessageGroup):
 
 
 def count_messages(comms: Comms) -> tuple[Comms, Counts]:
-    """The same ranks, and a count of the messages and the bytes that this one sends from now on.
+    """The same ranks, and a count of the messages and the bytes that this rank sends from now on.
 
-    Transports have collectives of their own, and count differently or not at all. Here all of them run as messages, by
-    the algorithms of a network, so that what different ways of training send can be compared on any transport.
+    Transports have collectives of their own, whose messages differ or cannot be counted. Here all collectives run as
+    messages, by the algorithms of a network: so what different ways of training send can be compared on any transport.
     """
     counts = Counts()
     return over(comms, CountedGroup(comms._transport, counts)), counts

@@ -1,4 +1,7 @@
-"""Messages under a tag of their own, for whoever runs a program over a Comms: any tensor, on any device."""
+"""`comms.messages`: tagged messages of any tensor, on any device, as a transport over which programs run.
+
+A pipeline's interpreter sends and receives through this. The flight recorder writes each message down.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,8 @@ from microparallel.observe.flight_recorder import Entry, NoEntry
 from microparallel.transport.base import Exchange, Loan, ReceivedCopy, Work
 
 
-class RecordedWork:
-    """A message under way that the flight recorder writes down; for all but waiting it is the transport's own work."""
-
-    def __init__(self, work: Work, entry: Entry | NoEntry) -> None:
-        self._work = work
-        self._entry = entry
-        entry.started()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Return when the transfer is complete."""
-        self._entry.waits()
-        try:
-            self._work.wait(timeout)
-        except BaseException as error:
-            self._entry.fails(timed_out=isinstance(error, TimeoutError))
-            raise
-        self._entry.ends()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
-class Mail:
-    """A group's messages as a transport: what it cannot carry is staged through memory that it can."""
+class Messages:
+    """A group's messages as a transport: a tensor on a device that the group does not carry goes through the host."""
 
     def __init__(self, group: Group) -> None:
         self.rank = group.rank
@@ -57,10 +38,10 @@ class Mail:
 
     def exchange(self, tag: int = 0) -> Exchange:
         """Open an exchange."""
-        return MailExchange(self._group.exchange(tag), self._group, tag)
+        return MessageExchange(self._group.exchange(tag), self._group, tag)
 
 
-class MailExchange:
+class MessageExchange:
     """An exchange of a group whose messages may need to start together."""
 
     def __init__(self, exchange: Exchange, group: Group, tag: int) -> None:
@@ -102,11 +83,33 @@ def _received(tensor: torch.Tensor, carries: frozenset[str], start: Callable[[to
     if tensor.device.type in carries:
         return start(as_bytes(tensor))
     wire = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return Staged(start(as_bytes(wire)), wire, tensor)
+    return StagedReceive(start(as_bytes(wire)), wire, tensor)
 
 
-class Staged:
-    """A receive that arrives in the host's memory, and is brought to its place when it is waited for."""
+class RecordedWork:
+    """A message under way, with its entry in the flight recorder; for all but waiting, it is the transport's work."""
+
+    def __init__(self, work: Work, entry: Entry | NoEntry) -> None:
+        self._work = work
+        self._entry = entry
+        entry.started()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the transfer is complete."""
+        self._entry.waits()
+        try:
+            self._work.wait(timeout)
+        except BaseException as error:
+            self._entry.fails(timed_out=isinstance(error, TimeoutError))
+            raise
+        self._entry.ends()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+class StagedReceive:
+    """A receive that arrives in the host's memory, and is copied to its device when it is waited for."""
 
     def __init__(self, work: Work, wire: torch.Tensor, tensor: torch.Tensor) -> None:
         self._work = work

@@ -1,4 +1,17 @@
-"""One clock for all ranks: how far each one's is from rank 0's, and how sure that is."""
+"""`mp.record`: what all ranks do, as a `Trace`: their calls, and torch's forward, backward and optimizer.
+
+```python
+with mp.record(comms) as recorder:
+    for inputs, targets in batches:
+        loss_fn(model(inputs), targets).backward()
+        optimizer.step()
+recorder.trace.save("runs/mine")
+```
+
+`DataParallel` and `Pipeline` follow a program, and the recorder is told its operations. Of everything else it keeps
+what can be seen from outside: an `Observed` forward, backward or call. `recorder.trace.step(0).followed` is the program
+that the ranks followed in one step.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +48,369 @@ from microparallel.torch_private import (
 from microparallel.trace import Event, Trace, kind_of
 from microparallel.trace.meetings import met
 
+
+@contextmanager
+def record(comms: Comms, **about: Any) -> Iterator[Recorder]:
+    """Record what all ranks do in a `with` block; every rank enters and leaves it.
+
+    Args:
+        comms: the ranks. Calls of its sub-groups are recorded too, and those that torch's own `distributed` makes on
+            our backend. What torch's DistributedDataParallel waits for inside its backward counts as communication
+            or waiting, from the moment at which all was computed.
+        about: words and numbers that are kept with the trace, such as `model="gpt"`.
+
+    Example:
+        ```python
+        with mp.record(comms) as recorder:
+            train_some_steps()
+        if comms.rank == 0:
+            recorder.trace.save("runs/mine")  # then: microparallel report runs/mine
+            print(mp.draw(recorder.trace))
+        ```
+    """
+    recorder = Recorder(comms)
+    recorder.start()
+    try:
+        yield recorder
+    finally:
+        recorder.stop()
+    recorder.gather(about)
+
+
+Moment = float | torch.cuda.Event  # on `time.perf_counter`, or on the GPU's own clock
+
+
+class Row:
+    """One event that is being recorded."""
+
+    __slots__ = (
+        *("arrived", "bytes", "end", "group", "number", "op", "opened", "parts"),
+        *("peer", "place", "replaced", "start", "step", "waited"),
+    )
+
+    def __init__(self, activity: Activity, start: Moment, step: int) -> None:
+        self.op = activity.op
+        self.start = start
+        self.end: Moment | None = None
+        self.waited: Moment | None = None
+        self.arrived: float | None = None
+        self.step = step
+        self.bytes = activity.bytes
+        self.group = activity.group
+        self.number = 0
+        self.peer = activity.peer
+        self.place = activity.place
+        self.parts = 0  # calls that are under way
+        self.opened = False  # a collective that began before its first call did: its calls are parts of it
+        self.replaced = False  # a forward or backward of torch's, inside of which a program's own operations ran
+
+
+class Recorder:
+    """An observer that keeps one rank's events; when the `with` block ends, `trace` has those of all ranks.
+
+    Attributes:
+        trace: what happened, once the block has ended.
+        step: the number of the step that is under way; it counts up when an optimizer has updated the weights.
+    """
+
+    def __init__(self, comms: Comms) -> None:
+        self.step = 0
+        self._comms = comms
+        self._rows: list[Row] = []
+        self._row_of: dict[Activity, Row] = {}  # of what is under way
+        self._numbers: dict[object, Iterator[int]] = defaultdict(itertools.count)
+        self._torch_hooks = TorchHooks(self._torch_begins, self._torch_ends)
+        self._of_torch: dict[Kind, Row] = {}  # the forward and the backward of torch's that are under way
+        self._waited_in_backward: list[Row] = []
+        self._ended: Moment | None = None  # when the last operation did, since torch's last forward or backward began
+        self._trace: Trace | None = None
+        self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._gpu_moment
+        self._zero: torch.cuda.Event | None = None
+        self._zero_time = 0.0
+
+    @property
+    def trace(self) -> Trace:
+        """What all ranks did."""
+        if self._trace is None:
+            raise UsageError("trace: it is there when the `with mp.record(comms)` block has ended")
+        return self._trace
+
+    def start(self) -> None:
+        """Observe the Comms, and hook into every module, backward and optimizer of this process."""
+        self._torch_hooks.start()
+        self._comms.observers.append(self)
+        if self._comms.device.type == "cuda":
+            torch.cuda.synchronize(self._comms.device)
+            self._zero = self._gpu_moment()
+        self._zero_time = time.perf_counter()
+
+    def stop(self) -> None:
+        """Observe no longer."""
+        self._comms.observers.remove(self)
+        self._torch_hooks.stop()
+
+    # ── what the observers of a Comms are told ──────────────────────────────────────────────────────────────────
+
+    def begins(self, activity: Activity) -> None:
+        """An operation begins; a call inside of one that a pipeline has opened is part of that."""
+        number = next(self._numbers[activity.group]) if activity.group else 0
+        row = self._opened(activity.op) if activity.group else None
+        if row is None:
+            row = self._new_row(activity, number)
+        else:
+            row.bytes += activity.bytes
+            if not row.group:
+                row.group, row.number = activity.group, number
+        row.parts += 1
+        self._row_of[activity] = row
+
+    def _opened(self, op: Op) -> Row | None:
+        """The collective that was opened without a call, and is still open."""
+        rows = list(self._row_of.values())  # at once: another thread may end one of them meanwhile
+        return next((row for row in rows if row.op == op and row.opened), None)
+
+    def _new_row(self, activity: Activity, number: int) -> Row:
+        row = Row(activity, self._now(), self.step)
+        kind = kind_of(row.op)
+        row.number = number if row.peer is None else next(self._numbers[kind, row.peer])
+        row.opened = kind == "collective" and not row.group
+        if not isinstance(row.op, Observed) and kind in ("forward", "backward"):
+            self._torch_hooks.pause()  # this operation stands for the modules and backwards inside of it
+            around = self._of_torch.get(kind)
+            if around is not None:
+                if not around.replaced:  # it began when torch's own did, or when the operation before it ended
+                    row.start = around.start if self._ended is None else self._ended
+                around.replaced = True
+        self._rows.append(row)
+        return row
+
+    def waits(self, activity: Activity) -> None:
+        """The rank has nothing left to do but to wait for this operation."""
+        row = self._row_of.get(activity)
+        if row is not None and row.waited is None:
+            row.waited = self._now()
+            if "backward" in self._of_torch:
+                self._waited_in_backward.append(row)
+
+    def ends(self, activity: Activity) -> None:
+        """An operation has ended."""
+        row = self._row_of.pop(activity, None)
+        if row is None:
+            return
+        row.parts -= 1
+        if row.parts:
+            return
+        row.arrived = activity.arrived
+        # To forget a value takes no time that a drawing could show.
+        row.end = row.start if isinstance(row.op, Free) else self._now()
+        self._ended = row.end
+        if not isinstance(row.op, Observed) and kind_of(row.op) in ("forward", "backward"):
+            self._torch_hooks.resume()
+
+    # ── what torch's hooks tell ─────────────────────────────────────────────────────────────────────────────────
+
+    def _torch_begins(self, op: Observed | OptimizerStep) -> Row:
+        row = Row(Activity(op), self._now(), self.step)
+        self._rows.append(row)
+        self._of_torch[kind_of(op)] = row
+        self._ended = None
+        return row
+
+    def _torch_ends(self, row: Row) -> None:
+        row.end = self._now()
+        if isinstance(row.op, OptimizerStep):
+            self.step += 1
+        self._of_torch.pop(kind_of(row.op), None)
+        if kind_of(row.op) == "backward":
+            for waited in self._waited_in_backward:
+                if waited.end is None:  # backward has returned without it
+                    waited.waited = None
+            self._waited_in_backward.clear()
+
+    # ── all ranks' events, on one clock ─────────────────────────────────────────────────────────────────────────
+
+    def gather(self, about: dict[str, Any]) -> Trace:
+        """Bring all ranks' events together, on one clock; every rank calls this."""
+        if self._comms.device.type == "cuda":
+            torch.cuda.synchronize(self._comms.device)
+        offset, error = offset_from_rank_0(self._comms)
+        mine = [self._written(row, offset) for row in self._rows if row.end is not None and not row.replaced]
+        by_rank = gather_json({"rows": mine, "error": error}, self._comms)
+        begun = min((row[2] for recorded in by_rank for row in recorded["rows"]), default=0.0)
+        events = met([_event(rank, row, begun) for rank, recorded in enumerate(by_rank) for row in recorded["rows"]])
+        events = [_counted(event, self._comms.transport_name) for event in events]
+        worst = max(recorded["error"] for recorded in by_rank)
+        self._trace = Trace(events, None, self._comms.world_size, worst, about)
+        return self._trace
+
+    def _written(self, row: Row, offset: float) -> list[Any]:
+        moments = (self._seconds(moment) for moment in (row.start, row.end, row.waited, row.arrived))
+        times = [None if math.isnan(moment) else moment + offset for moment in moments]
+        file, line = row.place
+        place = f"{PurePath(file.decode('utf-8', 'replace')).name}:{line}" if line else ""
+        kind = row.op.kind if isinstance(row.op, Observed) else None
+        return [str(row.op), kind, *times, row.step, row.bytes, row.group, row.number, row.peer, place]
+
+    def _gpu_moment(self) -> torch.cuda.Event:
+        """Now, in the order of the GPU's own work: an operation is booked when it ran, not when it was asked for."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _seconds(self, moment: Moment | None) -> float:
+        if moment is None:
+            return math.nan
+        if isinstance(moment, float) or self._zero is None:
+            return float(moment)  # type: ignore[arg-type]
+        return self._zero_time + float(self._zero.elapsed_time(moment)) / 1e3
+
+
+def _event(rank: int, row: list[Any], begun: float) -> Event:
+    text, kind, asked, end, waited, arrived, step, size, group, number, peer, place = row
+    op = parse_op(text) if kind is None else Observed(text, kind)
+    sends = kind_of(op) == "send"
+    # When a message came, its receiver knows better than `met` could tell, if the transport says it.
+    start = asked if arrived is None else min(max(asked, arrived), end)
+    return Event(
+        rank=rank,
+        lane=lane(op),
+        op=op,
+        start=start - begun,
+        end=end - begun,
+        messages=int(sends),
+        sent=size if sends else 0,
+        bytes=size,
+        step=step,
+        issued=None if arrived is None else asked - begun,
+        waited=None if waited is None else waited - begun,
+        group=tuple(group),
+        number=number,
+        peer=peer,
+        place=place,
+    )
+
+
+def _counted(event: Event, transport: str) -> Event:
+    """A collective with what its rank sent for it; left as it is where the algorithm is not known."""
+    op, group = event.op, event.group
+    if not isinstance(op, GroupOp) or not group or (isinstance(op, Broadcast) and op.root not in group):
+        return event
+    messages, sent = traffic(op, group, event.bytes, transport)[group.index(event.rank)]
+    return event._replace(messages=messages, sent=sent)
+
+
+# ── what torch computes in this process ─────────────────────────────────────────────────────────────────────────────
+
+
+class TorchHooks:
+    """Tells when torch's forwards, backwards and optimizers begin and end in this process.
+
+    A hook on a forward costs some microseconds, and a model has many modules in each other. So only the outermost is
+    reported: the hook that all modules share is taken away when a forward begins, and put back when it has ended.
+
+    Args:
+        begin: called when something begins; what it returns is handed to `end`.
+        end: called when that has ended.
+    """
+
+    def __init__(self, begin: Callable[[Observed | OptimizerStep], Any], end: Callable[[Any], None]) -> None:
+        self._begin = begin
+        self._end = end
+        self._started = False
+        self._pauses = 0  # operations of a program that are under way
+        self._handles: list[RemovableHandle] = []
+        self._hooks: dict[int, Any] = {}  # torch's own, those that all modules share
+        self._key = 0  # and our place in it
+        self._forward: Any = None
+        self._optimizer: Any = None
+        self._engine = backward_engine()
+        self._run_backward: Engine | None = None
+        self.in_backward = False
+
+    def start(self) -> None:
+        """Hook into every module, every backward and every optimizer of this process."""
+        any_module = torch_modules.register_module_forward_pre_hook(self._forward_begins)
+        self._key, self._hooks = any_module.id, forward_pre_hooks_of_all_modules()
+        self._handles = [
+            any_module,
+            torch_optimizers.register_optimizer_step_pre_hook(self._optimizer_begins),
+            torch_optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
+        ]
+        # All of torch.autograd comes through here. Hooks on what modules return, and a callback at the end, cost
+        # several times as much, and miss what has no module.
+        self._engine = backward_engine()
+        self._run_backward = self._stand_between(self._engine)
+        replace_backward_engine(self._run_backward)
+        self._started = True
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        self._started = False
+        for handle in self._handles:
+            handle.remove()
+        if backward_engine() is self._run_backward:  # else another library has replaced it after us
+            replace_backward_engine(self._engine)
+        self._run_backward = None
+
+    def pause(self) -> None:
+        """Report no modules and backwards: an operation of a program begins that stands for them."""
+        self._pauses += 1
+        self._hooks.pop(self._key, None)
+
+    def resume(self) -> None:
+        """Report them again, when every operation that paused has ended."""
+        self._pauses -= 1
+        self._wait_for_a_forward()
+
+    def _wait_for_a_forward(self) -> None:
+        if self._started and not self._pauses:
+            self._hooks[self._key] = self._forward_begins
+
+    def _forward_begins(self, module: nn.Module, _: Any) -> None:
+        """The outermost module is called: until it ends, those that it calls are not reported."""
+        if self.in_backward:
+            return  # it computes again what backward needs, and that is part of backward
+        key = self._key
+        self._hooks.pop(key, None)
+        # As `module.register_forward_hook(…, always_call=True)`, whose handle takes as long as all the rest.
+        hooks, always_called = forward_hooks_of(module)
+        hooks[key], always_called[key] = self._forward_ends, True
+        self._forward = self._begin(Observed(f"forward of {type(module).__name__}", "forward"))
+
+    def _forward_ends(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        self._end(self._forward)
+        key = self._key
+        for hooks in forward_hooks_of(module):
+            hooks.pop(key, None)  # not there if the module calls itself
+        self._wait_for_a_forward()
+
+    def _stand_between(self, engine: Engine) -> Engine:
+        """What torch's autograd calls instead of its engine."""
+
+        def run_backward(*arguments: Any, **named: Any) -> Any:
+            if self.in_backward or self._pauses or self._run_backward is not run_backward:
+                return engine(*arguments, **named)
+            self.in_backward = True
+            backward = self._begin(Observed("backward", "backward"))
+            try:
+                return engine(*arguments, **named)
+            finally:
+                self._end(backward)
+                self.in_backward = False
+
+        return run_backward
+
+    def _optimizer_begins(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
+        self._optimizer = self._begin(OptimizerStep())
+
+    def _optimizer_ends(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
+        if self._optimizer is not None:
+            self._end(self._optimizer)
+            self._optimizer = None
+
+
+# ── one clock for all ranks ─────────────────────────────────────────────────────────────────────────────────────────
+
 _ROUNDS = 16
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -43,8 +419,8 @@ def offset_from_rank_0(comms: Comms) -> tuple[float, float]:
     """How much to add to this rank's clock to have rank 0's, and how wrong that may be; every rank calls this.
 
     Processes of one machine read the same clock (`time.perf_counter`, which is the kernel's monotonic one). Between
-    machines, a message goes there and back: the other's clock was read somewhere in between, and in the quickest of
-    several rounds that is narrowest.
+    machines, a message goes there and back: rank 0's clock was read somewhere in between, and the quickest of several
+    rounds leaves the least doubt where.
     """
     machines = gather_json(_machine(), comms)
     measured = [0.0, 0.0]
@@ -82,379 +458,3 @@ def _ask(comms: Comms) -> list[float]:
         rounds.append((ended - begun, theirs - (begun + ended) / 2))
     there_and_back, offset = min(rounds)
     return [offset, there_and_back / 2]
-
-
-# What torch computes in this process: forwards, backwards and updates, as they begin and end.
-#
-# To hear of a forward costs some microseconds, and a model has many modules in each other. So only the outermost is
-# listened to: the hook that all modules share is taken away when a forward begins, and put back when it has ended.
-
-
-class Computing:
-    """Tells what torch computes.
-
-    Args:
-        begin: is told that something begins; what it returns is handed to `end`.
-        end: is told that it has ended.
-    """
-
-    def __init__(self, begin: Callable[[Observed | OptimizerStep], Any], end: Callable[[Any], None]) -> None:
-        self._begin = begin
-        self._end = end
-        self._listens = False
-        self._muted = 0
-        self._handles: list[RemovableHandle] = []
-        self._hooks: dict[int, Any] = {}  # torch's own, those that all modules share
-        self._key = 0  # and our place in it
-        self._forward: Any = None
-        self._optimizer: Any = None
-        self._engine = backward_engine()
-        self._run_backward: Engine | None = None
-        self.in_backward = False
-
-    def start(self) -> None:
-        """Listen to every module, every backward and every optimizer of this process."""
-        any_module = torch_modules.register_module_forward_pre_hook(self._forward_begins)
-        self._key, self._hooks = any_module.id, forward_pre_hooks_of_all_modules()
-        self._handles = [
-            any_module,
-            torch_optimizers.register_optimizer_step_pre_hook(self._optimizer_begins),
-            torch_optimizers.register_optimizer_step_post_hook(self._optimizer_ends),
-        ]
-        # All of torch.autograd comes through here. Hooks on what modules return, and a callback at the end, cost
-        # several times as much, and miss what has no module.
-        self._engine = backward_engine()
-        self._run_backward = self._stand_between(self._engine)
-        replace_backward_engine(self._run_backward)
-        self._listens = True
-
-    def stop(self) -> None:
-        """Listen no longer."""
-        self._listens = False
-        for handle in self._handles:
-            handle.remove()
-        if backward_engine() is self._run_backward:  # else somebody has come in between after us
-            replace_backward_engine(self._engine)
-        self._run_backward = None
-
-    def mute(self) -> None:
-        """Leave torch's modules and backwards alone: an operation of a program tells what is computed."""
-        self._muted += 1
-        self._hooks.pop(self._key, None)
-
-    def unmute(self) -> None:
-        """Go on listening, when every operation that muted has ended."""
-        self._muted -= 1
-        self._wait_for_a_forward()
-
-    def _wait_for_a_forward(self) -> None:
-        if self._listens and not self._muted:
-            self._hooks[self._key] = self._forward_begins
-
-    def _forward_begins(self, module: nn.Module, _: Any) -> None:
-        """A module is called that no other one calls: until it ends, nobody listens to those that it calls."""
-        if self.in_backward:
-            return  # it computes again what backward needs, and that is part of backward
-        key = self._key
-        self._hooks.pop(key, None)
-        # As `module.register_forward_hook(…, always_call=True)`, whose handle takes as long as all the rest.
-        hooks, always_called = forward_hooks_of(module)
-        hooks[key], always_called[key] = self._forward_ends, True
-        self._forward = self._begin(Observed(f"forward of {type(module).__name__}", "forward"))
-
-    def _forward_ends(self, module: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        self._end(self._forward)
-        key = self._key
-        for hooks in forward_hooks_of(module):
-            hooks.pop(key, None)  # not there if the module calls itself
-        self._wait_for_a_forward()
-
-    def _stand_between(self, engine: Engine) -> Engine:
-        """What torch's autograd calls instead of its engine."""
-
-        def run_backward(*arguments: Any, **named: Any) -> Any:
-            if self.in_backward or self._muted or self._run_backward is not run_backward:
-                return engine(*arguments, **named)
-            self.in_backward = True
-            backward = self._begin(Observed("backward", "backward"))
-            try:
-                return engine(*arguments, **named)
-            finally:
-                self._end(backward)
-                self.in_backward = False
-
-        return run_backward
-
-    def _optimizer_begins(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
-        self._optimizer = self._begin(OptimizerStep())
-
-    def _optimizer_ends(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
-        if self._optimizer is not None:
-            self._end(self._optimizer)
-            self._optimizer = None
-
-
-# Record what the ranks of any program do: their own Comms calls, and torch's forward, backward and optimizer.
-#
-# ```python
-# with mp.record(comms) as recorder:
-# for inputs, targets in batches:
-# loss_fn(model(inputs), targets).backward()
-# optimizer.step()
-# recorder.trace.save("runs/mine")
-# ```
-#
-# `DataParallel` and `Pipeline` follow a program, and tell its operations. Of everything else the recorder keeps what
-# can
-# be seen from outside: an `Observed` forward, backward, call. `recorder.trace.step(0).followed` is the program that the
-# ranks followed in one step.
-
-
-Moment = float | torch.cuda.Event
-
-
-class Row:
-    """One event that is being recorded."""
-
-    __slots__ = (
-        *("arrived", "bytes", "end", "group", "number", "op", "opened", "parts"),
-        *("peer", "place", "start", "step", "told", "waited"),
-    )
-
-    def __init__(self, activity: Activity, start: Moment, step: int) -> None:
-        self.op = activity.op
-        self.start = start
-        self.end: Moment | None = None
-        self.waited: Moment | None = None
-        self.arrived: float | None = None
-        self.step = step
-        self.bytes = activity.bytes
-        self.group = activity.group
-        self.number = 0
-        self.peer = activity.peer
-        self.place = activity.place
-        self.parts = 0  # calls that are under way
-        self.opened = False  # by who makes the calls of it
-        self.told = False  # of torch's forward and backward: by the operations of a program that ran inside
-
-
-class Recorder:
-    """An observer that keeps one rank's events; when the `with` block ends, `trace` has those of all ranks.
-
-    Attributes:
-        trace: what happened, once the block has ended.
-        step: the number of the step that is under way; it counts up when an optimizer has updated the weights.
-    """
-
-    def __init__(self, comms: Comms) -> None:
-        self.step = 0
-        self._comms = comms
-        self._rows: list[Row] = []
-        self._row_of: dict[Activity, Row] = {}  # of what is under way
-        self._numbers: dict[object, Iterator[int]] = defaultdict(itertools.count)
-        self._computing = Computing(self._torch_begins, self._torch_ends)
-        self._of_torch: dict[Kind, Row] = {}  # the forward and the backward of torch's that are under way
-        self._waited_in_backward: list[Row] = []
-        self._ended: Moment | None = None  # when the last operation did, since torch's last forward or backward began
-        self._trace: Trace | None = None
-        self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._event
-        self._zero: torch.cuda.Event | None = None
-        self._zero_time = 0.0
-
-    @property
-    def trace(self) -> Trace:
-        """What all ranks did."""
-        if self._trace is None:
-            raise UsageError("trace: it is there when the `with mp.record(comms)` block has ended")
-        return self._trace
-
-    # ── what happens ────────────────────────────────────────────────────────────────────────────────────────────
-
-    def begins(self, activity: Activity) -> None:
-        """An operation begins; a call inside of one that a pipeline has opened is part of that."""
-        number = next(self._numbers[activity.group]) if activity.group else 0
-        row = self._opened(activity.op) if activity.group else None
-        if row is None:
-            row = self._new_row(activity, number)
-        else:
-            row.bytes += activity.bytes
-            if not row.group:
-                row.group, row.number = activity.group, number
-        row.parts += 1
-        self._row_of[activity] = row
-
-    def _opened(self, op: Op) -> Row | None:
-        """The collective that was opened without a call, and is still open."""
-        rows = list(self._row_of.values())  # at once: another thread may end one of them meanwhile
-        return next((row for row in rows if row.op == op and row.opened), None)
-
-    def _new_row(self, activity: Activity, number: int) -> Row:
-        row = Row(activity, self._now(), self.step)
-        kind = kind_of(row.op)
-        row.number = number if row.peer is None else next(self._numbers[kind, row.peer])
-        row.opened = kind == "collective" and not row.group
-        if not isinstance(row.op, Observed) and kind in ("forward", "backward"):
-            self._computing.mute()  # modules and backwards inside of it are told by this operation
-            around = self._of_torch.get(kind)
-            if around is not None:
-                if not around.told:  # it began when torch's own did, but for what the rank was told to do first
-                    row.start = around.start if self._ended is None else self._ended
-                around.told = True
-        self._rows.append(row)
-        return row
-
-    def waits(self, activity: Activity) -> None:
-        """The rank has nothing else to do."""
-        row = self._row_of.get(activity)
-        if row is not None and row.waited is None:
-            row.waited = self._now()
-            if "backward" in self._of_torch:
-                self._waited_in_backward.append(row)
-
-    def ends(self, activity: Activity) -> None:
-        """An operation has ended."""
-        row = self._row_of.pop(activity, None)
-        if row is None:
-            return
-        row.parts -= 1
-        if row.parts:
-            return
-        row.arrived = activity.arrived
-        # To forget a value takes no time that a drawing could show.
-        row.end = row.start if isinstance(row.op, Free) else self._now()
-        self._ended = row.end
-        if not isinstance(row.op, Observed) and kind_of(row.op) in ("forward", "backward"):
-            self._computing.unmute()
-
-    # ── what torch tells ────────────────────────────────────────────────────────────────────────────────────────
-
-    def start(self) -> None:
-        """Observe the Comms, and listen to every module, backward and optimizer of this process."""
-        self._computing.start()
-        self._comms.observers.append(self)
-        if self._comms.device.type == "cuda":
-            torch.cuda.synchronize(self._comms.device)
-            self._zero = self._event()
-        self._zero_time = time.perf_counter()
-
-    def stop(self) -> None:
-        """Observe no longer."""
-        self._comms.observers.remove(self)
-        self._computing.stop()
-
-    def _torch_begins(self, op: Observed | OptimizerStep) -> Row:
-        row = Row(Activity(op), self._now(), self.step)
-        self._rows.append(row)
-        self._of_torch[kind_of(op)] = row
-        self._ended = None
-        return row
-
-    def _torch_ends(self, row: Row) -> None:
-        row.end = self._now()
-        if isinstance(row.op, OptimizerStep):
-            self.step += 1
-        self._of_torch.pop(kind_of(row.op), None)
-        if kind_of(row.op) == "backward":
-            for waited in self._waited_in_backward:
-                if waited.end is None:  # backward has returned without it
-                    waited.waited = None
-            self._waited_in_backward.clear()
-
-    # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def gather(self, about: dict[str, Any]) -> Trace:
-        """Bring all ranks' events together, on one clock; every rank calls this."""
-        if self._comms.device.type == "cuda":
-            torch.cuda.synchronize(self._comms.device)
-        offset, error = offset_from_rank_0(self._comms)
-        mine = [self._written(row, offset) for row in self._rows if row.end is not None and not row.told]
-        everybody = gather_json({"rows": mine, "error": error}, self._comms)
-        begun = min((row[2] for notes in everybody for row in notes["rows"]), default=0.0)
-        events = met([_event(rank, row, begun) for rank, notes in enumerate(everybody) for row in notes["rows"]])
-        events = [_counted(event, self._comms.transport_name) for event in events]
-        worst = max(notes["error"] for notes in everybody)
-        self._trace = Trace(events, None, self._comms.world_size, worst, about)
-        return self._trace
-
-    def _written(self, row: Row, offset: float) -> list[Any]:
-        moments = (self._seconds(moment) for moment in (row.start, row.end, row.waited, row.arrived))
-        times = [None if math.isnan(moment) else moment + offset for moment in moments]
-        file, line = row.place
-        place = f"{PurePath(file.decode('utf-8', 'replace')).name}:{line}" if line else ""
-        kind = row.op.kind if isinstance(row.op, Observed) else None
-        return [str(row.op), kind, *times, row.step, row.bytes, row.group, row.number, row.peer, place]
-
-    def _event(self) -> torch.cuda.Event:
-        """A moment of the GPU's own: work is booked when it ran, not when it was asked for."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
-
-    def _seconds(self, moment: Moment | None) -> float:
-        if moment is None:
-            return math.nan
-        if isinstance(moment, float) or self._zero is None:
-            return float(moment)  # type: ignore[arg-type]
-        return self._zero_time + float(self._zero.elapsed_time(moment)) / 1e3
-
-
-def _event(rank: int, row: list[Any], begun: float) -> Event:
-    text, kind, asked, end, waited, arrived, step, size, group, number, peer, place = row
-    op = parse_op(text) if kind is None else Observed(text, kind)
-    sends = kind_of(op) == "send"
-    # Of a message that says when it came, that is known better than `met` could tell.
-    start = asked if arrived is None else min(max(asked, arrived), end)
-    return Event(
-        rank=rank,
-        lane=lane(op),
-        op=op,
-        start=start - begun,
-        end=end - begun,
-        messages=int(sends),
-        sent=size if sends else 0,
-        bytes=size,
-        step=step,
-        issued=None if arrived is None else asked - begun,
-        waited=None if waited is None else waited - begun,
-        group=tuple(group),
-        number=number,
-        peer=peer,
-        place=place,
-    )
-
-
-def _counted(event: Event, transport: str) -> Event:
-    """A collective with what its rank sent for it; nobody knows the algorithm of what was only observed."""
-    op, group = event.op, event.group
-    if not isinstance(op, GroupOp) or not group or (isinstance(op, Broadcast) and op.root not in group):
-        return event
-    messages, sent = traffic(op, group, event.bytes, transport)[group.index(event.rank)]
-    return event._replace(messages=messages, sent=sent)
-
-
-@contextmanager
-def record(comms: Comms, **about: Any) -> Iterator[Recorder]:
-    """Record what all ranks do in a `with` block; every rank enters and leaves it.
-
-    Args:
-        comms: the ranks. Calls of its sub-groups are recorded too, and those that torch's own `distributed` makes on
-            our backend. What torch's DistributedDataParallel waits for inside its backward counts as communication
-            or waiting, from the moment at which all was computed.
-        about: words and numbers that are kept with the trace, such as `model="gpt"`.
-
-    Example:
-        ```python
-        with mp.record(comms) as recorder:
-            train_some_steps()
-        if comms.rank == 0:
-            recorder.trace.save("runs/mine")  # then: microparallel report runs/mine
-            print(mp.draw(recorder.trace))
-        ```
-    """
-    recorder = Recorder(comms)
-    recorder.start()
-    try:
-        yield recorder
-    finally:
-        recorder.stop()
-    recorder.gather(about)

@@ -1,4 +1,9 @@
-"""The handle of a communication that is under way."""
+"""How a call is made: the steps that all primitives of a Comms share.
+
+A `Caller` writes the call into the flight recorder, tells the observers, compares calls in checked mode and starts the
+transfer. It returns a `Request`, whose `wait()` brings the result. If the transport fails on the way, `named_failures`
+turns its error into one that names the rank and the call.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,18 @@ from typing import Generic, TypeVar
 
 import torch
 
-from microparallel.comms.calls import Call, describe_content, named_failures
-from microparallel.comms.checking import Checker
+from microparallel.comms.calls import Call, Checker, describe_content
 from microparallel.comms.group import Group
-from microparallel.errors import UsageError
-from microparallel.observe import Activity, Observer, Watched, watch
+from microparallel.errors import (
+    CommsError,
+    CommsTimeout,
+    PeerGone,
+    PeerLost,
+    TransportError,
+    TransportTimeout,
+    UsageError,
+)
+from microparallel.observe import Activity, ObservedCall, Observer, observe_call
 from microparallel.observe.flight_recorder import Entry, NoEntry
 from microparallel.program import Op
 from microparallel.program.ops import Kind, Observed
@@ -34,7 +46,7 @@ class Request(Generic[Result]):
         works: Sequence[Work],
         finish: Callable[[], Result],
         transport: Group,
-        entry: Entry | NoEntry | Watched,
+        entry: Entry | NoEntry | ObservedCall,
     ) -> None:
         self._call = call
         self._entry = entry
@@ -58,7 +70,7 @@ class Request(Generic[Result]):
             try:
                 self._wait_for(works, timeout)
             except BaseException as error:
-                self._failure = error  # what the buffers hold now is nobody's result
+                self._failure = error  # what the buffers hold now is no result
                 raise
             self._result = self._finish()
             self._finish = None
@@ -84,11 +96,8 @@ class Request(Generic[Result]):
         return f"<Request {self._call}, {'under way' if self._finish else 'complete'}>"
 
 
-# The steps that all communication primitives share: check, start, wait, and name what failed.
-
-
-class Conversation:
-    """One rank's place in a group, and how its calls are made."""
+class Caller:
+    """One rank's place in a group, and the steps by which it makes any call: check, start, wait."""
 
     def __init__(self, transport: Group, check: bool) -> None:
         self.rank = transport.rank
@@ -123,8 +132,8 @@ class Conversation:
 
     def _begin(
         self, call: Call, operation: Op | None = None, tensor: torch.Tensor | None = None
-    ) -> Entry | NoEntry | Watched:
-        """Write down that this rank makes a call, and tell the observers."""
+    ) -> Entry | NoEntry | ObservedCall:
+        """Write the call into the flight recorder, and tell the observers that it begins."""
         if self._closed:
             raise UsageError(f"{call}: this Comms has been closed; connect again, or close it later")
         log = self._transport.log
@@ -137,12 +146,12 @@ class Conversation:
         observers = self.observers
         if not observers:
             return entry
-        return watch(entry, observers, activity_of(call, self._transport, operation, tensor))
+        return observe_call(entry, observers, activity_of(call, self._transport, operation, tensor))
 
     def _go_on(
         self,
         call: Call,
-        entry: Entry | NoEntry | Watched,
+        entry: Entry | NoEntry | ObservedCall,
         start: Callable[[], Sequence[Work]],
         finish: Callable[[], Result],
     ) -> Request[Result]:
@@ -150,12 +159,13 @@ class Conversation:
         with named_failures(call, self._transport, entry):
             works = start()
         entry.started()
-        if isinstance(entry, Watched) and len(works) == 1 and (then := getattr(works[0], "then", None)) is not None:
+        if (
+            isinstance(entry, ObservedCall)
+            and len(works) == 1
+            and (then := getattr(works[0], "then", None)) is not None
+        ):
             then(entry.completes)
         return Request(call, works, finish, self._transport, entry)
-
-    def _outputs(self, wire: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.empty_like(wire) for _ in range(self.world_size)]
 
     def _content(self, wire: torch.Tensor) -> str:
         # Where two backends work side by side, both ends must mean the same one.
@@ -185,3 +195,69 @@ def activity_of(call: Call, group: Group, operation: Op | None = None, tensor: t
         peer=None if call.peer is None else world_ranks[call.peer],
         tensor=tensor,
     )
+
+
+# ── failures, with the rank and the call ────────────────────────────────────────────────────────────────────────────
+
+
+class named_failures:  # used as a block, as those of contextlib are
+    """Within this block, whatever the transport raises becomes an error that names the call, and says why it failed.
+
+    A class, because one made by `contextlib` takes two microseconds, twice in every call.
+    """
+
+    __slots__ = ("_call", "_entry", "_transport")
+
+    def __init__(self, call: Call, transport: Group, entry: Entry | NoEntry | ObservedCall) -> None:
+        self._call = call
+        self._transport = transport
+        self._entry = entry
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if error is None:
+            return
+        if not isinstance(error, RuntimeError):
+            self._entry.fails(timed_out=False)
+            return
+        named = explain(error, self._call, self._transport)
+        self._entry.fails(timed_out=isinstance(named, CommsTimeout))
+        if named is not error:
+            raise named from error
+
+
+def explain(error: RuntimeError, call: Call, transport: Group) -> CommsError:
+    """Say which rank a failed call was waiting for, and why; what the flight recorders say comes beneath.
+
+    An error that names its call already is returned as it is.
+    """
+    here = f"rank {transport.rank}"
+    reason = str(error).partition("\n")[0]
+    if isinstance(error, TransportTimeout):
+        who = f"{_names(error.ranks, transport)} did not make" if error.ranks else "not every rank it needs made"
+        headline = f"{here} waited in vain in {call}: {who} the matching call in time ({reason})"
+        return CommsTimeout(headline + _beneath(transport.flight.why()), error.ranks)
+    if isinstance(error, PeerGone):
+        why = transport.flight.why([transport.world_ranks[rank] for rank in error.ranks])
+        headline = f"{_names(error.ranks, transport)} went away during {call} on {here}"
+        return PeerLost(error.ranks, str(call), headline + _beneath(why))
+    if not isinstance(error, CommsError) or isinstance(error, TransportError):
+        return CommsError(f"{call} failed on {here}: {reason}")
+    explained = isinstance(error, CommsTimeout | PeerLost) or hasattr(error, "__notes__")
+    if not explained and (why := transport.flight.why()):
+        error.add_note(why)
+    return error
+
+
+def _beneath(why: str) -> str:
+    return "".join(f"\n  {line}" for line in why.splitlines())
+
+
+def _names(ranks: Sequence[int], transport: Group) -> str:
+    def name(rank: int) -> str:
+        world_rank = transport.world_ranks[rank]
+        return str(rank) if rank == world_rank else f"{rank} (rank {world_rank} of the world)"
+
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(name, ranks))}"

@@ -1,4 +1,4 @@
-"""Every collective of a group whose ranks share a machine: the `direct` programs, over shared memory."""
+"""A group whose ranks share a machine: every collective runs as a program over shared memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microparallel.comms.interpreter import COMBINE, perform
-from microparallel.comms.program_group import BLOCK_BYTES, Blocks, Plan, ProgramGroup, whole
-from microparallel.comms.work_queue import Turn
+from microparallel.comms.group import ProgramGroup
+from microparallel.comms.interpreter import BLOCK_BYTES, COMBINE, Blocks, RankProgram, perform, whole
+from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import UsageError
 from microparallel.observe.flight import Flight
 from microparallel.program import AUTO
@@ -23,14 +23,14 @@ from microparallel.topology import available_cores
 from microparallel.torch_private import at_end_of_backward, number_of_backward
 from microparallel.transport.base import SeparateMessages, Work
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
-from microparallel.transport.shared_memory.works import Conduct, SharedMemoryExchange
+from microparallel.transport.shared_memory.works import CallState, SharedMemoryExchange
 from microparallel.transport.torch_distributed import make_group
 
-# Seconds for which a backward may compute on after its last call before a thread runs what it has called.
-_PATIENCE = 0.2
+# Seconds for which backward may compute on after its last call before the queue's thread runs what it has called.
+_LONGEST_DELAY = 0.2
 
-# Python stops its threads as it ends, in whatever they are doing, and C++ ends the process for that. So groups that
-# were not closed are closed before.
+# When Python ends it stops its threads wherever they are, and a thread inside of torch's C++ then aborts the process.
+# So groups that were not closed are closed before.
 _OPEN: weakref.WeakSet[SharedMemoryGroup] = weakref.WeakSet()
 
 
@@ -52,14 +52,14 @@ class SharedMemoryGroup(ProgramGroup):
         self.carries = transport.carries
         self._call = threading.local()
         self._process_group: dist.ProcessGroup | None = None
-        self._backward: int | None = None  # the last backward at whose end this will catch up
+        self._backward: int | None = None  # the number of the last backward at whose end `_catch_up` runs
         _OPEN.add(self)
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The same group, as torch sees it."""
         if self._process_group is None:
-            raise UsageError("process_group: torch knows nothing of this group")
+            raise UsageError("process_group: this group has none; start ranks with mp.launch or mp.connect")
         return self._process_group
 
     @process_group.setter
@@ -67,7 +67,7 @@ class SharedMemoryGroup(ProgramGroup):
         self._process_group = group
 
     def announce(self, call: str, timeout: float | None = None) -> None:
-        """Say what the next call of this thread is: in a collective, all ranks must say the same."""
+        """Say what this thread calls next: in a collective, all ranks must say the same."""
         self._call.text = call
         self._call.timeout = timeout
 
@@ -81,9 +81,9 @@ class SharedMemoryGroup(ProgramGroup):
         """Start receiving into a contiguous tensor."""
         return self.transport.irecv(tensor, source, tag)
 
-    def irecv_from_anybody(self, tensor: torch.Tensor, tag: int = 0) -> Work:
-        """Start receiving from whoever sends first."""
-        return self.transport.irecv_from_anybody(tensor, tag)
+    def irecv_from_any(self, tensor: torch.Tensor, tag: int = 0) -> Work:
+        """Start receiving the first message that comes, from any rank."""
+        return self.transport.irecv_from_any(tensor, tag)
 
     def exchange(self, tag: int = 0) -> SeparateMessages:
         """Open an exchange; each of its messages starts at once, by itself."""
@@ -91,18 +91,18 @@ class SharedMemoryGroup(ProgramGroup):
 
     # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = AUTO) -> Turn:
-        """Combine everybody's tensor, in place, on every rank."""
-        plan = self._plan("all-reduce", tensor.numel() * tensor.element_size(), algorithm)
-        return self._run(plan, whole(tensor, self._block_bytes), op, movable=tensor)
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = AUTO) -> QueuedWork:
+        """Combine the ranks' tensors, in place, on every rank."""
+        program = self._program("all-reduce", tensor.numel() * tensor.element_size(), algorithm)
+        return self._run(program, whole(tensor, self._block_bytes), op, movable=tensor)
 
-    def afterwards(self, action: Callable[[], object]) -> Turn:
-        """Do something of this rank's own after the collectives that have been called."""
+    def afterwards(self, action: Callable[[], object]) -> QueuedWork:
+        """Do something on this rank alone, after the collectives that it has called."""
 
         def run(_: float | None) -> None:
             action()
 
-        return self._line.append(run)
+        return self._queue.append(run)
 
     @property
     def has_free_cores(self) -> bool:
@@ -110,51 +110,55 @@ class SharedMemoryGroup(ProgramGroup):
         return self.world_size * torch.get_num_threads() < available_cores()
 
     def run_after_backward(self) -> None:
-        """Let the calling thread, autograd's, compute all gradients before it runs what it has called meanwhile.
+        """Let the calling thread, autograd's, compute all gradients before it runs the collectives it has called.
 
-        A thread of ours would only interrupt it, and wait for the other ranks' threads to interrupt theirs. So where
-        ranks leave it no core, it holds back: until backward has ended, or waits for something. What somebody has not
-        called by the end of backward is left to it in any case, so that nobody waits who would not have.
+        Where the ranks compute on all cores, the queue's thread would only interrupt autograd's, and then wait until
+        the queue threads of the other ranks interrupt theirs. So it is delayed until backward has ended, or waits for
+        something. At the end of backward autograd's thread runs the collectives that every rank has called, and leaves
+        the others to the queue's thread: so no rank waits longer than it would without this call.
         """
         if self.world_size < available_cores():
-            self._line.run_in_background()
+            self._queue.run_in_background()
             return
-        self._line.run_in_background(_PATIENCE)
+        self._queue.run_in_background(_LONGEST_DELAY)
         backward = number_of_backward()
         if self._backward != backward:
             self._backward = backward
             at_end_of_backward(self._catch_up)
 
-    def hurry(self) -> None:
-        """Run what was called without waiting for the end of backward: its caller asks for it."""
-        self._line.hurry()
+    def end_delay(self) -> None:
+        """Let the queue's thread run without waiting for the end of backward: the caller polls for a result."""
+        self._queue.end_delay()
 
     def _catch_up(self) -> None:
-        self._line.run_what_is_ready()
-        self._line.run_in_background()
+        self._queue.run_ready()
+        self._queue.run_in_background()
 
-    def _run(self, plan: Plan, blocks: Blocks, op: str = "sum", movable: torch.Tensor | None = None) -> Turn:
-        call = getattr(self._call, "text", plan.name)
-        conduct = Conduct(call)
-        exchanges = _Exchanges(self.transport, conduct)
+    def _run(
+        self, program: RankProgram, blocks: Blocks, op: str = "sum", movable: torch.Tensor | None = None
+    ) -> QueuedWork:
+        call = getattr(self._call, "text", program.name)
+        state = CallState(call)
+        exchanges = _Exchanges(self.transport, state)
         combine = COMBINE[op]
 
-        # Who meets everybody in the first block knows after it whether anybody copies. If not, blocks gain nothing.
+        # A rank that hears from all others in the first block knows then whether any of them copies. If none does,
+        # blocks gain nothing.
         def in_blocks() -> bool:
-            return conduct.copied or not plan.all_meet
+            return state.copied or not program.all_receive_from_all
 
         def run(deadline: float | None) -> None:
-            self.transport.peers.begin(call, conduct.signature)
-            self.transport.exchange_news()
-            if movable is not None:  # now, when nobody else may use it
+            self.transport.peers.begin(call, state.signature)
+            self.transport.exchange_notices()
+            if movable is not None:  # now: while the collective runs, no other thread may use the tensor
                 self.transport.move_what_comes_again(movable)
-            for pieces in blocks(plan.slices, in_blocks):
-                for work in perform(plan.rounds, pieces, exchanges, combine):
+            for pieces in blocks(program.slices, in_blocks):
+                for work in perform(program.rounds, pieces, exchanges, combine):
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
         number = self.transport.peers.call()
         peers = self.transport.peers
-        return self._line.append(
+        return self._queue.append(
             run,
             getattr(self._call, "timeout", None),
             ready=functools.partial(peers.have_called, number),
@@ -164,7 +168,7 @@ class SharedMemoryGroup(ProgramGroup):
     # ── memory, smaller groups, the end ─────────────────────────────────────────────────────────────────────────
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in this rank's shared memory: peers read it where it is."""
+        """A tensor in this rank's shared memory: other ranks read it there, without a copy."""
         return self.transport.empty(shape, dtype)
 
     def subgroup(self, ranks: list[int]) -> SharedMemoryGroup | None:
@@ -177,29 +181,29 @@ class SharedMemoryGroup(ProgramGroup):
         return shared
 
     def close(self) -> None:
-        """Leave the group, and let torch forget it; its `shut_down` is called on the way."""
+        """Leave the group; torch destroys its process group, which calls `shut_down`."""
         if self._process_group is not None:
             dist.destroy_process_group(self._process_group)
 
     def shut_down(self) -> None:
-        """Let go of everything."""
+        """Free the shared memory and end the queue's threads."""
         _OPEN.discard(self)
         self._process_group = None
         self.transport.close()
-        self._line.close()
+        self._queue.close()
 
 
 class _Exchanges:
-    """Where the interpreter gets its exchanges from: all of one collective, which they name."""
+    """The interpreter's transport during one collective: every exchange carries the signature of that call."""
 
-    def __init__(self, transport: SharedMemoryTransport, conduct: Conduct) -> None:
+    def __init__(self, transport: SharedMemoryTransport, state: CallState) -> None:
         self.rank = transport.rank
         self.world_size = transport.world_size
         self._transport = transport
-        self._conduct = conduct
+        self._state = state
 
     def exchange(self, tag: int = 0) -> SharedMemoryExchange:  # noqa: ARG002
-        return SharedMemoryExchange(self._transport, self._conduct)
+        return SharedMemoryExchange(self._transport, self._state)
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         return self._transport.isend(tensor, to, tag)

@@ -1,12 +1,12 @@
-"""Links that are slower than they are, to see what that does to a run: the simulator's links, in real time.
+"""Slow links on a fast machine, to see what they do to a run: the simulator's links, in real time.
 
 Every message, and every message of every collective, goes over these links. A transfer begins when the message has been
 sent, its receive has been posted and the sender's port is free; it holds the port for latency + bytes × seconds per
 byte, and arrives then. Each message takes this way:
 
 ```
-receiver   posts its receive, and says so ──┐                               ┌── the message is there
-sender     isend … a wire waits for that ───┴── holds the port, then sends ─┘
+receiver   posts its receive, sends notice ──┐                               ┌── the message is there
+sender     isend … a wire waits for that ────┴── holds the port, then sends ─┘
 ```
 
 A wire is a thread that waits for the receiver, one for each peer and tag. The port belongs to the rank: its wires, and
@@ -24,7 +24,7 @@ from typing import cast
 
 import torch
 
-from microparallel.comms.checking import HEADER_TAG
+from microparallel.comms.calls import HEADER_TAG
 from microparallel.comms.comms import Comms
 from microparallel.comms.group import Group
 from microparallel.comms.message_group import MessageGroup, over
@@ -35,11 +35,11 @@ from microparallel.transport.in_process import Pollable
 
 Links = Mapping[frozenset[int], Link]
 
-_POSTED = 64  # added to a message's tag: the tag of its receiver's word that it has posted the receive
-# Of two receives that are posted at the same time, one is heard of first. So a message lets another one go first that
-# was sent before it and becomes ready in this part of its own time.
+_POSTED = 64  # added to a message's tag: the tag of its receiver's notice that the receive is posted
+# Of two receives that are posted at the same time, the sender gets one notice first. So a message lets another one go
+# first that was sent before it and becomes ready in this part of its own time.
 _AT_ONCE = 0.1
-_LINGER = 1.0  # seconds in which a receive may still be posted when the sender has come to its end
+_LINGER = 1.0  # seconds in which a receive may still be posted when the sender closes
 
 
 def slow_down(comms: Comms, links: Links) -> Comms:
@@ -99,7 +99,7 @@ class SlowLinks:
         self._stopped = False
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Start sending; over slow links a copy leaves, so that no sender waits that would not have without them."""
+        """Start sending; over slow links a copy is sent, so that the sender waits no longer than without them."""
         if not self._takes_time(self.rank, tag):
             return self._group.isend(tensor, to, tag)
         self._send(tensor.clone(), to, tag)
@@ -109,17 +109,17 @@ class SlowLinks:
         """Post a receive."""
         if not self._takes_time(source, tag):
             return self._group.irecv(tensor, source, tag)
-        return Arriving(self._group, tensor, source, tag, self._seconds(source, self.rank, tensor))
+        return SlowReceive(self._group, tensor, source, tag, self._seconds(source, self.rank, tensor))
 
     def exchange(self, tag: int = 0) -> Exchange:
         """Open an exchange; its messages start at once, and need no copy."""
         return _SlowExchange(self, tag)
 
     def isend_in_place(self, tensor: torch.Tensor, to: int, tag: int) -> Work:
-        """Start sending a tensor that stays as it is until it was waited for."""
+        """Start sending a tensor that its owner does not change until the send has been waited for."""
         return self._send(tensor, to, tag) if self._takes_time(self.rank, tag) else self._group.isend(tensor, to, tag)
 
-    def _send(self, tensor: torch.Tensor, to: int, tag: int) -> Leaving:
+    def _send(self, tensor: torch.Tensor, to: int, tag: int) -> SlowSend:
         with self._starting:
             if self._stopped:
                 raise CommsError("the group was closed before this message could leave")
@@ -129,7 +129,7 @@ class SlowLinks:
         return wire.send(tensor, self._seconds(self.rank, to, tensor))
 
     def _takes_time(self, sender: int, tag: int) -> bool:
-        """Whether a sender's messages wait for its port. What checked mode compares is no message of a program."""
+        """Whether a sender's messages wait for its port; the headers of checked mode never do."""
         return self._group.world_ranks[sender] in self._with_slow_links and tag != HEADER_TAG
 
     def _seconds(self, sender: int, receiver: int, tensor: torch.Tensor) -> float:
@@ -160,27 +160,27 @@ class _SlowExchange:
         return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
-        """Everything has started already."""
+        """Nothing to do: everything has started already."""
 
 
-class Arriving:
-    """A receive that is posted, of which its sender has been told."""
+class SlowReceive:
+    """A receive that is posted, and a notice of that to its sender."""
 
     def __init__(self, group: Group, tensor: torch.Tensor, source: int, tag: int, seconds: float) -> None:
         self._work = group.irecv(tensor, source, tag)
-        self._word = group.isend(torch.zeros(1, dtype=torch.uint8), source, tag + _POSTED)
+        self._notice = group.isend(torch.zeros(1, dtype=torch.uint8), source, tag + _POSTED)
         self._seconds = seconds
         self.arrived = 0.0  # when its transfer began, by time.perf_counter: what was before is waiting
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the message is in the tensor."""
         self._work.wait(timeout)
-        self._word.wait(timeout)
+        self._notice.wait(timeout)
         self.arrived = self.arrived or time.perf_counter() - self._seconds
 
 
-class Leaving:
-    """A message that has been sent: complete when its link has let it through and it has been received."""
+class SlowSend:
+    """A message on its way: complete when it has held the port for its time and has been received."""
 
     def __init__(self, tensor: torch.Tensor, to: int, number: int, seconds: float) -> None:
         self.tensor = tensor
@@ -193,21 +193,21 @@ class Leaving:
         self._error: Exception | None = None
 
     def let_go(self, sent: Work) -> None:
-        """The wire's thread: the message is through, and on its way over the group beneath."""
+        """Called by the wire's thread: the message has held the port, and the group beneath sends it."""
         self._sent = sent
         self._through.set()
 
     def fail(self, error: Exception) -> None:
-        """The wire's thread: the message will never leave."""
+        """Called by the wire's thread: the message will never leave."""
         self._error = error
         self._through.set()
 
     def poll(self) -> bool:
-        """Whether it is known to be complete; one that failed never is, so that somebody waits and learns why."""
+        """Whether it is known to be complete; one that failed never is, so that its sender waits and gets the error."""
         return self._through.is_set() and self._error is None and cast("Pollable", self._sent).poll()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when it is complete; without a timeout, the group's ends it."""
+        """Return when it is complete; without a timeout, the group's own applies."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._through.wait(timeout):
             raise TransportTimeout(f"timed out waiting for rank {self._to}")
@@ -217,12 +217,12 @@ class Leaving:
 
 
 class Port:
-    """A rank's way out: one message after another holds it, in the order in which they could begin."""
+    """A rank's port: one message at a time holds it, in the order in which they could begin."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._unposted: set[int] = set()  # the numbers of messages whose receives have not been posted
-        self._waiting: list[Leaving] = []  # messages that could begin
+        self._waiting: list[SlowSend] = []  # messages that could begin
         self._busy = False
         self._free = 0.0  # when the last message's time was over, by time.monotonic
         self._numbers = itertools.count()
@@ -234,13 +234,13 @@ class Port:
             self._unposted.add(number)
         return number
 
-    def forget(self, message: Leaving) -> None:
-        """Wait no longer for a message that will never begin."""
+    def forget(self, message: SlowSend) -> None:
+        """Forget a message that will never begin."""
         with self._changed:
             self._unposted.discard(message.number)
 
-    def let_through(self, message: Leaving) -> None:
-        """Return when a message that can begin now has held the port for its time; called by its wire's thread.
+    def let_through(self, message: SlowSend) -> None:
+        """Hold the port for a message's time, and return; called by its wire's thread when the message can begin.
 
         Times are counted from when a message could begin, so that a thread which wakes up late adds nothing to them.
         """
@@ -259,8 +259,8 @@ class Port:
             self._busy, self._free = False, end
             self._changed.notify_all()
 
-    def _begins(self, message: Leaving) -> bool:
-        """Whether it is this message's turn; otherwise wait for a change. The lock is held."""
+    def _begins(self, message: SlowSend) -> bool:
+        """Whether this message is next; otherwise wait for a change. The calling thread holds the lock."""
         if not self._busy:
             first = min(self._waiting, key=lambda other: other.ready)
             decided = first.ready + _AT_ONCE * first.seconds
@@ -284,17 +284,17 @@ class Wire:
         self._port = port
         self._to = to
         self._tag = tag
-        self._word = torch.zeros(1, dtype=torch.uint8)  # of the receiver; what it says does not matter
-        self._messages: SimpleQueue[Leaving | None] = SimpleQueue()
+        self._notice = torch.zeros(1, dtype=torch.uint8)  # of the receiver; its content does not matter
+        self._messages: SimpleQueue[SlowSend | None] = SimpleQueue()
         self._sending = threading.Lock()  # messages stand in the queue in the order of their numbers
-        self._unwanted = False  # the receive of the first message has not been posted
+        self._unwanted = False  # whether the first message waits for its receive to be posted
         self._thread = threading.Thread(target=self._run, name=f"slow link to rank {to}", daemon=True)
         self._thread.start()
 
-    def send(self, tensor: torch.Tensor, seconds: float) -> Leaving:
-        """Let a tensor leave that stays as it is until it is through."""
+    def send(self, tensor: torch.Tensor, seconds: float) -> SlowSend:
+        """Queue a tensor, which its owner does not change until it has been sent."""
         with self._sending:
-            message = Leaving(tensor, self._to, self._port.number(), seconds)
+            message = SlowSend(tensor, self._to, self._port.number(), seconds)
             self._messages.put(message)
         return message
 
@@ -304,21 +304,21 @@ class Wire:
             if failure is None:
                 try:
                     self._pass_on(message)
-                except Exception as error:  # its sender finds out when it waits, and so does whoever comes next
+                except Exception as error:  # raised where the sender waits for this message, or for a later one
                     failure = error
             if failure is not None:
                 self._port.forget(message)
                 message.fail(failure)
 
-    def _pass_on(self, message: Leaving) -> None:
+    def _pass_on(self, message: SlowSend) -> None:
         self._unwanted = True
-        self._group.irecv(self._word, self._to, self._tag + _POSTED).wait()
+        self._group.irecv(self._notice, self._to, self._tag + _POSTED).wait()
         self._unwanted = False
         self._port.let_through(message)
         message.let_go(self._group.isend(message.tensor, self._to, self._tag))
 
     def close(self) -> None:
-        """Let the thread end when everything has left; what nobody receives any more stays where it is."""
+        """End the thread when everything has left; a message whose receive is never posted is dropped."""
         self._messages.put(None)
         self._thread.join(_LINGER)
         while self._thread.is_alive() and not self._unwanted:

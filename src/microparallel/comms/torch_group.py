@@ -1,4 +1,4 @@
-"""A group whose bytes torch.distributed moves: its own collectives, or a program over its messages."""
+"""A group whose bytes torch.distributed moves: by torch's own collectives, or by a program over torch's messages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from microparallel.collectives import all_reduce_program
-from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
-from microparallel.comms.program_group import Personal, plan_of
+from microparallel.comms.interpreter import COMBINE, Memory, Personal, perform, rank_program, rounds, slices_of
 from microparallel.observe.flight import Flight
 from microparallel.transport.base import COMPLETE, Work
 from microparallel.transport.torch_distributed import TorchTransport
@@ -42,10 +41,10 @@ class TorchGroup(TorchTransport):
         return self.group
 
     def announce(self, call: str) -> None:
-        """torch compares nothing; checked mode does."""
+        """Nothing to do: torch does not compare calls. Checked mode does."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Work:
-        """Start combining everybody's tensor, in place, on every rank; a program runs to its end first."""
+        """Start combining the ranks' tensors, in place, on every rank; with an `algorithm`, return when it has run."""
         if algorithm == "auto":
             return self.native_all_reduce(tensor, op)
         program = all_reduce_program(algorithm, self.world_size)
@@ -57,24 +56,24 @@ class TorchGroup(TorchTransport):
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
         """Start handing input r to rank r, and getting one from each, by messages that are all under way at once."""
         outputs[self.rank].copy_(inputs[self.rank])
-        plan = plan_of("all-to-all", "direct", self.world_size, self.rank)
-        return Performed(perform(plan.rounds, Personal(inputs, outputs, self.rank), self, COMBINE["sum"]))
+        program = rank_program("all-to-all", "direct", self.world_size, self.rank)
+        return Performed(perform(program.rounds, Personal(inputs, outputs, self.rank), self, COMBINE["sum"]))
 
     @property
     def has_free_cores(self) -> bool:
-        """A network, or a GPU, works beside the cores."""
+        """True: the network, or the GPU, works beside the cores."""
         return True
 
     def run_in_background(self) -> None:
-        """torch's threads do."""
+        """Nothing to do: torch's threads run what was started."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Any memory will do."""
+        """A CPU tensor in ordinary memory, which is as good as any here."""
         return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 class Performed:
-    """A program under way: what it does first has been started, and whoever waits does the rest."""
+    """A program under way: its first messages have started, and the thread that waits does the rest."""
 
     def __init__(self, works: Iterator[Work]) -> None:
         self._works = works

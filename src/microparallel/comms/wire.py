@@ -1,4 +1,9 @@
-"""Make any tensor fit for the wire, and bring what arrives back into it."""
+"""What travels between ranks: any tensor as plain bytes, the description of a tensor, and small JSON values.
+
+A tensor goes out in three steps: `to_wire` makes it contiguous, on a device that the transport carries; `as_bytes`
+makes it a row of bytes; `from_wire` copies what has arrived back into the caller's tensor. Where that is the same
+memory, nothing is copied. What a reduction does to the tensors on their way stands below.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ import torch
 
 from microparallel.errors import UsageError
 from microparallel.text import did_you_mean
-from microparallel.transport.torch_distributed import Reduction
+from microparallel.transport.torch_distributed import ReduceOpName
 
 if TYPE_CHECKING:
     from microparallel.comms.comms import Comms
@@ -25,6 +30,12 @@ def to_wire(tensor: torch.Tensor, carries: frozenset[str]) -> torch.Tensor:
     return wire.contiguous()
 
 
+def as_bytes(wire: torch.Tensor) -> torch.Tensor:
+    """The same memory as a row of bytes: so a backend moves dtypes that it does not know."""
+    # A dimension of size 1 may have any stride in a contiguous tensor, which `view` would stumble over.
+    return wire.as_strided((wire.numel(),), (1,)).view(torch.uint8)
+
+
 def from_wire(wire: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Copy what arrived into the caller's tensor, unless it arrived there in the first place."""
     if wire.device != tensor.device or wire.data_ptr() != tensor.data_ptr() or wire.dtype != tensor.dtype:
@@ -37,12 +48,6 @@ def empty_on_wire(
 ) -> torch.Tensor:
     """A fresh tensor to receive into: on its final device where the transport carries that, else on the host."""
     return torch.empty(tuple(shape), dtype=dtype, device=device if device.type in carries else "cpu")
-
-
-def as_bytes(wire: torch.Tensor) -> torch.Tensor:
-    """The same memory as a row of bytes: moving needs no knowledge of dtypes that a backend might lack."""
-    # A dimension of size 1 may have any stride in a contiguous tensor, which `view` would stumble over.
-    return wire.as_strided((wire.numel(),), (1,)).view(torch.uint8)
 
 
 def require_writable(tensor: torch.Tensor, call: str) -> None:
@@ -60,8 +65,7 @@ def _require_strided(tensor: torch.Tensor) -> None:
         raise UsageError(f"a {tensor.layout} tensor of shape {list(tensor.shape)} cannot travel; use tensor.to_dense()")
 
 
-# Descriptions of tensors that a receiver cannot know: dtype and shape as a row of integers.
-
+# ── headers: dtype and shape of a tensor that its receiver cannot know ──────────────────────────────────────────────
 
 _DTYPES = sorted((dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)), key=str)
 _DTYPES = list(dict.fromkeys(_DTYPES))  # torch has several names for some of them
@@ -83,10 +87,9 @@ def read_headers(headers: torch.Tensor) -> list[tuple[torch.dtype, torch.Size]]:
     return [(_DTYPES[row[0]], torch.Size(row[2 : 2 + row[1]])) for row in rows]
 
 
-# How ranks' tensors are combined: the operations, and the dtypes they are computed in.
+# ── reductions: which there are, and in which dtype the backends compute them ───────────────────────────────────────
 
-
-REDUCTIONS = (*get_args(Reduction), "mean")
+REDUCTIONS = (*get_args(ReduceOpName), "mean")
 
 # Some dtypes the backends cannot add: these stand in. Narrower integers wrap around when they are cast back, exactly
 # as if they had been added in their own dtype, and any non-zero count is True.
@@ -127,21 +130,21 @@ def stand_in(dtype: torch.dtype) -> torch.dtype:
     return _STAND_INS.get(dtype, dtype)
 
 
-def wire_reduction(op: str) -> Reduction:
-    """What the ranks compute together; a mean is a sum that each then divides."""
+def wire_reduction(op: str) -> ReduceOpName:
+    """What the ranks compute together; a mean is a sum that each rank then divides."""
     return "sum" if op == "mean" else op  # type: ignore[return-value]
 
 
 def finish_reduction(wire: torch.Tensor, op: str, world_size: int) -> torch.Tensor:
-    """What remains to be done by each rank alone. All ranks do the same, so they stay bit-identical."""
+    """What each rank does alone afterwards. All ranks do the same, so their results stay bit-identical."""
     return wire.div_(world_size) if op == "mean" else wire
 
 
-# Small notes between ranks.
+# ── small values ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def gather_json(value: Any, comms: Comms) -> list[Any]:
-    """Everybody's value on every rank, as JSON: nothing that comes from a peer is ever unpickled."""
+    """Every rank's value on every rank, as JSON: nothing that comes from a peer is ever unpickled."""
     text = json.dumps(value).encode()
     longest = int(comms.all_reduce(torch.tensor(len(text)), op="max").item())
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)

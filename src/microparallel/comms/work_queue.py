@@ -1,6 +1,13 @@
-"""How long a thread that computes may keep others from running: as long as it computes, and not for ever.
+"""The work queue: a group's collectives, in the order in which this rank called them.
 
-A thread that waits for something uses no processor time. Maybe it waits for the very thing that was held back.
+Every rank must run the collectives of a group in the same order, so each call waits in a queue. Two kinds of threads
+take work from it, always from the front:
+
+- a thread that waits for a call runs that call, and all calls before it;
+- the queue's own thread runs calls that were started with `async_op=True`, while their caller computes.
+
+Where all cores compute, the queue's thread would only interrupt its caller. So the caller can delay it
+(`BackgroundDelay`), and run what is ready itself when it has computed.
 """
 
 from __future__ import annotations
@@ -14,96 +21,47 @@ from queue import Empty, SimpleQueue
 
 from microparallel.errors import CommsError, TransportTimeout
 
-_NAP = 0.01  # seconds between two looks; even where two threads share a core, each gets some of them
-_LITTLE = 0.0001  # seconds of processor time in a nap: what it takes to begin to wait
+Action = Callable[[float | None], None]  # is given the time (of time.monotonic) at which to give up
 
 
-class Patience:
-    """Granted to one thread, which asks for it; another one looks how much is left."""
+class QueuedWork:
+    """One collective in the queue: complete when a thread has run it.
 
-    def __init__(self) -> None:
-        self._until = 0.0
-        self._next_look = 0.0
-        self._clock = 0  # of the thread that asked
-        self._used = 0.0  # its processor time at the last look
-
-    def ask(self, seconds: float) -> None:
-        """The calling thread would like to compute for so long without being disturbed."""
-        # Where a thread's processor time cannot be read, nobody can tell whether it computes.
-        if hasattr(time, "pthread_getcpuclockid"):
-            self._clock = time.pthread_getcpuclockid(threading.get_ident())
-            self._used = time.clock_gettime(self._clock)
-            now = time.monotonic()
-            self._next_look, self._until = now + _NAP, now + seconds
-
-    @property
-    def granted(self) -> bool:
-        """Whether that thread may still compute undisturbed, as far as is known without looking at it."""
-        return time.monotonic() < self._until
-
-    def end(self) -> None:
-        """It is over."""
-        self._until = 0.0
-
-    def nap(self) -> float:
-        """For how many seconds to leave that thread alone before looking again; 0 when it waits, or has had enough."""
-        now = time.monotonic()
-        if now < self._until and now >= self._next_look:
-            self._next_look = now + _NAP
-            if self._waits():
-                self.end()
-        return max(0.0, min(self._until, self._next_look) - now)
-
-    def _waits(self) -> bool:
-        try:
-            before, self._used = self._used, time.clock_gettime(self._clock)
-        except OSError:  # the thread has ended
-            return True
-        return self._used - before < _LITTLE
-
-
-# Collectives one after another, in the order in which they were called, by whoever has time for them.
-#
-# Every rank must run the collectives of a group in the same order, so they wait in a line. Whoever waits for one runs
-# it,
-# and those before it. A call that is not waited for at once can be left to a thread, which runs what stands in the line
-# while the caller computes. Where that leaves no core to the thread, the caller may ask it to hold back
-# for a while, and run what is ready itself when it has computed.
-
-
-Deed = Callable[[float | None], None]  # given the time at which to give up
-
-
-class Turn:
-    """One collective in the line: complete when it has been waited for."""
+    Args:
+        queue: where it stands.
+        action: runs the collective.
+        timeout: after how many seconds of running it gives up; None: when the transport does.
+        ready: whether every rank has called this collective.
+        missing: the ranks that have not.
+    """
 
     def __init__(
         self,
-        line: Line,
-        deed: Deed,
+        queue: WorkQueue,
+        action: Action,
         timeout: float | None,
         ready: Callable[[], bool],
         missing: Callable[[], Sequence[int]],
     ) -> None:
-        self._line = line
-        self._deed: Deed | None = deed
+        self._queue = queue
+        self._action: Action | None = action
         self._timeout = timeout
-        self.ready = ready  # whether nobody is missing
-        self.missing = missing  # the ranks that have not called it
+        self.ready = ready
+        self.missing = missing
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self.error: BaseException | None = None
         self.done = False
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when it has run; raise what it raised."""
+        """Return when the collective has run, in this thread or another; raise what it raised."""
         if not self.done:
-            self._line.run_up_to(self, _deadline(timeout))
+            self._queue.run_up_to(self, _deadline(timeout))
         if self.error is not None:
             raise self.error
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call this when it has run: at once, or by the thread that runs it."""
+        """Call this when the collective has run: at once if it has, else in the thread that runs it."""
         with self._lock:
             if not self.done:
                 self._callbacks.append(callback)
@@ -111,11 +69,11 @@ class Turn:
         callback()
 
     def run(self, deadline: float | None) -> None:
-        """Do it, and remember how it ended."""
+        """Run the collective in this thread, and keep the error that it raised, if any."""
         error: BaseException | None = None
         try:
-            if self._deed is not None:
-                self._deed(_earlier(deadline, _deadline(self._timeout)))
+            if self._action is not None:
+                self._action(_earlier(deadline, _deadline(self._timeout)))
         except TransportTimeout as late:
             late.ranks = late.ranks or tuple(self.missing())
             error = late
@@ -127,108 +85,121 @@ class Turn:
             self.end(error)
 
     def end(self, error: BaseException | None) -> None:
-        """It has run, or will never run."""
+        """Mark the collective as done: it has run, or never will."""
         self.error = error
-        self._deed = None  # and with it the tensors
+        self._action = None  # and with it the tensors
         with self._lock:
             self.done = True
 
     @property
     def has_callbacks(self) -> bool:
-        """Whether somebody asked to be called."""
+        """Whether `then` was given something to call."""
         return bool(self._callbacks)
 
-    def report(self) -> None:
-        """Call those who asked to be called."""
+    def run_callbacks(self) -> None:
+        """Call what `then` was given."""
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
 
-class Line:
-    """The collectives of one group that have been called and not run.
+class WorkQueue:
+    """The collectives of one group that this rank has called and that have not run.
 
-    A callback may call another collective and wait for it. So whoever runs callbacks is no longer counted on to run
-    what stands in the line: if need be another thread takes over.
+    A callback may call another collective and wait for it. So a queue's thread that runs callbacks does not count as
+    free: while it does, another thread is started if there is work.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[Turn] = deque()
-        self._running = threading.Lock()  # held by whoever runs one
+        self._waiting: deque[QueuedWork] = deque()
+        self._running = threading.Lock()  # held by the thread that runs a collective
         self._wakeups: SimpleQueue[None] = SimpleQueue()
-        self._patience = Patience()  # with a caller who computes
+        self._delay = BackgroundDelay()
         self._threads: list[threading.Thread] = []
-        self._available = 0  # threads that are not busy with callbacks
-        self._counting = threading.Lock()
+        self._free_threads = 0  # those of the queue's threads that do not run callbacks
+        self._counting = threading.Lock()  # held while `_free_threads` changes
         self._closed = False
 
     def append(
         self,
-        deed: Deed,
+        action: Action,
         timeout: float | None = None,
         ready: Callable[[], bool] = lambda: True,
         missing: Callable[[], Sequence[int]] = tuple,
-    ) -> Turn:
-        """Stand at the end of the line."""
-        turn = Turn(self, deed, timeout, ready, missing)
+    ) -> QueuedWork:
+        """Add a collective at the end."""
+        work = QueuedWork(self, action, timeout, ready, missing)
         if self._closed:
-            turn.end(_closed())
+            work.end(_closed())
         else:
-            self._waiting.append(turn)
-        return turn
+            self._waiting.append(work)
+        return work
 
-    def run_up_to(self, turn: Turn, deadline: float | None) -> None:
-        """Run what stands in the line, up to and including this one."""
-        while not turn.done:
-            patience = -1 if deadline is None else max(0.0, deadline - time.monotonic())
-            if not self._running.acquire(timeout=patience):
-                raise TransportTimeout("timed out: a thread is at this collective, or at one before it", turn.missing())
-            if (first := self._run_first(deadline, unless=turn)) is not None:
-                first.report()
+    # ── in the thread that called ───────────────────────────────────────────────────────────────────────────────
 
-    def run_what_is_ready(self) -> None:
-        """Run the first ones in the line for which nobody is missing, unless a thread is at it."""
+    def run_up_to(self, work: QueuedWork, deadline: float | None) -> None:
+        """Run, in this thread, what stands in the queue up to and including this work."""
+        while not work.done:
+            left = -1 if deadline is None else max(0.0, deadline - time.monotonic())
+            if not self._running.acquire(timeout=left):
+                raise TransportTimeout(
+                    "timed out: another thread runs this collective, or one before it", work.missing()
+                )
+            if (first := self._run_first(deadline, unless=work)) is not None:
+                first.run_callbacks()
+
+    def run_ready(self) -> None:
+        """Run, in this thread, the first collectives that every rank has called; return if another thread runs one."""
         while self._running.acquire(blocking=False):
             if not self._waiting or not self._waiting[0].ready():
                 self._running.release()
                 return
             if (first := self._run_first(None)) is not None:
-                first.report()
+                first.run_callbacks()
 
-    def _run_first(self, deadline: float | None, unless: Turn | None = None) -> Turn | None:
-        """Run the first in the line and let go of the lock, which the caller has taken; None if there is none."""
+    def _run_first(self, deadline: float | None, unless: QueuedWork | None = None) -> QueuedWork | None:
+        """Run the first in the queue and release `_running`, which this thread holds; None if the queue is empty.
+
+        Runs nothing if the work `unless` is done, since another thread ran it before this one got the lock.
+        """
         try:
-            turn = None if unless is not None and unless.done else self._take()
-            if turn is not None:
-                turn.run(deadline)
+            work = None if unless is not None and unless.done else self._take()
+            if work is not None:
+                work.run(deadline)
         finally:
             self._running.release()
-        return turn
+        return work
 
-    def _take(self) -> Turn | None:
+    def _take(self) -> QueuedWork | None:
         try:
             return self._waiting.popleft()
         except IndexError:
             return None
 
-    def run_in_background(self, patience: float = 0.0) -> None:
-        """Let a thread run what stands in the line: at once, or when the caller has computed, for so long at most."""
-        if patience:
-            self._patience.ask(patience)
+    # ── in the queue's own thread ───────────────────────────────────────────────────────────────────────────────
+
+    def run_in_background(self, delay: float = 0.0) -> None:
+        """Let the queue's thread run what stands in the queue, at once or after a delay.
+
+        Args:
+            delay: for how many seconds the queue's thread leaves the caller alone, as long as that computes.
+        """
+        if delay:
+            self._delay.begin(delay)
         else:
-            self._patience.end()
+            self._delay.end()
         self._require_thread()
         self._wakeups.put(None)
 
-    def hurry(self) -> None:
-        """Let the thread hold back no longer: the caller asks for a result, and may do so again and again."""
-        if self._patience.granted:
+    def end_delay(self) -> None:
+        """Let the queue's thread run at once: a caller that polls for a result may call this again and again."""
+        if self._delay.under_way:
             self.run_in_background()
 
     def _require_thread(self) -> None:
         with self._counting:
-            if self._available == 0 and not self._closed:
-                self._available += 1
+            if self._free_threads == 0 and not self._closed:
+                self._free_threads += 1
                 thread = threading.Thread(target=self._keep_running, name="microparallel collectives", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -240,32 +211,31 @@ class Line:
                 return
             while self._waiting:
                 self._running.acquire()
-                if (turn := self._run_first(None)) is not None and turn.has_callbacks:
-                    self._report(turn)
+                if (work := self._run_first(None)) is not None and work.has_callbacks:
+                    self._run_callbacks(work)
 
     def _sleep(self) -> None:
         self._wakeups.get()
-        while (nap := self._patience.nap()) > 0:
+        while (seconds := self._delay.next_look()) > 0:
             with contextlib.suppress(Empty):
-                self._wakeups.get(timeout=nap)
+                self._wakeups.get(timeout=seconds)
 
-    def _report(self, turn: Turn) -> None:
-        """Run callbacks, in a thread of ours that others must not count on meanwhile."""
+    def _run_callbacks(self, work: QueuedWork) -> None:
         with self._counting:
-            self._available -= 1
+            self._free_threads -= 1
         if self._waiting:
             self.run_in_background()
-        turn.report()
+        work.run_callbacks()
         with self._counting:
-            self._available += 1
+            self._free_threads += 1
 
     def close(self) -> None:
-        """Let the threads end; what nobody has run yet never runs."""
+        """End the queue's threads; work that no thread has begun fails with a `CommsError`."""
         self._closed = True
-        while (turn := self._take()) is not None:
-            turn.end(_closed())
-            turn.report()
-        self._patience.end()
+        while (work := self._take()) is not None:
+            work.end(_closed())
+            work.run_callbacks()
+        self._delay.end()
         for _ in self._threads:
             self._wakeups.put(None)
         for thread in self._threads:
@@ -284,3 +254,57 @@ def _earlier(one: float | None, other: float | None) -> float | None:
 
 def _closed() -> CommsError:
     return CommsError("the group was closed before this call could be made")
+
+
+# ── when the queue's thread must let its caller compute ─────────────────────────────────────────────────────────────
+
+_LOOK_EVERY = 0.01  # seconds between two looks; even where two threads share a core, each gets some of them
+_NOTHING_MUCH = 0.0001  # seconds of processor time between two looks: what it takes a thread to begin to wait
+
+
+class BackgroundDelay:
+    """How long the queue's thread leaves a caller alone: as long as the caller computes, and not for ever.
+
+    A thread that waits for something uses no processor time. Perhaps it waits for the very collective that is delayed.
+    So the queue's thread looks at the caller's processor time now and then, and ends the delay when that stands still.
+    """
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._next_look = 0.0
+        self._clock = 0  # the processor clock of the caller's thread
+        self._used = 0.0  # what that clock said at the last look
+
+    def begin(self, seconds: float) -> None:
+        """The calling thread is going to compute: leave it alone for so long at most."""
+        # Where a thread's processor time cannot be read, whether it computes cannot be known, and nothing is delayed.
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+            self._used = time.clock_gettime(self._clock)
+            now = time.monotonic()
+            self._next_look, self._until = now + _LOOK_EVERY, now + seconds
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the delay still lasts, as far as is known without a look at the caller's clock."""
+        return time.monotonic() < self._until
+
+    def end(self) -> None:
+        """Delay no longer."""
+        self._until = 0.0
+
+    def next_look(self) -> float:
+        """After how many seconds the queue's thread looks again; 0: the delay has ended."""
+        now = time.monotonic()
+        if now < self._until and now >= self._next_look:
+            self._next_look = now + _LOOK_EVERY
+            if self._caller_waits():
+                self.end()
+        return max(0.0, min(self._until, self._next_look) - now)
+
+    def _caller_waits(self) -> bool:
+        try:
+            before, self._used = self._used, time.clock_gettime(self._clock)
+        except OSError:  # the thread has ended
+            return True
+        return self._used - before < _NOTHING_MUCH

@@ -1,4 +1,8 @@
-"""End the processes that a learner's code has started and hidden, whatever it did to hide them."""
+"""Have a learner's file checked, at arm's length: its code runs in processes that end when the time is up.
+
+Whatever the file does (loop for ever, exit, print without end, ask for all memory), the runner only reads what the
+referee says, keeps a little of what was printed, and in the end removes every process that the check has started.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,50 +24,7 @@ from typing import Any
 from microparallel.errors import CommsError
 from microparallel.learn.catalogue import Exercise
 from microparallel.learn.verdict import Step, Verdict
-
-_MOST_ROUNDS = 200  # each ends one generation
-
-
-def end_children(keep: Container[int] = ()) -> None:
-    """End every child of this process but those to keep.
-
-    For a process that takes orphans: what a child leaves behind becomes a child too, until none is left.
-    """
-    me = os.getpid()
-    for _ in range(_MOST_ROUNDS):
-        found = [pid for pid, parent in _parents().items() if parent == me and pid not in keep]
-        if not found:
-            return
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-
-
-def descendants(ancestor: int) -> list[int]:
-    """All processes below one, as far as they still hang together."""
-    parents = _parents()
-    found = [ancestor]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]
-
-
-def _parents() -> dict[int, int]:
-    """Every process and its parent."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    return found
-
-
-# Have a learner's file checked, at arm's length: its code runs in processes that end when the time is up.
-#
-# Whatever the file does (loop for ever, exit, print without end, ask for all memory), the runner only reads what the
-# referee says, keeps a little of what was printed, and in the end removes every process that the check has started.
-
+from microparallel.observe.processes import descendants
 
 _PATIENCE = 60.0
 _TAG = "MICROPARALLEL_EXAM"  # every process of a check has it in its environment

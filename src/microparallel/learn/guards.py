@@ -34,13 +34,13 @@ _TORCH = (
     "init_process_group",
 )
 _COMMS = (
-    "send_tensor", "recv_tensor", "isend", "irecv", "barrier", "broadcast", "scatter", "gather", "all_gather", "reduce",
-    "reduce_scatter", "all_reduce", "all_reduce_mean", "all_to_all",
+    "send_tensor", "recv_tensor", "send", "recv", "isend", "irecv", "barrier", "broadcast", "scatter", "gather",
+    "all_gather", "reduce", "reduce_scatter", "all_reduce", "all_reduce_mean", "all_to_all",
 )
 # fmt: on
 _OURS = [
     "microparallel.world.launch.launch",
-    "microparallel.world.pool.Pool.__init__",
+    "microparallel.world.launch.Pool.__init__",
     "microparallel.comms.wire.write_headers",
     "microparallel.comms.wire.read_headers",
     "microparallel.comms.in_process.all_reduce_in_process",
@@ -166,8 +166,11 @@ class Guards:
                         self._replace(module, name, functions[id(value)])
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
-        self._undo.callback(setattr, owner, name, owner.__dict__[name])
-        setattr(owner, name, value)
+        for one in getattr(owner, "__mro__", (owner,)):  # a method is replaced in the class that has it
+            if name in vars(one):
+                self._undo.callback(setattr, one, name, vars(one)[name])
+                setattr(one, name, value)
+                return
 
     def _wrap(self, original: Callable[..., Any], name: str, why: str = "the point is to write it yourself") -> Any:
         @functools.wraps(original)

@@ -6,6 +6,7 @@ After each it ends the ranks, and whatever else the learner's code has started: 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -14,16 +15,17 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import IO, Any
 
 from microparallel.errors import LaunchError, RankFailed, RanksTimedOut
 from microparallel.learn.catalogue import find_exercise
-from microparallel.learn.checking import end_children
 from microparallel.learn.verdict import Step, Verdict, Wrong
+from microparallel.observe.processes import children
 
 _LONGEST = 4000  # characters of a message
+_MOST_ROUNDS = 200  # of ending children, each of which ends one generation
 
 
 def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
@@ -47,10 +49,26 @@ def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
             teller = _Teller(answers, request["number"])
             verdict = judge(request["exercise"], Path(request["file"]), pool, teller.step)
             if sys.platform == "linux":
-                end_children(keep)
+                _end_children(keep)
             teller.say(verdict=verdict.to_dict())
     if fork_server is not None:
         fork_server.close()
+
+
+def _end_children(keep: Container[int]) -> None:
+    """End every child of this process but those to keep.
+
+    This process adopts orphans, so that what a child leaves behind becomes its child, too, until none is left.
+    """
+    for _ in range(_MOST_ROUNDS):
+        found = [pid for pid in children(os.getpid()) if pid not in keep]
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
 
 def judge(name: str, file: Path, pool: Any, tell: Callable[[dict[str, Any]], None] = lambda _: None) -> Verdict:

@@ -40,7 +40,7 @@ class Shapes:
     def __init__(self, comms: Comms, schedule: Schedule, stages: Mapping[int, Stage], training: bool) -> None:
         self._rank = comms.rank
         self._ranks = comms.world_size
-        self._mail = comms.mail
+        self._messages = comms.messages
         self._homes = schedule.homes
         self._readers = schedule.readers
         self._stages = stages
@@ -102,16 +102,16 @@ class Shapes:
     def _tell(self, rank: int, text: str) -> None:
         """Send a text, after its length."""
         content = text.encode()
-        self._mail.isend(torch.tensor([len(content)]), rank, PIPELINE_TAG).wait()
+        self._messages.isend(torch.tensor([len(content)]), rank, PIPELINE_TAG).wait()
         if content:
-            self._mail.isend(torch.frombuffer(bytearray(content), dtype=torch.uint8), rank, PIPELINE_TAG).wait()
+            self._messages.isend(torch.frombuffer(bytearray(content), dtype=torch.uint8), rank, PIPELINE_TAG).wait()
 
     def _hear(self, rank: int) -> str:
         length = torch.zeros(1, dtype=torch.int64)
-        self._mail.irecv(length, rank, PIPELINE_TAG).wait()
+        self._messages.irecv(length, rank, PIPELINE_TAG).wait()
         content = torch.empty(int(length), dtype=torch.uint8)
         if len(content):
-            self._mail.irecv(content, rank, PIPELINE_TAG).wait()
+            self._messages.irecv(content, rank, PIPELINE_TAG).wait()
         return bytes(content.tolist()).decode()
 
 

@@ -1,12 +1,13 @@
-"""torch.distributed's backend "microparallel": our collectives under anybody's torch program.
+"""torch.distributed's backend "microparallel": our collectives under any torch program.
 
 ```python
 torch.distributed.init_process_group("microparallel")    # or "cpu:microparallel,cuda:nccl"
 ```
 
-torch calls the methods of a `ProcessGroup`; each turns its arguments into plain tensors, puts collectives into the line
-of a `SharedMemoryGroup`, and returns a `Work`. A call that its caller waits for at once runs right here; the others run
-in a thread while the caller computes, as DDP wants it, or at the end of backward where no core is left to that thread.
+torch calls the methods of a `ProcessGroup`. Each makes plain tensors of its arguments, puts collectives into the work
+queue of a `SharedMemoryGroup`, and returns a `Work`. Without `async_op`, a call runs in the thread that calls. With it,
+the call runs in the queue's thread while the caller computes, as DDP wants it; where all cores compute, it runs at the
+end of backward.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microparallel.comms.calls import Call, describe, describe_list, named_failures
+from microparallel.comms.calls import Call, describe, describe_list
+from microparallel.comms.request import named_failures
 from microparallel.comms.shared_memory import SharedMemoryGroup
-from microparallel.comms.work_queue import Turn
+from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import UsageError
 from microparallel.observe.flight_recorder import Entry, NoEntry
-from microparallel.torch_backend.calling import CallingGroup, flight_for, on_cpu
+from microparallel.torch_backend.base import GroupBase, flight_for, on_cpu
 from microparallel.torch_backend.tensors import (
     Contribution,
     Options,
-    Reduction,
+    TorchReduction,
     bring_back,
     flat_pieces,
     in_words,
@@ -45,7 +47,7 @@ _NOTHING = Call.of_all("nothing")  # an empty list of tensors
 
 
 def create(options: Any) -> MicroparallelGroup:
-    """What torch calls for every group: the world's, and those of `new_group`."""
+    """Make a group: torch calls this for the world's, and for each of `new_group`."""
     if obstacle := futex.why_not():
         raise UsageError(f"backend 'microparallel' cannot work here: {obstacle}; choose 'gloo'")
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
@@ -69,44 +71,44 @@ def _require_one_machine(store: dist.Store, rank: int, ranks: int) -> None:
             )
 
 
-class MicroparallelGroup(CallingGroup):
+class MicroparallelGroup(GroupBase):
     """One rank's place in a group, as torch sees it."""
 
     # ── combining ───────────────────────────────────────────────────────────────────────────────────────────────
 
     @on_cpu
     def allreduce(self, tensors: Any, opts: Any = None, **named: Any) -> dist.Work:
-        """Combine everybody's tensors, in place, on every rank."""
+        """Combine the ranks' tensors, in place, on every rank."""
         tensors, options = _as_list(tensors), Options.of(opts, **named)
-        call, turns = _NOTHING, []
+        call, works = _NOTHING, []
         if any(tensor.layout is torch.sparse_coo for tensor in tensors):
             return self._sparse_all_reduce(tensors, options)
         for tensor in tensors:
-            reduction = Reduction(options.op, tensor.dtype, self.size())
+            reduction = TorchReduction(options.op, tensor.dtype, self.size())
             call = self._announce(options, "all_reduce", describe(tensor), f"op={reduction.name}")
             wire = plain(tensor)
             reduction.before(wire)
-            turns.append(self._group.all_reduce(wire, reduction.together))
-            turns += self._finish([wire], [tensor], reduction)
-        return self._work(call, turns, tensors, options, after_backward=number_of_backward() is not None)
+            works.append(self._group.all_reduce(wire, reduction.together))
+            works += self._finish([wire], [tensor], reduction)
+        return self._work(call, works, tensors, options, after_backward=number_of_backward() is not None)
 
     def _sparse_all_reduce(self, tensors: list[torch.Tensor], options: Options) -> dist.Work:
-        """Add up sparse tensors: everybody gets everybody's indices and values, and adds them in rank order."""
-        call, turns = _NOTHING, []
+        """Add up sparse tensors: every rank gets all ranks' indices and values, and adds them in rank order."""
+        call, works = _NOTHING, []
         for tensor in tensors:
             require_sum(tensor, options.op)
             content = f"sparse {describe(tensor)}"
             call = self._announce(options, "all_reduce", content, f"sparse_dim={tensor.sparse_dim()}")
             contribution = Contribution(tensor)
             # How much comes must be known before there is room for it, so this much is waited for.
-            told = [torch.empty_like(contribution.count) for _ in range(self.size())]
-            self._work(call, [self._group.all_gather(contribution.count, told)], told, options).wait()
-            counts = [int(count) for count in told]
+            gathered = [torch.empty_like(contribution.count) for _ in range(self.size())]
+            self._work(call, [self._group.all_gather(contribution.count, gathered)], gathered, options).wait()
+            counts = [int(count) for count in gathered]
             arrived = contribution.room(counts)
             for mine, theirs in zip(contribution.wires, arrived, strict=True):
-                turns.append(self._group.all_to_all(theirs, [mine] * self.size()))
-            turns.append(self._group.afterwards(functools.partial(contribution.add_up, counts, *arrived)))
-        return self._work(call, turns, tensors, options)
+                works.append(self._group.all_to_all(theirs, [mine] * self.size()))
+            works.append(self._group.afterwards(functools.partial(contribution.add_up, counts, *arrived)))
+        return self._work(call, works, tensors, options)
 
     @on_cpu
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
@@ -115,9 +117,9 @@ class MicroparallelGroup(CallingGroup):
 
     @on_cpu
     def reduce(self, tensors: Any, opts: Any = None, **named: Any) -> dist.Work:
-        """Combine everybody's tensor on one rank; the others' stay as they are."""
+        """Combine the ranks' tensors on one rank; those of the other ranks stay as they are."""
         (tensor,), options = _as_list(tensors), Options.of(opts, **named)
-        reduction = Reduction(options.op, tensor.dtype, self.size())
+        reduction = TorchReduction(options.op, tensor.dtype, self.size())
         call = self._announce(
             options, "reduce", describe(tensor), f"dst={self._world_rank(options.root)}", f"op={reduction.name}"
         )
@@ -125,10 +127,10 @@ class MicroparallelGroup(CallingGroup):
         if reduction.changes_input and not here:
             wire = wire.clone()
         reduction.before(wire)
-        turns = [self._group.reduce(wire, options.root, reduction.together)]
+        works = [self._group.reduce(wire, options.root, reduction.together)]
         if here:
-            turns += self._finish([wire], [tensor], reduction)
-        return self._work(call, turns, [tensor], options)
+            works += self._finish([wire], [tensor], reduction)
+        return self._work(call, works, [tensor], options)
 
     @on_cpu
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> dist.Work:
@@ -136,10 +138,10 @@ class MicroparallelGroup(CallingGroup):
         (output,), options = _as_list(outputs), Options.of(opts, **named)
         (listed,) = _as_lists(inputs)
         self._require_one_for_each("reduce_scatter", listed)
-        reduction = Reduction(options.op, output.dtype, self.size())
+        reduction = TorchReduction(options.op, output.dtype, self.size())
         call = self._announce(options, "reduce_scatter", describe_list(listed), f"op={reduction.name}")
-        turns = self._reduce_scatter(output, [plain(tensor) for tensor in listed], reduction)
-        return self._work(call, turns, [output], options)
+        works = self._reduce_scatter(output, [plain(tensor) for tensor in listed], reduction)
+        return self._work(call, works, [output], options)
 
     @on_cpu
     def reduce_scatter_single(self, output: torch.Tensor, entire: torch.Tensor, opts: Any = None) -> dist.Work:
@@ -149,51 +151,53 @@ class MicroparallelGroup(CallingGroup):
     @on_cpu
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """The same, for several tensors."""
-        options, call, turns = Options.of(opts), _NOTHING, []
+        options, call, works = Options.of(opts), _NOTHING, []
         for output, entire in zip(outputs, inputs, strict=True):
-            reduction = Reduction(options.op, output.dtype, self.size())
+            reduction = TorchReduction(options.op, output.dtype, self.size())
             call = self._announce(options, "reduce_scatter_tensor", describe(output), f"op={reduction.name}")
             wires = flat_pieces(plain(entire), output, self.size(), str(call))
-            turns += self._reduce_scatter(output, wires, reduction)
-        return self._work(call, turns, list(outputs), options)
+            works += self._reduce_scatter(output, wires, reduction)
+        return self._work(call, works, list(outputs), options)
 
-    def _reduce_scatter(self, output: torch.Tensor, wires: list[torch.Tensor], reduction: Reduction) -> list[Turn]:
+    def _reduce_scatter(
+        self, output: torch.Tensor, wires: list[torch.Tensor], reduction: TorchReduction
+    ) -> list[QueuedWork]:
         mine = plain(output).view(-1)
         if reduction.changes_input:
             wires = [wire.clone() for wire in wires]
         for wire in wires:
             reduction.before(wire)
         if len({wire.numel() for wire in wires}) == 1:
-            turns = [self._group.reduce_scatter(mine, [wire.view(-1) for wire in wires], reduction.together)]
+            works = [self._group.reduce_scatter(mine, [wire.view(-1) for wire in wires], reduction.together)]
         else:
             mine.copy_(wires[self.rank()].view(-1))
             wires = [mine if rank == self.rank() else wire for rank, wire in enumerate(wires)]
-            turns = [self._group.reduce(wire, rank, reduction.together) for rank, wire in enumerate(wires)]
-        return turns + self._finish([mine.view(output.shape)], [output], reduction)
+            works = [self._group.reduce(wire, rank, reduction.together) for rank, wire in enumerate(wires)]
+        return works + self._finish([mine.view(output.shape)], [output], reduction)
 
     # ── moving ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     @on_cpu
     def broadcast(self, tensors: Any, opts: Any = None, **named: Any) -> dist.Work:
-        """Copy one rank's tensors over everybody else's."""
+        """Copy one rank's tensors over those of every other rank."""
         tensors, options = _as_list(tensors), Options.of(opts, **named)
-        call, turns = _NOTHING, []
+        call, works = _NOTHING, []
         for tensor in tensors:
             call = self._announce(options, "broadcast", describe(tensor), f"src={self._world_rank(options.root)}")
             wire = plain(tensor)
-            turns.append(self._group.broadcast(wire, options.root))
-            turns += self._finish([wire], [tensor])
-        return self._work(call, turns, tensors, options)
+            works.append(self._group.broadcast(wire, options.root))
+            works += self._finish([wire], [tensor])
+        return self._work(call, works, tensors, options)
 
     @on_cpu
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> dist.Work:
-        """Collect everybody's tensor on every rank."""
-        options, lists, call, turns = Options.of(opts, **named), _as_lists(outputs), _NOTHING, []
+        """Collect every rank's tensor on every rank."""
+        options, lists, call, works = Options.of(opts, **named), _as_lists(outputs), _NOTHING, []
         for tensor, listed in zip(_as_list(inputs), lists, strict=True):
             self._require_one_for_each("all_gather", listed)
             call = self._announce(options, "all_gather", describe_list(listed))
-            turns += self._all_gather(tensor, [plain(output) for output in listed], listed, str(call))
-        return self._work(call, turns, lists, options)
+            works += self._all_gather(tensor, [plain(output) for output in listed], listed, str(call))
+        return self._work(call, works, lists, options)
 
     @on_cpu
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
@@ -208,33 +212,33 @@ class MicroparallelGroup(CallingGroup):
     @on_cpu
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """The same, for several tensors."""
-        options, call, turns = Options.of(opts), _NOTHING, []
+        options, call, works = Options.of(opts), _NOTHING, []
         for output, tensor in zip(outputs, inputs, strict=True):
             call = self._announce(options, "all_gather_into_tensor", describe(tensor))
             wire = plain(output)
             rows = flat_pieces(wire, tensor, self.size(), str(call))
-            turns += self._all_gather(tensor, rows, rows, str(call))
-            turns += self._finish([wire], [output])
-        return self._work(call, turns, list(outputs), options)
+            works += self._all_gather(tensor, rows, rows, str(call))
+            works += self._finish([wire], [output])
+        return self._work(call, works, list(outputs), options)
 
     def _all_gather(
         self, tensor: torch.Tensor, wires: list[torch.Tensor], outputs: Sequence[torch.Tensor], call: str
-    ) -> list[Turn]:
+    ) -> list[QueuedWork]:
         mine = wires[self.rank()].view(-1)
         if tensor.numel() != mine.numel() or tensor.dtype != mine.dtype:
             raise UsageError(f"{call}: this rank's tensor is {describe(tensor)}, and its output {describe(mine)}")
         wires = [wire.view(-1) for wire in wires]
         if len({wire.numel() for wire in wires}) == 1:
-            turns = [self._group.all_gather(plain(tensor).view(-1), wires)]
+            works = [self._group.all_gather(plain(tensor).view(-1), wires)]
         else:
             mine.copy_(plain(tensor).view(-1))
-            turns = [self._group.broadcast(wire, rank) for rank, wire in enumerate(wires)]
+            works = [self._group.broadcast(wire, rank) for rank, wire in enumerate(wires)]
         shaped = [wire.view(output.shape) for wire, output in zip(wires, outputs, strict=True)]
-        return turns + self._finish(shaped, outputs)
+        return works + self._finish(shaped, outputs)
 
     @on_cpu
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> dist.Work:
-        """Collect everybody's tensor on one rank."""
+        """Collect every rank's tensor on one rank."""
         options, (tensor,) = Options.of(opts, **named), _as_list(inputs)
         call = self._announce(options, "gather", describe(tensor), f"dst={self._world_rank(options.root)}")
         if self.rank() != options.root:
@@ -243,8 +247,8 @@ class MicroparallelGroup(CallingGroup):
         self._require_one_for_each("gather", listed)
         self._require_alike(call, listed, tensor)
         wires = [plain(output) for output in listed]
-        turns = [self._group.gather(plain(tensor), wires, options.root), *self._finish(wires, listed)]
-        return self._work(call, turns, [listed], options)
+        works = [self._group.gather(plain(tensor), wires, options.root), *self._finish(wires, listed)]
+        return self._work(call, works, [listed], options)
 
     @on_cpu
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> dist.Work:
@@ -258,8 +262,8 @@ class MicroparallelGroup(CallingGroup):
             self._require_alike(call, listed, output)
             wires = [plain(tensor) for tensor in listed]
         mine = plain(output)
-        turns = [self._group.scatter(mine, wires, options.root), *self._finish([mine], [output])]
-        return self._work(call, turns, [output], options)
+        works = [self._group.scatter(mine, wires, options.root), *self._finish([mine], [output])]
+        return self._work(call, works, [output], options)
 
     @on_cpu
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> dist.Work:
@@ -299,16 +303,16 @@ class MicroparallelGroup(CallingGroup):
             raise UsageError(f"{name}: this rank hands itself {describe(theirs)}, and expects {describe(mine)}")
         call = self._announce(options, name, str(theirs.dtype).removeprefix("torch."))
         wires = [plain(output).view(-1) for output in outputs]
-        turns = [self._group.all_to_all(wires, [plain(tensor).view(-1) for tensor in inputs])]
+        works = [self._group.all_to_all(wires, [plain(tensor).view(-1) for tensor in inputs])]
         if entire is None:
             shaped = [wire.view(output.shape) for wire, output in zip(wires, outputs, strict=True)]
-            turns += self._finish(shaped, outputs)
+            works += self._finish(shaped, outputs)
         else:
-            turns += self._finish([entire], result)
-        return self._work(call, turns, result, options)
+            works += self._finish([entire], result)
+        return self._work(call, works, result, options)
 
     def barrier(self, opts: Any = None, **named: Any) -> dist.Work:
-        """Meet: nobody goes on before everybody has come."""
+        """Meet: complete when every rank has called this."""
         device = getattr(opts, "device", None)
         if device is not None and device.type != "cpu":
             return self.side_of(device).barrier(opts)
@@ -317,10 +321,10 @@ class MicroparallelGroup(CallingGroup):
         return self._work(call, [self._group.barrier()], [], options)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
-        """Meet in time, or raise `CommsTimeout`, on every rank that came, with all the ranks that did not.
+        """Meet in time, or raise `CommsTimeout` on every rank that came, naming all ranks that did not.
 
-        That is what torch does with `wait_all_ranks=True`; without it, only its first rank knows, and of one rank.
-        `torch.distributed.monitored_barrier` refuses any backend but gloo before it comes here: call the group's.
+        torch does that with `wait_all_ranks=True`; without it, only rank 0 raises, and names one rank.
+        `torch.distributed.monitored_barrier` accepts gloo only: call the method of the group.
         """
         options = Options.of(timeout)
         call = self._announce(options, "monitored_barrier", "")
@@ -353,13 +357,13 @@ class MicroparallelGroup(CallingGroup):
 
     @on_cpu
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        """Start receiving from whoever sends first."""
+        """Start receiving the first message that comes, from any rank."""
         (tensor,) = _as_list(tensors)
         words = in_words("recv", describe(tensor), "src=any", f"tag={tag}")
         call = words.as_message(None, sends=False, size=tensor.nbytes)
         wire = plain(tensor)
         entry = self._group.log.recv(call.text, describe(tensor), None, tag, tensor.nbytes)
-        work = self._group.irecv_from_anybody(wire, tag)
+        work = self._group.irecv_from_any(wire, tag)
         return self._receiving(call, entry, work, wire, tensor)
 
     def _receiving(
@@ -369,7 +373,7 @@ class MicroparallelGroup(CallingGroup):
         receipt = MessageWork(self._group, call, entry, work, [tensor], lambda: bring_back([wire], [tensor]))
         return self._remember(receipt)
 
-    # The names that torch used before 2.13, as in `torch_private.BEFORE_2_13`, which leads the others here.
+    # The names that torch used before 2.13; `torch_private.BEFORE_2_13` has the others.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single

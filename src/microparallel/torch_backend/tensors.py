@@ -1,7 +1,7 @@
-"""Make the tensors of torch programs fit for the wire: plain, contiguous memory that may be written to anywhere.
+"""What torch hands to a collective, in the form that ours take: tensors, reductions, sparse tensors, options.
 
-A collective writes behind autograd's back, as those of torch's own backends do: into leaves that require a gradient,
-and without marking what autograd has saved as changed.
+A tensor becomes plain, contiguous memory that may be written to. A collective writes without telling autograd, as
+those of torch's own backends do: into leaves that require a gradient, and without marking saved tensors as changed.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ def in_words(name: str, content: str, *details: str) -> Call:
     return Call.of_all(name, content, *details, size=size)
 
 
-# torch's reductions, as ours: an operation that ranks perform together, and what each does alone before and after.
-
+# ── reductions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _TOGETHER = {
     "SUM": "sum",
@@ -107,8 +106,11 @@ _BITWISE = {"BAND", "BOR", "BXOR"}
 _CANNOT_ADD = {torch.uint16, torch.uint32, torch.uint64}
 
 
-class Reduction:
-    """One of torch's reductions, for tensors of one dtype."""
+class TorchReduction:
+    """One of torch's reductions, for tensors of one dtype.
+
+    It is one of ours, which the ranks perform `together`, and what each rank does alone `before` and `after`.
+    """
 
     def __init__(self, op: Any, dtype: torch.dtype, ranks: int) -> None:
         self.name: str = getattr(op, "op", op).name  # a ReduceOp, or only its kind
@@ -150,20 +152,20 @@ def _require_possible(name: str, dtype: torch.dtype) -> None:
         raise UsageError(f"ReduceOp.{name} of torch.bool is not a bool; convert the tensor first: tensor.float()")
 
 
-# Sparse tensors in the torch backend: what travels of them, and how they are added up.
+# ── sparse tensors ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def require_sum(tensor: torch.Tensor, op: Any) -> None:
-    """Refuse what has no meaning for elements that are not there, and lists that are sparse in part."""
+    """Refuse reductions other than the sum, and lists of which only some tensors are sparse."""
     if tensor.layout is not torch.sparse_coo:
         raise UsageError("all_reduce: some tensors of the list are sparse and some are not; make two calls")
-    name = Reduction(op, tensor.dtype, 1).name
+    name = TorchReduction(op, tensor.dtype, 1).name
     if name != "SUM":
         raise UsageError(f"all_reduce: of sparse tensors there is only the SUM, not {name}; call .to_dense() first")
 
 
 class Contribution:
-    """One rank's sparse tensor, on its way to all ranks, and into which their sum goes."""
+    """One rank's sparse tensor: its indices and values go to all ranks, and the sum of all comes back into it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -173,7 +175,7 @@ class Contribution:
         self.wires = (self._indices.view(-1), self._values.view(-1))
 
     def room(self, counts: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where everybody's indices and values are to arrive, flat, given how many each rank has."""
+        """Tensors for all ranks' indices and values to arrive in, flat, given how many each rank has."""
         dimensions, width = self._indices.shape[0], math.prod(self._values.shape[1:])
         indices = [self._indices.new_empty(dimensions * count) for count in counts]
         return indices, [self._values.new_empty(width * count) for count in counts]
@@ -193,7 +195,7 @@ class Contribution:
             self._tensor.copy_(everything.coalesce())
 
 
-# The options that torch passes with a call, in one form.
+# ── options ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +209,7 @@ class Options:
 
     @staticmethod
     def of(opts: Any = None, *, op: Any = dist.ReduceOp.SUM, root: int = 0, timeout: Any = None) -> Options:
-        """Read them."""
+        """Read them from what a method of the group was called with."""
         if isinstance(opts, int):
             return Options(op, opts, seconds(timeout), False)
         if isinstance(opts, dist.ReduceOp | dist.ReduceOp.RedOpType):

@@ -1,4 +1,4 @@
-"""What torch is handed for a call that was started: something to wait for, to ask, or to take a future from."""
+"""The `Work` that torch gets for a call that has started: to wait for, to poll, or to take a future from."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from microparallel.comms.calls import Call, named_failures
-from microparallel.comms.request import activity_of
+from microparallel.comms.calls import Call
+from microparallel.comms.request import activity_of, named_failures
 from microparallel.comms.shared_memory import SharedMemoryGroup
-from microparallel.comms.work_queue import Turn
+from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import TransportTimeout
-from microparallel.observe import Watched, watch
+from microparallel.observe import ObservedCall, observe_call
 from microparallel.observe.flight_recorder import Entry, NoEntry
 from microparallel.torch_backend.tensors import seconds
 from microparallel.torch_private import CalledWork, at_end_of_backward, number_of_backward
@@ -23,15 +23,15 @@ from microparallel.transport.base import Work
 
 
 class StartedWork(CalledWork):
-    """What collectives and messages have in common; `_finish` waits, and raises what went wrong."""
+    """What collectives and messages share; a subclass's `_finish` waits, and raises what went wrong."""
 
     def __init__(self, group: SharedMemoryGroup, call: Call, entry: Entry | NoEntry, result: Any) -> None:
         super().__init__()
         self._group = group
         self._call = call
         observers = group.flight.observers
-        self._entry: Entry | NoEntry | Watched | None = (  # until it has ended
-            watch(entry, observers, activity_of(call, group)) if observers else entry
+        self._entry: Entry | NoEntry | ObservedCall | None = (  # until it has ended
+            observe_call(entry, observers, activity_of(call, group)) if observers else entry
         )
         self._result = result
 
@@ -43,18 +43,19 @@ class StartedWork(CalledWork):
 
     def _complete(self, timeout: float | None) -> bool:
         entry, self._entry = self._entry, None
-        if entry is None:  # it has been waited for before
+        if entry is None:  # a thread has waited for it before
             entry = NoEntry()
         with named_failures(self._call, self._group, entry):
             self._finish(timeout)
         entry.ends()
         return True
 
-    def _leave(self) -> None:
-        """Its end is left to a future, and nobody will say that it is waited for.
+    def _report_wait_at_end_of_backward(self) -> None:
+        """Tell the observers, at the end of backward, that the rank waits: a future is taken, so `wait` is not called.
 
-        If a backward began it, that is torch's DistributedDataParallel, which waits inside of backward when all is
-        computed. Calls that autograd runs then run in the order in which they were asked for, and DDP asks after us.
+        A future that is taken during backward is taken by torch's DistributedDataParallel, which waits at the end of
+        backward. Autograd runs callbacks at its end in the order in which they were queued, and DDP queues its own
+        after this one.
         """
         if number_of_backward() is not None:
             at_end_of_backward(self._all_is_computed)
@@ -92,17 +93,17 @@ class StartedWork(CalledWork):
         return None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future with the result, for whoever continues when it is there (DDP does)."""
+        """A future with the result; DDP chains what it does next to it."""
         done: torch.futures.Future[Any] = torch.futures.Future()
 
-        # An exception that is put into a future reaches only Python; one that a callback raises, C++ too.
+        # An exception that is put into a future reaches Python only; one that a callback raises reaches C++ too.
         def outcome(_: torch.futures.Future[Any]) -> Any:
             self._complete(None)
             return self._result
 
         future: torch.futures.Future[Any] = done.then(outcome)
         if self._group.flight.observers:
-            self._leave()
+            self._report_wait_at_end_of_backward()
         self._when_done(lambda: done.set_result(None))
         return future
 
@@ -112,34 +113,34 @@ class StartedWork(CalledWork):
 
 
 class CollectiveWork(StartedWork):
-    """One or more collectives in the line of their group."""
+    """One or more collectives in the work queue of their group."""
 
     def __init__(
-        self, group: SharedMemoryGroup, call: Call, entry: Entry | NoEntry, turns: Sequence[Turn], result: Any
+        self, group: SharedMemoryGroup, call: Call, entry: Entry | NoEntry, works: Sequence[QueuedWork], result: Any
     ) -> None:
         super().__init__(group, call, entry, result)
-        self._turns = turns
+        self._works = works
 
     def _finish(self, timeout: float | None) -> None:
-        for turn in self._turns:
-            turn.wait(timeout)
+        for work in self._works:
+            work.wait(timeout)
 
     def _when_done(self, callback: Callable[[], None]) -> None:
-        if self._turns:
-            self._turns[-1].then(callback)
+        if self._works:
+            self._works[-1].then(callback)
         else:
             callback()
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        done = all(turn.done for turn in self._turns)
+        done = all(work.done for work in self._works)
         if not done:
-            self._group.hurry()
+            self._group.end_delay()
         return done
 
 
 class MessageWork(StartedWork):
-    """A message under way. It is received by whoever waits for it; who only asks gets a thread that waits."""
+    """A message under way. The thread that waits receives it; for a caller that only polls, another thread does."""
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class MessageWork(StartedWork):
         self._done = True
 
     def source_rank(self) -> int:
-        """Who sent it, once it is here; torch asks when a program receives from anybody."""
+        """The rank that sent it, once it is here; torch asks when a program receives from any source."""
         return int(getattr(self._work, "source", -1))
 
     def _when_done(self, callback: Callable[[], None]) -> None:

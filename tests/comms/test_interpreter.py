@@ -48,7 +48,7 @@ def folded(p, n, messages, sent):
 
 
 def tree(p, n):
-    """Everybody but the root sends up, and then everybody down to each child; a parent lacks its child's lowest bit."""
+    """All but the root send up, then each parent sends down to its children; a parent lacks its child's lowest bit."""
     parents = [rank & (rank - 1) for rank in range(1, p)]
     messages = [parents.count(rank) + (rank > 0) for rank in range(p)]
     return [(count, count * n) for count in messages]

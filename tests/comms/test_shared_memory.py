@@ -123,7 +123,7 @@ def test_different_calls_are_always_caught(pool, kind, others, odd):
 
 def name_different_roots(comms):
     try:
-        comms.broadcast(torch.zeros(4), src=int(comms.rank == 1))  # nobody waits for anybody here,
+        comms.broadcast(torch.zeros(4), src=int(comms.rank == 1))  # neither rank waits here,
         comms.barrier()  # but here they do
     except mp.errors.Mismatch as error:
         return str(error)

@@ -1,4 +1,7 @@
-"""What every call of the torch backend needs: how it is started and finished, and who answers for which device."""
+"""A group of the torch backend without its collectives: how calls start and finish, devices, names, the end.
+
+torch asks a `ProcessGroup` for much besides collectives. All of that is in `GroupBase`; `group.py` adds the calls.
+"""
 
 from __future__ import annotations
 
@@ -16,90 +19,22 @@ import torch.distributed as dist
 from microparallel import torch_private
 from microparallel.comms.calls import Call, describe
 from microparallel.comms.shared_memory import SharedMemoryGroup
-from microparallel.comms.work_queue import Turn
+from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import UsageError
 from microparallel.observe.flight import Flight, agreed_folder
-from microparallel.torch_backend.tensors import Options, Reduction, bring_back, first_tensor, in_words, is_copy
+from microparallel.torch_backend.tensors import Options, TorchReduction, bring_back, first_tensor, in_words, is_copy
 from microparallel.torch_backend.work import CollectiveWork, SeveralWorks
 from microparallel.torch_private import gloo_group, nccl_group
-
-# The other half of a mixed group such as "cpu:microparallel,cuda:nccl": torch's own backends for other devices.
-
-
-def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Which backend the program chose for which device: {"cpu": "microparallel", "cuda": "nccl"}."""
-    try:
-        config = dist.get_backend_config(group)
-    except (AssertionError, TypeError, ValueError, RuntimeError):  # torch is still making this group
-        return {}
-    pairs = (part.partition(":") for part in config.split(","))
-    return {device: backend for device, _, backend in pairs if backend}
-
-
-def start(
-    device: torch.device, backend: str, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: timedelta
-) -> dist.ProcessGroup:
-    """A process group of torch's own for the tensors of one device."""
-    # Not the keys that torch itself would use: it may have begun to start this backend, and left it.
-    store = dist.PrefixStore(f"{device.type} beside microparallel", store)
-    if backend == "nccl":
-        return nccl_group(device, store, rank, world_ranks, timeout)
-    if backend == "gloo":
-        return gloo_group(device, store, rank, world_ranks, timeout)
-    raise UsageError(
-        f"backend 'microparallel' cannot stand beside {backend!r}, only beside nccl and gloo; "
-        f"make a group of its own for {device.type}: torch.distributed.new_group(backend={backend!r})"
-    )
-
-
-def refusal(device: torch.device) -> UsageError:
-    """Say why tensors of a device go nowhere in this group."""
-    return UsageError(
-        f"backend 'microparallel' shares the CPU's memory, and this tensor is on {device}; "
-        f"call init_process_group('cpu:microparallel,{device.type}:{'nccl' if device.type == 'cuda' else 'gloo'}')"
-    )
-
-
-# Which flight recorder a group of the torch backend writes into: its world's.
-
-
-_given: ContextVar[Flight | None] = ContextVar("flight", default=None)
-
-
-@contextmanager
-def using(flight: Flight) -> Iterator[None]:
-    """Within this block, torch makes the group of a world that has a recorder already."""
-    token = _given.set(flight)
-    try:
-        yield
-    finally:
-        _given.reset(token)
-
-
-def flight_for(store: dist.Store, rank: int, ranks: int) -> tuple[Flight, bool]:
-    """The recorder of a new group, and whether the group must close it: that of its world, or one of its own."""
-    given = _given.get()
-    if given is not None:
-        return given, False
-    world = getattr(dist.group.WORLD, "shared_memory", None)
-    if world is not None:
-        return world.flight, False
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return Flight.open(agreed_folder(store), rank, ranks, ranks_here), True
-
-
-# What every call of the torch backend needs: how it is started and finished, and who answers for which device.
-
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_cpu(method: Method) -> Method:
-    """Tensors on another device go to the backend that the program chose for it."""
+    """Hand a call whose tensors are on another device to the backend that the user chose for that device."""
     name = method.__name__
 
     @functools.wraps(method)
-    def dispatch(self: CallingGroup, *arguments: Any, **named: Any) -> Any:
+    def dispatch(self: GroupBase, *arguments: Any, **named: Any) -> Any:
         tensor = first_tensor(arguments)
         if tensor is None or tensor.is_cpu:
             return method(self, *arguments, **named)
@@ -109,7 +44,7 @@ def on_cpu(method: Method) -> Method:
     return dispatch  # type: ignore[return-value]
 
 
-class CallingGroup(torch_private.CalledProcessGroup):
+class GroupBase(torch_private.CalledProcessGroup):
     """One rank's place in a group, as torch sees it, without the calls themselves."""
 
     # What torch asks a backend; `backend_of` returns this object itself.
@@ -142,9 +77,9 @@ class CallingGroup(torch_private.CalledProcessGroup):
         return call
 
     def _finish(
-        self, wires: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], reduction: Reduction | None = None
-    ) -> list[Turn]:
-        """What remains to be done when a collective has run, if anything."""
+        self, wires: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], reduction: TorchReduction | None = None
+    ) -> list[QueuedWork]:
+        """Queue what this rank must do alone when a collective has run, if anything."""
         changes = reduction is not None and reduction.changes_output
         if not changes and not any(is_copy(wire, tensor) for wire, tensor in zip(wires, tensors, strict=True)):
             return []
@@ -158,11 +93,11 @@ class CallingGroup(torch_private.CalledProcessGroup):
         return [self._group.afterwards(finish)]
 
     def _work(
-        self, call: Call, turns: Sequence[Turn], result: Any, options: Options, *, after_backward: bool = False
+        self, call: Call, queued: Sequence[QueuedWork], result: Any, options: Options, *, after_backward: bool = False
     ) -> dist.Work:
         entry = self._group.log.collective(call.text, call.text, call.size)
         entry.started()
-        work = CollectiveWork(self._group, call, entry, turns, result)
+        work = CollectiveWork(self._group, call, entry, queued, result)
         if options.waits and self._together is None:
             work.wait()
         elif after_backward:
@@ -208,22 +143,22 @@ class CallingGroup(torch_private.CalledProcessGroup):
 
     def side_of(self, device: torch.device) -> dist.ProcessGroup:
         """The process group for the tensors of another device, started when it is first needed."""
-        backend = backends_of(self).get(device.type)
+        backend = _backends_of(self).get(device.type)
         if backend is None:
-            raise refusal(device)
+            raise _no_backend_for(device)
         if device.type not in self._sides:
-            self._sides[device.type] = start(
+            self._sides[device.type] = _start_beside(
                 device, backend, self._store, self.rank(), self._group.world_ranks, self._timeout
             )
         return self._sides[device.type]
 
     def devices(self) -> list[torch.device]:
         """The kinds of devices whose tensors this group carries."""
-        return [torch.device(device) for device in backends_of(self) or ("cpu",)]
+        return [torch.device(device) for device in _backends_of(self) or ("cpu",)]
 
     def backend_of(self, device: torch.device) -> Any:
-        """What carries a device's tensors: this group itself, or the one beside it."""
-        if torch.device(device).type == "cpu" or not backends_of(self):
+        """The backend of a device's tensors: this group itself, or the one beside it."""
+        if torch.device(device).type == "cpu" or not _backends_of(self):
             return self
         return torch_private.backend_of(self.side_of(device), device)
 
@@ -232,7 +167,7 @@ class CallingGroup(torch_private.CalledProcessGroup):
         return torch.device(device).type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:  # noqa: ARG002
-        """A tensor in shared memory: peers read it where it is."""
+        """A tensor in shared memory: other ranks read it there, without a copy."""
         return self._group.empty((size,), dtype)
 
     # ── names, timeouts, the end ────────────────────────────────────────────────────────────────────────────────
@@ -250,26 +185,26 @@ class CallingGroup(torch_private.CalledProcessGroup):
         return self._names[0]
 
     def getGroupDesc(self) -> str:
-        """What its maker said it is for."""
+        """The description that `new_group` was given."""
         return self._names[1]
 
     def setGroupName(self, name: str) -> None:
-        """Torch names its groups when it has made them."""
+        """Called by torch when it has made the group."""
         self._names[0] = name
 
     def setGroupDesc(self, description: str) -> None:
-        """And describes them."""
+        """Called by torch when it has made the group."""
         self._names[1] = description
 
     group_name = property(getGroupName)
     group_desc = property(getGroupDesc)
 
     def get_group_store(self) -> dist.Store:
-        """Where the ranks of this group leave notes for each other."""
+        """The store through which the ranks of this group met."""
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long calls wait for the others from now on."""
+        """Set how long calls wait for the other ranks from now on."""
         self._timeout = timeout
         self._group.transport.timeout = timeout.total_seconds()
 
@@ -287,3 +222,67 @@ class CallingGroup(torch_private.CalledProcessGroup):
             self._group.flight.close()
 
     abort = shutdown
+
+
+# ── the other half of a mixed group such as "cpu:microparallel,cuda:nccl" ───────────────────────────────────────────
+
+
+def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """Which backend the user chose for which device: {"cpu": "microparallel", "cuda": "nccl"}."""
+    try:
+        config = dist.get_backend_config(group)
+    except (AssertionError, TypeError, ValueError, RuntimeError):  # torch is still making this group
+        return {}
+    pairs = (part.partition(":") for part in config.split(","))
+    return {device: backend for device, _, backend in pairs if backend}
+
+
+def _start_beside(
+    device: torch.device, backend: str, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group of torch's own for the tensors of one device."""
+    # Not the keys that torch itself would use: it may have begun to start this backend and stopped halfway.
+    store = dist.PrefixStore(f"{device.type} beside microparallel", store)
+    if backend == "nccl":
+        return nccl_group(device, store, rank, world_ranks, timeout)
+    if backend == "gloo":
+        return gloo_group(device, store, rank, world_ranks, timeout)
+    raise UsageError(
+        f"backend 'microparallel' cannot stand beside {backend!r}, only beside nccl and gloo; "
+        f"make a group of its own for {device.type}: torch.distributed.new_group(backend={backend!r})"
+    )
+
+
+def _no_backend_for(device: torch.device) -> UsageError:
+    """The error for a tensor on a device that this group has no backend for."""
+    return UsageError(
+        f"backend 'microparallel' shares the CPU's memory, and this tensor is on {device}; "
+        f"call init_process_group('cpu:microparallel,{device.type}:{'nccl' if device.type == 'cuda' else 'gloo'}')"
+    )
+
+
+# ── the flight recorder that a group writes into: its world's ───────────────────────────────────────────────────────
+
+_given: ContextVar[Flight | None] = ContextVar("flight", default=None)
+
+
+@contextmanager
+def using(flight: Flight) -> Iterator[None]:
+    """Within this block, groups that torch makes write into this flight recorder."""
+    token = _given.set(flight)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def flight_for(store: dist.Store, rank: int, ranks: int) -> tuple[Flight, bool]:
+    """The flight recorder of a new group, and whether the group must close it: its world's, or one of its own."""
+    given = _given.get()
+    if given is not None:
+        return given, False
+    world = getattr(dist.group.WORLD, "shared_memory", None)
+    if world is not None:
+        return world.flight, False
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return Flight.open(agreed_folder(store), rank, ranks, ranks_here), True

@@ -13,8 +13,8 @@ import pytest
 
 from microparallel.observe import flight_file as layout
 from microparallel.observe.flight_file import read
-from microparallel.observe.flight_recorder import FlightRecorder, in_ranges, write_exit
-from microparallel.observe.place import Place, worth
+from microparallel.observe.flight_recorder import FlightRecorder, write_exit
+from microparallel.observe.place import Place, relevance
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ def test_the_end_is_written_once(recorder, path):
     recorder.ends("raised", "ValueError: no", Place("/a/model.py", 7))
     recorder.ends("closed")
     one = read(path)
-    assert (one.ending, one.last_words, str(one.end_place)) == ("raised", "ValueError: no", "model.py:7")
+    assert (one.ending, one.end_reason, str(one.end_place)) == ("raised", "ValueError: no", "model.py:7")
 
 
 def test_what_is_no_flight_file(tmp_path):
@@ -228,16 +228,6 @@ def test_writing_on_when_the_file_has_been_let_go(recorder):
     recorder.group([0]).collective("barrier()", "").ends()
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"), [((0,), "0"), ((0, 1, 2), "0-2"), ((0, 2, 3, 7), "0,2-3,7"), ((3, 1), "3,1")]
-)
-def test_ranks_in_short(ranks, text):
-    from microparallel.observe.flight_file import _from_ranges
-
-    assert in_ranges(ranks) == text
-    assert _from_ranges(text) == ranks
-
-
 def test_whose_code():
     import torch
 
@@ -249,8 +239,8 @@ def test_whose_code():
         microparallel.data_parallel.reducer.__file__,
         [microparallel.comms.comms.__file__, torch.__file__, threading.__file__, "<frozen runpy>"],
     )
-    assert worth(user) > worth(ours) > worth("<string>") > 0
-    assert [worth(file) for file in library] == [0] * 4
+    assert relevance(user) > relevance(ours) > relevance("<string>") > 0
+    assert [relevance(file) for file in library] == [0] * 4
 
 
 def calls_made(function):

@@ -1,0 +1,406 @@
+"""Every collective of a Comms. Each is the same three steps.
+
+Make the tensors fit for the wire, start the transfer (`_collective`), and bring the result back when it is waited for
+(`finish`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+
+from microparallel.collectives import all_reduce_program
+from microparallel.comms.calls import Call, describe, describe_content, describe_list
+from microparallel.comms.group import Group
+from microparallel.comms.request import Caller, Request, Result
+from microparallel.comms.wire import (
+    as_bytes,
+    check_reduction,
+    empty_on_wire,
+    finish_reduction,
+    from_wire,
+    read_headers,
+    require_writable,
+    stand_in,
+    to_wire,
+    wire_reduction,
+    write_headers,
+)
+from microparallel.errors import Mismatch, UsageError
+from microparallel.program import AllReduce, Op
+from microparallel.transport.base import Work
+
+
+class Collectives(Caller):
+    """The calls that every rank of a group makes, in the same order.
+
+    Each takes torch's `async_op`. Without it, a call returns its result. With `async_op=True` it returns a `Request` as
+    soon as the transfer has started: the transfer goes on in the background, and the request's `wait()` returns the
+    result. Until then, neither change the tensors that were handed over nor read those that are written to.
+    """
+
+    def __init__(self, transport: Group, *, device: torch.device, check: bool) -> None:
+        super().__init__(transport, check)
+        self.device = device
+
+    def _answer(self, request: Request[Result], async_op: bool) -> Result | Request[Result]:
+        """The result, or with `async_op` the request, while the transfer goes on in the background."""
+        if not async_op:
+            return request.wait()
+        self._transport.run_in_background()
+        return request
+
+    # ── from one rank to all, and back ──────────────────────────────────────────────────────────────────────────
+
+    @overload
+    def barrier(self, *, async_op: Literal[False] = ...) -> None: ...
+    @overload
+    def barrier(self, *, async_op: Literal[True]) -> Request[None]: ...
+    def barrier(self, *, async_op: bool = False) -> Request[None] | None:
+        """Wait until every rank has called this."""
+        # No rank can know the sum before every rank has added to it.
+        token = to_wire(torch.zeros(1, device=self.device), self._transport.carries)
+
+        def finish() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+
+        request = self._collective(
+            Call.of_all("barrier"), lambda: [self._transport.all_reduce(token, "sum", "auto")], finish
+        )
+        return self._answer(request, async_op)
+
+    @overload
+    def broadcast(
+        self, tensor: torch.Tensor, src: int = ..., *, async_op: Literal[False] = ..., operation: Op | None = ...
+    ) -> torch.Tensor: ...
+    @overload
+    def broadcast(
+        self, tensor: torch.Tensor, src: int = ..., *, async_op: Literal[True], operation: Op | None = ...
+    ) -> Request[torch.Tensor]: ...
+    def broadcast(
+        self, tensor: torch.Tensor, src: int = 0, *, async_op: bool = False, operation: Op | None = None
+    ) -> torch.Tensor | Request[torch.Tensor]:
+        """Copy the tensor of `src` over that of every other rank, in place.
+
+        Args:
+            tensor: what is copied, or overwritten.
+            src: the rank whose tensor is copied.
+            async_op: return a `Request`, whose `wait()` returns the tensor.
+            operation: what this call is in the program that its caller follows; observers are told so.
+        """
+        self._require_rank("broadcast", "src", src)
+        require_writable(tensor, "broadcast")
+        wire = to_wire(tensor, self._transport.carries)
+        call = Call.of_all("broadcast", self._content(wire), f"src={src}", size=wire.nbytes)
+        request = self._collective(
+            call, lambda: [self._transport.broadcast(as_bytes(wire), src)], lambda: from_wire(wire, tensor), operation
+        )
+        return self._answer(request, async_op)
+
+    @overload
+    def scatter(
+        self, tensors: Sequence[torch.Tensor] | None, src: int = ..., *, async_op: Literal[False] = ...
+    ) -> torch.Tensor: ...
+    @overload
+    def scatter(
+        self, tensors: Sequence[torch.Tensor] | None, src: int = ..., *, async_op: Literal[True]
+    ) -> Request[torch.Tensor]: ...
+    def scatter(
+        self, tensors: Sequence[torch.Tensor] | None, src: int = 0, *, async_op: bool = False
+    ) -> torch.Tensor | Request[torch.Tensor]:
+        """Hand out the list of `src`, one tensor to each rank, and return this rank's; the other ranks pass None.
+
+        The tensors may differ in shape and dtype: `src` describes them to their receivers first, and with `async_op`
+        this much is waited for.
+        """
+        self._require_rank("scatter", "src", src)
+        call = Call.of_all("scatter", f"src={src}")
+        wires: list[torch.Tensor] = []
+        if self.rank == src:
+            if tensors is None or len(tensors) != self.world_size:
+                given = "None" if tensors is None else f"{len(tensors)} tensors"
+                raise UsageError(
+                    f"scatter: rank {src} must give one tensor for each of {self.world_size} ranks, not {given}"
+                )
+            wires = [to_wire(tensor, self._transport.carries) for tensor in tensors]
+        headers = write_headers(wires, self.world_size)
+        self._collective(call, lambda: [self._transport.broadcast(headers, src)], lambda: None).wait()
+        contents = read_headers(headers)
+
+        # The backends scatter equal sizes only, so every message is as long as the longest.
+        most = max(shape.numel() * dtype.itemsize for dtype, shape in contents)
+        mine = empty_on_wire((most,), torch.uint8, self.device, self._transport.carries)
+        padded = [torch.empty_like(mine) for _ in wires]
+        for row, wire in zip(padded, wires, strict=True):
+            row[: wire.nbytes].copy_(as_bytes(wire))
+        dtype, shape = contents[self.rank]
+
+        def finish() -> torch.Tensor:
+            return mine[: shape.numel() * dtype.itemsize].view(dtype).reshape(shape).to(self.device, copy=True)
+
+        request = self._start(call, lambda: [self._transport.scatter(mine, padded or None, src)], finish)
+        return self._answer(request, async_op)
+
+    @overload
+    def gather(
+        self, tensor: torch.Tensor, dst: int = ..., *, async_op: Literal[False] = ...
+    ) -> list[torch.Tensor] | None: ...
+    @overload
+    def gather(
+        self, tensor: torch.Tensor, dst: int = ..., *, async_op: Literal[True]
+    ) -> Request[list[torch.Tensor] | None]: ...
+    def gather(
+        self, tensor: torch.Tensor, dst: int = 0, *, async_op: bool = False
+    ) -> list[torch.Tensor] | Request[list[torch.Tensor] | None] | None:
+        """Collect every rank's tensor on `dst`, which gets the list in rank order; the other ranks get None."""
+        self._require_rank("gather", "dst", dst)
+        wire = to_wire(tensor, self._transport.carries)
+        call = Call.of_all("gather", self._content(wire), f"dst={dst}", size=wire.nbytes)
+        outputs = [torch.empty_like(wire) for _ in range(self.world_size)] if self.rank == dst else None
+        rows = None if outputs is None else [as_bytes(output) for output in outputs]
+
+        def finish() -> list[torch.Tensor] | None:
+            return None if outputs is None else [output.to(tensor.device) for output in outputs]
+
+        request = self._collective(call, lambda: [self._transport.gather(as_bytes(wire), rows, dst)], finish)
+        return self._answer(request, async_op)
+
+    @overload
+    def all_gather(self, tensor: torch.Tensor, *, async_op: Literal[False] = ...) -> list[torch.Tensor]: ...
+    @overload
+    def all_gather(self, tensor: torch.Tensor, *, async_op: Literal[True]) -> Request[list[torch.Tensor]]: ...
+    def all_gather(
+        self, tensor: torch.Tensor, *, async_op: bool = False
+    ) -> list[torch.Tensor] | Request[list[torch.Tensor]]:
+        """Collect every rank's tensor on every rank, as a list in rank order."""
+        wire = to_wire(tensor, self._transport.carries)
+        call = Call.of_all("all_gather", self._content(wire), size=wire.nbytes)
+        outputs = [torch.empty_like(wire) for _ in range(self.world_size)]
+        request = self._collective(
+            call,
+            lambda: [self._transport.all_gather(as_bytes(wire), [as_bytes(output) for output in outputs])],
+            lambda: [output.to(tensor.device) for output in outputs],
+        )
+        return self._answer(request, async_op)
+
+    @overload
+    def all_to_all(
+        self,
+        tensors: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor] | None = ...,
+        *,
+        async_op: Literal[False] = ...,
+    ) -> list[torch.Tensor]: ...
+    @overload
+    def all_to_all(
+        self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = ..., *, async_op: Literal[True]
+    ) -> Request[list[torch.Tensor]]: ...
+    def all_to_all(
+        self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None, *, async_op: bool = False
+    ) -> list[torch.Tensor] | Request[list[torch.Tensor]]:
+        """Hand tensor r of the list to rank r, and return what each rank had for this one, in rank order.
+
+        The tensors may differ in shape and dtype: each rank describes them to their receivers first, unless these know.
+
+        Args:
+            tensors: one for each rank, this one included.
+            into: tensors to receive into, for ranks that know what comes: then no descriptions are exchanged. Either
+                all ranks give them, or none does.
+            async_op: return a `Request` as soon as it is known what comes; its `wait()` returns the list.
+        """
+        for name, given in (("tensors", tensors), ("into", into)):
+            if given is not None and len(given) != self.world_size:
+                raise UsageError(
+                    f"all_to_all: {name} needs one tensor for each of {self.world_size} ranks, not {len(given)}"
+                )
+        wires = [to_wire(tensor, self._transport.carries) for tensor in tensors]
+        call = Call.of_all("all_to_all", *(["into"] if into is not None else []), size=_bytes(wires))
+        agreed = into is None or self._checker is not None
+        contents = self._exchange_headers(call, wires) if agreed else []
+        device = tensors[self.rank].device
+        if into is None:
+            outputs = [empty_on_wire(shape, dtype, device, self._transport.carries) for dtype, shape in contents]
+        else:
+            for tensor in into:
+                require_writable(tensor, "all_to_all")
+            _require_room(into, wires[self.rank], self.rank, contents)
+            outputs = [to_wire(tensor, self._transport.carries) for tensor in into]
+
+        def finish() -> list[torch.Tensor]:
+            if into is None:
+                return [output.to(device) for output in outputs]
+            return [from_wire(output, tensor) for output, tensor in zip(outputs, into, strict=True)]
+
+        start = self._start if agreed else self._collective
+        request = start(
+            call,
+            lambda: [self._transport.all_to_all([as_bytes(one) for one in outputs], [as_bytes(one) for one in wires])],
+            finish,
+        )
+        return self._answer(request, async_op)
+
+    def _exchange_headers(self, call: Call, wires: list[torch.Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
+        """Tell each rank what it will get, and learn what comes from each."""
+        mine = write_headers(wires, self.world_size)
+        theirs = torch.empty_like(mine)
+        self._collective(
+            call, lambda: [self._transport.all_to_all(list(theirs.unbind()), list(mine.unbind()))], lambda: None
+        ).wait()
+        return read_headers(theirs)
+
+    # ── combining the ranks' tensors ────────────────────────────────────────────────────────────────────────────
+
+    @overload
+    def reduce(
+        self, tensor: torch.Tensor, dst: int = ..., op: str = ..., *, async_op: Literal[False] = ...
+    ) -> torch.Tensor: ...
+    @overload
+    def reduce(
+        self, tensor: torch.Tensor, dst: int = ..., op: str = ..., *, async_op: Literal[True]
+    ) -> Request[torch.Tensor]: ...
+    def reduce(
+        self, tensor: torch.Tensor, dst: int = 0, op: str = "sum", *, async_op: bool = False
+    ) -> torch.Tensor | Request[torch.Tensor]:
+        """Combine the ranks' tensors on `dst`, in place; the tensors of the other ranks stay as they are."""
+        self._require_rank("reduce", "dst", dst)
+        check_reduction(op, tensor.dtype, "reduce")
+        call = Call.of_all("reduce", describe(tensor), f"dst={dst}", f"op={op!r}", size=_bytes([tensor]))
+        wire = to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype))
+        if self.rank == dst:
+            require_writable(tensor, "reduce")
+        else:
+            wire = wire.clone()  # the backend uses it as scratch
+
+        def finish() -> torch.Tensor:
+            if self.rank != dst:
+                return tensor
+            return from_wire(finish_reduction(wire, op, self.world_size), tensor)
+
+        request = self._collective(call, lambda: [self._transport.reduce(wire, dst, wire_reduction(op))], finish)
+        return self._answer(request, async_op)
+
+    @overload
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], op: str = ..., *, async_op: Literal[False] = ...
+    ) -> torch.Tensor: ...
+    @overload
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], op: str = ..., *, async_op: Literal[True]
+    ) -> Request[torch.Tensor]: ...
+    def reduce_scatter(
+        self, tensors: Sequence[torch.Tensor], op: str = "sum", *, async_op: bool = False
+    ) -> torch.Tensor | Request[torch.Tensor]:
+        """Combine the lists of all ranks position by position; rank r gets position r.
+
+        The positions may differ in shape, as long as every rank's list has the same shapes.
+        """
+        if len(tensors) != self.world_size:
+            raise UsageError(
+                f"reduce_scatter: the list needs one tensor for each of {self.world_size} ranks, not {len(tensors)}"
+            )
+        for tensor in tensors:
+            check_reduction(op, tensor.dtype, "reduce_scatter")
+        call = Call.of_all(
+            "reduce_scatter", describe_list(tensors), f"op={op!r}", size=sum(one.nbytes for one in tensors)
+        )
+        mine = tensors[self.rank]
+        wires = [to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype)) for tensor in tensors]
+        alike = len({(wire.shape, wire.dtype) for wire in wires}) == 1
+        output = torch.empty_like(wires[self.rank]) if alike else wires[self.rank].clone()
+
+        def start() -> list[Work]:
+            if alike:
+                return [self._transport.reduce_scatter(output, wires, wire_reduction(op))]
+            buffers = [output if rank == self.rank else wire.clone() for rank, wire in enumerate(wires)]
+            return [self._transport.reduce(buffer, rank, wire_reduction(op)) for rank, buffer in enumerate(buffers)]
+
+        def finish() -> torch.Tensor:
+            return finish_reduction(output, op, self.world_size).to(device=mine.device, dtype=mine.dtype)
+
+        return self._answer(self._collective(call, start, finish), async_op)
+
+    @overload
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: str = ...,
+        algorithm: str = ...,
+        *,
+        async_op: Literal[False] = ...,
+        operation: Op | None = ...,
+    ) -> torch.Tensor: ...
+    @overload
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: str = ...,
+        algorithm: str = ...,
+        *,
+        async_op: Literal[True],
+        operation: Op | None = ...,
+    ) -> Request[torch.Tensor]: ...
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        algorithm: str = "auto",
+        *,
+        async_op: bool = False,
+        operation: Op | None = None,
+    ) -> torch.Tensor | Request[torch.Tensor]:
+        """Combine the ranks' tensors, in place, on every rank, with bit-identical results.
+
+        Args:
+            tensor: this rank's contribution, overwritten with the result.
+            op: "sum", "mean", "min", "max" or "product".
+            algorithm: "auto" leaves the choice to the transport; a name such as "ring" or "tree" runs that program of
+                `mp.collectives` over point-to-point messages.
+            async_op: return a `Request` at once; its `wait()` returns the tensor.
+            operation: what this call is in the program that its caller follows; observers are told so.
+        """
+        if algorithm == "auto" and isinstance(operation, AllReduce):
+            algorithm = operation.algorithm
+        chosen = "" if algorithm == "auto" else f", algorithm={algorithm!r}"
+        call = Call.of_all("all_reduce", describe(tensor), f"op={op!r}{chosen}", size=_bytes([tensor]))
+        if algorithm != "auto":
+            all_reduce_program(algorithm, self.world_size)  # says so if there is none
+        check_reduction(op, tensor.dtype, "all_reduce")
+        require_writable(tensor, "all_reduce")
+        wire = to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype))
+        request = self._collective(
+            call,
+            lambda: [self._transport.all_reduce(wire, wire_reduction(op), algorithm)],
+            lambda: from_wire(finish_reduction(wire, op, self.world_size), tensor),
+            operation,
+            tensor,
+        )
+        return self._answer(request, async_op)
+
+    @overload
+    def all_reduce_mean(self, tensor: torch.Tensor, *, async_op: Literal[False] = ...) -> torch.Tensor: ...
+    @overload
+    def all_reduce_mean(self, tensor: torch.Tensor, *, async_op: Literal[True]) -> Request[torch.Tensor]: ...
+    def all_reduce_mean(self, tensor: torch.Tensor, *, async_op: bool = False) -> torch.Tensor | Request[torch.Tensor]:
+        """Average the ranks' tensors, in place, on every rank."""
+        return self.all_reduce(tensor, "mean", async_op=True) if async_op else self.all_reduce(tensor, "mean")
+
+
+def _require_room(
+    into: Sequence[torch.Tensor], own: torch.Tensor, rank: int, contents: list[tuple[torch.dtype, torch.Size]]
+) -> None:
+    """Refuse tensors that do not fit what is known to come: what a rank has for itself; in checked mode, everything."""
+    known = dict(enumerate(contents)) or {rank: (own.dtype, own.shape)}
+    for source, (dtype, shape) in known.items():
+        tensor = into[source]
+        if (tensor.dtype, tensor.numel()) != (dtype, shape.numel()):
+            raise Mismatch(
+                f"all_to_all: rank {source} has {describe_content(dtype, shape)} for rank {rank}, "
+                f"which receives it into {describe(tensor)}"
+            )
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # nbytes is not for sparse ones
