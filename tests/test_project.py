@@ -49,3 +49,11 @@ def test_the_readme_s_links_and_pictures_are_there():
     for target in re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", (ROOT / "README.md").read_text()):
         path = target[0] or target[1]
         assert path.startswith("http") or (ROOT / path).exists(), path
+
+
+def test_the_readme_and_the_site_say_the_same_about_what_has_been_run():
+    site = (ROOT / "docs" / "reference" / "measured.md").read_text().partition("## What has been run")[2]
+    readme = (ROOT / "README.md").read_text().partition("## What has been run")[2].partition("Measured")[0]
+    rows = [line for line in readme.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 5
+    assert all(row in site for row in rows), "change both tables"
