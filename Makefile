@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Linux without a GPU: `make train TORCH_INDEX=…` takes torch's small CPU build; the README says which address.
+# Linux without a GPU: `make train TORCH_INDEX=…` takes torch's small CPU build; docs/reference/machines.md says which address.
 PIP := $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 DEV_TOOLS := pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter nbclient ipykernel
 # Few tests keep two cores busy from beginning to end.

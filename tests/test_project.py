@@ -1,5 +1,6 @@
 """The project's own files: what installs it, and what it promises in writing."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -49,3 +50,43 @@ def test_the_readme_s_links_and_pictures_are_there():
     for target in re.findall(r"\]\(([^)#]+)\)|src=\"([^\"]+)\"", (ROOT / "README.md").read_text()):
         path = target[0] or target[1]
         assert path.startswith("http") or (ROOT / path).exists(), path
+
+
+def test_the_readme_and_the_site_say_the_same_about_what_has_been_run():
+    site = (ROOT / "docs" / "reference" / "measured.md").read_text().partition("## What has been run")[2]
+    readme = (ROOT / "README.md").read_text().partition("## What has been run")[2].partition("Measured")[0]
+    rows = [line for line in readme.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 5
+    assert all(row in site for row in rows), "change both tables"
+
+
+SOURCE = ROOT / "src" / "microparallel"
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def definitions(body, prefix=""):
+    """The names of the functions, classes and methods that a module defines."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from definitions(node.body, f"{prefix}{node.name}.")
+
+
+def test_the_walk_through_a_step_finds_every_name_where_it_says():
+    walk = CONTRIBUTING.partition("## One step through the house")[2].partition("\n## ")[0]
+    places = re.findall(r"`([\w/]+\.py): ([\w.]+)`", walk.replace("\n", " "))
+    assert len(places) > 50
+    for file, name in places:
+        module = ast.parse((SOURCE / file).read_text())
+        assert name in set(definitions(module.body)), f"CONTRIBUTING: {file} has no {name}"
+    for file in re.findall(r"`(?:src/microparallel/)?([\w/]+\.py)`", walk):
+        assert (SOURCE / file).exists(), f"CONTRIBUTING: there is no {file}"
+
+
+def test_the_tree_is_in_the_order_that_imports_must_keep():
+    tree = CONTRIBUTING.partition("src/microparallel/\n")[2].partition("\ndocs/")[0]
+    above, below = (re.findall(r"^  (\w+)(?:/|\.py)", half, re.MULTILINE) for half in tree.split("── torch below"))
+    layers, pure, *_ = PROJECT["tool"]["importlinter"]["contracts"]
+    assert [*above, *below] == layers["layers"][::-1]
+    assert {f"microparallel.{name}" for name in above} == set(pure["source_modules"]) - {"microparallel.reporting"}
