@@ -14,7 +14,7 @@ EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
 def run_without_reader(*command, **environment):
-    """Run Python with a standard output that nobody reads; returns its exit code and what it said to standard error."""
+    """Run Python with a standard output that has no reader; returns its exit code and its standard error."""
     reading, writing = os.pipe()
     os.close(reading)
     try:

@@ -55,7 +55,7 @@ def test_the_same_as_one_exchange_ends():
 
 @pytest.mark.parametrize(("make_transports", "arrived"), [(in_process_transports, 2.0), (nccl_rules_transports, 1.0)])
 def test_tags_are_ignored(make_transports, arrived):
-    """Whoever asks for the second message by its tag gets the first."""
+    """A rank that asks for the second message by its tag gets the first."""
     sender, receiver = make_transports(2)
     sender.isend(torch.full((3,), 1.0), 1, tag=1)
     sender.isend(torch.full((3,), 2.0), 1, tag=2)

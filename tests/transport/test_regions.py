@@ -122,7 +122,7 @@ def test_peers_forget_what_is_gone_and_need_no_descriptors(own, theirs):
 
 
 def test_others_may_keep_what_is_gone_here(own):
-    """torch hands moved memory to whoever asks, such as the receiver of a queue."""
+    """torch gives moved memory to other processes, such as the receiver of a queue."""
     tensor = torch.ones(LARGE)
     assert moved(own, tensor)
     descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
@@ -145,7 +145,7 @@ def test_a_process_that_was_forked_takes_nothing_from_its_parent(own):
     assert tensors[0].all()
 
 
-def test_news_is_read_in_order_by_whoever_is_late(own, theirs):
+def test_a_rank_that_is_late_reads_notices_in_order(own, theirs):
     first, second = torch.ones(LARGE), torch.zeros(LARGE)
     assert moved(own, first)
     del first
@@ -178,7 +178,7 @@ def test_without_room_tensors_are_copied_as_before(own, monkeypatch, statvfs):
     assert not moved(own, torch.zeros(LARGE))
 
 
-def test_a_peer_that_is_gone_is_told_nothing(own, sockets):
+def test_a_peer_that_is_gone_gets_no_notice(own, sockets):
     sockets[1].close()
     assert not moved(own, torch.zeros(LARGE))
 
@@ -195,7 +195,7 @@ def test_memory_that_was_not_handed_over(theirs, sockets, status):
         theirs.bytes_of(1)
 
 
-def test_news_that_nobody_has_read_does_not_hide_that_a_peer_is_gone(own, sockets):
+def test_unread_notices_do_not_hide_that_a_peer_is_gone(own, sockets):
     segments = {rank: create(8192)[1] for rank in range(2)}
     peers = Peers(1, range(2), segments, {0: sockets[1]})
     assert moved(own, torch.zeros(LARGE))

@@ -1,4 +1,4 @@
-"""Joining a world that somebody else has started."""
+"""Joining a world whose ranks another program has started."""
 
 import os
 import re
@@ -88,7 +88,7 @@ def test_torchrun_variables(run_ranks):
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
 def test_survivors_learn_which_rank_was_killed_in_which_call(run_ranks, transport):
-    """No parent watches here: the ranks find out by themselves, and agree on who was first."""
+    """There is no parent here: the ranks find out by themselves, and agree on which was lost first."""
     shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     script = LOSING_ONE.replace("TRANSPORT", transport)
     first, killed, last = run_ranks([{"RANK": str(rank), **shared} for rank in range(3)], script)

@@ -106,7 +106,8 @@ def _children_of_all() -> dict[int, list[int]]:
 def _fields(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat after the name: 0 is the state, 1 the parent, 19 the start, 49 the exit status."""
     try:
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        # A process may choose its name, also one that is not UTF-8.
+        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
 
@@ -117,7 +118,7 @@ def _exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
