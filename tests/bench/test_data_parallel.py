@@ -12,18 +12,18 @@ from microparallel.bench.data_parallel import (
     NONE,
     TORCH_DDP,
     TORCH_DDP_ON_SHM,
-    Contender,
     Measurements,
     Method,
+    Replica,
     Result,
     Timing,
     bench_data_parallel,
-    find_subject,
     methods_of,
 )
 from microparallel.bench.data_parallel_report import report_on
 from microparallel.bench.engine import transport_of
 from microparallel.bench.settings import DataParallelSettings
+from microparallel.bench.subjects import find_subject
 from microparallel.errors import ConfigError, UsageError
 
 USUAL = ("naive", "hooks", "buckets", "ddp")
@@ -102,7 +102,7 @@ def test_torch_s_own_runs_on_gloo_beside_ours(warm_ranks):
 
 def bench_with_a_fault(comms, fault):
     """Let one method do something wrong after its backward."""
-    honest = Contender._prepare
+    honest = Replica._prepare
 
     def prepare(self, *arguments):
         gradients = honest(self, *arguments)
@@ -123,7 +123,7 @@ def bench_with_a_fault(comms, fault):
         return faulty if self.method.name == "buckets" else gradients
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Contender, "_prepare", prepare)
+        patch.setattr(Replica, "_prepare", prepare)
         return bench_data_parallel(comms, dataclasses.replace(SMALL, models=("mlp-8", "mlp-4"), steps=1))
 
 
@@ -139,8 +139,8 @@ def bench_with_a_fault(comms, fault):
 def test_wrong_weights_end_the_run_and_name_method_and_model(pool, fault, problem):
     first, second = pool.run(bench_with_a_fault, 2, fault)
     assert first == second
-    assert (first.wrong.subject, first.wrong.method) == ("mlp-8", "buckets")
-    assert problem in first.wrong.problem
+    assert first.wrong.method == "buckets"
+    assert first.wrong.problem.startswith("trained mlp-8 wrongly: ") and problem in first.wrong.problem
     assert [result.model for result in first.results] == ["mlp-8"]
 
 
@@ -158,7 +158,7 @@ def test_a_method_that_does_not_synchronise_is_found_out(pool):
 
 def with_little_memory(comms):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("microparallel.bench.data_parallel.available_memory", lambda: 100_000)
+        patch.setattr("microparallel.bench.engine.available_memory", lambda: 100_000)
         with pytest.raises(UsageError, match=r"mlp-8: 7 copies .* fewer --methods"):
             bench_data_parallel(comms, SMALL)
 
@@ -172,14 +172,14 @@ def test_models_that_do_not_fit_into_memory_are_refused(pool):
 
 def order_of_steps(comms):
     stepped = []
-    honest = Contender.step
+    honest = Replica.step
 
     def step(self):
         stepped.append(self.method.name)
         honest(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Contender, "step", step)
+        patch.setattr(Replica, "step", step)
         bench_data_parallel(comms, dataclasses.replace(SMALL, methods=("naive",), steps=1))
     return stepped
 

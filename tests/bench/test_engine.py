@@ -1,9 +1,12 @@
 """What is measured, how often, and what is left out."""
 
+import math
+
 import pytest
 
 import microparallel as mp
-from microparallel.bench.engine import FEWEST_REPEATS, MOST_REPEATS, MemoryBudget, TimeBudget, tensors_needed
+from microparallel.bench.all_reduce import MemoryBudget, tensors_needed
+from microparallel.bench.engine import FEWEST_REPEATS, MOST_REPEATS, TimeBudget
 
 
 def test_larger_sizes_get_more_and_what_a_small_one_leaves_over():
@@ -61,4 +64,4 @@ def test_an_algorithm_that_does_not_fit_is_named_with_the_reason():
     assert name == "gather-add" and "2.8 GB" in reason and "2 GB are" in reason
     with pytest.raises(mp.errors.UsageError, match=r"--sizes"):
         budget.require(1_000_000_000)
-    assert MemoryBudget(None, ranks=4, tensors_held=3).too_large(programs, 10**12) == {}
+    assert MemoryBudget(math.inf, ranks=4, tensors_held=3).too_large(programs, 10**12) == {}

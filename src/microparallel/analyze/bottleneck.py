@@ -6,7 +6,6 @@ A rank that does many operations on each byte it touches keeps its cores busy; o
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,7 +30,7 @@ from microparallel.analyze.what_if import (
     changes,
     slowest_rank,
 )
-from microparallel.bench.engine import wait_for_gpu
+from microparallel.bench.engine import seconds_of
 from microparallel.bench.pipeline_costs import SavedBytes
 from microparallel.simulator.fitted import Fitted, fit_step
 from microparallel.text import show_seconds, show_size
@@ -99,13 +98,8 @@ def demand_of(step: Callable[[], Any], parameters: list[nn.Parameter], optimizer
 
 
 def _median(work: Callable[[], Any], device: torch.device) -> float:
-    times = []
-    for _ in range(_REPEATS + 1):
-        begun = time.perf_counter()
-        work()
-        wait_for_gpu(device)
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times[1:])
+    times = [seconds_of(work, device) for _ in range(_REPEATS + 1)]
+    return statistics.median(times[1:])  # the first one makes caches and memory ready
 
 
 # What bounds a step: computing, communication, memory, a straggler, a pipeline's bubble, or what is beside it all.

@@ -10,7 +10,6 @@ computes with equally many threads, however many ranks there are: those that the
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,7 +17,7 @@ from xml.sax.saxutils import escape
 
 import torch
 
-from microparallel.bench.engine import largest, wait_for_gpu
+from microparallel.bench.engine import largest, seconds_of, wait_for_gpu
 from microparallel.comms import Comms
 from microparallel.errors import UsageError
 from microparallel.text import count
@@ -147,17 +146,10 @@ def _time_steps(comms: Comms, make_step: StepMaker, batch: int, steps: int, thre
         for _ in range(steps):
             wait_for_gpu(comms.device)
             comms.barrier()  # a step begins when all have ended the last: otherwise ranks would drift apart
-            mine.append(_seconds_of(step, comms.device))
+            mine.append(seconds_of(step, comms.device))
         return largest(comms, mine), comms.device.type
     finally:
         torch.set_num_threads(before)
-
-
-def _seconds_of(step: Callable[[], Any], device: torch.device) -> float:
-    begun = time.perf_counter()
-    step()
-    wait_for_gpu(device)
-    return time.perf_counter() - begun
 
 
 def scaling_bars(scaling: Scaling) -> str:

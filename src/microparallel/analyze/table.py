@@ -13,8 +13,7 @@ from microparallel.analyze.bottleneck import Verdict
 from microparallel.analyze.measure import Findings
 from microparallel.analyze.scaling import Scaling, scaling_bars
 from microparallel.analyze.step_timing import StepTiming
-from microparallel.bench.engine import cores_are_shared
-from microparallel.bench.output import console_for_results, machine, say
+from microparallel.bench.report import console_for_results, cores_are_shared, machine, say
 from microparallel.text import count, show_number, show_seconds, show_size, time_unit
 from microparallel.topology import available_cores
 from microparallel.trace.parts import Parts, apportion
@@ -122,7 +121,7 @@ def show(analysis: Analysis) -> None:
 def notes(analysis: Analysis) -> list[str]:
     """What a reader must know."""
     findings = analysis.findings
-    found = [] if findings is None else cores_are_shared(findings.ranks_here, findings.cores, findings.device)
+    found = [] if findings is None else cores_are_shared(findings)
     found += dict.fromkeys(one.remark for one in analysis.scalings if one.remark)
     if (error := analysis.verdict.error) > _MOST_ERROR:
         found.append(f"the simulation is off by {error:.0%}, so take what it says of changes with care")

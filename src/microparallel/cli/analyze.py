@@ -210,7 +210,7 @@ def _counts(config: TrainConfig, kinds: list[Kind]) -> list[int]:
 def _scale(pool: Pool, config: TrainConfig, kinds: list[Kind], counts: list[int], quiet: bool) -> list[Scaling]:
     from microparallel.analyze.measure import make_step
     from microparallel.analyze.scaling import measure_scaling
-    from microparallel.bench.output import progress_on_standard_error
+    from microparallel.bench.ranks import progress_on_standard_error
 
     found = []
     with progress_on_standard_error(not quiet and bool(kinds), "worlds") as progress:
