@@ -86,7 +86,7 @@ def _demand(training: Training, config: TrainConfig) -> Demand | None:
     inputs, targets, _ = training.draw()
     if not len(targets):
         return None
-    model = copy.deepcopy(training.model)  # without hooks, so nobody else is needed
+    model = copy.deepcopy(training.model)  # without hooks, so no other rank is needed
     parameters = [one for one in model.parameters() if one.requires_grad]
 
     def step() -> None:
@@ -118,7 +118,7 @@ def make_step(config: TrainConfig, comms: Comms, batch: int) -> Callable[[], Any
 def config_for(config: TrainConfig, ranks: int, batch: int) -> TrainConfig:
     """The same training with other ranks, and another batch."""
     dp, pp = config.layout
-    if ranks != config.world_size:  # who is slow on purpose may not be there
+    if ranks != config.world_size:  # the rank that is slow on purpose may not be there
         config = replace(config, slow_rank=None, slow_link=None)
     balance = None if config.balance is not None and "," in config.balance else config.balance
     if config.is_pipeline:

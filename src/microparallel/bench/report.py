@@ -11,6 +11,7 @@ import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
@@ -225,6 +226,13 @@ def make_table(
     for row in rows:
         table.add_row(*(one.cell(row) for one in columns), style=style(row))
     return table
+
+
+def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table whose cells are already text; what stands in its first column begins at the left."""
+    return make_table(
+        [Column(heading, itemgetter(place), on_the_left=place == 0) for place, heading in enumerate(headings)], rows
+    )
 
 
 def legend(columns: Sequence[Column[R]], **words: str) -> str:

@@ -108,7 +108,7 @@ class BenchSettings:
 
     @property
     def usual_ranks(self) -> int:
-        """How many ranks there are where nobody says how many."""
+        """How many ranks there are without --ranks."""
         return 2
 
 

@@ -120,7 +120,7 @@ def _require_no_text_flags(given: dict[str, str | int | None]) -> None:
 def _require_drawable(program: Program) -> None:
     if len(program) > _MOST_OPERATIONS:
         raise UsageError(
-            f"{program.name} has {len(program):,} operations, which nobody can read; at most {_MOST_OPERATIONS:,} are "
+            f"{program.name} has {len(program):,} operations, too many to read; at most {_MOST_OPERATIONS:,} are "
             "drawn (microparallel simulate measures larger programs)"
         )
 

@@ -42,7 +42,7 @@ def verify(
     ] = None,
     json: flags.Json = False,
 ) -> int:
-    """Check a program: messages match, nobody waits for ever, and its goal is reached.
+    """Check a program: messages match, no rank waits for ever, and its goal is reached.
 
     The text form has a line for each rank; what a schedule sends may be left out, and is added:
 
@@ -93,7 +93,7 @@ def _show(program: Program, sends: str, error: str | None) -> None:
         console.print(error, markup=False)
         return
     meanings = "buffered, rendezvous and blocking sends" if sends == "blocking" else "buffered and rendezvous sends"
-    console.print(f"[bold green]right[/]: every message is received in order, nobody waits for ever under {meanings},")
+    console.print(f"[bold green]right[/]: every message is received in order, no rank waits for ever under {meanings},")
     if isinstance(program.goal, TrainingStep):
         peaks = " ".join(str(peak_activations(ops)) for ops in program.ranks)
         console.print("       every micro-batch has its forward and its backward on every stage once, in order")
