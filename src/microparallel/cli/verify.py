@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json as json_format
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
 from microparallel.cli import flags, programs
+from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError, ProgramError
 from microparallel.program import Program, TrainingStep, peak_activations
 from microparallel.program.walk import Sends
@@ -25,14 +26,11 @@ EXAMPLES = flags.examples(
 )
 
 
+@takes(programs.ProgramFlags)
 def verify(
+    given: dict[str, Any],
+    *,
     name: programs.Name,
-    ranks: programs.Ranks = None,
-    microbatches: programs.Microbatches = None,
-    stages_per_rank: programs.StagesPerRank = None,
-    layers: programs.Layers = None,
-    buckets: programs.Buckets = None,
-    ranks_per_node: programs.RanksPerNode = None,
     sends: Annotated[
         str, typer.Option(help="rendezvous (and buffered), or blocking: sends that stop their rank as well.")
     ] = "rendezvous",
@@ -56,9 +54,7 @@ def verify(
     """
     if sends not in ("buffered", "rendezvous", "blocking"):
         raise ConfigError(f"--sends {sends}: choose buffered, rendezvous or blocking")
-    program = programs.load(
-        name, ranks, microbatches, stages_per_rank, layers, buckets, ranks_per_node, completed=False
-    )
+    program = programs.load(name, given, completed=False)
     error = None
     try:
         program = programs.complete(program, name)
