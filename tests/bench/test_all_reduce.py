@@ -1,6 +1,7 @@
 """A small benchmark on real ranks, and what is made of its numbers."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -17,11 +18,13 @@ from microparallel.bench.all_reduce import (
     TORCH_ON_SHM,
     Case,
     Measurements,
+    MemoryBudget,
     Method,
     Timing,
     bench_all_reduce,
     methods_for,
     rounds_of,
+    tensors_needed,
     time_call,
     touch_in_place,
     touch_ordinary,
@@ -348,3 +351,19 @@ def test_only_the_algorithms_are_predicted_and_only_they_decide_what_is_fitted()
     assert report.costs == plain.costs and report.typical_factor == pytest.approx(1)
     predicted = {row.algorithm for row in report.rows if row.predicted_seconds is not None}
     assert predicted == {row.algorithm for row in report.rows if row.messages_sent is not None} == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize(("name", "tensors"), [("ring", 1), ("naive", 1), ("gather-add", 1 + 3)])
+def test_parts_of_others_take_memory(name, tensors):
+    assert tensors_needed(mp.collectives.build(name, 4)) == tensors
+
+
+def test_an_algorithm_that_does_not_fit_is_named_with_the_reason():
+    budget = MemoryBudget(available=2e9, ranks=4, tensors_held=3)
+    programs = [mp.collectives.build(name, 4) for name in ("ring", "gather-add")]
+    assert budget.too_large(programs, 50_000_000) == {}
+    [(name, reason)] = budget.too_large(programs, 100_000_000).items()
+    assert name == "gather-add" and "2.8 GB" in reason and "2 GB are" in reason
+    with pytest.raises(mp.errors.UsageError, match=r"--sizes"):
+        budget.require(1_000_000_000)
+    assert MemoryBudget(math.inf, ranks=4, tensors_held=3).too_large(programs, 10**12) == {}

@@ -23,8 +23,7 @@ from microparallel.bench.data_parallel import (
 from microparallel.bench.data_parallel_report import report_on
 from microparallel.bench.engine import transport_of
 from microparallel.bench.settings import DataParallelSettings
-from microparallel.bench.subjects import find_subject
-from microparallel.errors import ConfigError, UsageError
+from microparallel.errors import UsageError
 
 USUAL = ("naive", "hooks", "buckets", "ddp")
 SMALL = DataParallelSettings(models=("mlp-8",), methods=USUAL, buckets_mb=(0.001, 1, 25), batch=2, steps=2)
@@ -191,30 +190,6 @@ def test_methods_take_turns_and_each_round_begins_with_another(pool):
 
 
 # ── models, methods, reports ────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(("name", "batch"), [("mlp-1024", 32), ("mlp-512", 64), ("mlp-128", 32), ("gpt", 8)])
-def test_models_have_a_batch_that_suits_them(name, batch):
-    subject = find_subject(name)
-    assert (subject.name, subject.batch) == (name, batch)
-    assert find_subject(name, 3).batch == 3
-
-
-def test_ranks_have_the_same_model_and_different_samples():
-    subject = find_subject("gpt-32", 2)
-    state = torch.get_rng_state()
-    first, second = subject.model().state_dict(), subject.model().state_dict()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not torch.equal(subject.on_rank(0)[0], subject.on_rank(1)[0])
-    assert torch.equal(torch.get_rng_state(), state)
-    inputs, targets = subject.on_rank(0)
-    assert inputs.shape == targets.shape == (2, 64) and torch.equal(inputs[:, 1:], targets[:, :-1])
-
-
-@pytest.mark.parametrize("name", ["mlp", "mlp-0", "mlp-x", "gtp", "gpt-33", "mlp-100000", ""])
-def test_there_are_no_other_models(name):
-    with pytest.raises(ConfigError, match="gpt-"):
-        find_subject(name)
 
 
 def test_of_buckets_that_hold_the_whole_model_one_is_tried():

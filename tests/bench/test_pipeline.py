@@ -22,9 +22,8 @@ from microparallel.bench.pipeline import (
 )
 from microparallel.bench.pipeline_costs import SavedBytes, StagesAlone, StageTimes, kinds_in
 from microparallel.bench.pipeline_report import report_on
-from microparallel.bench.settings import PipelineSettings, Size
-from microparallel.bench.subjects import pipeline_subject, require_cuttable
-from microparallel.errors import ConfigError, UsageError
+from microparallel.bench.settings import PipelineSettings
+from microparallel.errors import UsageError
 from microparallel.schedules import PIPELINES, build
 from microparallel.simulator import simulate
 from microparallel.trace.parts import Shares
@@ -214,39 +213,6 @@ def test_what_is_saved_for_backward_counts_until_it_is_freed():
 
 
 # ── models ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_models_are_as_large_as_was_said():
-    assert (Size().filled, Size().layers) == ((16, 512, 256), 16)
-    assert (Size("gpt").filled, Size("gpt", depth=2).layers) == ((8, 128, 16), 4)
-    subject = pipeline_subject(Size(depth=3, width=8, batch=5))
-    assert len(subject.model().pipeline_layers()) == 3
-    inputs, targets = subject.on_rank(0)
-    assert inputs.shape == (5, 8) and subject.model()(inputs, targets).isfinite()
-    assert len(pipeline_subject(Size("gpt", depth=2, width=32)).model().pipeline_layers()) == 4
-
-
-@pytest.mark.parametrize(
-    ("size", "problem"),
-    [
-        ({"model": "mpl"}, "--model mpl: did you mean 'mlp'"),
-        ({"depth": 0}, "--depth 0: .* try 16"),
-        ({"width": 10**9}, "--width 1000000000"),
-        ({"batch": 0}, "--batch 0"),
-        ({"model": "gpt", "width": 33}, "--width 33: .* try 64"),
-    ],
-)
-def test_there_are_no_other_models(size, problem):
-    with pytest.raises(ConfigError, match=problem):
-        pipeline_subject(Size(**size))
-
-
-def test_more_stages_than_layers_and_more_microbatches_than_samples_are_refused():
-    require_cuttable(Size(depth=4, batch=4), tuple(PIPELINES), ranks=2, microbatches=4)
-    with pytest.raises(ConfigError, match="interleaved on 2 ranks has 4 stages, and this mlp 3 layers; try --depth 4"):
-        require_cuttable(Size(depth=3), tuple(PIPELINES), ranks=2, microbatches=4)
-    with pytest.raises(ConfigError, match=r"--microbatches 9: .* try --batch 9"):
-        require_cuttable(Size(batch=8), ("1f1b",), ranks=2, microbatches=9)
 
 
 # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
