@@ -189,7 +189,7 @@ def test_methods_take_turns_and_each_round_begins_with_another(pool):
     assert pool.run(order_of_steps, 2)[0] == expected
 
 
-# ── models, methods, reports ────────────────────────────────────────────────────────────────────────────────────────
+# ── methods, reports ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_of_buckets_that_hold_the_whole_model_one_is_tried():
