@@ -1,8 +1,8 @@
 """A short calibration: what a rank's own work takes by itself, and what messages take by themselves.
 
 Nothing here is the step that is to be predicted. Work is timed without a message, on all ranks at once, as they compute
-in a step; messages are timed without work. All of it takes turns with the steps, so that a machine's
-good and bad moments are shared.
+in a step; messages are timed without work. All of it takes turns with the steps, so that a machine's good and bad
+moments are shared.
 
     work       forward, the moment at which each gradient has arrived in backward, packing gradients, the optimizer
     messages   all-reduces of the sizes that matter, one at a time and in a queue, and a message there and back
