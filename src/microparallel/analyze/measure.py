@@ -111,7 +111,7 @@ def _estimates(analyzer: DDPPerformanceAnalyzer, comms: Comms, timing: StepTimin
 
 
 def make_step(config: TrainConfig, comms: Comms, batch: int) -> Callable[[], Any]:
-    """What does a step of the same training with other ranks, or another batch."""
+    """A function that does one step of the same training with other ranks, or another batch."""
     return build(config_for(config, comms.world_size, batch), comms).step
 
 

@@ -56,7 +56,7 @@ def changes(fitted: Fitted, outside: float = 0.0) -> list[Change]:
 
     Args:
         fitted: the step.
-        outside: seconds before and after it that nothing changes, but for more samples.
+        outside: seconds before and after the step; they grow with the samples, and no other change touches them.
     """
     base = fitted.makespan + outside
     if not base:

@@ -267,14 +267,14 @@ class SavedBytes:
         return _Saved(tensor, key, self)
 
     def let_go(self, key: tuple[int, int]) -> None:
-        """One of those that saved it needs it no more."""
+        """One operation less needs the tensor with this key; without any, it no longer counts."""
         self._held[key] -= 1
         if not self._held[key]:
             self._now -= key[1]
 
 
 class _Saved:
-    """What autograd keeps instead of a tensor: when it lets go of this, the tensor is freed."""
+    """What autograd keeps instead of a tensor: when autograd drops it, the counter is told."""
 
     def __init__(self, tensor: torch.Tensor, key: tuple[int, int] | None, counter: SavedBytes) -> None:
         self._tensor = tensor.detach()  # as it is, an output would lead back to the operation that saved it: a cycle
