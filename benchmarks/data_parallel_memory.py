@@ -67,7 +67,7 @@ def measure(comms: mp.Comms, variant: str, steps: int) -> tuple[Memory, Memory, 
     model, inputs = mp.models.FullMLP(WIDTH, DEPTH), torch.randn(BATCH, WIDTH)
     weights = Memory.now() - before
     seen: list[Memory] = []
-    for layer in model.layers[::4]:  # reading takes milliseconds; before anybody else's hooks
+    for layer in model.layers[::4]:  # reading takes milliseconds; before all other hooks
         layer.weight.register_post_accumulate_grad_hook(lambda _: seen.append(Memory.now()))
     training = wrapped(model, comms, variant)
     seen.append(Memory.now())

@@ -1,12 +1,12 @@
 """What does it cost to record a run, and what to have been able to?
 
-python benchmarks/recording.py
+    python benchmarks/recording.py
 
 on     the same step with and without a recorder, in turns of a few steps: either comes first as often, and the first
        step of a turn is not counted (Python has to get used to what was put in its way)
 off    two pairs of ranks take turns, a few steps each. Neither has recorded anything at first; then one of them records
        some steps, and stops. If that had left anything behind, it would be slower beside the other than before.
-apart  each thing that is recorded, alone, on one rank; and what it costs to look whether anybody listens
+apart  each thing that is recorded, alone, on one rank; and what it costs to look whether there are observers
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def apart(comms: mp.Comms, rounds: int = 60, calls: int = 200) -> dict[str, tupl
 
 
 def looking(comms: mp.Comms, calls: int = 100_000) -> tuple[float, float]:
-    """What a call spends on asking whether anybody listens; and the whole call, of one element, on one rank."""
-    names = {"transport": comms._transport, "heard": None}
-    asked = "listeners = transport.flight.listeners; (1 if listeners else None); heard is not None; heard is not None"
+    """What a call spends on asking whether there are observers; and the whole call, of one element, on one rank."""
+    names = {"comms": comms, "heard": None}
+    asked = "observers = comms.observers; (1 if observers else None); heard is not None; heard is not None"
     empty = min(timeit.repeat("pass", number=calls, repeat=9))
     asking = min(timeit.repeat(asked, number=calls, repeat=9, globals=names))
     one = torch.ones(1)
@@ -171,7 +171,7 @@ def main(depth: int = 16, batch: int = 32, pairs: int = 400, turns: int = 150, s
     for name, (without, recorded) in mp.launch(apart, 1, device="cpu")[0].items():
         print(f"{name:<22}{1e6 * without:>8.1f} µs{1e6 * recorded:>9.1f} µs{1e6 * (recorded - without):>9.1f} µs")
     asking, whole = mp.launch(looking, 1, device="cpu")[0]
-    print(f"asking whether anybody listens: {1e9 * asking:.0f} ns of an all_reduce of {1e6 * whole:.1f} µs")
+    print(f"asking whether there are observers: {1e9 * asking:.0f} ns of an all_reduce of {1e6 * whole:.1f} µs")
 
 
 if __name__ == "__main__":

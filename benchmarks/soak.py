@@ -24,7 +24,7 @@ import microparallel as mp
 _DTYPES = (torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bfloat16)
 # A tensor has up to one of these numbers of elements: mostly few, so that many calls are made.
 _SIZES = (0, 1, 3, 64, 64, 1000, 1000, 4096, 4096, 4096, 20_000, 20_000, 100_000, 1_000_000)
-_IN_FLIGHT = 4
+_UNDER_WAY = 4
 _POOL = 2_000_003  # numbers that contributions are cut from
 
 Check = Callable[[], bool]  # finishes a call, and tells whether its result is right
@@ -127,7 +127,7 @@ class Soaker:
 
 
 def soak(comms: mp.Comms, times: int, seed: int, quiet: bool = False) -> dict[str, int]:
-    """Make so many calls, a few of them in flight at once; returns how often each kind was called."""
+    """Make so many calls, a few of them under way at once; returns how often each kind was called."""
     soaker = Soaker(comms, seed)
     under_way: deque[tuple[int, Check]] = deque()
     with Progress(disable=quiet or comms.rank > 0, transient=True) as progress:
@@ -135,7 +135,7 @@ def soak(comms: mp.Comms, times: int, seed: int, quiet: bool = False) -> dict[st
         for number in range(times):
             if (check := soaker.call()) is not None:
                 under_way.append((number, check))
-            while len(under_way) > (_IN_FLIGHT if number < times - 1 else 0):
+            while len(under_way) > (_UNDER_WAY if number < times - 1 else 0):
                 called, check = under_way.popleft()
                 if not check():
                     raise mp.errors.CommsError(f"call {called} of seed {seed} gave a wrong result on rank {comms.rank}")

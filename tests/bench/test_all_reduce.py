@@ -1,6 +1,7 @@
 """A small benchmark on real ranks, and what is made of its numbers."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -15,17 +16,21 @@ from microparallel.bench.all_reduce import (
     SHM_IN_PLACE,
     TORCH,
     TORCH_ON_SHM,
+    Case,
     Measurements,
+    MemoryBudget,
     Method,
     Timing,
-    WrongSum,
     bench_all_reduce,
     methods_for,
+    rounds_of,
+    tensors_needed,
+    time_call,
     touch_in_place,
     touch_ordinary,
 )
 from microparallel.bench.all_reduce_report import bus_bandwidth, report_on
-from microparallel.bench.engine import Call, Case, Rounds, time_call, transport_of
+from microparallel.bench.engine import Call, Rounds, Wrong, transport_of
 from microparallel.bench.settings import AllReduceSettings
 
 ALGORITHMS = ("naive", "ring", "tree")
@@ -150,13 +155,13 @@ def break_ring_on_rank_1(comms):
 
 def test_a_wrong_sum_ends_the_run_and_names_method_size_and_rank(pool):
     for measurements in pool.run(break_ring_on_rank_1, 3):
-        assert measurements.wrong == WrongSum("ring", 4_000, rank=1)
+        assert measurements.wrong == Wrong("ring", "gave a wrong sum on rank 1, at 4 KB")
         assert {timing.size for timing in measurements.timings} == {400, 4_000}
 
 
 def with_little_memory(comms):
     with pytest.MonkeyPatch.context() as patch:  # 2 ranks × 5 tensors of 350 KB need 3.5 MB, 2 × 4 only 2.8 MB
-        patch.setattr("microparallel.bench.all_reduce.available_memory", lambda: 3_000_000)
+        patch.setattr("microparallel.bench.engine.available_memory", lambda: 3_000_000)
         return bench_all_reduce(
             comms, AllReduceSettings(algorithms=("gather-add", "ring"), sizes=(4_000, 350_000), repeats=1)
         )
@@ -179,12 +184,12 @@ def order_of_calls(comms):
 
     comms.all_reduce = all_reduce
     with methods_for(comms, ["ring", "tree"]) as methods:  # torch's own comes before them, and add after
-        rounds = Rounds(comms, methods[1:3], Case(comms, 400_000, torch.float32))
+        rounds = rounds_of(comms, methods[1:3], Case(comms, 400_000, torch.float32))
         rounds.warm_up()
         rounds.one_more()
-        rounds.end("tree")
+        rounds.end(methods[2])
         rounds.one_more()
-    return called, rounds.counted, rounds.seconds
+    return called, rounds.counted, {method.name: seconds for method, seconds in rounds.seconds.items()}
 
 
 def test_methods_take_turns_and_a_slow_one_is_left_out_of_the_rest(pool):
@@ -224,9 +229,9 @@ def test_one_wrong_sum_in_a_row_is_seen(any_pool):
 def made_up_calls(comms, cores):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("microparallel.bench.engine.available_cores", lambda: cores)
-        patch.setattr("microparallel.bench.engine.time_call", lambda *_: Call(1.0 + comms.rank, 3.0, True))
         methods = [Method("together", None, None), Method("alone", None, None, alone=True)]
-        return Rounds(comms, methods, None).one_more()
+        calls = Rounds(comms, methods, lambda _: Call(1.0 + comms.rank, 3.0, True)).one_more()
+        return {method.name: seconds for method, seconds in calls.items()}
 
 
 def test_ranks_that_share_cores_alone_take_as_long_as_their_work(any_pool):
@@ -346,3 +351,19 @@ def test_only_the_algorithms_are_predicted_and_only_they_decide_what_is_fitted()
     assert report.costs == plain.costs and report.typical_factor == pytest.approx(1)
     predicted = {row.algorithm for row in report.rows if row.predicted_seconds is not None}
     assert predicted == {row.algorithm for row in report.rows if row.messages_sent is not None} == set(ALGORITHMS)
+
+
+@pytest.mark.parametrize(("name", "tensors"), [("ring", 1), ("naive", 1), ("gather-add", 1 + 3)])
+def test_parts_of_others_take_memory(name, tensors):
+    assert tensors_needed(mp.collectives.build(name, 4)) == tensors
+
+
+def test_an_algorithm_that_does_not_fit_is_named_with_the_reason():
+    budget = MemoryBudget(available=2e9, ranks=4, tensors_held=3)
+    programs = [mp.collectives.build(name, 4) for name in ("ring", "gather-add")]
+    assert budget.too_large(programs, 50_000_000) == {}
+    [(name, reason)] = budget.too_large(programs, 100_000_000).items()
+    assert name == "gather-add" and "2.8 GB" in reason and "2 GB are" in reason
+    with pytest.raises(mp.errors.UsageError, match=r"--sizes"):
+        budget.require(1_000_000_000)
+    assert MemoryBudget(math.inf, ranks=4, tensors_held=3).too_large(programs, 10**12) == {}

@@ -1,9 +1,6 @@
-"""What is measured, how often, and what is left out."""
+"""How often contenders are measured, and what is left out when time is short."""
 
-import pytest
-
-import microparallel as mp
-from microparallel.bench.engine import FEWEST_REPEATS, MOST_REPEATS, MemoryBudget, TimeBudget, tensors_needed
+from microparallel.bench.engine import FEWEST_REPEATS, MOST_REPEATS, TimeBudget
 
 
 def test_larger_sizes_get_more_and_what_a_small_one_leaves_over():
@@ -46,19 +43,3 @@ def test_fixed_repeats_ask_for_no_time():
     assert budget.too_slow({"naive": 100.0}, 1, spent_here=100) == set()
     assert [budget.goes_on(repeats, 1e9, 1e9) for repeats in (0, 3, 4)] == [True, True, False]
     assert budget.fraction(2, 1e9) == 0.25
-
-
-@pytest.mark.parametrize(("name", "tensors"), [("ring", 1), ("naive", 1), ("gather-add", 1 + 3)])
-def test_parts_of_others_take_memory(name, tensors):
-    assert tensors_needed(mp.collectives.build(name, 4)) == tensors
-
-
-def test_an_algorithm_that_does_not_fit_is_named_with_the_reason():
-    budget = MemoryBudget(available=2e9, ranks=4, tensors_held=3)
-    programs = [mp.collectives.build(name, 4) for name in ("ring", "gather-add")]
-    assert budget.too_large(programs, 50_000_000) == {}
-    [(name, reason)] = budget.too_large(programs, 100_000_000).items()
-    assert name == "gather-add" and "2.8 GB" in reason and "2 GB are" in reason
-    with pytest.raises(mp.errors.UsageError, match=r"--sizes"):
-        budget.require(1_000_000_000)
-    assert MemoryBudget(None, ranks=4, tensors_held=3).too_large(programs, 10**12) == {}

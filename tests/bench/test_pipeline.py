@@ -10,22 +10,20 @@ from torch.distributed import pipelining
 
 from microparallel.bench.engine import transport_of
 from microparallel.bench.pipeline import (
-    TORCH_S,
+    TORCH_SCHEDULES,
     Apart,
-    Look,
     Measurements,
     Method,
-    Ours,
+    OurPipeline,
     Timing,
-    Torchs,
+    TorchPipeline,
+    TracedSteps,
     bench_pipelines,
-    pipeline_subject,
-    require_cuttable,
 )
-from microparallel.bench.pipeline_costs import Alone, SavedBytes, StageTimes, kinds_in
+from microparallel.bench.pipeline_costs import SavedBytes, StagesAlone, StageTimes, kinds_in
 from microparallel.bench.pipeline_report import report_on
-from microparallel.bench.settings import PipelineSettings, Size
-from microparallel.errors import ConfigError, UsageError
+from microparallel.bench.settings import PipelineSettings
+from microparallel.errors import UsageError
 from microparallel.schedules import PIPELINES, build
 from microparallel.simulator import simulate
 from microparallel.trace.parts import Shares
@@ -45,15 +43,15 @@ def test_every_schedule_is_measured_on_all_ranks_alike_beside_torch_s_own(any_po
     assert first.wrong is None and first.refused == {}
     assert (first.ranks, first.transport, first.device, first.microbatches) == (2, transport, "cpu", 4)
     timings = {timing.method: timing for timing in first.timings}
-    expected = [Method(name) for name in PIPELINES] + [Method(name, by_torch=True) for name in TORCH_S]
+    expected = [Method(name) for name in PIPELINES] + [Method(name, by_torch=True) for name in TORCH_SCHEDULES]
     assert list(timings) == expected
     assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in first.timings)
     assert all(max(timing.apart.loss, timing.apart.gradient) < 1e-5 for timing in first.timings)
     assert told == [(0.0, "mlp", 0), (0.5, "mlp", 1), (1.0, "mlp", 2)]
-    for name, look in first.looks.items():
-        assert look.activations == look.activations_of_program, name
-        assert 0 < look.bubble < 1
-        assert all(one.computing + one.communicating + one.waiting == pytest.approx(1) for one in look.shares)
+    for name, seen in first.traced.items():
+        assert seen.activations == seen.activations_of_program, name
+        assert 0 < seen.bubble < 1
+        assert all(one.computing + one.communicating + one.waiting == pytest.approx(1) for one in seen.shares)
     microbatch = 3 * 2 * 8 * 4  # bytes that stage 0 saves: what enters it and two results, of two samples
     saved = {name: timings[Method(name)].saved_bytes[0] for name in ("naive", "gpipe", "1f1b", "zb-h1")}
     assert saved == {"naive": microbatch, "gpipe": 4 * microbatch, "1f1b": 2 * microbatch, "zb-h1": 2 * microbatch}
@@ -63,7 +61,7 @@ def test_every_schedule_is_measured_on_all_ranks_alike_beside_torch_s_own(any_po
 def test_what_is_measured_of_the_stages_is_what_the_schedules_do(pool):
     settings = dataclasses.replace(SMALL, schedules=("naive", "1f1b", "zb-h1", "dualpipev"), with_torch=False)
     _, measurements, _ = pool.run(bench, 2, settings)[0]
-    times = {name: look.stage_times for name, look in measurements.looks.items()}
+    times = {name: seen.stage_times for name, seen in measurements.traced.items()}
     assert [timing.method.by_torch for timing in measurements.timings] == [False] * 4
     assert times["1f1b"] == times["zb-h1"] != times["naive"]  # there, ranks compute one after another
     assert times["1f1b"].homes == (0, 1) and times["dualpipev"].homes == (0, 1, 1, 0)
@@ -121,7 +119,7 @@ def test_torch_s_own_runs_on_gloo_beside_ours(warm_ranks):
 def order_of_steps(comms):
     stepped = []
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (Ours, Torchs, Alone):
+        for kind in (OurPipeline, TorchPipeline, StagesAlone):
 
             def step(self, honest=kind.step):
                 stepped.append(type(self).__name__)
@@ -133,9 +131,13 @@ def order_of_steps(comms):
 
 
 def test_schedules_take_turns_and_each_round_begins_with_another(pool):
-    rounds = [["Ours", "Torchs", "Alone"], ["Torchs", "Alone", "Ours"], ["Alone", "Ours", "Torchs"]]
+    rounds = [
+        ["OurPipeline", "TorchPipeline", "StagesAlone"],
+        ["TorchPipeline", "StagesAlone", "OurPipeline"],
+        ["StagesAlone", "OurPipeline", "TorchPipeline"],
+    ]
     expected = [name for names in rounds for name in names for _ in range(2)]  # a step that does not count goes before
-    memory = ["Ours", "Torchs"]
+    memory = ["OurPipeline", "TorchPipeline"]
     assert pool.run(order_of_steps, 2)[0] == expected + memory
 
 
@@ -163,7 +165,7 @@ def bench_with_a_fault(comms, fault):
 
     with pytest.MonkeyPatch.context() as patch:
         for name in ("step", "traced_step"):
-            patch.setattr(Ours, name, with_a_fault(getattr(Ours, name)))
+            patch.setattr(OurPipeline, name, with_a_fault(getattr(OurPipeline, name)))
         return bench_pipelines(comms, dataclasses.replace(SMALL, schedules=("1f1b", "zb-h1"), steps=1))
 
 
@@ -179,12 +181,12 @@ def bench_with_a_fault(comms, fault):
 def test_a_wrong_result_names_schedule_and_parameter(pool, fault, problem):
     first, second = pool.run(bench_with_a_fault, 2, fault)
     assert first == second
-    assert first.wrong.method == "zb-h1" and first.wrong.problem.startswith(problem)
+    assert first.wrong.method == "zb-h1" and first.wrong.problem.startswith(f"computed something wrong: {problem}")
 
 
 def with_little_memory(comms):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("microparallel.bench.pipeline.available_memory", lambda: 10_000)
+        patch.setattr("microparallel.bench.engine.available_memory", lambda: 10_000)
         with pytest.raises(UsageError, match=r"8 schedules .* fewer --schedules"):
             bench_pipelines(comms, SMALL)
 
@@ -210,42 +212,6 @@ def test_what_is_saved_for_backward_counts_until_it_is_freed():
     assert saved.most == 6 * tensor and saved._now == 0
 
 
-# ── models ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_models_are_as_large_as_was_said():
-    assert (Size().filled, Size().layers) == ((16, 512, 256), 16)
-    assert (Size("gpt").filled, Size("gpt", depth=2).layers) == ((8, 128, 16), 4)
-    subject = pipeline_subject(Size(depth=3, width=8, batch=5))
-    assert len(subject.model().pipeline_layers()) == 3
-    inputs, targets = subject.on_rank(0)
-    assert inputs.shape == (5, 8) and subject.model()(inputs, targets).isfinite()
-    assert len(pipeline_subject(Size("gpt", depth=2, width=32)).model().pipeline_layers()) == 4
-
-
-@pytest.mark.parametrize(
-    ("size", "problem"),
-    [
-        ({"model": "mpl"}, "--model mpl: did you mean 'mlp'"),
-        ({"depth": 0}, "--depth 0: .* try 16"),
-        ({"width": 10**9}, "--width 1000000000"),
-        ({"batch": 0}, "--batch 0"),
-        ({"model": "gpt", "width": 33}, "--width 33: .* try 64"),
-    ],
-)
-def test_there_are_no_other_models(size, problem):
-    with pytest.raises(ConfigError, match=problem):
-        pipeline_subject(Size(**size))
-
-
-def test_more_stages_than_layers_and_more_microbatches_than_samples_are_refused():
-    require_cuttable(Size(depth=4, batch=4), tuple(PIPELINES), ranks=2, microbatches=4)
-    with pytest.raises(ConfigError, match="interleaved on 2 ranks has 4 stages, and this mlp 3 layers; try --depth 4"):
-        require_cuttable(Size(depth=3), tuple(PIPELINES), ranks=2, microbatches=4)
-    with pytest.raises(ConfigError, match=r"--microbatches 9: .* try --batch 9"):
-        require_cuttable(Size(batch=8), ("1f1b",), ranks=2, microbatches=9)
-
-
 # ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TIMES = StageTimes((0, 1), (0.010, 0.010), (0.020, 0.020), (0.0, 0.009), (0.020, 0.012))
@@ -258,8 +224,8 @@ def measurements(**changes):
         for method, seconds in medians.items()
     ]
     shares = (Shares(0.8, 0.1, 0.1), Shares(0.7, 0.2, 0.1))
-    looks = {name: Look(0.3, shares, (2, 1), (2, 1), TIMES) for name in ("1f1b", "zb-h1")}
-    given = Measurements(2, 2, 2, "shm", "cpu", "mlp", "4 layers", 4, tuple(timings), looks, {})
+    traced = {name: TracedSteps(0.3, shares, (2, 1), (2, 1), TIMES) for name in ("1f1b", "zb-h1")}
+    given = Measurements(2, 2, 2, "shm", "cpu", "mlp", "4 layers", 4, tuple(timings), traced, {})
     return dataclasses.replace(given, **changes)
 
 
@@ -293,9 +259,9 @@ def test_a_whole_backward_takes_its_own_time_and_not_that_of_its_halves():
 
 def test_what_a_reader_must_know_is_said():
     few = tuple(dataclasses.replace(timing, seconds=timing.seconds[:1]) for timing in measurements().timings)
-    looks = measurements().looks
-    looks = looks | {"zb-h1": dataclasses.replace(looks["zb-h1"], activations=(3, 1))}
-    given = measurements(timings=few, ranks_here=4, looks=looks, refused={"zb-h1": "it is Monday"})
+    traced = measurements().traced
+    traced = traced | {"zb-h1": dataclasses.replace(traced["zb-h1"], activations=(3, 1))}
+    given = measurements(timings=few, ranks_here=4, traced=traced, refused={"zb-h1": "it is Monday"})
     words = ("torch refuses zb-h1: it is Monday", "zb-h1 held", "mlp: 1 step of each method", "4 ranks share 2 cores")
     notes = report_on(given).notes
     assert len(notes) == len(words) and all(note.startswith(word) for note, word in zip(notes, words, strict=True))

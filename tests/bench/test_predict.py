@@ -3,17 +3,9 @@
 import pytest
 
 import microparallel as mp
+from microparallel.bench.calibration import Curve, MessageTimes, RankTimes
 from microparallel.bench.pipeline_costs import StageTimes
-from microparallel.bench.predict import (
-    Curve,
-    MessageTimes,
-    Prediction,
-    RankTimes,
-    predict_ddp,
-    predict_naive,
-    predict_pipeline,
-)
-from microparallel.bench.predict_report import bench_predictions
+from microparallel.bench.predict import Prediction, bench_predictions, predict_ddp, predict_naive, predict_pipeline
 from microparallel.bench.settings import PREDICTED, PredictSettings
 from microparallel.errors import RankFailed
 from microparallel.schedules import build

@@ -12,22 +12,15 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from microparallel.bench import all_reduce_report as all_reduce_table
-from microparallel.bench import data_parallel as data_parallel_bench
-from microparallel.bench import data_parallel_report, pipeline_report
-from microparallel.bench import data_parallel_report as bench_dp_table
-from microparallel.bench import pipeline as pipeline_bench
-from microparallel.bench import pipeline as pipeline_bench_methods
-from microparallel.bench import pipeline_report as pipeline_bench_report
-from microparallel.bench.all_reduce import Measurements, Timing, WrongSum
+from microparallel.bench import data_parallel, data_parallel_report, pipeline, pipeline_report
+from microparallel.bench.all_reduce import Measurements, Timing
 from microparallel.bench.all_reduce_report import report_on
-from microparallel.bench.data_parallel import Method, WrongWeights
+from microparallel.bench.data_parallel import Method
+from microparallel.bench.engine import Wrong
 from microparallel.bench.pipeline import Apart
 from microparallel.bench.pipeline_costs import StageTimes
-from microparallel.cli import bench as bench_dp
-from microparallel.cli import bench as bench_pp
+from microparallel.bench.ranks import require_right
 from microparallel.cli import main
-from microparallel.cli.bench import _show_all_reduce
 from microparallel.errors import MicroparallelError, UsageError
 from microparallel.schedules import PIPELINES
 from microparallel.trace.parts import Shares
@@ -107,7 +100,7 @@ def made_up_report():
 
 
 def test_the_table_says_what_is_missing(capsys):
-    all_reduce_table.show(made_up_report())
+    made_up_report().show()
     lines = capsys.readouterr().out.splitlines()
     assert any(line.split()[:2] == ["recursive-doubling", "left"] for line in lines)
     assert any(line.split()[:4] == ["tree", "5.00", "ms", "one"] for line in lines)
@@ -119,7 +112,7 @@ def test_the_table_says_what_is_missing(capsys):
 
 def shown_in(report, width):
     console = Console(file=io.StringIO(), width=width)
-    console.print(all_reduce_table.table_of(report, width))
+    console.print(report.table(width))
     return console.file.getvalue()
 
 
@@ -153,10 +146,10 @@ def test_a_narrow_terminal_gets_fewer_columns_and_whole_ones():
 
 
 def test_the_caption_explains_the_columns_that_are_shown(capsys):
-    all_reduce_table.show(report_of_shared_memory())
+    report_of_shared_memory().show()
     shared = capsys.readouterr().out
     assert "of bound  bound ÷ time" in shared and "torch on gloo" in shared and "predicted" not in shared
-    all_reduce_table.show(made_up_report())
+    made_up_report().show()
     assert "bound" not in capsys.readouterr().out
 
 
@@ -194,9 +187,11 @@ def alive(pid):
 
 
 def test_a_wrong_sum_is_a_failure_that_names_algorithm_and_size():
-    measurements = Measurements(4, 4, 2, "gloo", "cpu", "float32", (), WrongSum("ring", 64_000, rank=2))
+    measurements = Measurements(
+        4, 4, 2, "gloo", "cpu", "float32", (), wrong=Wrong("ring", "gave a wrong sum on rank 2, at 64 KB")
+    )
     with pytest.raises(MicroparallelError, match="ring gave a wrong sum on rank 2, at 64 KB") as error:
-        _show_all_reduce(measurements, None, False)
+        require_right(measurements, report_on)
     assert not isinstance(error.value, UsageError)  # exit code 1, not 2
 
 
@@ -283,13 +278,13 @@ def test_a_table_of_data_parallelism_for_people(microparallel):
 @pytest.mark.parametrize("width", [66, 96])
 def test_the_table_of_data_parallelism_fits(width):
     timings = tuple(
-        data_parallel_bench.Timing(Method(*method), (0.1234, 0.4567, 99.9), 1e-7)
+        data_parallel.Timing(Method(*method), (0.1234, 0.4567, 99.9), 1e-7)
         for method in [("none",), ("ddp", 0.125), ("torch-ddp on shm",), ("torch-ddp",)]
     )
-    result = data_parallel_bench.Result("gpt-1024", "4 blocks of width 1024, 64 tokens a sample", 8, 10**8, 6, timings)
-    measurements = data_parallel_bench.Measurements(2, 2, 2, "shm", "cpu", (result,))
+    result = data_parallel.Result("gpt-1024", "4 blocks of width 1024, 64 tokens a sample", 8, 10**8, 6, timings)
+    measurements = data_parallel.Measurements(2, 2, 2, "shm", "cpu", (result,))
     console = Console(file=io.StringIO(), width=width)
-    console.print(bench_dp_table.table_of(data_parallel_report.report_on(measurements), result))
+    console.print(data_parallel_report.report_on(measurements).table(result))
     shown = console.file.getvalue()
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     assert "torch-ddp on shm" in shown and "÷torch" in shown
@@ -303,10 +298,10 @@ def test_data_parallelism_under_torchrun(torchrun):
 
 
 def test_wrong_weights_are_a_failure_that_names_method_and_model():
-    wrong = WrongWeights("mlp-8", "ddp, 1 MB", "its ranks ended with different weights")
-    measurements = data_parallel_bench.Measurements(2, 2, 2, "shm", "cpu", (), wrong)
+    wrong = Wrong("ddp, 1 MB", "trained mlp-8 wrongly: its ranks ended with different weights")
+    measurements = data_parallel.Measurements(2, 2, 2, "shm", "cpu", (), wrong=wrong)
     with pytest.raises(MicroparallelError, match="ddp, 1 MB trained mlp-8 wrongly: its ranks ended with") as error:
-        bench_dp._show(measurements, False)
+        require_right(measurements, data_parallel_report.report_on)
     assert not isinstance(error.value, UsageError)  # exit code 1, not 2
 
 
@@ -355,7 +350,7 @@ def test_all_of_pipelines_is_in_the_json(microparallel):
                                  "microbatches": 4}  # fmt: skip
     rows = {(row["schedule"], row["by_torch"]): row for row in document["results"]}
     assert [schedule for schedule, by_torch in rows if not by_torch] == list(PIPELINES)
-    assert [schedule for schedule, by_torch in rows if by_torch] == list(pipeline_bench_methods.TORCH_S)
+    assert [schedule for schedule, by_torch in rows if by_torch] == list(pipeline.TORCH_SCHEDULES)
     ours, torchs = rows["1f1b", False], rows["1f1b", True]
     assert ours["counted"] == 2 == len(ours["steps"])
     assert ours["fastest"] <= ours["lower_quartile"] <= ours["seconds"] <= ours["upper_quartile"] <= ours["slowest"]
@@ -392,35 +387,33 @@ def test_a_table_of_pipelines_for_people(microparallel):
 def made_up_pipelines(**changes):
     methods = [("naive",), ("interleaved",), ("zb-h1",), ("1f1b",), ("interleaved", True), ("1f1b", True)]
     timings = tuple(
-        pipeline_bench.Timing(
-            pipeline_bench_methods.Method(*method), (0.1234, 0.1267, 99.9), (589_824, 0), Apart(1e-8, 1e-7, "weight")
-        )
+        pipeline.Timing(pipeline.Method(*method), (0.1234, 0.1267, 99.9), (589_824, 0), Apart(1e-8, 1e-7, "weight"))
         for method in methods
     )
     times = {stages: StageTimes(tuple(range(2)) * (stages // 2), *((0.012,) * stages,) * 4) for stages in (2, 4)}
-    looks = {
-        name: pipeline_bench.Look(
+    traced = {
+        name: pipeline.TracedSteps(
             0.52, (Shares(0.9, 0.04, 0.06),) * 2, (16, 2), (16, 2), times[4 if name == "interleaved" else 2]
         )
         for name in ("naive", "interleaved", "zb-h1", "1f1b")
     }
-    given = ("mlp", "16 layers of width 512, 256 samples in 8 micro-batches", 8, timings, looks, {})
-    return pipeline_bench.Measurements(2, 2, 2, "shm", "cpu", *given, **changes)
+    given = ("mlp", "16 layers of width 512, 256 samples in 8 micro-batches", 8, timings, traced, {})
+    return pipeline.Measurements(2, 2, 2, "shm", "cpu", *given, **changes)
 
 
 @pytest.mark.parametrize("width", [60, 70, 80, 100, 140])
 def test_the_table_of_pipelines_fits(width):
-    report = pipeline_bench_report.report_on(made_up_pipelines())
+    report = pipeline_report.report_on(made_up_pipelines())
     console = Console(file=io.StringIO(), width=width)
-    console.print(pipeline_report.table_of(report, width))
-    console.print(pipeline_report.caption(report, width), *pipeline_report.conclusions(report), sep="\n")
+    console.print(report.table(width))
+    console.print(report.legend(width), *report.conclusions(), sep="\n")
     shown = console.file.getvalue()
     assert "…" not in shown and max(map(len, shown.splitlines())) <= width
     heading = shown.splitlines()[0].split()
     assert ("quartiles" in heading) == (width >= 80) and ("ideal" in heading) == (width >= 100)
     assert "16=16" in shown and "interleaved" in shown and ("590 KB" in shown) == (width >= 70)
     if width >= 80:  # and nothing was broken into lines that are not ours
-        below = [*pipeline_report.caption(report, width).splitlines(), *pipeline_report.conclusions(report)]
+        below = [*report.legend(width).splitlines(), *report.conclusions()]
         assert len(shown.splitlines()) == 2 + len(report.rows) + len("\n".join(below).splitlines())
 
 
@@ -441,9 +434,11 @@ def test_pipelines_under_torchrun(torchrun):
 
 
 def test_a_wrong_gradient_is_a_failure_that_names_schedule_and_parameter():
-    wrong = pipeline_bench.Wrong("zbv", "the gradient of layers.3.bias is 1 of its size from that of a single process")
+    wrong = Wrong(
+        "zbv", "computed something wrong: the gradient of layers.3.bias is 1 of its size from that of a single process"
+    )
     with pytest.raises(MicroparallelError, match="zbv computed something wrong: the gradient of layers") as error:
-        bench_pp._show(made_up_pipelines(wrong=wrong), False)
+        require_right(made_up_pipelines(wrong=wrong), pipeline_report.report_on)
     assert not isinstance(error.value, UsageError)  # exit code 1, not 2
 
 

@@ -217,10 +217,10 @@ def test_it_needs_no_torch_and_has_examples():
 
 def test_costs_default_to_what_the_program_is_about():
     assert costs_of(load("ring")).latency == 1
-    assert costs_of(load("ring"), seconds_per_byte=2).latency == 1
+    assert costs_of(load("ring"), {"seconds_per_byte": 2}).latency == 1
     assert costs_of(load("1f1b")) == mp.Costs()
     assert costs_of(load("ddp")).seconds_per_byte == 1
-    assert costs_of(load("1f1b"), forward="1,2,3,4").forward == [1, 2, 3, 4]
+    assert costs_of(load("1f1b"), {"forward": "1,2,3,4"}).forward == [1, 2, 3, 4]
 
 
 def test_a_deadlock_is_shown_instead_of_a_drawing(draw, tmp_path):

@@ -180,8 +180,8 @@ class DDPPerformanceAnalyzer:
             handle.remove()
         # A model that was called several times has several forwards: the last one's end is where backward begins.
         phases = moments[-3] - moments[0], moments[-2] - moments[-3], moments[-1] - moments[-2]
-        everybody = gather_json(phases, self._comms)
-        means = [sum(part) / len(everybody) for part in zip(*everybody, strict=True)]
+        by_rank = gather_json(phases, self._comms)
+        means = [sum(part) / len(by_rank) for part in zip(*by_rank, strict=True)]
         return Phases(*means), distorted
 
     def analyze_communication_overhead(self) -> CommunicationOverhead:
@@ -227,7 +227,7 @@ class DDPPerformanceAnalyzer:
     def _record(
         self, backward: Callable[[], Any], update: Callable[[], Any], samples: int | Callable[[], int], steps: int
     ) -> StepTiming:
-        notes: list[tuple[int, float]] = []  # this rank's samples and seconds
+        mine: list[tuple[int, float]] = []  # samples and seconds of each step on this rank
         numbers: list[tuple[int, int]] = []
         loss: Any = None
         with record(self._comms) as recorder:
@@ -236,16 +236,16 @@ class DDPPerformanceAnalyzer:
                 loss = backward()
                 update()
                 wait_for_gpu(self._device)
-                notes.append((samples() if callable(samples) else samples, time.perf_counter() - begun))
-                recorder.step = max(recorder.step, first + 1)  # an optimizer of somebody's own does not count steps
+                mine.append((samples() if callable(samples) else samples, time.perf_counter() - begun))
+                recorder.step = max(recorder.step, first + 1)  # an optimizer of the user's own does not count steps
                 numbers.append((first, recorder.step))
-        together = list(zip(*gather_json(notes, self._comms), strict=True))  # for each step, what every rank noted
+        together = list(zip(*gather_json(mine, self._comms), strict=True))  # for each step, those of every rank
         trace = recorder.trace
         timings = []
-        for (first, last), noted in zip(numbers, together, strict=True):
+        for (first, last), ranks in zip(numbers, together, strict=True):
             step = replace(trace, events=[event for event in trace.events if first <= event.step < last])
-            took = max(seconds for _, seconds in noted)
-            timings.append(time_of_step(step, sum(count for count, _ in noted), took, _number(loss)))
+            took = max(seconds for _, seconds in ranks)
+            timings.append(time_of_step(step, sum(count for count, _ in ranks), took, _number(loss)))
         return median_of(timings)
 
 

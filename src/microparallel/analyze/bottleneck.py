@@ -1,12 +1,21 @@
-"""Is it computing, or memory, that bounds a rank's own work? Operations a byte, beside what the machine can do.
+"""What bounds a step: computing, communication, memory, a straggler, a pipeline's bubble, or what is beside it all.
 
-A rank that does many operations on each byte it touches keeps its cores busy; one that does few waits for memory.
+The verdict does not come from a table of thresholds on shares, which cannot tell what would happen without something.
+The recorded step is simulated without it, and the time saved is what it cost:
+
+    communication   the step, less the step with messages that take no time
+    straggler       the step, less the step in which the slowest rank is as fast as the others
+    bubble          of a pipeline: what its schedule leaves idle even if stages are alike and messages take no time
+    other           data, Python and logging: what ranks do in none of the events that were recorded
+
+If none of them is worth a fifth of the step, and what is other takes less than computing, then computing bounds it. Or
+memory does: a rank that does many operations on each byte it touches keeps its cores busy, one that does few waits for
+memory. So the step's operations a byte are compared with what the machine can do (`Machine`).
 """
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,98 +40,12 @@ from microparallel.analyze.what_if import (
     changes,
     slowest_rank,
 )
-from microparallel.bench.engine import wait_for_gpu
+from microparallel.bench.engine import seconds_of
 from microparallel.bench.pipeline_costs import SavedBytes
 from microparallel.simulator.fitted import Fitted, fit_step
 from microparallel.text import show_seconds, show_size
 from microparallel.trace import Difference, Trace
 from microparallel.trace.parts import parts
-
-_WIDTH = 512  # of the matrices that are multiplied
-_COPIED = 32 * 2**20  # bytes, more than caches hold
-_REPEATS = 5
-# Of each weight: read in forward and in backward, its gradient written; and what optimizers read and write of it.
-_TOUCHED = 3
-_TOUCHED_BY_OPTIMIZER = {"SGD": 3, "Adam": 7, "AdamW": 7}
-_USUAL_OPTIMIZER = 5
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What one rank can do at most, measured while all ranks are at it."""
-
-    operations_per_second: float
-    bytes_per_second: float
-
-    @property
-    def balance(self) -> float:
-        """How many operations it can do in the time that a byte takes."""
-        return self.operations_per_second / self.bytes_per_second
-
-
-@dataclass(frozen=True)
-class Demand:
-    """What a step asks of one rank: operations of matrix products, and bytes that go through memory at least."""
-
-    operations: float
-    bytes: float
-
-    @property
-    def intensity(self) -> float:
-        """Operations on each byte."""
-        return self.operations / self.bytes if self.bytes else float("inf")
-
-
-def measure_machine(device: torch.device) -> Machine:
-    """Multiply matrices, and copy memory; all ranks do it at once, as they do in training."""
-    matrix = torch.randn(_WIDTH, _WIDTH, device=device)
-    numbers = torch.zeros(_COPIED // 4, device=device)
-    target = torch.empty_like(numbers)
-    multiplying = _median(lambda: matrix @ matrix, device)
-    copying = _median(lambda: target.copy_(numbers), device)
-    return Machine(2 * _WIDTH**3 / multiplying, 2 * _COPIED / copying)
-
-
-def demand_of(step: Callable[[], Any], parameters: list[nn.Parameter], optimizer: str) -> Demand:
-    """Count what a step asks for; the step is done.
-
-    Args:
-        step: forward and backward.
-        parameters: of the model, as far as this rank has it.
-        optimizer: the name of its class, which says how often each weight is touched.
-    """
-    with FlopCounterMode(display=False) as counter, SavedBytes(parameters) as saved:
-        step()
-    weights = sum(parameter.nbytes for parameter in parameters)
-    touched = _TOUCHED + _TOUCHED_BY_OPTIMIZER.get(optimizer, _USUAL_OPTIMIZER)
-    return Demand(float(counter.get_total_flops()), float(touched * weights + 2 * saved.most))
-
-
-def _median(work: Callable[[], Any], device: torch.device) -> float:
-    times = []
-    for _ in range(_REPEATS + 1):
-        begun = time.perf_counter()
-        work()
-        wait_for_gpu(device)
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times[1:])
-
-
-# What bounds a step: computing, communication, memory, a straggler, a pipeline's bubble, or what is beside it all.
-#
-# The verdict does not come from a table of thresholds on shares, which cannot tell what would happen without something.
-# The recorded step is simulated without it, and what the step gains is what it costs:
-#
-# communication   the step, less the step with messages that take no time
-# straggler       the step, less the step in which the slowest rank is as fast as the others
-# bubble          of a pipeline: what its schedule leaves idle even if stages are alike and messages take no time
-# other           data, Python and logging: what ranks do in none of the events that were recorded
-#
-# If none of them is worth a fifth of the step, and what is other takes less than computing, then it is computing that
-# bounds it. Or memory may be what computing waits for: if it does fewer operations on each byte that it touches than
-# the
-# machine needs to be kept busy (`Machine`).
-
 
 Kind = Literal["compute", "communication", "memory", "straggler", "bubble", "other"]
 
@@ -266,3 +189,70 @@ def _reason(kind: Kind, seconds: float, share: float, fitted: Fitted, trace: Tra
     usual = sum(others) / len(others)
     works = f"it works {show_seconds(work[slow])}, others {show_seconds(usual)}"
     return f"simulated with rank {slow} as fast as the others, {shorter}: {works}"
+
+
+# ── computing or memory? operations a byte, of the step and of the machine ──────────────────────────────────────────
+
+_WIDTH = 512  # of the matrices that are multiplied
+_COPIED = 32 * 2**20  # bytes, more than caches hold
+_REPEATS = 5
+# Of each weight: read in forward and in backward, its gradient written; and what optimizers read and write of it.
+_TOUCHED = 3
+_TOUCHED_BY_OPTIMIZER = {"SGD": 3, "Adam": 7, "AdamW": 7}
+_USUAL_OPTIMIZER = 5
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one rank can do at most, measured while all ranks are at it."""
+
+    operations_per_second: float
+    bytes_per_second: float
+
+    @property
+    def balance(self) -> float:
+        """How many operations it can do in the time that a byte takes."""
+        return self.operations_per_second / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a step asks of one rank: operations of matrix products, and bytes that go through memory at least."""
+
+    operations: float
+    bytes: float
+
+    @property
+    def intensity(self) -> float:
+        """Operations on each byte."""
+        return self.operations / self.bytes if self.bytes else float("inf")
+
+
+def measure_machine(device: torch.device) -> Machine:
+    """Multiply matrices, and copy memory; all ranks do it at once, as they do in training."""
+    matrix = torch.randn(_WIDTH, _WIDTH, device=device)
+    numbers = torch.zeros(_COPIED // 4, device=device)
+    target = torch.empty_like(numbers)
+    multiplying = _median(lambda: matrix @ matrix, device)
+    copying = _median(lambda: target.copy_(numbers), device)
+    return Machine(2 * _WIDTH**3 / multiplying, 2 * _COPIED / copying)
+
+
+def demand_of(step: Callable[[], Any], parameters: list[nn.Parameter], optimizer: str) -> Demand:
+    """Count what a step asks for; the step is done.
+
+    Args:
+        step: forward and backward.
+        parameters: of the model, as far as this rank has it.
+        optimizer: the name of its class, which says how often each weight is touched.
+    """
+    with FlopCounterMode(display=False) as counter, SavedBytes(parameters) as saved:
+        step()
+    weights = sum(parameter.nbytes for parameter in parameters)
+    touched = _TOUCHED + _TOUCHED_BY_OPTIMIZER.get(optimizer, _USUAL_OPTIMIZER)
+    return Demand(float(counter.get_total_flops()), float(touched * weights + 2 * saved.most))
+
+
+def _median(work: Callable[[], Any], device: torch.device) -> float:
+    times = [seconds_of(work, device) for _ in range(_REPEATS + 1)]
+    return statistics.median(times[1:])  # the first one makes caches and memory ready

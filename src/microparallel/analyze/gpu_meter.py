@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from microparallel.errors import UsageError
 
-_PATIENCE = 10.0  # seconds for the first sample: a driver that nobody uses has to wake up
+_FIRST_SAMPLE = 10.0  # seconds: a driver that no process uses has to wake up
 _TIME_TO_END = 2.0
 
 
@@ -25,7 +25,7 @@ class Sample(NamedTuple):
     """What nvidia-smi said at one moment."""
 
     percent: float  # of the time just before, in which some kernel ran
-    mebibytes: float | None  # of the GPU's memory in use, by anybody; None where the driver does not tell
+    mebibytes: float | None  # of the GPU's memory in use, by all processes; None where the driver does not tell
 
 
 class GpuMeter:
@@ -105,7 +105,7 @@ class GpuMeter:
         try:
             self._reader = threading.Thread(target=self._read, args=(self._process,), daemon=True)
             self._reader.start()
-            self._answered.wait(_PATIENCE)
+            self._answered.wait(_FIRST_SAMPLE)
             self._measuring = True
         except BaseException:
             self._end()

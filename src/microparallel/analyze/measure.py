@@ -10,12 +10,11 @@ from typing import Any
 from microparallel.analyze.analyzer import CommunicationEstimate, DDPPerformanceAnalyzer
 from microparallel.analyze.bottleneck import Demand, Machine, demand_of, measure_machine
 from microparallel.analyze.step_timing import StepTiming
-from microparallel.bench.engine import count_ranks_here, transport_of
-from microparallel.bench.output import progress_on_standard_error
+from microparallel.bench.engine import Measured, where
+from microparallel.bench.ranks import progress_on_standard_error
 from microparallel.collectives import ALL_REDUCES
 from microparallel.comms import Comms
 from microparallel.course.naive import mean_loss
-from microparallel.topology import available_cores
 from microparallel.train.build import build
 from microparallel.train.config import TrainConfig
 from microparallel.train.training import Training
@@ -27,17 +26,13 @@ _SMALLEST_ESTIMATE, _LARGEST_ESTIMATE = 1000, 64 * 10**6  # bytes
 
 
 @dataclass(frozen=True)
-class Findings:
+class Findings(Measured):
     """What was found out about a run, on rank 0."""
 
     timing: StepTiming
     estimates: tuple[CommunicationEstimate, ...]
     demand: Demand | None
     machine: Machine | None
-    transport: str
-    device: str
-    ranks_here: int
-    cores: int
     parameters: int
 
 
@@ -67,17 +62,7 @@ def measure(comms: Comms, config: TrainConfig, steps: int, barriers: bool, quiet
         machine, demand = measure_machine(comms.device), _demand(training, config)
         progress(0.9, "messages", 0)
         estimates = _estimates(analyzer, comms, timing)
-    return Findings(
-        timing,
-        estimates,
-        demand,
-        machine,
-        transport_of(comms),
-        comms.device.type,
-        count_ranks_here(),
-        available_cores(),
-        training.parameters,
-    )
+    return Findings(*where(comms), timing, estimates, demand, machine, training.parameters)
 
 
 def _beside_barriers(
@@ -101,7 +86,7 @@ def _demand(training: Training, config: TrainConfig) -> Demand | None:
     inputs, targets, _ = training.draw()
     if not len(targets):
         return None
-    model = copy.deepcopy(training.model)  # without hooks, so nobody else is needed
+    model = copy.deepcopy(training.model)  # without hooks, so no other rank is needed
     parameters = [one for one in model.parameters() if one.requires_grad]
 
     def step() -> None:
@@ -126,14 +111,14 @@ def _estimates(analyzer: DDPPerformanceAnalyzer, comms: Comms, timing: StepTimin
 
 
 def make_step(config: TrainConfig, comms: Comms, batch: int) -> Callable[[], Any]:
-    """What does a step of the same training with other ranks, or another batch."""
+    """A function that does one step of the same training with other ranks, or another batch."""
     return build(config_for(config, comms.world_size, batch), comms).step
 
 
 def config_for(config: TrainConfig, ranks: int, batch: int) -> TrainConfig:
     """The same training with other ranks, and another batch."""
     dp, pp = config.layout
-    if ranks != config.world_size:  # who is slow on purpose may not be there
+    if ranks != config.world_size:  # the rank that is slow on purpose may not be there
         config = replace(config, slow_rank=None, slow_link=None)
     balance = None if config.balance is not None and "," in config.balance else config.balance
     if config.is_pipeline:

@@ -1,7 +1,7 @@
 """Scaling efficiency, measured by really running 1, 2, 4, … ranks.
 
-strong   the same batch, shared by more ranks: how much sooner is a step done?
-weak     the same batch for each rank, so more samples in all: how many more are done in the same time?
+    strong   the same batch, shared by more ranks: how much sooner is a step done?
+    weak     the same batch for each rank, so more samples in all: how many more are done in the same time?
 
 Either way the speed-up is the ratio of samples a second, and the efficiency is the speed-up for each rank. Every rank
 computes with equally many threads, however many ranks there are: those that the largest world leaves it.
@@ -10,15 +10,14 @@ computes with equally many threads, however many ranks there are: those that the
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-from xml.sax.saxutils import escape
 
 import torch
 
-from microparallel.bench.engine import largest, wait_for_gpu
+from microparallel.bench.chart import COLOURS, GREY, GRID, svg_head, svg_text
+from microparallel.bench.engine import largest, seconds_of, wait_for_gpu
 from microparallel.comms import Comms
 from microparallel.errors import UsageError
 from microparallel.text import count
@@ -75,7 +74,7 @@ class Scaling:
 
     @property
     def remark(self) -> str | None:
-        """What must be said where ranks outnumber the cores."""
+        """A warning where ranks outnumber the cores."""
         most = self.points[-1].ranks
         if self.device != "cpu" or most <= self.cores:
             return None
@@ -147,17 +146,10 @@ def _time_steps(comms: Comms, make_step: StepMaker, batch: int, steps: int, thre
         for _ in range(steps):
             wait_for_gpu(comms.device)
             comms.barrier()  # a step begins when all have ended the last: otherwise ranks would drift apart
-            mine.append(_seconds_of(step, comms.device))
+            mine.append(seconds_of(step, comms.device))
         return largest(comms, mine), comms.device.type
     finally:
         torch.set_num_threads(before)
-
-
-def _seconds_of(step: Callable[[], Any], device: torch.device) -> float:
-    begun = time.perf_counter()
-    step()
-    wait_for_gpu(device)
-    return time.perf_counter() - begun
 
 
 def scaling_bars(scaling: Scaling) -> str:
@@ -179,14 +171,13 @@ def scaling_bars(scaling: Scaling) -> str:
     return "\n".join(lines)
 
 
-# The picture of scaling: speed-up and efficiency over the number of ranks, each beside the ideal, as SVG.
-
+# ── the picture: speed-up and efficiency over the number of ranks, each beside the ideal ────────────────────────────
 
 _WIDTH, _HEIGHT = 880, 400
 _TOP, _BOTTOM = 96, 340
 _PANELS = ((56, 400), (500, 844))  # from where to where, in pixels
-_INK, _GREY, _GRID, _SHADE = "#1f2328", "#656d76", "#e4e7eb", "#f3f4f6"
-_COLOURS = {"strong": "#0072b2", "weak": "#d55e00"}  # told apart by colour-blind eyes as well
+_SHADE = "#f3f4f6"
+_COLOURS = {"strong": COLOURS[0], "weak": COLOURS[1]}
 
 
 @dataclass(frozen=True)
@@ -214,14 +205,7 @@ def plot_scaling(scalings: Sequence[Scaling], subtitle: str = "") -> str:
     best = max([1.0, *(scaling.efficiency(point) for scaling in scalings for point in scaling.points)])
     speed = _Panel("speed-up", *_PANELS[0], counts, most * 1.08, lambda value: f"{value:g}×")
     share = _Panel("efficiency", *_PANELS[1], counts, best * 1.08, lambda value: f"{value:.0%}")
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
-        'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">',
-        "<title>Scaling</title>",
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        _text(_PANELS[0][0], 30, "Scaling", size=17, bold=True),
-        _text(_PANELS[0][0], 50, subtitle, colour=_GREY),
-    ]
+    parts = svg_head(_WIDTH, _HEIGHT, _PANELS[0][0], "Scaling", subtitle)
     steps = [step for step in (1, 2, 4, 8, 16, 32, 64, 128) if step <= most]
     parts += _axes(speed, steps[-5:], scalings)
     parts += _axes(share, [0.25, 0.5, 0.75, 1.0], scalings)
@@ -229,8 +213,8 @@ def plot_scaling(scalings: Sequence[Scaling], subtitle: str = "") -> str:
         parts += _line(speed, scaling, scaling.speedup)
         parts += _line(share, scaling, scaling.efficiency)
     ideals = scalings[0]
-    parts.append(_path([(speed.x(point.ranks), speed.y(ideals.ideal(point))) for point in ideals.points], _GREY, True))
-    parts.append(_path([(share.x(point.ranks), share.y(1.0)) for point in ideals.points], _GREY, True))
+    parts.append(_path([(speed.x(point.ranks), speed.y(ideals.ideal(point))) for point in ideals.points], GREY, True))
+    parts.append(_path([(share.x(point.ranks), share.y(1.0)) for point in ideals.points], GREY, True))
     return "\n".join([*parts, *_legend(scalings), "</svg>", ""])
 
 
@@ -239,23 +223,23 @@ def _most(scaling: Scaling) -> float:
 
 
 def _axes(panel: _Panel, marks: Sequence[float], scalings: Sequence[Scaling]) -> list[str]:
-    parts = [_text(panel.left, _TOP - 14, panel.title, bold=True)]
+    parts = [svg_text(panel.left, _TOP - 14, panel.title, bold=True)]
     crowded = [ranks for ranks in panel.counts if any(_outnumbered(scaling, ranks) for scaling in scalings)]
     if crowded:
         edge = panel.x(crowded[0]) - (panel.right - panel.left) / len(panel.counts) / 2
         place = f'x="{edge:g}" y="{_TOP}" width="{panel.right - edge:g}" height="{_BOTTOM - _TOP}"'
         parts.append(f'<rect {place} fill="{_SHADE}"/>')
-        parts.append(_text(panel.right, _TOP - 14, "more ranks than cores", colour=_GREY, anchor="end"))
+        parts.append(svg_text(panel.right, _TOP - 14, "more ranks than cores", colour=GREY, anchor="end"))
     for mark in marks:
         height = panel.y(mark)
         ends = f'x1="{panel.left}" y1="{height:g}" x2="{panel.right}" y2="{height:g}"'
-        parts.append(f'<line {ends} stroke="{_GRID}"/>')
-        parts.append(_text(panel.left - 7, height + 4, panel.show(mark), colour=_GREY, anchor="end"))
+        parts.append(f'<line {ends} stroke="{GRID}"/>')
+        parts.append(svg_text(panel.left - 7, height + 4, panel.show(mark), colour=GREY, anchor="end"))
     for ranks in panel.counts:
         name = count(ranks, "rank")
-        parts.append(_text(panel.x(ranks), _BOTTOM + 20, name, colour=_GREY, anchor="middle"))
+        parts.append(svg_text(panel.x(ranks), _BOTTOM + 20, name, colour=GREY, anchor="middle"))
     ends = f'x1="{panel.left}" y1="{_BOTTOM}" x2="{panel.right}" y2="{_BOTTOM}"'
-    return [*parts, f'<line {ends} stroke="{_GREY}"/>']
+    return [*parts, f'<line {ends} stroke="{GREY}"/>']
 
 
 def _outnumbered(scaling: Scaling, ranks: int) -> bool:
@@ -272,9 +256,9 @@ def _line(panel: _Panel, scaling: Scaling, height: Callable[[ScalingPoint], floa
 def _legend(scalings: Sequence[Scaling]) -> list[str]:
     parts, left = [], float(_PANELS[0][0])
     names = [(f"{scaling.kind} scaling", _COLOURS[scaling.kind], False) for scaling in scalings]
-    for name, colour, dotted in [*names, ("ideal", _GREY, True)]:
+    for name, colour, dotted in [*names, ("ideal", GREY, True)]:
         parts.append(_path([(left, _HEIGHT - 16), (left + 26, _HEIGHT - 16)], colour, dotted))
-        parts.append(_text(left + 34, _HEIGHT - 12, name))
+        parts.append(svg_text(left + 34, _HEIGHT - 12, name))
         left += 140
     return parts
 
@@ -283,11 +267,3 @@ def _path(places: Sequence[tuple[float, float]], colour: str, dotted: bool = Fal
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     look = 'stroke-width="1.6" stroke-dasharray="0.1 4.5" stroke-linecap="round"' if dotted else 'stroke-width="2.4"'
     return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-linejoin="round" {look}/>'
-
-
-def _text(
-    x: float, y: float, text: str, *, size: int = 12, colour: str = _INK, bold: bool = False, anchor: str = "start"
-) -> str:
-    weight = ' font-weight="bold"' if bold else ""
-    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
-    return f'<text {place} fill="{colour}"{weight}>{escape(text)}</text>'

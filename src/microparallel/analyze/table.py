@@ -11,10 +11,17 @@ from rich.table import Table
 
 from microparallel.analyze.bottleneck import Verdict
 from microparallel.analyze.measure import Findings
-from microparallel.analyze.scaling import Scaling, scaling_bars
+from microparallel.analyze.scaling import Scaling, ScalingPoint, scaling_bars
 from microparallel.analyze.step_timing import StepTiming
-from microparallel.bench.engine import cores_are_shared
-from microparallel.bench.output import console_for_results, machine, say
+from microparallel.bench.report import (
+    Column,
+    console_for_results,
+    cores_are_shared,
+    machine,
+    make_table,
+    say,
+    text_table,
+)
 from microparallel.text import count, show_number, show_seconds, show_size, time_unit
 from microparallel.topology import available_cores
 from microparallel.trace.parts import Parts, apportion
@@ -120,9 +127,9 @@ def show(analysis: Analysis) -> None:
 
 
 def notes(analysis: Analysis) -> list[str]:
-    """What a reader must know."""
+    """Warnings that a reader of the numbers must know."""
     findings = analysis.findings
-    found = [] if findings is None else cores_are_shared(findings.ranks_here, findings.cores, findings.device)
+    found = [] if findings is None else cores_are_shared(findings)
     found += dict.fromkeys(one.remark for one in analysis.scalings if one.remark)
     if (error := analysis.verdict.error) > _MOST_ERROR:
         found.append(f"the simulation is off by {error:.0%}, so take what it says of changes with care")
@@ -181,16 +188,18 @@ def _show_barriers(console: Console, timing: StepTiming) -> None:
     phases, distorted = timing.phases, timing.with_barriers
     console.print()
     say(console, "between the phases, as many measure it, beside what happens:", heading="barriers", indent=_INDENT)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("", "forward", "backward", "exposed", "waiting", "optimizer", "step"):
-        table.add_column(heading, justify="left" if not heading else "right", no_wrap=True)
-    for name, one in (("as it is", timing), ("barriers, by events", distorted)):
-        parts = (one.forward, one.backward, one.communication_exposed, one.waiting, one.optimizer, one.total)
-        table.add_row(name, *(show_seconds(part) for part in parts))
-    clocks = (phases.forward, phases.backward, None, None, phases.optimizer, phases.total)
-    table.add_row("barriers, by clocks", *("–" if part is None else show_seconds(part) for part in clocks))
-    console.print(table)
+    rows = [
+        [name, *map(show_seconds, (*_phases(one), one.optimizer, one.total))]
+        for name, one in (("as it is", timing), ("barriers, by events", distorted))
+    ]
+    clocks = [show_seconds(part) for part in (phases.forward, phases.backward, phases.optimizer, phases.total)]
+    rows.append(["barriers, by clocks", *clocks[:2], "–", "–", *clocks[2:]])
+    console.print(text_table(("", "forward", "backward", "exposed", "waiting", "optimizer", "step"), rows))
     console.print("[dim]by clocks, communication and waiting are in the phases, and look like work[/]")
+
+
+def _phases(timing: StepTiming) -> tuple[float, ...]:
+    return timing.forward, timing.backward, timing.communication_exposed, timing.waiting
 
 
 # ── communication ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -206,18 +215,15 @@ def _show_estimates(console: Console, findings: Findings) -> None:
         heading="estimate",
         indent=_INDENT,
     )
-    worlds = list(dict.fromkeys(one.world_size for one in findings.estimates))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column("algorithm", no_wrap=True)
-    table.add_column("measured", justify="right", no_wrap=True)
-    for world in worlds:
-        table.add_column(f"{world} ranks", justify="right", no_wrap=True)
+    worlds = dict.fromkeys(one.world_size for one in findings.estimates)
+    rows = []
     for name in dict.fromkeys(one.algorithm for one in findings.estimates):
         mine = [one for one in findings.estimates if one.algorithm == name]
         measured = next((one.measured for one in mine if one.measured is not None), None)
-        cells = [show_seconds(one.seconds) for one in mine]
-        table.add_row(name, "–" if measured is None else show_seconds(measured), *cells)
-    console.print(table)
+        rows.append(
+            [name, "–" if measured is None else show_seconds(measured), *(show_seconds(one.seconds) for one in mine)]
+        )
+    console.print(text_table(("algorithm", "measured", *(f"{world} ranks" for world in worlds)), rows))
 
 
 # ── scaling and verdict ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -227,13 +233,15 @@ def _show_scaling(console: Console, scaling: Scaling) -> None:
     what = "the same batch for all" if scaling.kind == "strong" else "the same batch for each rank"
     threads = count(scaling.threads, "thread")
     console.print(f"\n[bold]{scaling.kind} scaling[/]  {what}; {threads} a rank")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
-    for heading in ("ranks", "batch", "step", "samples/s", "speed-up", "efficiency"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for point in scaling.points:
-        numbers = [str(point.ranks), str(point.batch), show_seconds(point.median), f"{point.samples_per_second:,.0f}"]
-        table.add_row(*numbers, f"{scaling.speedup(point):.2f}", f"{scaling.efficiency(point):.0%}")
-    console.print(table)
+    columns: list[Column[ScalingPoint]] = [
+        Column("ranks", lambda point: str(point.ranks)),
+        Column("batch", lambda point: str(point.batch)),
+        Column("step", lambda point: show_seconds(point.median)),
+        Column("samples/s", lambda point: f"{point.samples_per_second:,.0f}"),
+        Column("speed-up", lambda point: f"{scaling.speedup(point):.2f}"),
+        Column("efficiency", lambda point: f"{scaling.efficiency(point):.0%}"),
+    ]
+    console.print(make_table(columns, scaling.points))
     console.print(scaling_bars(scaling), highlight=False)
 
 

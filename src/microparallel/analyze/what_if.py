@@ -56,7 +56,7 @@ def changes(fitted: Fitted, outside: float = 0.0) -> list[Change]:
 
     Args:
         fitted: the step.
-        outside: seconds before and after it that nothing changes, but for more samples.
+        outside: seconds before and after the step; they grow with the samples, and no other change touches them.
     """
     base = fitted.makespan + outside
     if not base:
@@ -203,7 +203,7 @@ def _rewritten(step: Fitted, change: Callable[[list[_Timed]], list[_Timed]]) -> 
 
 
 def _as_observed(step: Fitted) -> tuple[Fitted, dict[MeetingOp, Observed]]:
-    """The same step, in which sums have no values that anybody needs: the optimizer waits for all of them."""
+    """The same step, in which no operation needs a sum by its name: the optimizer waits for all sums."""
     names = {op: Observed(str(op), "collective", 2 * number) for number, op in enumerate(step.collectives)}
 
     def rename(rows: list[_Timed]) -> list[_Timed]:
@@ -220,7 +220,7 @@ def _as_observed(step: Fitted) -> tuple[Fitted, dict[MeetingOp, Observed]]:
 
 
 def _without_waits(rows: list[_Timed], sums: Sequence[Op]) -> list[_Timed]:
-    """Nobody waits for a sum of gradients before the last."""
+    """A rank waits for no sum of gradients before the last."""
     places = [place for place, row in enumerate(rows) if row.op in sums]
     between = {place for first, second in pairwise(places) for place in range(first, second)}
     alone = {place for place in between if isinstance(rows[place].op, Join) and _latest(rows[:place]) in sums}

@@ -29,9 +29,9 @@ from microparallel.errors import MicroparallelError, UsageError
 
 _WIDTH, _HEIGHT = 1120, 560
 _TOP, _BOTTOM, _LEFT, _GAP, _LEGEND = 92, 504, 62, 62, 168
-_INK, _GREY, _GRID = "#1f2328", "#656d76", "#e4e7eb"
+INK, GREY, GRID = "#1f2328", "#656d76", "#e4e7eb"
 # Told apart by colour-blind eyes as well, and by the markers where colours are not printed.
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#8c2d04", "#6a51a3")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#8c2d04", "#6a51a3")
 _MARKERS = {
     "circle": "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0 -8 0",
     "square": "M-3.5 -3.5h7v7h-7z",
@@ -105,19 +105,24 @@ def draw_chart(title: str, subtitle: str, panels: Sequence[Panel]) -> str:
     lines = {line.label: line for panel in panels for line in panel.lines}
     styles = dict(zip(lines, _styles(list(lines.values())), strict=True))
     width = (_WIDTH - _LEGEND - len(panels) * _GAP) / len(panels)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">',
-        f"<title>{escape(title)}</title>",
-        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        _text(_LEFT, 30, title, size=17, bold=True),
-        _text(_LEFT, 50, subtitle, colour=_GREY),
-    ]
+    parts = svg_head(_WIDTH, _HEIGHT, _LEFT, title, subtitle)
     for index, panel in enumerate(panels):
         parts += _draw_panel(panel, _LEFT + index * (width + _GAP), width, styles)
     every_line = [line for panel in panels for line in panel.lines]
     kinds = {"predicted": any(line.predicted for line in every_line), "bound": any(line.bound for line in every_line)}
     return "\n".join([*parts, *_legend(styles, [kind for kind, drawn in kinds.items() if drawn]), "</svg>", ""])
+
+
+def svg_head(width: int, height: int, left: float, title: str, subtitle: str) -> list[str]:
+    """The beginning of a picture: its size, a white ground, and its title from `left` on."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        svg_text(left, 30, title, size=17, bold=True),
+        svg_text(left, 50, subtitle, colour=GREY),
+    ]
 
 
 def _styles(lines: Sequence[Line]) -> Iterator[_Style]:
@@ -126,10 +131,10 @@ def _styles(lines: Sequence[Line]) -> Iterator[_Style]:
     index = 0
     for line in lines:
         if line.emphasised:
-            yield _Style(_INK, "circle", 3.0)
+            yield _Style(INK, "circle", 3.0)
         else:
-            marker = markers[(index + index // len(_COLOURS)) % len(markers)]
-            yield _Style(_COLOURS[index % len(_COLOURS)], marker, 2.6 if line.strong else 1.6)
+            marker = markers[(index + index // len(COLOURS)) % len(markers)]
+            yield _Style(COLOURS[index % len(COLOURS)], marker, 2.6 if line.strong else 1.6)
             index += 1
 
 
@@ -161,15 +166,15 @@ def _scale(values: Sequence[float], first: float, last: float) -> _Scale:
 
 def _grid(panel: Panel, x: _Scale, y: _Scale) -> list[str]:
     middle = (x.first + x.last) / 2
-    parts = [_text(x.first, _TOP - 12, panel.title, bold=True)]
-    parts.append(_text(middle, _BOTTOM + 39, panel.x_title, colour=_GREY, anchor="middle"))
+    parts = [svg_text(x.first, _TOP - 12, panel.title, bold=True)]
+    parts.append(svg_text(middle, _BOTTOM + 39, panel.x_title, colour=GREY, anchor="middle"))
     for value in y.decades():
         parts.append(_rule(x.first, y.at(value), x.last, y.at(value)))
-        parts.append(_text(x.first - 7, y.at(value) + 4, panel.show_y(value), colour=_GREY, anchor="end"))
+        parts.append(svg_text(x.first - 7, y.at(value) + 4, panel.show_y(value), colour=GREY, anchor="end"))
     for value in x.decades():
         parts.append(_rule(x.at(value), _TOP, x.at(value), _BOTTOM))
-        parts.append(_text(x.at(value), _BOTTOM + 19, panel.show_x(value), colour=_GREY, anchor="middle"))
-    frame = f'width="{x.last - x.first:.1f}" height="{_BOTTOM - _TOP}" fill="none" stroke="{_GREY}" stroke-width="0.8"'
+        parts.append(svg_text(x.at(value), _BOTTOM + 19, panel.show_x(value), colour=GREY, anchor="middle"))
+    frame = f'width="{x.last - x.first:.1f}" height="{_BOTTOM - _TOP}" fill="none" stroke="{GREY}" stroke-width="0.8"'
     return [*parts, f'<rect x="{x.first:.1f}" y="{_TOP}" {frame}/>']
 
 
@@ -190,15 +195,15 @@ def _legend(styles: dict[str, _Style], kinds: Sequence[str]) -> list[str]:
         height = _TOP + 10 + index * 23
         parts.append(_path([(left, height), (left + 26, height)], style, f'stroke-width="{style.width}"'))
         parts.append(_marker(left + 13, height, style))
-        parts.append(_text(left + 34, height + 4, label, bold=style.colour == _INK))
+        parts.append(svg_text(left + 34, height + 4, label, bold=style.colour == INK))
     below = _TOP + 10 + len(styles) * 23 + 14
-    grey = _Style(_GREY, "circle", 1.4)
+    grey = _Style(GREY, "circle", 1.4)
     explained = [("spread: quartiles", 'stroke-opacity="0.45"', [(left + 13, below - 8), (left + 13, below + 8)])]
     for index, kind in enumerate(kinds, 1):
         explained.append((kind, _LOOKS[kind], [(left, below + 23 * index), (left + 26, below + 23 * index)]))
     for text, look, points in explained:
         parts.append(_path(points, grey, f'stroke-width="1.6" {look}'))
-        parts.append(_text(left + 34, sum(height for _, height in points) / 2 + 4, text, colour=_GREY))
+        parts.append(svg_text(left + 34, sum(height for _, height in points) / 2 + 4, text, colour=GREY))
     return parts
 
 
@@ -213,19 +218,19 @@ def _marker(x: float, y: float, style: _Style) -> str:
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
-    return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{_GRID}"/>'
+    return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{GRID}"/>'
 
 
-def _text(
-    x: float, y: float, text: str, *, size: int = 12, colour: str = _INK, bold: bool = False, anchor: str = "start"
+def svg_text(
+    x: float, y: float, text: str, *, size: int = 12, colour: str = INK, bold: bool = False, anchor: str = "start"
 ) -> str:
+    """Words in a picture; `anchor` says whether they start, have their middle or end at x."""
     weight = ' font-weight="bold"' if bold else ""
     place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}"'
     return f'<text {place} fill="{colour}"{weight}>{escape(text)}</text>'
 
 
-# Write a picture as SVG, or as PNG where something here can turn SVG into it.
-
+# ── files: SVG, or PNG where a converter is installed ───────────────────────────────────────────────────────────────
 
 _SCALE = 2  # PNG pixels for each of the SVG's, so that text is sharp
 

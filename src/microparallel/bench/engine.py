@@ -1,16 +1,28 @@
-"""How to spend a given time on measurements: what is worth a try, and when it is enough."""
+"""The engine of all benchmarks: contenders take turns, every rank times them, and a time budget says when to stop.
+
+A shared machine has good moments and bad ones. So the contenders (algorithms, strategies, schedules) take turns, and
+each round begins with another one: what disturbs a minute of the run disturbs all of them alike.
+
+    round 1   torch  ring   tree        warm-up: not counted
+    round 2   ring   tree   torch
+    round 3   tree   torch  ring
+
+A benchmark brings its contenders, a function that measures one of them, and a check of the result. The engine does the
+rest: `Rounds` collects the seconds, `TimeBudget` limits them, `Measured` says where they come from.
+"""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,25 +30,84 @@ import torch.distributed as dist
 from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
 from microparallel.errors import UsageError
-from microparallel.program import Add, Op, Part, Program, Recv, Send
-from microparallel.text import count, show_size
-from microparallel.topology import available_cores, find_placement
+from microparallel.text import show_size
+from microparallel.topology import available_cores, available_memory, find_placement
 
-if TYPE_CHECKING:
-    from microparallel.bench.all_reduce import Method
+# ── what every benchmark returns ────────────────────────────────────────────────────────────────────────────────────
 
-FEWEST_REPEATS = 5  # a median with a spread needs as many
+
+@dataclass(frozen=True)
+class Wrong:
+    """A method whose result was wrong, and what it did: `ring` and `gave a wrong sum on rank 2, at 64 KB`."""
+
+    method: str
+    problem: str
+
+    def __str__(self) -> str:
+        """One sentence for the error message."""
+        return f"{self.method} {self.problem}"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Where a benchmark ran; each benchmark adds what it measured. All ranks have the same numbers.
+
+    Attributes:
+        ranks: how many took part.
+        ranks_here: how many of them run on this machine.
+        cores: of this machine, as far as this process may use them.
+        transport: "shm", "nccl" or "gloo".
+        device: "cpu" or "cuda".
+        wrong: the first wrong result, which ended the run.
+    """
+
+    ranks: int
+    ranks_here: int
+    cores: int
+    transport: str
+    device: str
+    wrong: Wrong | None = field(default=None, kw_only=True)
+
+    @property
+    def torch_group(self) -> str:
+        """What torch's own talks through: where our ranks share memory, it runs on gloo beside."""
+        return "gloo" if self.transport == "shm" else self.transport
+
+
+def where(comms: Comms) -> tuple[int, int, int, str, str]:
+    """The first fields of `Measured`, for the ranks of this world."""
+    return comms.world_size, count_ranks_here(), available_cores(), transport_of(comms), comms.device.type
+
+
+def count_ranks_here() -> int:
+    """How many ranks run on this machine."""
+    return find_placement(os.environ).local_world_size
+
+
+def transport_of(comms: Comms) -> str:
+    """The transport between these ranks: "shm", "nccl" or "gloo"."""
+    backends = str(dist.get_backend_config(comms.process_group))
+    if "nccl" in backends:
+        return "nccl"
+    return "shm" if "microparallel" in backends else "gloo"
+
+
+# ── how long to measure ─────────────────────────────────────────────────────────────────────────────────────────────
+
+FEWEST_REPEATS = 5  # a median with quartiles needs as many
 MOST_REPEATS = 50
+
+Key = TypeVar("Key")
 
 
 class TimeBudget:
-    """So many seconds for all sizes together; or, with `repeats`, as long as so many repeats take.
+    """Seconds for all sizes together; or, with `repeats`, as long as so many repeats take.
 
     A larger size gets a larger share: the second four times that of the first, the third nine times. What a size
-    leaves over is shared by those after it.
+    leaves over is shared by the sizes after it.
     """
 
-    def __init__(self, seconds: float, sizes: int, repeats: int | None = None) -> None:
+    def __init__(self, seconds: float, sizes: int = 1, repeats: int | None = None) -> None:
         self._seconds = seconds
         self._sizes = sizes
         self._repeats = repeats
@@ -49,13 +120,13 @@ class TimeBudget:
         weights = [position**2 for position in range(self._sizes_done + 1, self._sizes + 1)]
         return max(0.0, self._seconds - self._spent) * weights[0] / sum(weights)
 
-    def too_slow(self, calls: Mapping[str, float], repeats: int, spent_here: float) -> set[str]:
+    def too_slow(self, calls: Mapping[Key, float], repeats: int, spent_here: float) -> set[Key]:
         """Choose methods to repeat no more at this size, slowest first, so that the others get their fewest repeats.
 
         Args:
-            calls: what a call of each method takes.
-            repeats: how many there have been.
-            spent_here: what all of them took together.
+            calls: the seconds of a call of each method.
+            repeats: how many rounds have been counted.
+            spent_here: the seconds of all rounds at this size.
         """
         missing = FEWEST_REPEATS - repeats
         if self._repeats is not None or missing <= 0:
@@ -67,179 +138,162 @@ class TimeBudget:
         return set(fastest_first[kept:])
 
     def goes_on(self, repeats: int, spent_here: float, next_round: float) -> bool:
-        """Whether to measure this size once more, after so many repeats, if a round takes so long."""
+        """Whether there is time for one more round at this size, after so many, if it takes `next_round` seconds."""
         if self._repeats is not None:
             return repeats < self._repeats
         return repeats < FEWEST_REPEATS or (repeats < MOST_REPEATS and spent_here + next_round < self.share)
 
     def fraction(self, repeats: int, spent_here: float) -> float:
-        """How much of it all is done."""
+        """The share of the whole budget that is used, from 0 to 1."""
         if self._repeats is not None:
             return (self._sizes_done + repeats / self._repeats) / self._sizes
         return min(1.0, (self._spent + spent_here) / self._seconds)
 
     def end_size(self, spent_here: float) -> None:
-        """A size is done, after so many seconds."""
+        """Go on to the next size; this one took so many seconds."""
         self._spent += spent_here
         self._sizes_done += 1
 
 
-# A case: one rank's tensors of one size, on which every method has its turn.
+# ── rounds ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-_PERIOD = 10_007  # a prime, so that no two slices of a tensor look alike
-_EXACT = 256  # whole numbers up to here are exact in every dtype, bfloat16 too
-_SMALL = 65_536  # bytes; calls with up to so many are timed in a row
-_ROW = 10  # calls
+class Contender(Protocol):
+    """Something that is timed in turn with others."""
+
+    @property
+    def alone(self) -> bool:
+        """Whether no rank waits for another while this is measured."""
 
 
-class Case:
-    """One rank's tensors of one size: whole numbers, so that their sum is exact in whatever order they are added.
+@dataclass(frozen=True)
+class Call:
+    """One measurement on this rank: how long it took, how long it kept a core busy, whether the result was right."""
 
-    Attributes:
-        contribution: what this rank adds to the sum.
-        expected: the sum.
-        tensors: ordinary memory, where a method finds the contribution and leaves the sum; one for each call in a row.
-        shared: the same in shared memory; where ranks share none, just the tensors.
-        scratch: ordinary memory that nobody reads, where ranks share memory.
+    seconds: float
+    busy: float
+    right: bool = True
+
+
+C = TypeVar("C", bound=Contender)
+
+
+class Rounds(Generic[C]):
+    """The rounds so far: for each contender its seconds, each those of the slowest rank.
+
+    Ranks that outnumber the cores take turns on them. A rank that waits for the others waits for that too. Where no
+    rank waits for another (`alone`), the slowest rank's time leaves it out; then a call takes at least as long as all
+    ranks' work keeps the cores busy.
+
+    Args:
+        comms: the ranks.
+        contenders: what takes turns.
+        measure: times one contender on this rank; all ranks call it at the same time.
+        warm_up: rounds at the beginning that do not count: connections, caches and memory are made ready.
+        after_each: is called with a contender after each of its measurements that counts.
     """
 
-    def __init__(self, comms: Comms, size: int, dtype: torch.dtype) -> None:
-        length = size // dtype.itemsize
-        patterns = [_pattern(rank, comms.world_size) for rank in range(comms.world_size)]
-        self.contribution = _repeat(patterns[comms.rank].to(comms.device, dtype), length)
-        self.expected = _repeat(torch.stack(patterns).sum(0).to(comms.device, dtype), length)
-        row = range(calls_in_a_row(size))
-        self.tensors = [torch.empty_like(self.contribution) for _ in row]
-        shares_memory = transport_of(comms) == "shm"
-        self.shared = [comms.empty(length, dtype) for _ in row] if shares_memory else self.tensors
-        self.scratch = torch.empty_like(self.contribution) if shares_memory else self.tensors[0]
-
-    def refill(self, tensor: torch.Tensor) -> None:
-        """Put this rank's contribution back."""
-        tensor.copy_(self.contribution)
-
-    def is_right(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor holds exactly the sum."""
-        return torch.equal(tensor, self.expected)
-
-
-def calls_in_a_row(size: int) -> int:
-    """How many calls are timed together.
-
-    What a small call takes by itself, right after the ranks have met, depends on how each of them woke up. A training
-    step makes many, one after another.
-    """
-    return _ROW if size <= _SMALL else 1
-
-
-def tensors_of_a_case(comms: Comms) -> int:
-    """How many tensors of full size a rank keeps."""
-    return 5 if transport_of(comms) == "shm" else 3
-
-
-def transport_of(comms: Comms) -> str:
-    """By which transport these ranks talk: "shm", "nccl" or "gloo"."""
-    backends = str(dist.get_backend_config(comms.process_group))
-    if "nccl" in backends:
-        return "nccl"
-    return "shm" if "microparallel" in backends else "gloo"
-
-
-def _pattern(rank: int, ranks: int) -> torch.Tensor:
-    """Whole numbers of one rank, so small that the sum over all ranks is exact too."""
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, max(2, _EXACT // ranks), (_PERIOD,), generator=generator)
-
-
-def _repeat(pattern: torch.Tensor, length: int) -> torch.Tensor:
-    return pattern.repeat(-(-length // len(pattern)))[:length].clone()
-
-
-# Rounds: one call of every method after another, on tensors of one size, timed and checked.
-#
-# A shared machine has good moments and bad ones. So the methods take turns, call by call, and each round begins with
-# another one: whatever disturbs a minute of the run disturbs all of them alike. Of small calls, each turn has several
-# in
-# a row, and what counts is their mean.
-#
-# round 0   torch  ring   tree        warm-up: not counted
-# round 1   ring   tree   torch
-# round 2   tree   torch  ring
-
-
-class Rounds:
-    """The calls at one size so far: for every method its seconds, each those of the slowest rank.
-
-    A rank that waits for the others has waited for whoever shares its core too. Where ranks do something alone, the
-    slowest one's time leaves that out, so then a call takes at least what keeps all cores busy together.
-    """
-
-    def __init__(self, comms: Comms, methods: Sequence[Method], case: Case) -> None:
-        self.seconds: dict[str, list[float]] = {method.name: [] for method in methods}
+    def __init__(
+        self,
+        comms: Comms,
+        contenders: Sequence[C],
+        measure: Callable[[C], Call],
+        warm_up: int = 1,
+        after_each: Callable[[C], None] = lambda _: None,
+    ) -> None:
+        self.seconds: dict[C, list[float]] = {contender: [] for contender in contenders}
         self.counted = 0
+        self.rounds = 0  # those of the warm-up too
         self.spent = self.last_round = 0.0
-        self.wrong: tuple[str, int] | None = None  # a method whose result was not the sum, and on which rank
+        self.wrong: tuple[C, int] | None = None  # a contender with a wrong result, and on which rank
         self._comms = comms
-        self._case = case
+        self._measure = measure
+        self._warm_up = warm_up
+        self._after_each = after_each
+        self._order = list(contenders)
         self._cores = min(available_cores(), comms.world_size)
-        self._order = list(methods)
+
+    def fill(
+        self,
+        budget: TimeBudget,
+        progress: Callable[[float, int], None] = lambda *_: None,
+        may_end: Collection[C] = (),
+    ) -> None:
+        """Do rounds for as long as the budget allows; a wrong result ends them.
+
+        Args:
+            budget: how long.
+            progress: is told the fraction done, and how many rounds have counted.
+            may_end: contenders that may be left out of further rounds where they are too slow for the budget.
+        """
+        progress(budget.fraction(0, 0), 0)
+        for _ in range(self._warm_up):
+            self.warm_up()
+        while self.wrong is None and budget.goes_on(self.counted, self.spent, self.last_round):
+            calls = self.one_more()
+            slow = {contender: seconds for contender, seconds in calls.items() if contender in may_end}
+            for contender in budget.too_slow(slow, self.counted, self.spent):
+                self.end(contender)
+            progress(budget.fraction(self.counted, self.spent), self.counted)
+        budget.end_size(self.spent)
 
     def warm_up(self) -> None:
-        """A first round, which is not counted: connections, caches and memory are made ready."""
-        self._round()
+        """One round that does not count."""
+        self._round(counts=False)
 
-    def one_more(self) -> dict[str, float]:
-        """A round that counts; returns what each call took."""
-        together = self._round()
-        for name, seconds in together.items():
-            self.seconds[name].append(seconds)
+    def one_more(self) -> dict[C, float]:
+        """One round that counts; returns the seconds of each contender."""
+        together = self._round(counts=True)
+        for contender, seconds in together.items():
+            self.seconds[contender].append(seconds)
         self.counted += 1
         return together
 
-    def end(self, name: str) -> None:
-        """Leave a method out of the rounds to come."""
-        self._order = [method for method in self._order if method.name != name]
+    def end(self, contender: C) -> None:
+        """Leave a contender out of the rounds to come."""
+        self._order.remove(contender)
 
-    def _round(self) -> dict[str, float]:
+    def _round(self, *, counts: bool) -> dict[C, float]:
         begun = time.perf_counter()
-        calls = [time_call(method, self._case) for method in self._order]
-        blamed = [0 if call.right else self._comms.rank + 1 for call in calls]
-        slowest = largest(self._comms, [*(call.seconds for call in calls), *blamed])
-        work = total(self._comms, [call.work for call in calls])
+        calls = []
+        for contender in self._order:
+            calls.append(self._measure(contender))
+            if counts:
+                self._after_each(contender)
+        failed = [0 if call.right else self._comms.rank + 1 for call in calls]
+        slowest = largest(self._comms, [*(call.seconds for call in calls), *failed])
+        busy = total(self._comms, [call.busy for call in calls])
         together = {}
-        for method, seconds, all_work, rank in zip(self._order, slowest, work, slowest[len(calls) :], strict=False):
-            together[method.name] = max(seconds, all_work / self._cores) if method.alone else seconds
-            self.wrong = (method.name, int(rank) - 1) if rank else self.wrong
+        for contender, seconds, work, rank in zip(self._order, slowest, busy, slowest[len(calls) :], strict=False):
+            together[contender] = max(seconds, work / self._cores) if contender.alone else seconds
+            self.wrong = (contender, int(rank) - 1) if rank else self.wrong
         self._order = self._order[1:] + self._order[:1]
+        self.rounds += 1
         [self.last_round] = largest(self._comms, [time.perf_counter() - begun])
         self.spent += self.last_round
         return together
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call on this rank: how long it took, how long it kept a core busy, and whether the sum was right."""
+def timed(work: Callable[[], object], device: torch.device, calls: int = 1) -> Call:
+    """Do some work, which is so many calls, and time it on this rank; the clock stops when the GPU is done."""
+    begun, busy_before = time.perf_counter(), time.process_time()
+    work()
+    wait_for_gpu(device)
+    return Call((time.perf_counter() - begun) / calls, (time.process_time() - busy_before) / calls)
 
-    seconds: float
-    work: float
-    right: bool
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Do some work, and return the seconds it took on this rank; the clock stops when the GPU is done."""
+    begun = time.perf_counter()
+    work()
+    wait_for_gpu(device)
+    return time.perf_counter() - begun
 
 
-def time_call(method: Method, case: Case) -> Call:
-    """Call a method, once or some times in a row. All ranks begin together: waiting for a late one is not its cost."""
-    tensors = method.tensors_of(case)
-    for tensor in tensors:
-        case.refill(tensor)
-    method.meet()
-    begun, work_before = time.perf_counter(), time.process_time()
-    for tensor in tensors:
-        method.call(tensor, case)
-    if tensors[0].is_cuda:  # a GPU works in the background: stop the clock when it is done
-        torch.cuda.synchronize(tensors[0].device)
-    seconds, work = time.perf_counter() - begun, time.process_time() - work_before
-    right = not method.sums or all(case.is_right(tensor) for tensor in tensors)
-    return Call(seconds / len(tensors), work / len(tensors), right)
+def wait_for_gpu(device: torch.device) -> None:
+    """Return when a GPU, which works in the background, has finished what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def largest(comms: Comms, numbers: Sequence[float]) -> list[float]:
@@ -254,192 +308,47 @@ def total(comms: Comms, numbers: Sequence[float]) -> list[float]:
     return together
 
 
-# What the benchmarks of training steps have in common: medians and quartiles, and what a reader must know of them.
+# ── training steps ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+WARM_UP = 2  # rounds: buckets are arranged anew after the first step
 
 
-def quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper quartile."""
-    median = statistics.median(seconds)
-    if len(seconds) == 1:
-        return median, median, median
-    lower, _, upper = statistics.quantiles(seconds, n=4, method="inclusive")
-    return lower, median, upper
-
-
-def chance_speaks(model: str, counted: int) -> list[str]:
-    """Say so where there were few steps."""
-    if counted >= FEWEST_REPEATS:
-        return []
-    steps = count(counted, "step")
-    return [f"{model}: {steps} of each method, so chance speaks loudly; more --seconds or --steps would help"]
-
-
-def cores_are_shared(ranks_here: int, cores: int, device: str) -> list[str]:
-    """Say so where ranks take turns on the cores."""
-    if ranks_here <= cores or device != "cpu":
-        return []
-    available = count(cores, "core")
-    return [
-        f"{ranks_here} ranks share {available} and take turns: times say more about that than about the methods",
-    ]
-
-
-def count_ranks_here() -> int:
-    """How many ranks there are on this machine."""
-    return find_placement(os.environ).local_world_size
-
-
-# How much memory is there, and how much would a collective need?
-
-
-@dataclass(frozen=True)
-class MemoryBudget:
-    """What the ranks of one machine may take together; None where nobody says how much there is."""
-
-    available: float | None
-    ranks: int
-    tensors_held: int  # what each rank keeps anyway, in tensors of full size
-
-    def require(self, size: int) -> None:
-        """Refuse a size that not even the leanest method has room for."""
-        need = self._need(size, 1)
-        if self.available is not None and need > self.available:
-            raise UsageError(
-                f"tensors of {size:,} bytes: {self.ranks} ranks need {show_size(need)} for them, "
-                f"and {show_size(self.available)} are free; choose smaller --sizes or fewer --ranks"
-            )
-
-    def too_large(self, programs: Iterable[Program], size: int) -> dict[str, str]:
-        """Name the programs that need more memory than there is at this size, each with the reason."""
-        needs = {program.name: self._need(size, tensors_needed(program)) for program in programs}
-        available = self.available
-        if available is None:
-            return {}
-        return {
-            name: f"it needs {show_size(need)} of memory, and {show_size(available)} are free"
-            for name, need in needs.items()
-            if need > available
-        }
-
-    def _need(self, size: int, tensors: int) -> float:
-        return self.ranks * size * (self.tensors_held + tensors)
-
-
-def tensors_needed(program: Program) -> int:
-    """How many tensors of full size a rank needs beside its own, at most: the parts of others, and one arrival."""
-    return 1 + max(len({part for op in ops for part in _parts(op)}) for ops in program.ranks)
-
-
-def _parts(op: Op) -> list[Part]:
-    return [op.value] if isinstance(op, Add | Recv | Send) and isinstance(op.value, Part) else []
-
-
-def require_memory(comms: Comms, free: float | None, need: float, what: str, advice: str) -> None:
-    """Refuse, on all ranks alike, what would not fit into this machine's memory; all ranks call this.
-
-    Args:
-        comms: the ranks.
-        free: as many bytes as this rank finds free; None where nobody says.
-        need: of all ranks of a machine together.
-        what: takes so much.
-        advice: what to do then.
-    """
-    [shortage] = largest(comms, [-math.inf if free is None else -free])
-    if comms.device.type == "cpu" and need > -shortage:
-        raise UsageError(f"{what} need {show_size(need)} of memory, and {show_size(-shortage)} are free; {advice}")
-
-
-# Time steps of several methods that take turns, so that a shared machine's good and bad moments are shared too.
-#
-# Each round begins with another method. Between its turns a method's weights have left the caches and its threads have
-# gone to sleep, which is not so in a training that does nothing else: each turn therefore begins with a step that is
-# not
-# counted.
-#
-# round 1   none ○●   naive ○●   ddp ○●   torch-ddp ○●      ○ not counted
-# round 2   naive ○●   ddp ○●   torch-ddp ○●   none ○●      ● counted, as long as on the slowest rank
-
-
-_WARM_UP = 2  # rounds: buckets are arranged anew after the first step
-
-
-class Stepper(Protocol):
-    """Something whose steps are timed."""
-
-    @property
-    def alone(self) -> bool:
-        """Whether no rank waits for another in a step, even where they take turns on a core."""
+class Stepper(Contender, Protocol):
+    """Something whose training steps are timed."""
 
     def step(self) -> None:
         """Do one step; all ranks call this."""
 
 
-Kind = TypeVar("Kind", bound=Stepper)
+S = TypeVar("S", bound=Stepper)
 
 
-class StepRounds(Generic[Kind]):
-    """The steps so far: for everything that takes turns its seconds, each those of the slowest rank.
+def step_rounds(comms: Comms, steppers: Sequence[S], after_each: Callable[[S], None] = lambda _: None) -> Rounds[S]:
+    """Rounds of training steps.
 
-    Args:
-        comms: the ranks.
-        steppers: what takes turns.
-        after_turn: is told whose turn has ended, when that was a turn that counts.
+    While the others step, a method's weights leave the caches and its threads go to sleep, which does not happen in a
+    training that does nothing else. So each measurement begins with a step that is not timed.
+
+        round 3   ddp ○●   torch-ddp ○●   none ○●   naive ○●      ○ not timed   ● timed
     """
+    return Rounds(comms, steppers, partial(_time_step, comms), WARM_UP, after_each)
 
-    def __init__(
-        self, comms: Comms, steppers: Sequence[Kind], after_turn: Callable[[Kind], None] = lambda _: None
-    ) -> None:
-        self.seconds: dict[Kind, list[float]] = {stepper: [] for stepper in steppers}
-        self.spent = 0.0
-        self.rounds = 0  # those that were not counted too
-        self._comms = comms
-        self._after_turn = after_turn
-        self._order = list(steppers)
-        self._cores = min(available_cores(), comms.world_size)
 
-    def fill(self, budget: TimeBudget, tell: Callable[[float, int], None]) -> None:
-        """Do rounds for as long as the budget allows; `tell` hears the fraction done, and how many counted."""
-        tell(0.0, 0)
-        for _ in range(_WARM_UP):
-            took = self._round(counts=False)
-        counted = 0
-        while budget.goes_on(counted, self.spent, took):
-            took = self._round(counts=True)
-            counted += 1
-            tell(budget.fraction(counted, self.spent), counted)
-
-    def _round(self, *, counts: bool) -> float:
-        """One turn of each method; returns how long all of them took."""
-        begun = time.perf_counter()
-        mine = [self._turn(stepper, counts) for stepper in self._order]
-        slowest = largest(self._comms, [seconds for seconds, _ in mine])
-        work = total(self._comms, [busy for _, busy in mine])
-        for stepper, seconds, busy in zip(self._order, slowest, work, strict=True):
-            # Ranks that outnumber the cores take turns on them. Where none waits for another, the slowest one's time
-            # leaves that out; all of them together keep the cores busy for longer.
-            self.seconds[stepper] += [max(seconds, busy / self._cores) if stepper.alone else seconds] * counts
-        self._order = self._order[1:] + self._order[:1]
-        self.rounds += 1
-        [took] = largest(self._comms, [time.perf_counter() - begun])
-        self.spent += took
-        return took
-
-    def _turn(self, stepper: Kind, counts: bool) -> tuple[float, float]:
-        """A step that does not count and one that does: how long it took, and how long it kept a core busy."""
-        stepper.step()
-        wait_for_gpu(self._comms.device)
-        self._comms.barrier()  # waiting for a late rank is nobody's cost
-        begun, busy_before = time.perf_counter(), time.process_time()
-        stepper.step()
-        wait_for_gpu(self._comms.device)
-        took = time.perf_counter() - begun, time.process_time() - busy_before
-        if counts:
-            self._after_turn(stepper)
-        return took
+def _time_step(comms: Comms, stepper: Stepper) -> Call:
+    stepper.step()
+    wait_for_gpu(comms.device)
+    comms.barrier()  # waiting for a late rank is no cost of this method
+    return timed(stepper.step, comms.device)
 
 
 def write_traces(comms: Comms, steppers: Mapping[str, Stepper], folder: str) -> None:
-    """Record one more step of each, by name, and write it as a Chrome trace; every rank calls this, and one writes."""
+    """Record one more step of each, and write it as a Chrome trace under its name; all ranks call this, rank 0 writes.
+
+    Args:
+        comms: the ranks.
+        steppers: by name.
+        folder: is made if it is not there.
+    """
     for name, stepper in steppers.items():
         recorder = Recorder(comms)
         comms.barrier()
@@ -454,7 +363,39 @@ def write_traces(comms: Comms, steppers: Mapping[str, Stepper], folder: str) -> 
             trace.to_chrome(Path(folder) / f"{re.sub('[^a-zA-Z0-9]+', '-', name)}.json")
 
 
-def wait_for_gpu(device: torch.device) -> None:
-    """Return when a GPU, which works in the background, has done what it was told."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+# ── memory, and the group of torch's own ────────────────────────────────────────────────────────────────────────────
+
+
+def free_memory(comms: Comms) -> float:
+    """Free bytes of main memory, on the machine that has least; infinite where no machine says. All ranks call this."""
+    free = available_memory()
+    [shortage] = largest(comms, [-math.inf if free is None else -free])
+    return -shortage
+
+
+def require_memory(comms: Comms, need: float, what: str, advice: str) -> None:
+    """Refuse, on all ranks alike, what does not fit into a machine's memory; all ranks call this.
+
+    Args:
+        comms: the ranks.
+        need: bytes that all ranks of a machine need together.
+        what: needs them, for the error message.
+        advice: what to do about it, for the error message.
+    """
+    free = free_memory(comms)
+    if comms.device.type == "cpu" and need > free:
+        raise UsageError(f"{what} need {show_size(need)} of memory, and {show_size(free)} are free; {advice}")
+
+
+@contextmanager
+def torch_group(comms: Comms) -> Iterator[dist.ProcessGroup]:
+    """The group that torch's own talks through: beside shared memory one on gloo, elsewhere the world's own."""
+    if transport_of(comms) != "shm":
+        yield comms.process_group
+        return
+    ranks = dist.get_process_group_ranks(comms.process_group)
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    try:
+        yield group
+    finally:
+        dist.destroy_process_group(group)

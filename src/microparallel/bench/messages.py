@@ -1,4 +1,4 @@
-"""What does a message cost? Latency and bandwidth, read off the measured times of algorithms.
+"""What does a message cost? Latency and bandwidth: fitted to measured all-reduces, or timed by ping-pong.
 
 A message of n bytes costs latency + n × seconds per byte, and adding n bytes costs n × seconds per byte of its own. So
 an algorithm's time is
@@ -19,15 +19,13 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from microparallel.bench.all_reduce import ADD, Method
-from microparallel.bench.engine import Case, Rounds
+from microparallel.bench.all_reduce import ADD, Case, Method, add_method, algorithm_method, rounds_of
+from microparallel.bench.engine import seconds_of
 from microparallel.collectives import all_reduce_program
 from microparallel.comms import Comms
 from microparallel.errors import UsageError
@@ -164,8 +162,7 @@ def _least_squares(rows: Sequence[tuple[float, float, float]]) -> tuple[float, f
     return a, b
 
 
-# What a message costs between these ranks: measured quickly, for estimates of what was not measured.
-
+# ── measured quickly between these ranks, for estimates of what was not measured ────────────────────────────────────
 
 _ALGORITHMS = ("ring", "tree")  # one with many small messages, and one with few large ones
 _SIZES = (4_000, 64_000, 1_000_000, 4_000_000)  # bytes
@@ -176,8 +173,7 @@ def measure_message_costs(comms: Comms) -> MessageCosts:
     """Measure what a message costs, its bytes, and adding them; all ranks call this, in about a second."""
     if comms.world_size == 1:
         raise UsageError("one rank sends no messages, so their cost cannot be measured; start at least 2")
-    methods = [Method(name, _calling(comms, name), comms.barrier) for name in _ALGORITHMS]
-    methods.append(Method(ADD, lambda tensor, case: tensor.add_(case.contribution), comms.barrier, sums=False))
+    methods = [*(algorithm_method(comms, name) for name in _ALGORITHMS), add_method(comms)]
     times = [(size, _medians(comms, methods, size)) for size in _SIZES]
     measured = [
         (all_reduce_program(name, comms.world_size), size, medians[name])
@@ -192,28 +188,19 @@ def measure_message_costs(comms: Comms) -> MessageCosts:
 
 def time_all_reduce(comms: Comms, size: int, algorithm: str = "auto") -> float:
     """The median time of an all-reduce of so many bytes; all ranks call this."""
-    method = Method(algorithm, _calling(comms, algorithm), comms.barrier)
-    return _medians(comms, [method], size)[algorithm]
+    return _medians(comms, [algorithm_method(comms, algorithm)], size)[algorithm]
 
 
 def _medians(comms: Comms, methods: list[Method], size: int) -> dict[str, float]:
     dtype = torch.float32 if size >= torch.float32.itemsize else torch.uint8
-    rounds = Rounds(comms, methods, Case(comms, size, dtype))
+    rounds = rounds_of(comms, methods, Case(comms, size, dtype))
     rounds.warm_up()
     for _ in range(_REPEATS):
         rounds.one_more()
-    return {name: statistics.median(seconds) for name, seconds in rounds.seconds.items()}
+    return {method.name: statistics.median(seconds) for method, seconds in rounds.seconds.items()}
 
 
-def _calling(comms: Comms, algorithm: str) -> partial[object]:
-    return partial(_all_reduce, comms, algorithm)
-
-
-def _all_reduce(comms: Comms, algorithm: str, tensor: torch.Tensor, _: Case) -> object:
-    return comms.all_reduce(tensor, algorithm=algorithm)
-
-
-# Ping-pong: how long does a message take from one rank to another?
+# ── ping-pong: how long does a message take from one rank to another? ───────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -238,17 +225,14 @@ def ping_pong(comms: Comms, sizes: Sequence[int], repeats: int = 30) -> list[Mes
 
 def _time(comms: Comms, size: int, repeats: int) -> float:
     ball = torch.zeros(size, dtype=torch.uint8, device=comms.device)
-    rounds = []
-    for _ in range(repeats + 3):  # the first few warm the connection up
-        begun = time.perf_counter()
+
+    def there_and_back() -> None:
         if comms.rank == 0:
             comms.send_tensor(ball, dest=1)
-            ball = comms.recv_tensor((size,), src=1, dtype=torch.uint8)
+            comms.recv_tensor((size,), src=1, dtype=torch.uint8)
         elif comms.rank == 1:
-            ball = comms.recv_tensor((size,), src=0, dtype=torch.uint8)
-            comms.send_tensor(ball, dest=0)
-        if ball.is_cuda:
-            torch.cuda.synchronize(ball.device)
-        rounds.append(time.perf_counter() - begun)
-    median = torch.tensor(statistics.median(rounds[3:]) / 2, dtype=torch.float64)
+            comms.send_tensor(comms.recv_tensor((size,), src=0, dtype=torch.uint8), dest=0)
+
+    times = [seconds_of(there_and_back, comms.device) for _ in range(repeats + 3)]  # the first 3 warm the connection up
+    median = torch.tensor(statistics.median(times[3:]) / 2, dtype=torch.float64)
     return comms.broadcast(median, src=0).item()

@@ -1,7 +1,19 @@
-"""What a benchmark of pipelines cuts into stages: layers that are all alike, so that stages can be.
+"""Time a step of every pipeline schedule beside torch's same one, and measure what it could be at best, in one run.
 
-mlp   a wide perceptron, whose last layer is as wide as all others
-gpt   an embedding, blocks of attention, and a head
+| ours        | torch's                       | stages a rank |
+|-------------|-------------------------------|---------------|
+| naive       | –                             | 1             |
+| gpipe       | ScheduleGPipe                 | 1             |
+| 1f1b        | Schedule1F1B                  | 1             |
+| interleaved | ScheduleInterleaved1F1B       | 2             |
+| zb-h1       | ScheduleInterleavedZeroBubble | 1             |
+| zb-h2       | –                             | 1             |
+| zbv         | ScheduleZBVZeroBubble         | 2             |
+| dualpipev   | ScheduleDualPipeV             | 2             |
+
+Both have the same layers on the same ranks: torch's stages are copies of ours. All of them take turns step by step, and
+so do the stages' computations by themselves (`pipeline_costs`). After some of the timed steps one more is traced: what
+each rank did when. In the end one step more is watched for its memory.
 """
 
 from __future__ import annotations
@@ -18,91 +30,31 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-from microparallel.bench.all_reduce import gloo_for
-from microparallel.bench.data_parallel import HEAD, Subject, bytes_of, gpt_subject
 from microparallel.bench.engine import (
-    StepRounds,
+    Measured,
     TimeBudget,
+    Wrong,
     count_ranks_here,
     largest,
     require_memory,
+    step_rounds,
+    torch_group,
     transport_of,
+    where,
     write_traces,
 )
-from microparallel.bench.pipeline_costs import Alone, SavedBytes, StageTimes, kinds_in
-from microparallel.bench.settings import PipelineSettings, Progress, Size
+from microparallel.bench.pipeline_costs import SavedBytes, StagesAlone, StageTimes, kinds_in
+from microparallel.bench.settings import PipelineSettings, Progress
+from microparallel.bench.subjects import Batch, bytes_of, describe, pipeline_subject, to_device
 from microparallel.comms import Comms
-from microparallel.errors import ConfigError
-from microparallel.models import FullMLP
 from microparallel.models.loss import cross_entropy
 from microparallel.pipeline import Pipeline
 from microparallel.pipeline.programs import Schedule
 from microparallel.program import peak_activations
-from microparallel.text import count
-from microparallel.topology import available_cores, available_memory
 from microparallel.trace import Trace
 from microparallel.trace.parts import Shares, shares
 
-
-def pipeline_subject(size: Size) -> Subject:
-    """The model of that name and size, with its batch."""
-    depth, width, batch = size.filled
-    if size.model == "gpt":
-        if width % HEAD:
-            nearest = -(-width // HEAD) * HEAD
-            raise ConfigError(
-                f"--width {width}: a head of gpt takes {HEAD} numbers, so it is a multiple; try {nearest}"
-            )
-        return gpt_subject("gpt", width, batch, depth)
-    return Subject(
-        "mlp",
-        f"{count(depth, 'layer')} of width {width}",
-        batch,
-        lambda: FullMLP(width, depth, out_features=width),
-        lambda samples: (torch.randn(samples, width), torch.randint(width, (samples,))),
-    )
-
-
-def require_cuttable(size: Size, schedules: Sequence[str], ranks: int, microbatches: int) -> None:
-    """Refuse more micro-batches than samples, and more stages than layers."""
-    batch = size.filled[2]
-    if microbatches > batch:
-        raise ConfigError(
-            f"--microbatches {microbatches}: a batch of {batch} has too few samples for that; "
-            f"try --batch {microbatches}, or --microbatches {batch}"
-        )
-    for name in schedules:
-        stages = Schedule(name, ranks, microbatches).stages
-        if stages > size.layers:
-            raise ConfigError(
-                f"--depth {size.filled[0]}: {name} on {ranks} ranks has {stages} stages, and this {size.model} "
-                f"{size.layers} layers; try --depth {size.filled[0] + stages - size.layers}, fewer --ranks, or leave "
-                f"{name} out with --schedules"
-            )
-
-
-def describe(subject: Subject, microbatches: int) -> str:
-    """The model and how it is fed, for people."""
-    return f"{subject.text}, {count(subject.batch, 'sample')} in {count(microbatches, 'micro-batch', 'es')}"
-
-
-# What takes turns in a benchmark of pipelines: our schedules, each beside torch.distributed.pipelining's same one.
-#
-# | ours        | torch's                       | stages a rank |
-# |-------------|-------------------------------|---------------|
-# | naive       | –                             | 1             |
-# | gpipe       | ScheduleGPipe                 | 1             |
-# | 1f1b        | Schedule1F1B                  | 1             |
-# | interleaved | ScheduleInterleaved1F1B       | 2             |
-# | zb-h1       | ScheduleInterleavedZeroBubble | 1             |
-# | zb-h2       | –                             | 1             |
-# | zbv         | ScheduleZBVZeroBubble         | 2             |
-# | dualpipev   | ScheduleDualPipeV             | 2             |
-#
-# Both have the same layers on the same ranks: torch's stages are copies of ours.
-
-
-TORCH_S = {
+TORCH_SCHEDULES = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
     "interleaved": "ScheduleInterleaved1F1B",
@@ -111,8 +63,8 @@ TORCH_S = {
     "dualpipev": "ScheduleDualPipeV",
 }
 _TAKES_ONE_STAGE = ("gpipe", "1f1b")  # all others take a list
-
-Batch = tuple[torch.Tensor, torch.Tensor]
+_TRACED = 5  # steps of each schedule
+_COPIES = 2  # what a method needs at most, in models: weights and gradients
 
 
 @dataclass(frozen=True)
@@ -124,20 +76,201 @@ class Method:
 
     @property
     def label(self) -> str:
-        """What it is called where it stands alone."""
-        return f"torch's {TORCH_S[self.schedule]}" if self.by_torch else self.schedule
+        """Its name where it stands alone."""
+        return f"torch's {TORCH_SCHEDULES[self.schedule]}" if self.by_torch else self.schedule
 
 
-class Ours:
-    """`mp.Pipeline` with one schedule, on a copy of the model."""
+@dataclass(frozen=True)
+class Timing:
+    """The counted steps of one method, each with the time of the slowest rank; and what else was seen of it."""
+
+    method: Method
+    seconds: tuple[float, ...]
+    saved_bytes: tuple[int, ...]  # for backward: the most at once, of each rank
+    apart: Apart
+
+
+@dataclass(frozen=True)
+class TracedSteps:
+    """What traced steps of one of our schedules showed."""
+
+    bubble: float  # the share of a step that even the busiest rank does not compute; the median
+    shares: tuple[Shares, ...]  # of each rank; the means
+    activations: tuple[int, ...]  # the most at once, of each rank
+    activations_of_program: tuple[int, ...]
+    stage_times: StageTimes  # of its cut
+
+
+@dataclass(frozen=True)
+class Measurements(Measured):
+    """Everything one run measured."""
+
+    model: str
+    text: str  # what is trained, for people
+    microbatches: int
+    timings: tuple[Timing, ...]
+    traced: dict[str, TracedSteps]  # by schedule
+    refused: dict[str, str]  # what torch would not do, by schedule
+
+
+def bench_pipelines(comms: Comms, settings: PipelineSettings, progress: Progress = lambda *_: None) -> Measurements:
+    """Measure all schedules; every rank calls this, and all get the same numbers."""
+    subject = pipeline_subject(settings)
+    with torch_group(comms) as group:
+        bench = _Bench(comms, settings, group)
+        budget = TimeBudget(settings.seconds, repeats=settings.steps)
+        bench.rounds.fill(budget, lambda part, steps: progress(part, subject.name, steps))
+        timings = bench.timings()
+        traced = bench.traced()
+        if settings.trace is not None:
+            write_traces(comms, {one.method.label: one for one in bench.contenders}, settings.trace)
+    wrong = [
+        Wrong(timing.method.label, f"computed something wrong: {problem}")
+        for timing in timings
+        if (problem := timing.apart.problem)
+    ]
+    return Measurements(
+        *where(comms),
+        subject.name,
+        describe(subject, settings.microbatches),
+        settings.microbatches,
+        timings,
+        traced,
+        bench.refused,
+        wrong=wrong[0] if wrong else None,
+    )
+
+
+class _Bench:
+    """All methods on one model.
+
+    Attributes:
+        contenders: our pipelines, and torch's after them.
+        rounds: in which they take turns, and the stages' computations with them.
+        refused: why torch does not do a schedule, by its name.
+    """
+
+    def __init__(self, comms: Comms, settings: PipelineSettings, group: dist.ProcessGroup) -> None:
+        subject = pipeline_subject(settings)
+        model = subject.model().to(comms.device)
+        schedules = len(settings.schedules)
+        # All ranks together hold each schedule's model once, ours, torch's and for the computations alone; while a
+        # pipeline is built, every rank holds the whole model twice.
+        require_memory(
+            comms,
+            (3 * schedules + 2 * count_ranks_here()) * _COPIES * bytes_of(model),
+            f"{schedules} schedules of this model",
+            "choose fewer --schedules, or a smaller --width or --depth",
+        )
+        batch = to_device(subject.on_rank(0), comms.device)  # all ranks work on the same samples
+        count = settings.microbatches
+        self._comms = comms
+        self._single = SingleProcess(model, batch)
+        self.refused: dict[str, str] = {}
+        self._ours = [OurPipeline(name, model, batch, count, comms) for name in settings.schedules]
+        self.contenders: list[OurPipeline | TorchPipeline] = [*self._ours]
+        for ours in self._ours if settings.with_torch else ():
+            self._add_torchs(ours, batch, count, group)
+        self._alone = stages_alone(self._ours, model, batch, count)
+        self._traces: dict[OurPipeline, list[Trace]] = {ours: [] for ours in self._ours}
+        self.rounds = step_rounds(comms, [*self.contenders, *self._alone.values()], self._after_each)
+
+    def _add_torchs(self, ours: OurPipeline, batch: Batch, count: int, group: dist.ProcessGroup) -> None:
+        schedule = ours.method.schedule
+        if schedule not in TORCH_SCHEDULES:
+            return
+        if len(batch[0]) % count:
+            self.refused[schedule] = "its micro-batches must be of one size, and these are not"
+            return
+        if self._comms.device.type == "cuda" and transport_of(self._comms) != "nccl":
+            self.refused[schedule] = "between GPUs it needs nccl, and gloo sends from main memory alone"
+            return
+        try:
+            self.contenders.append(TorchPipeline(ours, batch, count, group))
+        except TorchRefuses as error:
+            self.refused[schedule] = str(error)
+
+    def _after_each(self, stepper: OurPipeline | TorchPipeline | StagesAlone) -> None:
+        if isinstance(stepper, StagesAlone):
+            stepper.keep()
+        elif isinstance(stepper, OurPipeline) and len(self._traces[stepper]) < _TRACED:
+            self._traces[stepper].append(stepper.traced_step())
+
+    def timings(self) -> tuple[Timing, ...]:
+        """What was measured of each method, torch's after ours."""
+        found = []
+        for contender in self.contenders:
+            apart = self._single.compare(contender, self._comms)  # what a timed step left
+            with SavedBytes(contender.parameters.values()) as saved:
+                contender.step()
+            seconds = tuple(self.rounds.seconds[contender])
+            found.append(Timing(contender.method, seconds, self._of_each_rank(saved.most), apart))
+        return tuple(found)
+
+    def traced(self) -> dict[str, TracedSteps]:
+        """What the traces of our schedules show."""
+        times = {cut: alone.stage_times() for cut, alone in self._alone.items()}
+        return {
+            ours.method.schedule: TracedSteps(
+                statistics.median(trace.bubble_fraction for trace in traces),
+                _means([shares(trace) for trace in traces]),
+                self._of_each_rank(ours.pipe.most_activations),
+                tuple(peak_activations(ops) for ops in ours.pipe.program.ranks),
+                times[ours.cut],
+            )
+            for ours, traces in self._traces.items()
+        }
+
+    def _of_each_rank(self, number: int) -> tuple[int, ...]:
+        mine = [number if rank == self._comms.rank else 0 for rank in range(self._comms.world_size)]
+        return tuple(int(one) for one in largest(self._comms, mine))
+
+
+def stages_alone(
+    pipelines: Sequence[OurPipeline], model: nn.Module, batch: Batch, microbatches: int
+) -> dict[Cut, StagesAlone]:
+    """The stages' computations by themselves, for each way in which these pipelines cut the model."""
+    cuts: dict[Cut, list[OurPipeline]] = {}
+    for one in pipelines:
+        cuts.setdefault(one.cut, []).append(one)
+    return {
+        cut: StagesAlone(same[0], kinds_in(one.pipe.program for one in same), model, batch, microbatches)
+        for cut, same in cuts.items()
+    }
+
+
+def _means(steps: Sequence[Sequence[Shares]]) -> tuple[Shares, ...]:
+    """The mean over steps, rank by rank."""
+    return tuple(
+        Shares(
+            statistics.fmean(one.computing for one in ranks),
+            statistics.fmean(one.communicating for one in ranks),
+            statistics.fmean(one.waiting for one in ranks),
+        )
+        for ranks in zip(*steps, strict=True)
+    )
+
+
+# ── our schedules, and torch's ──────────────────────────────────────────────────────────────────────────────────────
+
+Cut = tuple[tuple[int, ...], bool]  # the rank of each stage, and whether ranks compute at the same time
+
+
+class OurPipeline:
+    """`mp.Pipeline` with one schedule, on a copy of the model.
+
+    Attributes:
+        homes: the rank of each stage.
+        parameters: those of this rank, by their names in the whole model.
+    """
 
     alone = False
 
     def __init__(self, schedule: str, model: nn.Module, batch: Batch, microbatches: int, comms: Comms) -> None:
         self.method = Method(schedule)
-        self.homes = tuple(Schedule(schedule, comms.world_size, microbatches).homes)  # the rank of each stage
+        self.homes = tuple(Schedule(schedule, comms.world_size, microbatches).homes)
         self.pipe = Pipeline(copy.deepcopy(model), comms, schedule, microbatches, loss_fn=cross_entropy)
-        self.parameters = dict(self.pipe.named_parameters())  # those of this rank, by their names in the whole model
+        self.parameters = dict(self.pipe.named_parameters())
         self._batch = batch
         self._loss = torch.zeros(())
 
@@ -147,18 +280,23 @@ class Ours:
         return self.method.schedule != "naive"
 
     @property
+    def cut(self) -> Cut:
+        """Schedules with the same cut have stages that take equally long."""
+        return self.homes, self.computes_together
+
+    @property
     def loss(self) -> float | None:
         """The last step's, where this rank knows it."""
         return float(self._loss)
 
     def step(self) -> None:
         """Forward and backward of all micro-batches, from no gradients at all."""
-        _forget_gradients(self.parameters)
+        _clear_gradients(self.parameters)
         self._loss = self.pipe.step(*self._batch)
 
     def traced_step(self) -> Trace:
         """The same, and what every rank did when."""
-        _forget_gradients(self.parameters)
+        _clear_gradients(self.parameters)
         self._loss, trace = self.pipe.traced_step(*self._batch)
         return trace
 
@@ -170,7 +308,7 @@ class TorchRefuses(Exception):
     """torch's schedule cannot do what was asked for; the text says why."""
 
 
-class Torchs:
+class TorchPipeline:
     """torch's same schedule, on copies of the same stages.
 
     Args:
@@ -182,14 +320,14 @@ class Torchs:
 
     alone = False
 
-    def __init__(self, ours: Ours, batch: Batch, microbatches: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, ours: OurPipeline, batch: Batch, microbatches: int, group: dist.ProcessGroup) -> None:
         self.method = Method(ours.method.schedule, by_torch=True)
         self.parameters: dict[str, nn.Parameter] = {}
         self._arguments: tuple[torch.Tensor, ...] = ()
         self._targets: dict[str, Any] = {}
         self._losses: list[torch.Tensor] = []
         stages = [self._copy_of(index, ours, batch, group) for index in sorted(ours.pipe.stages)]
-        schedule = getattr(pipelining, TORCH_S[self.method.schedule])
+        schedule = getattr(pipelining, TORCH_SCHEDULES[self.method.schedule])
         given = stages[0] if self.method.schedule in _TAKES_ONE_STAGE else stages
         if len(stages) > 1 and ours.homes[0] == ours.homes[-1] and torch.__version__ < _FOLDS_OVER_GLOO:
             raise TorchRefuses(f"torch {torch.__version__} sends from a rank to itself here, which gloo cannot")
@@ -198,7 +336,9 @@ class Torchs:
         except ValueError as error:
             raise TorchRefuses(str(error)) from error
 
-    def _copy_of(self, index: int, ours: Ours, batch: Batch, group: dist.ProcessGroup) -> pipelining.PipelineStage:
+    def _copy_of(
+        self, index: int, ours: OurPipeline, batch: Batch, group: dist.ProcessGroup
+    ) -> pipelining.PipelineStage:
         stage, count = ours.pipe.stages[index], len(ours.homes)
         modules = copy.deepcopy(stage.modules)
         for layer, module in zip(stage.layers, modules, strict=True):
@@ -218,22 +358,20 @@ class Torchs:
 
     def step(self) -> None:
         """Forward and backward of all micro-batches, from no gradients at all."""
-        _forget_gradients(self.parameters)
+        _clear_gradients(self.parameters)
         self._losses.clear()
         self._schedule.step(*self._arguments, **self._targets, return_outputs=False)
 
 
-def _forget_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
+def _clear_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
     for parameter in parameters.values():
         parameter.grad = None
 
 
-# Did the schedules that were timed compute what they should? A benchmark of wrong results is worth nothing.
+# ── did they compute what they should? ──────────────────────────────────────────────────────────────────────────────
 #
-# Every rank computes the loss and all gradients of the whole batch by itself, without stages and micro-batches. What
-# each
-# method's last step left must be the same but for rounding.
-
+# A benchmark of wrong results is worth nothing. So every rank computes the loss and all gradients of the whole batch by
+# itself, without stages and micro-batches. What each method's last step left must be the same but for rounding.
 
 # Micro-batches are added up in another order than a whole batch: some millionths. What is left out, or counted twice,
 # is a large part.
@@ -284,13 +422,13 @@ class SingleProcess:
 
     def compare(self, computed: Computed, comms: Comms) -> Apart:
         """How far a method is from this; all ranks call it, and get the same."""
-        nobody_s = -1.0
-        found = [nobody_s] * len(self._gradients)
+        not_here = -1.0
+        found = [not_here] * len(self._gradients)
         for place, (name, expected) in enumerate(self._gradients.items()):
             if name in computed.parameters:
                 found[place] = _part(_gradient(computed.parameters[name]) - expected, expected)
-        loss = nobody_s if computed.loss is None else abs(computed.loss - self._loss) / abs(self._loss or 1.0)
-        apart, *parts = (math.inf if part == nobody_s else part for part in largest(comms, [_finite(loss), *found]))
+        loss = not_here if computed.loss is None else abs(computed.loss - self._loss) / abs(self._loss or 1.0)
+        apart, *parts = (math.inf if part == not_here else part for part in largest(comms, [_finite(loss), *found]))
         furthest = max(range(len(parts)), key=lambda place: parts[place])
         return Apart(apart, parts[furthest], list(self._gradients)[furthest])
 
@@ -307,204 +445,3 @@ def _part(difference: torch.Tensor, whole: torch.Tensor) -> float:
 
 def _finite(number: float) -> float:
     return number if math.isfinite(number) else math.inf
-
-
-# Time a step of every pipeline schedule beside torch's same one, and measure what it could be at best, in one run.
-#
-# All of them take turns step by step, and so do the computations by themselves (`pipeline_bench_costs`). After some of
-# the turns a step is traced: what each rank did when. In the end one step more is watched for its memory.
-
-
-_TRACED = 5  # steps of each schedule
-_COPIES = 2  # what a method needs at most, in models: weights and gradients
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The counted steps of one method, each with the time of the slowest rank; and what else was seen of it."""
-
-    method: Method
-    seconds: tuple[float, ...]
-    saved_bytes: tuple[int, ...]  # for backward: the most at once, of each rank
-    apart: Apart
-
-
-@dataclass(frozen=True)
-class Look:
-    """What traced steps of one of our schedules showed."""
-
-    bubble: float  # the share of a step that even the busiest rank does not compute; the median
-    shares: tuple[Shares, ...]  # of each rank; the means
-    activations: tuple[int, ...]  # the most at once, of each rank
-    activations_of_program: tuple[int, ...]
-    stage_times: StageTimes  # of its cut
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A method that did not compute what a single process does."""
-
-    method: str
-    problem: str
-
-
-@dataclass(frozen=True)
-class Measurements:
-    """Everything one run measured; it is the same on every rank."""
-
-    ranks: int
-    ranks_here: int  # on this machine
-    cores: int
-    transport: str
-    device: str
-    model: str
-    text: str  # what is trained, for people
-    microbatches: int
-    timings: tuple[Timing, ...]
-    looks: dict[str, Look]  # by schedule
-    refused: dict[str, str]  # what torch would not do, by schedule
-    wrong: Wrong | None = None
-
-
-def bench_pipelines(comms: Comms, settings: PipelineSettings, progress: Progress = lambda *_: None) -> Measurements:
-    """Measure all schedules; every rank calls this, and all get the same numbers."""
-    subject = pipeline_subject(settings)
-    with gloo_for(comms) as group:
-        bench = _Bench(comms, settings, group)
-        budget = TimeBudget(settings.seconds, 1, settings.steps)
-        bench.rounds.fill(budget, lambda part, steps: progress(part, subject.name, steps))
-        timings = bench.timings()
-        looks = bench.looks()
-        if settings.trace is not None:
-            bench.record(settings.trace)
-    wrong = [Wrong(timing.method.label, problem) for timing in timings if (problem := timing.apart.problem)]
-    return Measurements(
-        comms.world_size,
-        count_ranks_here(),
-        available_cores(),
-        transport_of(comms),
-        comms.device.type,
-        subject.name,
-        describe(subject, settings.microbatches),
-        settings.microbatches,
-        timings,
-        looks,
-        bench.refused,
-        wrong[0] if wrong else None,
-    )
-
-
-class _Bench:
-    """All methods on one model."""
-
-    def __init__(self, comms: Comms, settings: PipelineSettings, group: dist.ProcessGroup) -> None:
-        subject = pipeline_subject(settings)
-        model = subject.model().to(comms.device)
-        _require_memory(comms, len(settings.schedules), bytes_of(model))
-        inputs, targets = subject.on_rank(0)  # all ranks work on the same samples
-        batch = inputs.to(comms.device), targets.to(comms.device)
-        count = settings.microbatches
-        self._comms = comms
-        self._single = SingleProcess(model, batch)
-        self.refused: dict[str, str] = {}
-        self._ours = [Ours(name, model, batch, count, comms) for name in settings.schedules]
-        self._torchs: list[Torchs] = []
-        for ours in self._ours if settings.with_torch else ():
-            self._add_torchs(ours, batch, count, group)
-        self._alone = {
-            cut: Alone(same[0], kinds_in(ours.pipe.program for ours in same), model, batch, count)
-            for cut, same in _by_cut(self._ours).items()
-        }
-        self._traces: dict[Ours, list[Trace]] = {ours: [] for ours in self._ours}
-        steppers: list[Ours | Torchs | Alone] = [*self._ours, *self._torchs, *self._alone.values()]
-        self.rounds = StepRounds(comms, steppers, self._after_turn)
-
-    def _add_torchs(self, ours: Ours, batch: Batch, count: int, group: dist.ProcessGroup) -> None:
-        schedule = ours.method.schedule
-        if schedule not in TORCH_S:
-            return
-        if len(batch[0]) % count:
-            self.refused[schedule] = "its micro-batches must be of one size, and these are not"
-            return
-        if self._comms.device.type == "cuda" and transport_of(self._comms) != "nccl":
-            self.refused[schedule] = "between GPUs it needs nccl, and gloo sends from main memory alone"
-            return
-        try:
-            self._torchs.append(Torchs(ours, batch, count, group))
-        except TorchRefuses as error:
-            self.refused[schedule] = str(error)
-
-    def _after_turn(self, stepper: Ours | Torchs | Alone) -> None:
-        if isinstance(stepper, Alone):
-            stepper.keep()
-        elif isinstance(stepper, Ours) and len(self._traces[stepper]) < _TRACED:
-            self._traces[stepper].append(stepper.traced_step())
-
-    def timings(self) -> tuple[Timing, ...]:
-        """What was measured of each method, torch's after ours."""
-        contenders: list[Ours | Torchs] = [*self._ours, *self._torchs]
-        return tuple(self._timing(contender) for contender in contenders)
-
-    def record(self, folder: str) -> None:
-        """Write a recorded step of each method."""
-        contenders: list[Ours | Torchs] = [*self._ours, *self._torchs]
-        write_traces(self._comms, {one.method.label: one for one in contenders}, folder)
-
-    def _timing(self, contender: Ours | Torchs) -> Timing:
-        apart = self._single.compare(contender, self._comms)  # what a timed step left
-        with SavedBytes(contender.parameters.values()) as saved:
-            contender.step()
-        seconds = tuple(self.rounds.seconds[contender])
-        return Timing(contender.method, seconds, self._of_each_rank(saved.most), apart)
-
-    def looks(self) -> dict[str, Look]:
-        """What was seen in the traces of our schedules."""
-        times = {cut: alone.stage_times() for cut, alone in self._alone.items()}
-        found = {}
-        for ours, traces in self._traces.items():
-            found[ours.method.schedule] = Look(
-                statistics.median(trace.bubble_fraction for trace in traces),
-                _means([shares(trace) for trace in traces]),
-                self._of_each_rank(ours.pipe.most_activations),
-                tuple(peak_activations(ops) for ops in ours.pipe.program.ranks),
-                times[_cut(ours)],
-            )
-        return found
-
-    def _of_each_rank(self, number: int) -> tuple[int, ...]:
-        mine = [number if rank == self._comms.rank else 0 for rank in range(self._comms.world_size)]
-        return tuple(int(one) for one in largest(self._comms, mine))
-
-
-_Cut = tuple[tuple[int, ...], bool]  # the rank of each stage, and whether ranks compute at the same time
-
-
-def _cut(ours: Ours) -> _Cut:
-    return ours.homes, ours.computes_together
-
-
-def _by_cut(all_of_ours: Sequence[Ours]) -> dict[_Cut, list[Ours]]:
-    cuts: dict[_Cut, list[Ours]] = {}
-    for ours in all_of_ours:
-        cuts.setdefault(_cut(ours), []).append(ours)
-    return cuts
-
-
-def _means(steps: Sequence[Sequence[Shares]]) -> tuple[Shares, ...]:
-    """The mean over steps, rank by rank."""
-    return tuple(
-        Shares(
-            statistics.fmean(one.computing for one in ranks),
-            statistics.fmean(one.communicating for one in ranks),
-            statistics.fmean(one.waiting for one in ranks),
-        )
-        for ranks in zip(*steps, strict=True)
-    )
-
-
-def _require_memory(comms: Comms, schedules: int, model_bytes: int) -> None:
-    # All ranks together hold each schedule's model once, ours, torch's and for the computations alone; while a
-    # pipeline is built, every rank holds the whole model twice.
-    need = (3 * schedules + 2 * count_ranks_here()) * _COPIES * model_bytes
-    what, advice = f"{schedules} schedules of this model", "choose fewer --schedules, or a smaller --width or --depth"
-    require_memory(comms, available_memory(), need, what, advice)

@@ -1,10 +1,12 @@
-"""How many bytes autograd keeps for backward passes that are still to come: the activations of a step."""
+"""What the stages of a pipeline cost by themselves: the seconds of their computations, and the bytes of activations.
+
+The simulator is given these seconds to say how fast a schedule could be if messages took no time.
+"""
 
 from __future__ import annotations
 
 import copy
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from microparallel.bench.engine import total, wait_for_gpu
+from microparallel.bench.engine import seconds_of, total
 from microparallel.models.loss import cross_entropy
 from microparallel.pipeline.microbatches import split_batch
 from microparallel.pipeline.stage import Boundary, Content, Pass, Stage
@@ -22,73 +24,11 @@ from microparallel.simulator import Costs
 from microparallel.torch_private import pytree
 
 if TYPE_CHECKING:
-    from microparallel.bench.pipeline import Batch, Ours
+    from microparallel.bench.pipeline import OurPipeline
+    from microparallel.bench.subjects import Batch
 
 
-class SavedBytes:
-    """Counts, within its `with` block, what is saved for backward and not freed yet; weights do not count.
-
-    A tensor that several operations save counts once.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.most = 0
-        self._now = 0
-        self._weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-        self._held: Counter[tuple[int, int]] = Counter()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.unpack)
-
-    def __enter__(self) -> SavedBytes:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._hooks.__exit__(*exception)
-
-    def _pack(self, tensor: torch.Tensor) -> _Saved:
-        if tensor.untyped_storage().data_ptr() in self._weights:
-            return _Saved(tensor, None, self)
-        size = min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded tensor takes less than it seems
-        key = tensor.data_ptr(), size
-        self._held[key] += 1
-        if self._held[key] == 1:
-            self._now += size
-            self.most = max(self.most, self._now)
-        return _Saved(tensor, key, self)
-
-    def let_go(self, key: tuple[int, int]) -> None:
-        """One of those that saved it needs it no more."""
-        self._held[key] -= 1
-        if not self._held[key]:
-            self._now -= key[1]
-
-
-class _Saved:
-    """What autograd keeps instead of a tensor: when it lets go of this, the tensor is freed."""
-
-    def __init__(self, tensor: torch.Tensor, key: tuple[int, int] | None, counter: SavedBytes) -> None:
-        self._tensor = tensor.detach()  # as it is, an output would lead back to the operation that saved it: a cycle
-        self._key = key
-        self._counter = counter
-
-    def unpack(self) -> torch.Tensor:
-        return self._tensor
-
-    def __del__(self) -> None:
-        if self._key is not None:
-            self._counter.let_go(self._key)
-
-
-# How long a stage's computations take by themselves: what the simulator is given to say how fast a schedule could be.
-#
-# Every rank does the forwards and backwards of its own stages, all ranks at the same time, without a single message:
-#
-# rank 0   F0.0 B0.0   F0.0 I0.0 W0.0   F0.1 B0.1   F0.1 I0.1 W0.1   …
-# rank 1   F1.0 B1.0   F1.0 I1.0 W1.0   F1.1 B1.1   F1.1 I1.1 W1.1   …
-#
-# A backward that is cut into its halves may take longer than the whole one, so both are measured. In the naive schedule
-# only one rank computes at a time and has the machine to itself; for that, ranks take turns here too.
-
+# ── seconds ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 KINDS = ("F", "B", "I", "W")
 _LETTERS = {Forward: "F", Backward: "B", BackwardInput: "I", BackwardWeight: "W"}
@@ -145,8 +85,16 @@ def kinds_in(programs: Iterable[Program]) -> frozenset[str]:
     )
 
 
-class Alone:
+class StagesAlone:
     """The computations of one cut of the model, by themselves.
+
+    Every rank does the forwards and backwards of its own stages, all ranks at the same time, without a single message:
+
+        rank 0   F0.0 B0.0   F0.0 I0.0 W0.0   F0.1 B0.1   F0.1 I0.1 W0.1   …
+        rank 1   F1.0 B1.0   F1.0 I1.0 W1.0   F1.1 B1.1   F1.1 I1.1 W1.1   …
+
+    A backward that is cut into its halves may take longer than the whole one, so both are measured. In the naive
+    schedule only one rank computes at a time and has the machine to itself; for that, ranks take turns here too.
 
     Args:
         ours: a pipeline with that cut.
@@ -154,13 +102,13 @@ class Alone:
         model: the whole model, which says what enters the stages of this rank.
         batch: inputs and targets.
         microbatches: of the batch.
-
-    Ranks compute at the same time if they do so in that pipeline, and otherwise one after another.
     """
 
     alone = True
 
-    def __init__(self, ours: Ours, kinds: frozenset[str], model: nn.Module, batch: Batch, microbatches: int) -> None:
+    def __init__(
+        self, ours: OurPipeline, kinds: frozenset[str], model: nn.Module, batch: Batch, microbatches: int
+    ) -> None:
         pipe = ours.pipe
         self._comms = pipe.comms
         self._homes = ours.homes
@@ -254,11 +202,10 @@ class Alone:
         return Pass(leaves, [outputs], put_off)
 
     def _timed(self, kind: str, stage: int, work: Callable[[], Any]) -> Any:
-        begun = time.perf_counter()
-        result = work()
-        wait_for_gpu(self._comms.device)
-        self._times.setdefault((kind, stage), []).append(time.perf_counter() - begun)
-        return result
+        results: list[Any] = []
+        seconds = seconds_of(lambda: results.append(work()), self._comms.device)
+        self._times.setdefault((kind, stage), []).append(seconds)
+        return results[0]
 
 
 def _content(tensor: torch.Tensor, needs_gradient: bool) -> Content:
@@ -283,3 +230,60 @@ def _what_enters(firsts: dict[int, str], model: nn.Module, inputs: torch.Tensor)
         for handle in handles:
             handle.remove()
     return found
+
+
+# ── bytes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class SavedBytes:
+    """Counts, within its `with` block, what is saved for backward and not freed yet; weights do not count.
+
+    A tensor that several operations save counts once.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.most = 0
+        self._now = 0
+        self._weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        self._held: Counter[tuple[int, int]] = Counter()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _Saved.unpack)
+
+    def __enter__(self) -> SavedBytes:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._hooks.__exit__(*exception)
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        if tensor.untyped_storage().data_ptr() in self._weights:
+            return _Saved(tensor, None, self)
+        size = min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded tensor takes less than it seems
+        key = tensor.data_ptr(), size
+        self._held[key] += 1
+        if self._held[key] == 1:
+            self._now += size
+            self.most = max(self.most, self._now)
+        return _Saved(tensor, key, self)
+
+    def let_go(self, key: tuple[int, int]) -> None:
+        """One operation less needs the tensor with this key; without any, it no longer counts."""
+        self._held[key] -= 1
+        if not self._held[key]:
+            self._now -= key[1]
+
+
+class _Saved:
+    """What autograd keeps instead of a tensor: when autograd drops it, the counter is told."""
+
+    def __init__(self, tensor: torch.Tensor, key: tuple[int, int] | None, counter: SavedBytes) -> None:
+        self._tensor = tensor.detach()  # as it is, an output would lead back to the operation that saved it: a cycle
+        self._key = key
+        self._counter = counter
+
+    def unpack(self) -> torch.Tensor:
+        return self._tensor
+
+    def __del__(self) -> None:
+        if self._key is not None:
+            self._counter.let_go(self._key)

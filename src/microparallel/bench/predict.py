@@ -1,30 +1,33 @@
-"""A short calibration: what a rank's own work takes by itself, and what messages take by themselves.
+"""Predict a step of every method from a short calibration, and measure it in the same run.
 
-Nothing here is the step that is to be predicted. Work is timed without a message, on all ranks at once, as they compute
-in a step; messages are timed without work. All of it takes turns with the steps (`step_rounds`), so that a machine's
-good and bad moments are shared.
+    naive        the whole backward, then one all-reduce after another, a parameter each
+    ddp          an all-reduce for each bucket as soon as its gradients are there: while backward goes on, or in between
+                 where communication would take a core from it (`Comms.can_overlap`)
+    gpipe, 1f1b  the schedule's program, with the times of its stages and of a message
 
-    work       forward, the moment at which each gradient has arrived in backward, packing gradients, the optimizer
-    messages   all-reduces of the sizes that matter, one at a time and in a queue, and a message there and back
+Each is a program, which the simulator runs with the times of the calibration (`calibration.py`). What is calibrated
+takes turns with the steps that are predicted, so that whatever else the machine does disturbs both alike.
 """
 
 from __future__ import annotations
 
-import copy
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from microparallel.bench.data_parallel import LEARNING_RATE, Batch
-from microparallel.bench.engine import largest, wait_for_gpu
-from microparallel.bench.pipeline_costs import StageTimes
+from microparallel.bench.calibration import Curve, MessagesAlone, MessageTimes, RankTimes, WorkAlone, medians_of
+from microparallel.bench.data_parallel import Method, Replica
+from microparallel.bench.engine import Measured, Stepper, TimeBudget, step_rounds, where
+from microparallel.bench.pipeline import OurPipeline, stages_alone
+from microparallel.bench.pipeline_costs import StagesAlone, StageTimes
+from microparallel.bench.settings import PREDICTED_REPLICAS, PredictSettings, Progress
+from microparallel.bench.subjects import describe, pipeline_subject, to_device
 from microparallel.comms import Comms
-from microparallel.comms.wire import gather_json
-from microparallel.course.naive import mean_loss
+from microparallel.data_parallel.bucket import split
+from microparallel.errors import UsageError
 from microparallel.program import (
     AllReduce,
     Backward,
@@ -44,222 +47,6 @@ from microparallel.program import (
 from microparallel.schedules import data_parallel_step, ddp_naive
 from microparallel.simulator.fitted import Fitted, RecordedCosts
 from microparallel.trace import Difference, Trace
-
-_QUEUE = 16  # all-reduces that follow each other, where a queue is timed
-_MOST_SIZES = 8  # that are timed of each kind; what lies between them is interpolated
-
-
-@dataclass(frozen=True)
-class Curve:
-    """How long something takes for some sizes; between them it is a line, and beyond them it goes on as the last."""
-
-    points: tuple[tuple[int, float], ...]  # bytes and seconds, in the order of the sizes
-
-    def at(self, size: float) -> float:
-        """How long it takes for that size."""
-        if size <= self.points[0][0] or len(self.points) == 1:
-            return self.points[0][1]
-        place = next((index for index, (known, _) in enumerate(self.points) if known >= size), len(self.points) - 1)
-        (first, low), (second, high) = self.points[place - 1 : place + 1]
-        return max(0.0, low + (high - low) * (size - first) / (second - first))
-
-
-@dataclass(frozen=True)
-class RankTimes:
-    """What one rank's own work takes, in seconds.
-
-    Attributes:
-        forward: of the whole model.
-        arrivals: when each parameter's gradient had arrived, since backward began; in the order of the parameters.
-        backward: until it returned.
-        packing: multiplying all gradients into other memory, as buckets do.
-        optimizer: updating the weights.
-    """
-
-    forward: float
-    arrivals: tuple[float, ...]
-    backward: float
-    packing: float
-    optimizer: float
-
-
-@dataclass(frozen=True)
-class MessageTimes:
-    """What messages take between ranks, in seconds."""
-
-    in_place: Curve  # an all-reduce of memory that the transport chose, as buckets are
-    queued: Curve  # one of several ordinary all-reduces that follow each other
-    message: Curve  # from one rank to the next
-
-
-class WorkAlone:
-    """A step of the model without any communication."""
-
-    alone = True
-
-    def __init__(self, comms: Comms, model: nn.Module, batch: Batch) -> None:
-        self._comms = comms
-        self._model = copy.deepcopy(model)
-        self._batch = batch
-        self._parameters = [one for one in self._model.parameters() if one.requires_grad]
-        self._packed = [torch.empty_like(one) for one in self._parameters]
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE)
-        self._arrived: dict[int, float] = {}
-        for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(self._arrival(index))  # type: ignore[no-untyped-call]
-        self._last: RankTimes | None = None
-        self._kept: list[RankTimes] = []
-
-    def _arrival(self, index: int) -> Callable[[torch.Tensor], None]:
-        def arrive(_: torch.Tensor) -> None:
-            self._arrived[index] = time.perf_counter()
-
-        return arrive
-
-    def step(self) -> None:
-        """Forward, backward, packing and optimizer, each with a clock."""
-        self._optimizer.zero_grad()
-        self._arrived = {}
-        begun = time.perf_counter()
-        loss = mean_loss(self._model, *self._batch)
-        wait_for_gpu(self._comms.device)
-        forward = time.perf_counter()
-        loss.backward()  # type: ignore[no-untyped-call]
-        wait_for_gpu(self._comms.device)
-        backward = time.perf_counter()
-        for parameter, packed in zip(self._parameters, self._packed, strict=True):
-            torch.mul(parameter.grad, 0.5, out=packed)  # type: ignore[arg-type]
-        wait_for_gpu(self._comms.device)
-        packing = time.perf_counter()
-        self._optimizer.step()
-        wait_for_gpu(self._comms.device)
-        end = time.perf_counter()
-        arrivals = tuple(self._arrived.get(index, backward) - forward for index in range(len(self._parameters)))
-        self._last = RankTimes(forward - begun, arrivals, backward - forward, packing - backward, end - packing)
-
-    def keep(self) -> None:
-        """The last step counts."""
-        if self._last is not None:
-            self._kept.append(self._last)
-
-    def steps(self) -> list[tuple[RankTimes, ...]]:
-        """For each step that counts, what it took every rank; all ranks call this, and get the same."""
-        rows = [[one.forward, one.backward, one.packing, one.optimizer, *one.arrivals] for one in self._kept]
-        by_rank = gather_json(rows, self._comms)
-        return [tuple(_rank_times(row) for row in step) for step in zip(*by_rank, strict=True)]
-
-
-def medians_of(steps: Sequence[Sequence[RankTimes]]) -> tuple[RankTimes, ...]:
-    """Each rank's medians over all steps."""
-    found = []
-    for mine in zip(*steps, strict=True):
-        rows = [[one.forward, one.backward, one.packing, one.optimizer, *one.arrivals] for one in mine]
-        found.append(_rank_times([statistics.median(column) for column in zip(*rows, strict=True)]))
-    return tuple(found)
-
-
-def _rank_times(row: Sequence[float]) -> RankTimes:
-    forward, backward, packing, optimizer, *arrivals = row
-    return RankTimes(forward, tuple(arrivals), backward, packing, optimizer)
-
-
-class MessagesAlone:
-    """All-reduces and messages of some sizes, without any computation.
-
-    Args:
-        comms: the ranks.
-        buckets: sizes of all-reduces in place, in bytes.
-        gradients: sizes of all-reduces that follow each other.
-        activations: sizes of messages.
-    """
-
-    alone = False
-
-    def __init__(
-        self, comms: Comms, buckets: Sequence[int], gradients: Sequence[int], activations: Sequence[int]
-    ) -> None:
-        self._comms = comms
-        self._work: dict[tuple[str, int], Callable[[], float]] = {}
-        for size in _some(buckets):
-            self._work["in place", size] = self._in_place(size)
-        for size in _some(gradients):
-            self._work["queued", size] = self._in_a_queue(size)
-        for size in _some(activations):
-            self._work["message", size] = self._there_and_back(size)
-        self._last: dict[tuple[str, int], float] = {}
-        self._kept: list[dict[tuple[str, int], float]] = []
-
-    def step(self) -> None:
-        """Each of them once; all ranks begin together."""
-        self._last = {}
-        for key, work in self._work.items():
-            self._comms.barrier()
-            self._last[key] = work()
-
-    def keep(self) -> None:
-        """The last step counts."""
-        self._kept.append(self._last)
-
-    def times(self) -> MessageTimes:
-        """The medians, of the slowest rank each time; all ranks call this, and get the same."""
-        slowest = [largest(self._comms, list(step.values())) for step in self._kept]
-        medians = dict(zip(self._work, (statistics.median(one) for one in zip(*slowest, strict=True)), strict=True))
-
-        def curve(kind: str) -> Curve:
-            return Curve(tuple(sorted((size, seconds) for (of, size), seconds in medians.items() if of == kind)))
-
-        return MessageTimes(curve("in place"), curve("queued"), curve("message"))
-
-    def _in_place(self, size: int) -> Callable[[], float]:
-        tensor = self._comms.empty((max(1, size // 4),)).to(self._comms.device)
-        tensor.zero_()
-        return lambda: self._timed(lambda: self._comms.all_reduce(tensor))
-
-    def _in_a_queue(self, size: int) -> Callable[[], float]:
-        tensors = [torch.zeros(max(1, size // 4), device=self._comms.device) for _ in range(_QUEUE)]
-
-        def all_of_them() -> None:
-            for request in [self._comms.all_reduce(tensor, async_op=True) for tensor in tensors]:
-                request.wait()
-
-        return lambda: self._timed(all_of_them) / _QUEUE
-
-    def _there_and_back(self, size: int) -> Callable[[], float]:
-        ball = torch.zeros(max(1, size // 4), device=self._comms.device)
-        comms = self._comms
-
-        def play() -> None:
-            if comms.rank == 0:
-                comms.send_tensor(ball, dest=1)
-                comms.recv_tensor(ball.shape, src=1)
-            elif comms.rank == 1:
-                comms.recv_tensor(ball.shape, src=0)
-                comms.send_tensor(ball, dest=0)
-
-        return lambda: self._timed(play) / 2
-
-    def _timed(self, work: Callable[[], object]) -> float:
-        begun = time.perf_counter()
-        work()
-        wait_for_gpu(self._comms.device)
-        return time.perf_counter() - begun
-
-
-def _some(sizes: Sequence[int]) -> list[int]:
-    """Not too many of these sizes: the smallest, the largest, and some between."""
-    known = sorted(set(sizes))
-    if len(known) <= _MOST_SIZES:
-        return known
-    return sorted({known[index * (len(known) - 1) // (_MOST_SIZES - 1)] for index in range(_MOST_SIZES)})
-
-
-# How long would a step take? Simulated, with times from a short calibration (`calibration`).
-#
-# naive        the whole backward, then one all-reduce after another, a parameter each
-# ddp          an all-reduce for each bucket as soon as its gradients are there: while backward goes on, or in between
-# where communication would take a core from it (`Comms.can_overlap`)
-# gpipe, 1f1b  the schedule's program, with the times of its stages and of a message
-
 
 SMALL = 8  # bytes: a message that only says something
 
@@ -294,6 +81,130 @@ class Prediction:
     def error(self) -> float:
         """How much too long the prediction is, as a share of what was measured; negative if it is too short."""
         return Difference("step", self.seconds, self.median).error
+
+
+@dataclass(frozen=True)
+class Predictions(Measured):
+    """Everything that was predicted and measured in one run."""
+
+    text: str  # what is trained, for people
+    bucket_cap_mb: float
+    rows: tuple[Prediction, ...]
+    work: tuple[RankTimes, ...]
+    messages: MessageTimes
+
+
+def bench_predictions(comms: Comms, settings: PredictSettings, progress: Progress = lambda *_: None) -> Predictions:
+    """Calibrate, predict and measure; every rank calls this, and all get the same."""
+    if comms.world_size < 2:
+        raise UsageError("one rank sends nothing, so there is little to predict; start at least 2")
+    bench = _Bench(comms, settings)
+    subject = pipeline_subject(settings)
+    budget = TimeBudget(settings.seconds, repeats=settings.steps)
+    bench.rounds.fill(budget, lambda part, steps: progress(part, subject.name, steps))
+    steps, messages = bench.work.steps(), bench.messages.times()
+    text, rows = describe(subject, settings.microbatches), bench.predictions(steps, messages)
+    return Predictions(*where(comms), text, settings.bucket_cap_mb, rows, medians_of(steps), messages)
+
+
+class _Bench:
+    """All methods on one model, and what is calibrated.
+
+    Attributes:
+        rounds: in which all of them take turns.
+        work: a rank's own work, by itself.
+        messages: messages by themselves.
+    """
+
+    def __init__(self, comms: Comms, settings: PredictSettings) -> None:
+        subject = pipeline_subject(settings)
+        model = subject.model().to(comms.device)
+        batch = inputs, targets = to_device(subject.on_rank(0), comms.device)
+        share = slice(comms.rank, None, comms.world_size)
+        mine = inputs[share].contiguous(), targets[share].contiguous()
+        count = settings.microbatches
+        self._comms = comms
+        self._settings = settings
+        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._sizes = [parameter.nbytes for parameter in self._parameters]
+        self._contenders: dict[str, Replica | OurPipeline] = {}
+        for name in settings.methods:
+            if name in PREDICTED_REPLICAS:
+                method = Method(name, settings.bucket_cap_mb if name == "ddp" else None)
+                self._contenders[name] = Replica(method, model, mine, comms, comms.process_group)
+            else:
+                self._contenders[name] = OurPipeline(name, model, batch, count, comms)
+        self._activation = _largest_activation(model, inputs[: max(1, len(inputs) // count)])
+        self.work = WorkAlone(comms, model, mine)
+        totals = [sum(self._sizes[index] for index in bucket) for bucket in self._buckets(range(len(self._sizes)))]
+        self.messages = MessagesAlone(comms, [SMALL, *totals], [SMALL, *self._sizes], [SMALL, self._activation])
+        pipelines = [one for one in self._contenders.values() if isinstance(one, OurPipeline)]
+        self._stages = stages_alone(pipelines, model, batch, count)
+        steppers = [*self._contenders.values(), self.work, self.messages, *self._stages.values()]
+        self.rounds = step_rounds(comms, steppers, _keep)
+
+    def _buckets(self, order: Sequence[int]) -> list[list[int]]:
+        """Parameters by their numbers, cut into buckets in the order in which their gradients arrive."""
+        numbers = {id(self._parameters[index]): index for index in order}
+        groups = split([self._parameters[index] for index in order], self._settings.bucket_cap_mb * 2**20)
+        return [[numbers[id(parameter)] for parameter in group] for group in groups]
+
+    def predictions(self, steps: Sequence[Sequence[RankTimes]], messages: MessageTimes) -> tuple[Prediction, ...]:
+        """One for each method.
+
+        In every step another rank is the slower one, and ranks that wait for each other take as long as the slower one
+        each time. So each step of the calibration is simulated by itself, and the median is the prediction.
+        """
+        usual = medians_of(steps)
+        stages = {cut: alone.stage_times() for cut, alone in self._stages.items()}
+        by_step = {cut: alone.steps() for cut, alone in self._stages.items()}
+        rows = []
+        for name, contender in self._contenders.items():
+            if isinstance(contender, OurPipeline):
+                program, size = contender.pipe.program, self._activation
+                fitted = predict_pipeline(program, stages[contender.cut], size, messages)
+                each = [predict_pipeline(program, times, size, messages) for times in by_step[contender.cut]]
+                # Before a pipeline's step the first rank says what is coming.
+                before = messages.message.at(SMALL)
+                seconds = statistics.median(one.makespan for one in each) + before
+            else:
+                fitted = self._data_parallel(name, usual, messages)
+                seconds = statistics.median(self._data_parallel(name, work, messages).makespan for work in steps)
+            rows.append(Prediction(name, seconds, tuple(self.rounds.seconds[contender]), fitted))
+        return tuple(rows)
+
+    def _data_parallel(self, name: str, work: Sequence[RankTimes], messages: MessageTimes) -> Fitted:
+        if name == "naive":
+            return predict_naive(work, self._sizes, messages)
+        first = work[0].arrivals
+        order = sorted(range(len(first)), key=lambda index: first[index])
+        return predict_ddp(work, self._buckets(order), self._sizes, messages, self._comms.can_overlap)
+
+
+def _keep(stepper: Stepper) -> None:
+    if isinstance(stepper, WorkAlone | MessagesAlone | StagesAlone):
+        stepper.keep()
+
+
+def _largest_activation(model: nn.Module, inputs: torch.Tensor) -> int:
+    """How many bytes travel between the layers of a pipeline, for one micro-batch."""
+    sizes = [0]
+
+    def look(_: nn.Module, arguments: tuple[object, ...], __: object) -> None:
+        sizes.extend(one.nbytes for one in arguments if isinstance(one, torch.Tensor) and one.is_floating_point())
+
+    layers = getattr(model, "pipeline_layers", None)
+    handles = [layer.register_forward_hook(look) for layer in (layers() if layers is not None else model.children())]
+    try:
+        with torch.no_grad():
+            model(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return max(sizes)
+
+
+# ── from a calibration to a program with costs ──────────────────────────────────────────────────────────────────────
 
 
 def predict_naive(work: Sequence[RankTimes], sizes: Sequence[int], messages: MessageTimes) -> Fitted:

@@ -1,7 +1,7 @@
 """What the benchmarks can be told: each setting is declared once, for the command line and for what measures.
 
-Every benchmark knows how to measure (`BenchSettings`), those of training steps how many of them, and each what to
-measure. Torch is not imported here, so that `--help` and a mistyped value are answered at once.
+`BenchSettings` says how to measure, `StepSettings` adds how many training steps; each benchmark's own settings say what
+to measure. Torch is not imported here, so that `--help` and a mistyped value are answered at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from microparallel.topology import available_cores, require_cores
 Progress = Callable[[float, str, int], None]  # is told the fraction done, what is measured, and how often so far
 
 HOW, WHAT = "How to measure", "What to measure"  # the headings of `--help`
-WIDEST = 2**14  # layers
+WIDEST = 2**14  # numbers that go into a layer
 
 DATA_PARALLEL = ("naive", "hooks", "buckets", "ddp", "torch-ddp on shm")
 ALWAYS = ("none", "torch-ddp")  # are measured whether they are named or not
@@ -108,7 +108,7 @@ class BenchSettings:
 
     @property
     def usual_ranks(self) -> int:
-        """How many ranks there are where nobody says how many."""
+        """How many ranks there are without --ranks."""
         return 2
 
 

@@ -41,7 +41,7 @@ EXAMPLES = flags.examples(
 )
 _SCALINGS = ("strong", "weak", "both", "none")
 _RANKS, _STEPS = 2, 20  # unless something else is said
-_STEPS_OF_SCHEDULE = 10**6  # the learning rate's: nobody trains to the end here
+_STEPS_OF_SCHEDULE = 10**6  # of the learning rate's schedule, whose end is never reached here
 
 
 @takes(
@@ -85,7 +85,7 @@ def analyze(
     step. Communication behind computation is hidden, and costs nothing. Waiting is never called communication.
 
     The verdict comes from the simulator: the recorded step is simulated without communication, without its slowest
-    rank's delay, with other buckets and so on, and what it gains is what that costs.
+    rank's delay, with other buckets and so on, and the time saved is what that cost.
     """
     if run is not None:
         _require_nothing_else(run, given, {"--steps": steps, "--scaling": scaling, "--plot": plot}, barriers)
@@ -210,7 +210,7 @@ def _counts(config: TrainConfig, kinds: list[Kind]) -> list[int]:
 def _scale(pool: Pool, config: TrainConfig, kinds: list[Kind], counts: list[int], quiet: bool) -> list[Scaling]:
     from microparallel.analyze.measure import make_step
     from microparallel.analyze.scaling import measure_scaling
-    from microparallel.bench.output import progress_on_standard_error
+    from microparallel.bench.ranks import progress_on_standard_error
 
     found = []
     with progress_on_standard_error(not quiet and bool(kinds), "worlds") as progress:

@@ -24,7 +24,7 @@ VERBS = {
     "analyze": "Train a few steps, and say where their time went; or read it from a run that was recorded.",
     "draw": "Draw a collective or a schedule: who does what when, and what it waits for.",
     "simulate": "Walk through programs with a clock for every rank, and say what they would cost.",
-    "verify": "Check a program: messages match, nobody waits for ever, and its goal is reached.",
+    "verify": "Check a program: messages match, no rank waits for ever, and its goal is reached.",
     "doctor": "Examine this machine: versions, cores, GPUs, which transports work and how fast, and what is wrong.",
     "why": "Say why ranks hang, died or disagree: which rank, in which call, at which line of your code.",
     "bench": "Measure this machine, side by side with torch.",

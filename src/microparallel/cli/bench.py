@@ -1,15 +1,14 @@
-"""`microparallel bench dp`: a training step of every kind of data parallelism, beside torch's own."""
+"""`microparallel bench`: measure this machine, side by side with torch. Each thing to be measured is a command."""
 
 from __future__ import annotations
 
-import json as json_format
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from microparallel.bench.output import choose_ranks, measure_on_ranks
+from microparallel.bench.ranks import choose_ranks, run_benchmark
 from microparallel.bench.settings import (
     PREDICTED_REPLICAS,
     AllReduceSettings,
@@ -19,177 +18,7 @@ from microparallel.bench.settings import (
 )
 from microparallel.cli import flags
 from microparallel.cli.flags import require_writable, takes
-from microparallel.errors import ConfigError, MicroparallelError
-from microparallel.text import show_size
-
-if TYPE_CHECKING:
-    from microparallel.bench import data_parallel as data_parallel_bench
-    from microparallel.bench import pipeline as pipeline_bench
-    from microparallel.bench.all_reduce import Measurements
-    from microparallel.bench.predict_report import Predictions
-
-
-DATA_PARALLEL_EXAMPLES = flags.examples(
-    ("microparallel bench dp", "four models, every method, in about two minutes"),
-    ("microparallel bench dp --models mlp-1024 --buckets 0.5,1,2,4,8,16,32", "which bucket size is best?"),
-    ("microparallel bench dp --models gpt --methods naive,ddp --steps 30", "some of it, thoroughly"),
-    ("microparallel bench dp --json > dp.json", "every number, for scripts"),
-    ("torchrun --nproc-per-node=4 -m microparallel bench dp", "between ranks that torchrun started"),
-)
-
-
-@takes(DataParallelSettings)
-def data_parallel(given: dict[str, Any], *, quiet: flags.Quiet = False, json: flags.Json = False) -> int:
-    """Time a training step (forward, backward, optimizer) of every kind of data parallelism, torch's own among them.
-
-    The methods are: none (no synchronisation at all), naive (an all-reduce for each gradient after backward), hooks
-    (each as soon as it is there), buckets (the course's), ddp (mp.DataParallel, with buckets of each of the sizes) and
-    torch-ddp (torch's DistributedDataParallel with gradient_as_bucket_view=True, on gloo in the same processes where
-    ranks share memory; "torch-ddp on shm" has our backend beneath).
-
-    All methods take turns step by step, so that whatever else the machine does disturbs all of them alike. A step takes
-    as long as its slowest rank; shown is the median with its quartiles. Each method trains a copy of its own from the
-    same weights. At the end all that synchronise must have the same weights as torch-ddp but for rounding, and the
-    same on all ranks bit for bit; if not, the exit code is 1.
-    """
-    settings = DataParallelSettings(**given)
-    choose_ranks(settings)  # says so if they cannot be had
-    from microparallel.bench.data_parallel import bench_data_parallel, find_subject
-
-    for name in settings.models:
-        find_subject(name, settings.batch)  # says so if there is none
-    if settings.transport not in ("auto", "shm") and "torch-ddp on shm" in settings.methods:
-        raise ConfigError(
-            f"--transport {settings.transport}: torch-ddp on shm needs shared memory; leave one of them out"
-        )
-    measurements: data_parallel_bench.Measurements | None = measure_on_ranks(bench_data_parallel, settings, quiet)
-    if measurements is not None:  # torchrun's other ranks have nothing to say
-        _show_data_parallel(measurements, json)
-    return 0
-
-
-def _show_data_parallel(measurements: data_parallel_bench.Measurements, json: bool) -> None:
-    from microparallel.bench import data_parallel_report as bench_dp_table
-    from microparallel.bench.data_parallel_report import report_on
-
-    if (wrong := measurements.wrong) is not None:
-        raise MicroparallelError(f"{wrong.method} trained {wrong.subject} wrongly: {wrong.problem}")
-    report = report_on(measurements)
-    if json:
-        print(json_format.dumps(bench_dp_table.as_json(report), indent=2))
-    else:
-        bench_dp_table.show(report)
-
-
-# `microparallel bench pp`: a training step of every pipeline schedule, beside torch's own and the ideal.
-
-
-PIPELINE_EXAMPLES = flags.examples(
-    ("microparallel bench pp", "every schedule beside torch's, in under two minutes"),
-    ("microparallel bench pp --schedules gpipe,1f1b,zb-h1 --steps 50", "some of it, thoroughly"),
-    ("microparallel bench pp --ranks 4 --microbatches 32 --no-torch", "what 1f1b saves of gpipe's memory"),
-    ("microparallel bench pp --model gpt", "stages of attention"),
-    ("microparallel bench pp --json > pp.json", "every number, for scripts"),
-    ("torchrun --nproc-per-node=4 -m microparallel bench pp", "between ranks that torchrun started"),
-)
-
-
-@takes(PipelineSettings)
-def pipelines(given: dict[str, Any], *, quiet: flags.Quiet = False, json: flags.Json = False) -> int:
-    """Time a step (forward and backward, no optimizer) of every pipeline schedule, beside torch's own and the ideal.
-
-    torch's is torch.distributed.pipelining's schedule of the same kind, with the same layers on the same ranks; naive
-    and zb-h2 it does not have. Where ranks share memory, it runs on gloo in the same processes.
-
-    The ideal is what the simulator makes of the stages' computations if messages take no time. Those are measured in
-    the same run: all ranks compute at the same time, and send nothing.
-
-    All schedules take turns step by step, so that whatever else the machine does disturbs all of them alike. A step
-    takes as long as its slowest rank; shown is the median with its quartiles. Bubbles, activations and memory come from
-    other steps, which are not timed. Loss and gradients of every schedule, torch's too, are compared with those of a
-    single process on the whole batch; if one is wrong, the exit code is 1.
-    """
-    settings = PipelineSettings(**given)
-    ranks = choose_ranks(settings)
-    from microparallel.bench.pipeline import bench_pipelines, pipeline_subject, require_cuttable
-
-    pipeline_subject(settings)  # says so if there is none
-    require_cuttable(settings, settings.schedules, ranks, settings.microbatches)
-    measurements: pipeline_bench.Measurements | None = measure_on_ranks(bench_pipelines, settings, quiet)
-    if measurements is not None:  # torchrun's other ranks have nothing to say
-        _show_pipelines(measurements, json)
-    return 0
-
-
-def _show_pipelines(measurements: pipeline_bench.Measurements, json: bool) -> None:
-    from microparallel.bench import pipeline_report as bench_pp_table
-    from microparallel.bench.pipeline_report import report_on
-
-    if (wrong := measurements.wrong) is not None:
-        raise MicroparallelError(f"{wrong.method} computed something wrong: {wrong.problem}")
-    report = report_on(measurements)
-    if json:
-        print(json_format.dumps(bench_pp_table.as_json(report), indent=2))
-    else:
-        bench_pp_table.show(report)
-
-
-# `microparallel bench predict`: how well does the simulator know how long a step takes?
-
-
-PREDICT_EXAMPLES = flags.examples(
-    ("microparallel bench predict", "naive, ddp, gpipe and 1f1b on 2 ranks, in about a minute"),
-    ("microparallel bench predict --methods ddp,1f1b,zb-h1 --ranks 4 --steps 30", "others, thoroughly"),
-    ("microparallel bench predict --model gpt", "stages of attention"),
-    ("microparallel bench predict --json > predict.json", "every number, for scripts"),
-)
-
-
-@takes(PredictSettings)
-def predict(given: dict[str, Any], *, quiet: flags.Quiet = False, json: flags.Json = False) -> int:
-    """Predict the time of a step from a short calibration, and measure it.
-
-    The calibration times a rank's own work without messages (forward, each gradient's arrival in backward, the stages
-    of a pipeline, the optimizer) and messages without work. The simulator then runs each method's program with these
-    times. naive is data parallelism with an all-reduce for each gradient after backward; ddp has buckets; the others
-    are pipeline schedules, whose steps have no optimizer here.
-
-    What is calibrated takes turns with the steps that are measured, so that whatever else the machine does disturbs
-    both alike. A step takes as long as its slowest rank; shown is the median with its quartiles.
-    """
-    settings = PredictSettings(**given)
-    ranks = choose_ranks(settings)
-    if ranks < 2:
-        raise ConfigError(f"--ranks {ranks}: one rank sends nothing, so there is little to predict; try --ranks 2")
-    from microparallel.bench.pipeline import pipeline_subject, require_cuttable
-    from microparallel.bench.predict_report import bench_predictions
-
-    if pipeline_subject(settings).batch < ranks:
-        raise ConfigError(f"--batch {settings.batch}: {ranks} ranks need at least a sample each; try --batch {ranks}")
-    pipelines = [name for name in settings.methods if name not in PREDICTED_REPLICAS]
-    require_cuttable(settings, pipelines, ranks, settings.microbatches)
-    found: Predictions | None = measure_on_ranks(bench_predictions, settings, quiet)
-    if found is not None:  # torchrun's other ranks have nothing to say
-        from microparallel.bench import predict_report as bench_predict_table
-
-        if json:
-            print(json_format.dumps(bench_predict_table.as_json(found), indent=2))
-        else:
-            bench_predict_table.show(found)
-    return 0
-
-
-# `microparallel bench`: measure this machine. Each thing to be measured is a command of its own.
-
-
-ALL_REDUCE_EXAMPLES = flags.examples(
-    ("microparallel bench allreduce", "every algorithm, 4 KB to 100 MB, in about a minute"),
-    ("microparallel bench allreduce --algorithms none", "shared memory beside gloo, and what memory allows"),
-    ("microparallel bench allreduce --ranks 4 --plot allreduce.svg", "and as a picture"),
-    ("microparallel bench allreduce --algorithms ring,tree --sizes 64KB,1MB --repeats 50", "some of it, thoroughly"),
-    ("microparallel bench allreduce --json > allreduce.json", "every number, for scripts"),
-    ("torchrun --nproc-per-node=4 -m microparallel bench allreduce", "between ranks that torchrun started"),
-)
+from microparallel.errors import ConfigError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -203,10 +32,16 @@ app = typer.Typer(
     ),
 )
 
+# ── bench allreduce ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-app.command(name="dp", epilog=DATA_PARALLEL_EXAMPLES)(data_parallel)
-app.command(name="pp", epilog=PIPELINE_EXAMPLES)(pipelines)
-app.command(name="predict", epilog=PREDICT_EXAMPLES)(predict)
+ALL_REDUCE_EXAMPLES = flags.examples(
+    ("microparallel bench allreduce", "every algorithm, 4 KB to 100 MB, in about a minute"),
+    ("microparallel bench allreduce --algorithms none", "shared memory beside gloo, and what memory allows"),
+    ("microparallel bench allreduce --ranks 4 --plot allreduce.svg", "and as a picture"),
+    ("microparallel bench allreduce --algorithms ring,tree --sizes 64KB,1MB --repeats 50", "some of it, thoroughly"),
+    ("microparallel bench allreduce --json > allreduce.json", "every number, for scripts"),
+    ("torchrun --nproc-per-node=4 -m microparallel bench allreduce", "between ranks that torchrun started"),
+)
 
 
 @app.command(name="allreduce", epilog=ALL_REDUCE_EXAMPLES)
@@ -239,32 +74,137 @@ def all_reduce(
     much.
     """
     settings = AllReduceSettings(**given)
-    choose_ranks(settings)  # says so if they cannot be had
+    choose_ranks(settings)  # refuses --ranks that cannot be had
     from microparallel.bench.all_reduce import bench_all_reduce
-    from microparallel.bench.chart import require_drawable
+    from microparallel.bench.all_reduce_report import plot_all_reduce, report_on
+    from microparallel.bench.chart import require_drawable, write_picture
 
     if plot is not None:
         require_drawable(plot, "--plot")
         require_writable(plot, "--plot")
-    measurements = measure_on_ranks(bench_all_reduce, settings, quiet, unit="repeats")
-    if measurements is not None:  # torchrun's other ranks have nothing to say
-        _show_all_reduce(measurements, plot, json)
+    report: Any = run_benchmark(settings, bench_all_reduce, report_on, quiet=quiet, json=json, unit="repeats")
+    if plot is not None and report is not None:
+        write_picture(plot_all_reduce(report), plot)
+        print(f"drawn in {plot}", file=sys.stderr)
     return 0
 
 
-def _show_all_reduce(measurements: Measurements, plot: Path | None, json: bool) -> None:
-    from microparallel.bench import all_reduce_report as all_reduce_table
-    from microparallel.bench.all_reduce_report import plot_all_reduce, report_on
-    from microparallel.bench.chart import write_picture
+# ── bench dp ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    if (wrong := measurements.wrong) is not None:
-        raise MicroparallelError(f"{wrong.method} gave a wrong sum on rank {wrong.rank}, at {show_size(wrong.size)}")
-    report = report_on(measurements)
-    if plot is not None:
-        write_picture(plot_all_reduce(report), plot)
-    if json:
-        print(json_format.dumps(all_reduce_table.as_json(report), indent=2))
-    else:
-        all_reduce_table.show(report)
-    if plot is not None:
-        print(f"drawn in {plot}", file=sys.stderr)
+DATA_PARALLEL_EXAMPLES = flags.examples(
+    ("microparallel bench dp", "four models, every method, in about two minutes"),
+    ("microparallel bench dp --models mlp-1024 --buckets 0.5,1,2,4,8,16,32", "which bucket size is best?"),
+    ("microparallel bench dp --models gpt --methods naive,ddp --steps 30", "some of it, thoroughly"),
+    ("microparallel bench dp --json > dp.json", "every number, for scripts"),
+    ("torchrun --nproc-per-node=4 -m microparallel bench dp", "between ranks that torchrun started"),
+)
+
+
+@app.command(name="dp", epilog=DATA_PARALLEL_EXAMPLES)
+@takes(DataParallelSettings)
+def data_parallel(given: dict[str, Any], *, quiet: flags.Quiet = False, json: flags.Json = False) -> int:
+    """Time a training step (forward, backward, optimizer) of every kind of data parallelism, torch's own among them.
+
+    The methods are: none (no synchronisation at all), naive (an all-reduce for each gradient after backward), hooks
+    (each as soon as it is there), buckets (the course's), ddp (mp.DataParallel, with buckets of each of the sizes) and
+    torch-ddp (torch's DistributedDataParallel with gradient_as_bucket_view=True, on gloo in the same processes where
+    ranks share memory; "torch-ddp on shm" has our backend beneath).
+
+    All methods take turns step by step, so that whatever else the machine does disturbs all of them alike. A step takes
+    as long as its slowest rank; shown is the median with its quartiles. Each method trains a copy of its own from the
+    same weights. At the end all that synchronise must have the same weights as torch-ddp but for rounding, and the
+    same on all ranks bit for bit; if not, the exit code is 1.
+    """
+    settings = DataParallelSettings(**given)
+    choose_ranks(settings)  # refuses --ranks that cannot be had
+    if settings.transport not in ("auto", "shm") and "torch-ddp on shm" in settings.methods:
+        raise ConfigError(
+            f"--transport {settings.transport}: torch-ddp on shm needs shared memory; leave one of them out"
+        )
+    from microparallel.bench.data_parallel import bench_data_parallel
+    from microparallel.bench.data_parallel_report import report_on
+    from microparallel.bench.subjects import find_subject
+
+    for name in settings.models:
+        find_subject(name, settings.batch)  # refuses a name that no model has
+    run_benchmark(settings, bench_data_parallel, report_on, quiet=quiet, json=json)
+    return 0
+
+
+# ── bench pp ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+PIPELINE_EXAMPLES = flags.examples(
+    ("microparallel bench pp", "every schedule beside torch's, in under two minutes"),
+    ("microparallel bench pp --schedules gpipe,1f1b,zb-h1 --steps 50", "some of it, thoroughly"),
+    ("microparallel bench pp --ranks 4 --microbatches 32 --no-torch", "what 1f1b saves of gpipe's memory"),
+    ("microparallel bench pp --model gpt", "stages of attention"),
+    ("microparallel bench pp --json > pp.json", "every number, for scripts"),
+    ("torchrun --nproc-per-node=4 -m microparallel bench pp", "between ranks that torchrun started"),
+)
+
+
+@app.command(name="pp", epilog=PIPELINE_EXAMPLES)
+@takes(PipelineSettings)
+def pipelines(given: dict[str, Any], *, quiet: flags.Quiet = False, json: flags.Json = False) -> int:
+    """Time a step (forward and backward, no optimizer) of every pipeline schedule, beside torch's own and the ideal.
+
+    torch's is torch.distributed.pipelining's schedule of the same kind, with the same layers on the same ranks; naive
+    and zb-h2 it does not have. Where ranks share memory, it runs on gloo in the same processes.
+
+    The ideal is what the simulator makes of the stages' computations if messages take no time. Those are measured in
+    the same run: all ranks compute at the same time, and send nothing.
+
+    All schedules take turns step by step, so that whatever else the machine does disturbs all of them alike. A step
+    takes as long as its slowest rank; shown is the median with its quartiles. Bubbles, activations and memory come from
+    other steps, which are not timed. Loss and gradients of every schedule, torch's too, are compared with those of a
+    single process on the whole batch; if one is wrong, the exit code is 1.
+    """
+    settings = PipelineSettings(**given)
+    ranks = choose_ranks(settings)
+    from microparallel.bench.pipeline import bench_pipelines
+    from microparallel.bench.pipeline_report import report_on
+    from microparallel.bench.subjects import pipeline_subject, require_cuttable
+
+    pipeline_subject(settings)  # refuses a size that no model has
+    require_cuttable(settings, settings.schedules, ranks, settings.microbatches)
+    run_benchmark(settings, bench_pipelines, report_on, quiet=quiet, json=json)
+    return 0
+
+
+# ── bench predict ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+PREDICT_EXAMPLES = flags.examples(
+    ("microparallel bench predict", "naive, ddp, gpipe and 1f1b on 2 ranks, in about a minute"),
+    ("microparallel bench predict --methods ddp,1f1b,zb-h1 --ranks 4 --steps 30", "others, thoroughly"),
+    ("microparallel bench predict --model gpt", "stages of attention"),
+    ("microparallel bench predict --json > predict.json", "every number, for scripts"),
+)
+
+
+@app.command(name="predict", epilog=PREDICT_EXAMPLES)
+@takes(PredictSettings)
+def predict(given: dict[str, Any], *, quiet: flags.Quiet = False, json: flags.Json = False) -> int:
+    """Predict the time of a step from a short calibration, and measure it.
+
+    The calibration times a rank's own work without messages (forward, each gradient's arrival in backward, the stages
+    of a pipeline, the optimizer) and messages without work. The simulator then runs each method's program with these
+    times. naive is data parallelism with an all-reduce for each gradient after backward; ddp has buckets; the others
+    are pipeline schedules, whose steps have no optimizer here.
+
+    What is calibrated takes turns with the steps that are measured, so that whatever else the machine does disturbs
+    both alike. A step takes as long as its slowest rank; shown is the median with its quartiles.
+    """
+    settings = PredictSettings(**given)
+    ranks = choose_ranks(settings)
+    if ranks < 2:
+        raise ConfigError(f"--ranks {ranks}: one rank sends nothing, so there is little to predict; try --ranks 2")
+    from microparallel.bench.predict import bench_predictions
+    from microparallel.bench.predict_report import report_on
+    from microparallel.bench.subjects import pipeline_subject, require_cuttable
+
+    if pipeline_subject(settings).batch < ranks:
+        raise ConfigError(f"--batch {settings.batch}: {ranks} ranks need at least a sample each; try --batch {ranks}")
+    schedules = [name for name in settings.methods if name not in PREDICTED_REPLICAS]
+    require_cuttable(settings, schedules, ranks, settings.microbatches)
+    run_benchmark(settings, bench_predictions, report_on, quiet=quiet, json=json)
+    return 0

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from microparallel.cli import flags, programs
-from microparallel.cli.flags import require_writable
+from microparallel.cli.flags import require_writable, takes
 from microparallel.cli.simulate import summary
 from microparallel.drawing import View, coloured, head_of, hops_of, plain, text_lines
 from microparallel.drawing import draw as draw_program
@@ -37,22 +37,11 @@ def _file(what: str) -> Any:
     return typer.Option(metavar="FILE", help=what, rich_help_panel="What to write")
 
 
+@takes(programs.ProgramAndCostFlags)
 def draw(
+    given: dict[str, Any],
+    *,
     name: programs.Name,
-    ranks: programs.Ranks = None,
-    microbatches: programs.Microbatches = None,
-    stages_per_rank: programs.StagesPerRank = None,
-    layers: programs.Layers = None,
-    buckets: programs.Buckets = None,
-    ranks_per_node: programs.RanksPerNode = None,
-    forward: programs.Forward = None,
-    backward_input: programs.BackwardInput = None,
-    backward_weight: programs.BackwardWeight = None,
-    latency: programs.Latency = None,
-    seconds_per_byte: programs.SecondsPerByte = None,
-    add_seconds_per_byte: programs.AddSecondsPerByte = None,
-    bytes_per_value: programs.Bytes = None,
-    link: programs.Links = None,
     view: Annotated[
         str | None,
         typer.Option(
@@ -69,7 +58,7 @@ def draw(
     chrome: Annotated[Path | None, _file("A Chrome trace, which Perfetto opens.")] = None,
     text: Annotated[Path | None, _file("What the terminal would show, without colours.")] = None,
     json: flags.Json = False,
-) -> None:
+) -> int:
     """Draw a collective or a schedule: who does what when, and what it waits for.
 
     Without a file to write, it is drawn in the terminal.
@@ -79,17 +68,15 @@ def draw(
     _require_files(wanted)
     if text is None and (json or wanted):
         _require_no_text_flags({"--view": view, "--width": width})
-    costs = (forward, backward_input, backward_weight, latency, seconds_per_byte, add_seconds_per_byte, bytes_per_value)
-    program = programs.load(name, ranks, microbatches, stages_per_rank, layers, buckets, ranks_per_node)
+    program = programs.load(name, given)
     _require_drawable(program)
-    given = any(cost is not None for cost in costs) or bool(link)
-    chosen = _view(view, program, costs_given=given)
+    chosen = _view(view, program, costs_given=programs.costs_given(given))
     wrong = programs.complaint(name, program)
     if wrong is not None and "deadlock" in wrong:
         raise MicroparallelError(f"{name} cannot be drawn: {wrong}")
     with Console(stderr=True).status("drawing") if len(program) > _SLOW else nullcontext():
         try:
-            trace = simulate(program, programs.costs_of(program, *costs, links=link))
+            trace = simulate(program, programs.costs_of(program, given))
         except ProgramError as error:
             raise MicroparallelError(f"{name} cannot be drawn: {wrong or error}") from None
         _write(trace, chosen, width, wanted)
@@ -102,6 +89,7 @@ def draw(
         _show(trace, chosen, width)
     if wrong is not None:
         raise MicroparallelError(f"{name} is wrong: {wrong}")
+    return 0
 
 
 def _require_files(wanted: dict[str, Path]) -> None:
@@ -120,7 +108,7 @@ def _require_no_text_flags(given: dict[str, str | int | None]) -> None:
 def _require_drawable(program: Program) -> None:
     if len(program) > _MOST_OPERATIONS:
         raise UsageError(
-            f"{program.name} has {len(program):,} operations, which nobody can read; at most {_MOST_OPERATIONS:,} are "
+            f"{program.name} has {len(program):,} operations, too many to read; at most {_MOST_OPERATIONS:,} are "
             "drawn (microparallel simulate measures larger programs)"
         )
 

@@ -1,4 +1,4 @@
-"""What the verbs have in common beside their settings: flags that every verb may take, and the examples of a help."""
+"""What the verbs share: common flags, the examples of a help, checks of files, and flags made from settings."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def examples(*lines: tuple[str, str]) -> str:
     return "**Examples**\n\n" + "\n\n".join(f"`{command}`  \n{meaning}" for command, meaning in lines)
 
 
-# Files that a verb writes: before the work begins, it is known that they can be written.
+# ── files that a verb writes ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def require_writable(path: Path, flag: str) -> None:
-    """Raise `ConfigError` if a file cannot be written there, naming the flag that asked for it."""
+    """Raise `ConfigError` before the work begins if a file cannot be written there; `flag` is what asked for it."""
     if path.is_dir():
         raise ConfigError(f"{flag} {path}: this is a folder; name a file in it")
     if path.exists() and not path.is_file():
@@ -48,7 +48,7 @@ def require_writable(path: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {path}: this place cannot be written to; choose another")
 
 
-# The flags of a verb, made from settings that a dataclass declares.
+# ── flags from the settings that a dataclass declares ───────────────────────────────────────────────────────────────
 
 
 def takes(

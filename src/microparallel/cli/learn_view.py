@@ -34,7 +34,7 @@ def unbroken(*parts: str | tuple[str, str], style: str = "") -> Text:
 
 
 def confirm(question: str) -> bool:
-    """Ask; whoever cannot answer has not agreed."""
+    """Ask the learner; no answer, as at the end of the input, means no."""
     try:
         return Confirm.ask(question, default=False)
     except EOFError:

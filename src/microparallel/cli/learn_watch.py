@@ -1,7 +1,7 @@
 """Bare `microparallel learn`: check the current exercise each time it is saved, until the learner quits.
 
-One thread checks; this one looks at the file and at the keys, and draws the whole screen anew when something has
-changed. Nothing but ordinary terminal codes, so that it works over ssh.
+A background thread checks; the main thread looks at the file and at the keys, and draws the whole screen anew when
+something has changed. Nothing but ordinary terminal codes, so that it works over ssh.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Watch:
         with self._checker, _keys_one_by_one():
             while True:
                 self._follow_the_learner()
-                self._hear_of_the_check()
+                self._note_a_finished_check()
                 self._check_if_due()
                 self._draw_if_changed()
                 key = _next_key(_LOOKS)
@@ -79,7 +79,7 @@ class Watch:
         return {exercise: _state(self._workspace.path(exercise)) for exercise in EXERCISES}
 
     def _follow_the_learner(self) -> None:
-        """Check what was saved; whoever saves another exercise works on that one now."""
+        """Check what the learner has saved; if that is another exercise, it becomes the current one."""
         before, self._seen = self._seen, self._look_at_files()
         saved = [exercise for exercise, state in self._seen.items() if state != before[exercise]]
         if saved and self._exercise not in saved and self._seen[saved[0]] is not None:
@@ -87,9 +87,9 @@ class Watch:
         elif self._exercise in saved:
             self._again, self._panel = True, None
 
-    def _hear_of_the_check(self) -> None:
-        if self._check is not None and self._check.verdict is not None and self._check.is_news:
-            self._check.is_news = False
+    def _note_a_finished_check(self) -> None:
+        if self._check is not None and self._check.verdict is not None and self._check.is_new:
+            self._check.is_new = False
             if self._check.verdict.passed:
                 self._workspace.note_passed(self._check.exercise)
             self._shown = None
@@ -183,7 +183,7 @@ class _Check(threading.Thread):
         self._checker, self.exercise, self._path = checker, exercise, path
         self.steps: list[Step] = []
         self.verdict: Verdict | None = None
-        self.is_news = True
+        self.is_new = True
         self.start()
 
     def run(self) -> None:
@@ -209,8 +209,8 @@ def _state(path: Path) -> tuple[float, int] | None:
     return found.st_mtime, found.st_size
 
 
-def _next_key(patience: float) -> str:
-    ready, _, _ = select.select([sys.stdin], [], [], patience)
+def _next_key(timeout: float) -> str:
+    ready, _, _ = select.select([sys.stdin], [], [], timeout)
     if not ready:
         return ""
     pressed = os.read(sys.stdin.fileno(), 64)
@@ -221,7 +221,7 @@ def _next_key(patience: float) -> str:
 
 @contextlib.contextmanager
 def _keys_one_by_one() -> Iterator[None]:
-    """Keys come as they are pressed, and are not printed; afterwards the terminal is as it was."""
+    """Get keys as they are pressed, without printing them; afterwards the terminal is as it was."""
     before = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
     try:

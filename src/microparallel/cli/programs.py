@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +14,12 @@ import typer
 from microparallel import collectives, schedules
 from microparallel.errors import ConfigError, DataError, ProgramError, UsageError
 from microparallel.program import Free, Program, Recv, Send, TrainingStep, from_text
+from microparallel.settings import declared, setting
 from microparallel.simulator import Costs
 from microparallel.simulator.costs import default_costs
 from microparallel.text import did_you_mean
 from microparallel.topology import Link
 from microparallel.verifier import verify
-
-_PROGRAM, _COSTS = "Which program", "What operations cost"
 
 Name = Annotated[
     str,
@@ -29,101 +29,86 @@ Name = Annotated[
         show_default=False,
     ),
 ]
-Ranks = Annotated[int | None, typer.Option(help="How many ranks.", show_default="4", rich_help_panel=_PROGRAM)]
-Microbatches = Annotated[
-    int | None,
-    typer.Option(help="Micro-batches of a pipeline's batch.", show_default="8", rich_help_panel=_PROGRAM),
-]
-StagesPerRank = Annotated[
-    int | None,
-    typer.Option(help="Stages a rank holds in interleaved.", show_default="2", rich_help_panel=_PROGRAM),
-]
-Layers = Annotated[
-    int | None, typer.Option(help="Layers of ddp and ddp-naive.", show_default="8", rich_help_panel=_PROGRAM)
-]
-Buckets = Annotated[
-    int | None, typer.Option(help="Buckets the layers of ddp share.", show_default="4", rich_help_panel=_PROGRAM)
-]
-RanksPerNode = Annotated[
-    int | None,
-    typer.Option("--ranks-per-node", help="Ranks a node of hierarchical.", show_default="2", rich_help_panel=_PROGRAM),
-]
 
-_PER_STAGE = "One number, or one for each stage: 1,2,1,1."
-Forward = Annotated[
-    str | None,
-    typer.Option(metavar="TIME", help=f"A stage's forward. {_PER_STAGE}", show_default="1", rich_help_panel=_COSTS),
-]
-BackwardInput = Annotated[
-    str | None,
-    typer.Option(
-        "--backward-input",
+
+# ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_PROGRAM, _COSTS = "Which program", "What operations cost"  # the headings of `--help`
+
+
+@dataclass(frozen=True)
+class ProgramFlags:
+    """Which program: the flags of `draw`, `simulate` and `verify`."""
+
+    ranks: int | None = setting(None, "How many ranks.", _PROGRAM, shown="4")
+    microbatches: int | None = setting(None, "Micro-batches of a pipeline's batch.", _PROGRAM, shown="8")
+    stages_per_rank: int | None = setting(None, "Stages a rank holds in interleaved.", _PROGRAM, shown="2")
+    layers: int | None = setting(None, "Layers of ddp and ddp-naive.", _PROGRAM, shown="8")
+    buckets: int | None = setting(None, "Buckets the layers of ddp share.", _PROGRAM, shown="4")
+    ranks_per_node: int | None = setting(None, "Ranks a node of hierarchical.", _PROGRAM, shown="2")
+
+
+@dataclass(frozen=True)
+class ProgramAndCostFlags(ProgramFlags):
+    """Which program, and what its operations cost: the flags of `draw` and `simulate`."""
+
+    forward: str | None = setting(
+        None, "A stage's forward. One number, or one for each stage: 1,2,1,1.", _COSTS, shown="1", metavar="TIME"
+    )
+    backward_input: str | None = setting(
+        None, "The half of its backward that gives its input's gradient.", _COSTS, shown="1", metavar="TIME"
+    )
+    backward_weight: str | None = setting(
+        None,
+        "The half that gives its weights' gradients; a full backward takes both.",
+        _COSTS,
+        shown="1",
         metavar="TIME",
-        help="The half of its backward that gives its input's gradient.",
-        show_default="1",
-        rich_help_panel=_COSTS,
-    ),
-]
-BackwardWeight = Annotated[
-    str | None,
-    typer.Option(
-        "--backward-weight",
+    )
+    latency: float | None = setting(
+        None,
+        "What each message costs, however small; so long, it holds its sender's and its receiver's port.",
+        _COSTS,
+        shown="1 in collectives, else 0",
         metavar="TIME",
-        help="The half that gives its weights' gradients; a full backward takes both.",
-        show_default="1",
-        rich_help_panel=_COSTS,
-    ),
-]
-Latency = Annotated[
-    float | None,
-    typer.Option(
-        metavar="TIME",
-        help="What each message costs, however small; so long, it holds its sender's and its receiver's port.",
-        show_default="1 in collectives, else 0",
-        rich_help_panel=_COSTS,
-    ),
-]
-SecondsPerByte = Annotated[
-    float | None,
-    typer.Option(
-        "--seconds-per-byte",
-        metavar="TIME",
-        help="What each byte of a message costs.",
-        show_default="1 in ddp, else 0",
-        rich_help_panel=_COSTS,
-    ),
-]
-AddSecondsPerByte = Annotated[
-    float | None,
-    typer.Option(
-        "--add-seconds-per-byte",
-        metavar="TIME",
-        help="What it costs to add a received byte.",
-        show_default="0",
-        rich_help_panel=_COSTS,
-    ),
-]
-Bytes = Annotated[
-    float | None,
-    typer.Option(
-        "--bytes",
+    )
+    seconds_per_byte: float | None = setting(
+        None, "What each byte of a message costs.", _COSTS, shown="1 in ddp, else 0", metavar="TIME"
+    )
+    add_seconds_per_byte: float | None = setting(
+        None, "What it costs to add a received byte.", _COSTS, shown="0", metavar="TIME"
+    )
+    bytes_per_value: float | None = setting(
+        None,
+        "Size of a collective's tensor, of a stage's output, or of a layer's gradients.",
+        _COSTS,
+        shown="1",
         metavar="BYTES",
-        help="Size of a collective's tensor, of a stage's output, or of a layer's gradients.",
-        show_default="1",
-        rich_help_panel=_COSTS,
-    ),
-]
-Links = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--link",
+        flag="--bytes",
+    )
+    link: str | None = setting(
+        None,
+        "A link with a latency, and seconds a byte, of its own: 2-3=5 or 2-3=5,0.1. Can be given several times.",
+        _COSTS,
+        shown="none",
         metavar="FROM-TO=TIME[,TIME]",
-        help="A link with a latency, and seconds a byte, of its own: 2-3=5 or 2-3=5,0.1. Can be given several times.",
-        show_default="none",
-        rich_help_panel=_COSTS,
-    ),
-]
+        several=True,
+    )
 
+
+Given = Mapping[str, Any]  # the flags that were given, by name
+
+
+def costs_given(given: Given) -> bool:
+    """Whether a flag says what something costs."""
+    return bool(given.keys() - declared(ProgramFlags).keys())
+
+
+def _flag(name: str) -> str:
+    return declared(ProgramAndCostFlags)[name].flag
+
+
+# ── the program ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _SCHEDULES = schedules.PIPELINES | schedules.DATA_PARALLEL
 _COLLECTIVES = collectives.ALL_REDUCES | collectives.OTHERS
@@ -132,55 +117,43 @@ _MOST = {"ranks": 1024, "microbatches": 100_000, "stages_per_rank": 64, "layers"
 _MOST_CELLS = 500_000  # ranks × micro-batches × stages a rank, or layers: about ten operations each
 
 
-def _tell(note: str) -> None:
-    print(f"note: {note}", file=sys.stderr)
+def _remark(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr)
 
 
-def load(
-    name: str,
-    ranks: int | None = None,
-    microbatches: int | None = None,
-    stages_per_rank: int | None = None,
-    layers: int | None = None,
-    buckets: int | None = None,
-    ranks_per_node: int | None = None,
-    tell: Callable[[str], None] = _tell,
-    completed: bool = True,
-) -> Program:
-    """The program that a name or a file means. None is "not given"; `tell` hears what is good to know about it.
-
-    With `completed`, a file that says only what to compute is given its sends, receives and frees.
+def load(name: str, given: Given | None = None, *, completed: bool = True) -> Program:
+    """The program that a name or a file means.
 
     `naive` is both a pipeline and an all-reduce: it is the pipeline if there are micro-batches. `pipeline:naive` and
     `all-reduce:naive` say it outright. A name wins over a file; `./ring` is always a file.
+
+    Args:
+        name: of a schedule or a collective, or a file.
+        given: those of `ProgramFlags` are used.
+        completed: give a file that says only what to compute its sends, receives and frees.
     """
-    options = {
-        "stages_per_rank": stages_per_rank,
-        "layers": layers,
-        "buckets": buckets,
-        "ranks_per_node": ranks_per_node,
-    }
-    given = {option: number for option, number in options.items() if number is not None}
-    _require_not_too_many({"ranks": ranks, "microbatches": microbatches, **given})
+    options = {flag: number for flag, number in (given or {}).items() if flag in declared(ProgramFlags)}
+    _require_not_too_many(options)
     kind, _, short = name.rpartition(":")
-    if (kind or _kind(name, microbatches, tell)) == "pipeline" and short in _SCHEDULES:
-        if short in schedules.PIPELINES and microbatches is None:
-            microbatches = 8
-        return schedules.build(short, 4 if ranks is None else ranks, microbatches, **given)
+    if (kind or _kind(name, options)) == "pipeline" and short in _SCHEDULES:
+        return schedules.build(short, **_usual(options, microbatches=8 if short in schedules.PIPELINES else None))
     if kind in ("", "all-reduce") and short in _COLLECTIVES:
-        if microbatches is not None:
-            raise ConfigError(f"--microbatches {microbatches}: {short} is a collective, which has none; leave it out")
-        return collectives.build(short, 4 if ranks is None else ranks, **given)
+        if (number := options.get("microbatches")) is not None:
+            raise ConfigError(f"--microbatches {number}: {short} is a collective, which has none; leave it out")
+        return collectives.build(short, **_usual(options))
     if not Path(name).exists():
         raise UsageError(_unknown(name))
-    for option, number in {"ranks": ranks, "microbatches": microbatches, **given}.items():
-        if number is not None:
-            raise ConfigError(f"{_flag(option)} {number}: the program in {name} says that; leave it out")
-    return complete(read(Path(name)), name, tell) if completed else read(Path(name))
+    for flag, number in options.items():
+        raise ConfigError(f"{_flag(flag)} {number}: the program in {name} says that; leave it out")
+    return complete(read(Path(name)), name) if completed else read(Path(name))
 
 
-def _require_not_too_many(given: dict[str, int | None]) -> None:
-    numbers = {name: number for name, number in given.items() if number is not None and name in _MOST}
+def _usual(options: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"ranks": 4, **more, **options}
+
+
+def _require_not_too_many(options: dict[str, int]) -> None:
+    numbers = {name: number for name, number in options.items() if name in _MOST}
     for name, number in numbers.items():
         if number > _MOST[name]:
             raise ConfigError(f"{_flag(name)} {number}: at most {_MOST[name]} are built here")
@@ -189,10 +162,10 @@ def _require_not_too_many(given: dict[str, int | None]) -> None:
         raise ConfigError(f"{flags}: that makes millions of operations, which would fill the memory; choose less")
 
 
-def _kind(name: str, microbatches: int | None, tell: Callable[[str], None]) -> str:
+def _kind(name: str, options: dict[str, int]) -> str:
     if name in _SCHEDULES and name in _COLLECTIVES:
-        kind, other = ("pipeline", "all-reduce") if microbatches is not None else ("all-reduce", "pipeline")
-        tell(f"{name} is the {kind} here; {other}:{name} is the {other}")
+        kind, other = ("pipeline", "all-reduce") if "microbatches" in options else ("all-reduce", "pipeline")
+        _remark(f"{name} is the {kind} here; {other}:{name} is the {other}")
         return kind
     return "pipeline" if name in _SCHEDULES else "all-reduce"
 
@@ -225,7 +198,7 @@ def complaint(name: str, program: Program) -> str | None:
     return None
 
 
-def complete(program: Program, name: str, tell: Callable[[str], None] = _tell) -> Program:
+def complete(program: Program, name: str) -> Program:
     """A schedule that only computes is given its sends, receives and frees; any other program is left as it is."""
     if not isinstance(program.goal, TrainingStep) or _has(program, (Send, Recv, Free)):
         return program
@@ -234,7 +207,7 @@ def complete(program: Program, name: str, tell: Callable[[str], None] = _tell) -
     except ProgramError as error:
         raise ProgramError(f"{name}: {error}") from None
     if _has(lowered, (Send,)):
-        tell(f"{name} says what to compute and sends nothing: sends, receives and frees were added")
+        _remark(f"{name} says what to compute and sends nothing: sends, receives and frees were added")
     return lowered
 
 
@@ -242,34 +215,21 @@ def _has(program: Program, kinds: tuple[type, ...]) -> bool:
     return any(isinstance(op, kinds) for ops in program.ranks for op in ops)
 
 
-def costs_of(
-    program: Program,
-    forward: str | None = None,
-    backward_input: str | None = None,
-    backward_weight: str | None = None,
-    latency: float | None = None,
-    seconds_per_byte: float | None = None,
-    add_seconds_per_byte: float | None = None,
-    bytes_per_value: float | None = None,
-    links: list[str] | None = None,
-) -> Costs:
+# ── the costs ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_PER_STAGE = ("forward", "backward_input", "backward_weight")
+_OF_MESSAGES = ("latency", "seconds_per_byte", "add_seconds_per_byte", "bytes_per_value")
+
+
+def costs_of(program: Program, given: Given | None = None) -> Costs:
     """The costs that flags say; for what they do not say, what `default_costs` says."""
-    stages = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
-    chosen: dict[str, Any] = {name: _times(name, text) for name, text in stages.items() if text is not None}
-    messages = {
-        "latency": latency,
-        "seconds_per_byte": seconds_per_byte,
-        "add_seconds_per_byte": add_seconds_per_byte,
-        "bytes_per_value": bytes_per_value,
-    }
+    flags = given or {}
+    stages: dict[str, Any] = {name: _times(name, flags[name]) for name in _PER_STAGE if name in flags}
     defaults = default_costs(program)
-    usual: dict[str, Any] = {"latency": defaults.latency, "seconds_per_byte": defaults.seconds_per_byte}
-    given = {name: _number(name, number) for name, number in messages.items() if number is not None}
-    return Costs(**chosen, **usual | given, links=dict(_link(text, program) for text in links or []))
-
-
-def _flag(name: str) -> str:
-    return "--bytes" if name == "bytes_per_value" else f"--{name.replace('_', '-')}"
+    messages: dict[str, Any] = {"latency": defaults.latency, "seconds_per_byte": defaults.seconds_per_byte}
+    messages |= {name: _number(name, flags[name]) for name in _OF_MESSAGES if name in flags}
+    links = dict(_link(text, program) for text in flags.get("link", "").split())
+    return Costs(**stages, **messages, links=links)
 
 
 def _number(name: str, number: float) -> float:

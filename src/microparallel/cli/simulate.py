@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from microparallel.cli import flags, programs
-from microparallel.cli.flags import require_writable
+from microparallel.cli.flags import require_writable, takes
 from microparallel.errors import ConfigError, MicroparallelError
 from microparallel.program import Program, TrainingStep
 from microparallel.simulator import Costs
@@ -46,22 +46,11 @@ Names = Annotated[
 ]
 
 
+@takes(programs.ProgramAndCostFlags)
 def simulate(
+    given: dict[str, Any],
+    *,
     names: Names,
-    ranks: programs.Ranks = None,
-    microbatches: programs.Microbatches = None,
-    stages_per_rank: programs.StagesPerRank = None,
-    layers: programs.Layers = None,
-    buckets: programs.Buckets = None,
-    ranks_per_node: programs.RanksPerNode = None,
-    forward: programs.Forward = None,
-    backward_input: programs.BackwardInput = None,
-    backward_weight: programs.BackwardWeight = None,
-    latency: programs.Latency = None,
-    seconds_per_byte: programs.SecondsPerByte = None,
-    add_seconds_per_byte: programs.AddSecondsPerByte = None,
-    bytes_per_value: programs.Bytes = None,
-    link: programs.Links = None,
     chrome: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace, which Perfetto opens, too.")
     ] = None,
@@ -73,7 +62,7 @@ def simulate(
         ),
     ] = False,
     json: flags.Json = False,
-) -> None:
+) -> int:
     """Walk through programs with a clock for every rank, and say what they would cost.
 
     One program is shown rank by rank, several are shown side by side. Times have the unit of the costs that are given,
@@ -87,23 +76,12 @@ def simulate(
     traces: list[Trace] = []
     shares: list[float] = []
     for name in names:
-        program = programs.load(name, ranks, microbatches, stages_per_rank, layers, buckets, ranks_per_node)
+        program = programs.load(name, given)
         wrong = programs.complaint(name, program)
         if wrong is not None:  # its numbers would mislead
             raise MicroparallelError(f"{name} is wrong: {wrong}")
-        costs = programs.costs_of(
-            program,
-            forward,
-            backward_input,
-            backward_weight,
-            latency,
-            seconds_per_byte,
-            add_seconds_per_byte,
-            bytes_per_value,
-            link,
-        )
         shares.append(_share(program) if same_model else 1)
-        traces.append(simulate_program(program, _scaled(costs, shares[-1])))
+        traces.append(simulate_program(program, _scaled(programs.costs_of(program, given), shares[-1])))
     if chrome is not None:
         traces[0].to_chrome(chrome)
     if json:
@@ -115,6 +93,7 @@ def simulate(
         _show_one(traces[0], shares[0])
     if chrome is not None and not json:
         print(f"wrote {chrome}")
+    return 0
 
 
 def summary(trace: Trace, share: float = 1) -> dict[str, Any]:

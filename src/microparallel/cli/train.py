@@ -120,7 +120,7 @@ def _run(config: TrainConfig, resume: Path | None, quiet: bool) -> dict[str, Any
             return summary if comms.rank == 0 else None
     if not quiet:
         print(f"starting {config.ranks} ranks …", file=sys.stderr)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends us gently wants the work saved, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM saves the work too, as Ctrl-C does
     transport, device = config.transport, config.device
     try:
         results = launch(train_rank, config.ranks, config, resume, quiet, transport=transport, device=device)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json as json_format
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
 
 from microparallel.cli import flags, programs
+from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError, ProgramError
 from microparallel.program import Program, TrainingStep, peak_activations
 from microparallel.program.walk import Sends
@@ -25,14 +26,11 @@ EXAMPLES = flags.examples(
 )
 
 
+@takes(programs.ProgramFlags)
 def verify(
+    given: dict[str, Any],
+    *,
     name: programs.Name,
-    ranks: programs.Ranks = None,
-    microbatches: programs.Microbatches = None,
-    stages_per_rank: programs.StagesPerRank = None,
-    layers: programs.Layers = None,
-    buckets: programs.Buckets = None,
-    ranks_per_node: programs.RanksPerNode = None,
     sends: Annotated[
         str, typer.Option(help="rendezvous (and buffered), or blocking: sends that stop their rank as well.")
     ] = "rendezvous",
@@ -42,7 +40,7 @@ def verify(
     ] = None,
     json: flags.Json = False,
 ) -> int:
-    """Check a program: messages match, nobody waits for ever, and its goal is reached.
+    """Check a program: messages match, no rank waits for ever, and its goal is reached.
 
     The text form has a line for each rank; what a schedule sends may be left out, and is added:
 
@@ -56,9 +54,7 @@ def verify(
     """
     if sends not in ("buffered", "rendezvous", "blocking"):
         raise ConfigError(f"--sends {sends}: choose buffered, rendezvous or blocking")
-    program = programs.load(
-        name, ranks, microbatches, stages_per_rank, layers, buckets, ranks_per_node, completed=False
-    )
+    program = programs.load(name, given, completed=False)
     error = None
     try:
         program = programs.complete(program, name)
@@ -95,7 +91,7 @@ def _show(program: Program, sends: str, error: str | None) -> None:
         console.print(error, markup=False)
         return
     meanings = "buffered, rendezvous and blocking sends" if sends == "blocking" else "buffered and rendezvous sends"
-    console.print(f"[bold green]right[/]: every message is received in order, nobody waits for ever under {meanings},")
+    console.print(f"[bold green]right[/]: every message is received in order, no rank waits for ever under {meanings},")
     if isinstance(program.goal, TrainingStep):
         peaks = " ".join(str(peak_activations(ops)) for ops in program.ranks)
         console.print("       every micro-batch has its forward and its backward on every stage once, in order")

@@ -26,7 +26,7 @@ class RecordedCosts(Costs):
     """Costs of single operations, each on its own rank.
 
     Attributes:
-        seconds: how long each takes; of communication, once all have come.
+        seconds: how long each takes; of communication, once all ranks have come.
         sizes: how many bytes are sent or reduced.
         counts: how many messages and bytes a rank sends for a collective; otherwise its algorithm says so.
     """
@@ -44,7 +44,7 @@ class RecordedCosts(Costs):
         return self.seconds.get((rank, send), 0.0)
 
     def together(self, op: MeetingOp, rank: int) -> float:
-        """How long a collective takes once all have come."""
+        """How long a collective takes once all ranks have come."""
         return self.seconds.get((rank, op), 0.0)
 
     def traffic(self, op: MeetingOp, rank: int) -> tuple[int, float] | None:
@@ -70,7 +70,7 @@ class Fitted:
     costs: RecordedCosts
 
     def simulate(self) -> Trace:
-        """What the simulator makes of it."""
+        """Simulate the step."""
         return simulate(self.program, self.costs)
 
     @cached_property
@@ -109,7 +109,7 @@ class Fitted:
     def pipeline(self) -> int:
         """How many ranks have the stages of one pipeline: those up to the next that has stages of the first one's.
 
-        It is 1 where every rank has all stages, or nobody knows of any.
+        It is 1 where every rank has all stages, or where no stages are known.
         """
         stages = [{half.stage for op in ops for half in halves(op)} for ops in self.program.ranks]
         size = next((rank for rank, mine in enumerate(stages[1:], 1) if mine & stages[0]), len(stages))
@@ -122,7 +122,7 @@ class Fitted:
 
 
 def computes(op: Op) -> bool:
-    """Whether a rank does it by itself."""
+    """Whether a rank does this operation by itself."""
     return lane(op) is Lane.COMPUTE
 
 

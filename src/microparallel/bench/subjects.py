@@ -1,0 +1,159 @@
+"""What the benchmarks of training steps train: small models by name, each with a batch that suits it.
+
+    mlp-1024   16 layers of that width: few samples, many gradients, so communication is what costs
+    mlp-128    so small that starting operations and messages is what costs
+    gpt        attention and many tokens: computing is what costs
+
+A pipeline cuts its model into stages. Its layers are all alike, so that stages can be: an `mlp` whose last layer is as
+wide as the others, or a `gpt` with an embedding, blocks of attention and a head.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from microparallel.bench.settings import WIDEST, Size
+from microparallel.errors import ConfigError
+from microparallel.models import GPT, FullMLP
+from microparallel.pipeline.programs import Schedule
+from microparallel.text import count
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets
+
+_DEPTH = 16
+_CLASSES = 2
+_VOCABULARY = 256
+_CONTEXT = 64
+_HEAD = 32  # numbers of a vector that one attention head looks at
+_BATCHES = {"mlp-512": 64, "gpt-128": 8}
+_USUAL_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and its samples.
+
+    Attributes:
+        name: as the command line has it.
+        text: what it is made of, for people.
+        batch: how many samples one rank gets.
+        build: makes the model from torch's random numbers.
+        data: makes so many inputs and targets from torch's random numbers.
+    """
+
+    name: str
+    text: str
+    batch: int
+    build: Callable[[], nn.Module]
+    data: Callable[[int], Batch]
+
+    def on_rank(self, rank: int) -> Batch:
+        """The samples of one rank; every rank has others."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1000 + rank)
+            return self.data(self.batch)
+
+    def model(self) -> nn.Module:
+        """The same model on every rank."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.build()
+
+
+def bytes_of(model: nn.Module) -> int:
+    """The memory that a model's parameters take; its gradients take as much."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Inputs and targets on a device."""
+    return batch[0].to(device), batch[1].to(device)
+
+
+# ── for data parallelism ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def find_subject(name: str, batch: int | None = None) -> Subject:
+    """The model with that name: `mlp-WIDTH`, `gpt` or `gpt-WIDTH`."""
+    found = re.fullmatch(r"(mlp|gpt)-([0-9]{1,5})", "gpt-128" if name == "gpt" else name)
+    if found is None or not 1 <= int(found[2]) <= WIDEST:
+        raise ConfigError(f"there is no model {name!r}; name it mlp-WIDTH, as in mlp-1024, or gpt, or gpt-WIDTH")
+    width = int(found[2])
+    if found[1] == "gpt" and (wider := _next_width(width)) != width:
+        raise ConfigError(f"{name}: a head takes {_HEAD} numbers, so the width is a multiple of that; try gpt-{wider}")
+    usual = _BATCHES.get(found[0], _USUAL_BATCH if found[1] == "mlp" else _BATCHES["gpt-128"])
+    samples = usual if batch is None else batch
+    return _gpt(name, 4, width, samples) if found[1] == "gpt" else _mlp(name, _DEPTH, width, _CLASSES, samples)
+
+
+# ── for pipelines ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pipeline_subject(size: Size) -> Subject:
+    """The model of that name and size, with its batch."""
+    depth, width, batch = size.filled
+    if size.model == "mlp":
+        return _mlp("mlp", depth, width, width, batch)
+    if (wider := _next_width(width)) != width:
+        raise ConfigError(f"--width {width}: a head of gpt takes {_HEAD} numbers, so it is a multiple; try {wider}")
+    return _gpt("gpt", depth, width, batch)
+
+
+def require_cuttable(size: Size, schedules: Sequence[str], ranks: int, microbatches: int) -> None:
+    """Refuse more micro-batches than samples, and more stages than layers."""
+    batch = size.filled[2]
+    if microbatches > batch:
+        raise ConfigError(
+            f"--microbatches {microbatches}: a batch of {batch} has too few samples for that; "
+            f"try --batch {microbatches}, or --microbatches {batch}"
+        )
+    for name in schedules:
+        stages = Schedule(name, ranks, microbatches).stages
+        if stages > size.layers:
+            raise ConfigError(
+                f"--depth {size.filled[0]}: {name} on {ranks} ranks has {stages} stages, and this {size.model} "
+                f"{size.layers} layers; try --depth {size.filled[0] + stages - size.layers}, fewer --ranks, or leave "
+                f"{name} out with --schedules"
+            )
+
+
+def describe(subject: Subject, microbatches: int) -> str:
+    """The model and its micro-batches, for people."""
+    return f"{subject.text}, {count(subject.batch, 'sample')} in {count(microbatches, 'micro-batch', 'es')}"
+
+
+# ── both models ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _mlp(name: str, depth: int, width: int, outputs: int, batch: int) -> Subject:
+    return Subject(
+        name,
+        f"{count(depth, 'layer')} of width {width}",
+        batch,
+        lambda: FullMLP(width, depth, out_features=outputs),
+        lambda samples: (torch.randn(samples, width), torch.randint(outputs, (samples,))),
+    )
+
+
+def _gpt(name: str, depth: int, width: int, batch: int) -> Subject:
+    return Subject(
+        name,
+        f"{count(depth, 'block')} of width {width}, {_CONTEXT} tokens a sample",
+        batch,
+        lambda: GPT(_VOCABULARY, _CONTEXT, width, heads=width // _HEAD, depth=depth),
+        lambda samples: _next_tokens(torch.randint(_VOCABULARY, (samples, _CONTEXT + 1))),
+    )
+
+
+def _next_width(width: int) -> int:
+    """The width itself if heads can share it evenly, otherwise the next larger one."""
+    return -(-width // _HEAD) * _HEAD
+
+
+def _next_tokens(tokens: torch.Tensor) -> Batch:
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -1,0 +1,23 @@
+"""`microparallel doctor` as a person runs it."""
+
+import json
+
+
+def test_doctor_measures_transports_and_proves_parity(microparallel):
+    result = microparallel("doctor", "--selftest", "--ranks", "2", "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    report = json.loads(result.stdout)
+    assert [check["name"] for check in report["transports"]] == ["shm", "gloo", "nccl"]
+    for check in report["transports"][:2]:
+        assert check["works"] and all(time["seconds"] > 0 for time in check["times"]), check
+    assert report["facts"]["torch"]
+    checks = {finding["check"] for finding in report["selftest"]}
+    assert checks == {"collectives", "naive, float64", "torch-ddp, float64", "naive, float32", "torch-ddp, float32"}
+    assert {finding["setting"]["transport"] for finding in report["selftest"]} >= {"shm", "gloo"}
+
+
+def test_doctor_for_people(microparallel):
+    result = microparallel("doctor")
+    assert result.returncode == 0
+    shm, gloo = (line.split() for line in result.stdout.splitlines() if "4 KiB one way" in line)
+    assert shm[:2] == ["✓", "shm"] and gloo[:2] == ["✓", "gloo"]
