@@ -325,7 +325,7 @@ def test_what_cannot_be_averaged_is_refused(comms):
         mp.course.register_ddp_hooks(nn.Linear(2, 2).requires_grad_(False), comms)
     model = Subject("plain")
     mp.course.register_ddp_hooks(model, comms)
-    with pytest.raises(mp.errors.UsageError, match="has such hooks already"):
+    with pytest.raises(mp.errors.UsageError, match="has hooks already, and two sets"):
         mp.course.register_ddp_hooks(model, comms)
     with pytest.raises(mp.errors.UsageError, match="another Comms"):
         mp.course.ddp_step(model, Alone(), torch.zeros(1, 4), torch.zeros(1, 4), nn.functional.mse_loss)

@@ -14,7 +14,7 @@ from microparallel.bench.engine import count_ranks_here, transport_of
 from microparallel.bench.output import progress_on_standard_error
 from microparallel.collectives import ALL_REDUCES
 from microparallel.comms import Comms
-from microparallel.course.naive import mean_loss
+from microparallel.models.loss import mean_loss
 from microparallel.topology import available_cores
 from microparallel.train.build import build
 from microparallel.train.config import TrainConfig

@@ -32,10 +32,11 @@ from microparallel.bench.engine import (
 from microparallel.bench.settings import WIDEST, DataParallelSettings, Progress
 from microparallel.comms import Comms
 from microparallel.course.ddp import ddp_step, register_ddp_hooks
-from microparallel.course.naive import mean_loss, naive_data_parallel_step
+from microparallel.course.naive import naive_data_parallel_step
 from microparallel.data_parallel import DataParallel, replicas_are_identical
 from microparallel.errors import ConfigError
 from microparallel.models import GPT, FullMLP
+from microparallel.models.loss import mean_loss
 from microparallel.text import count
 from microparallel.topology import available_cores, available_memory
 

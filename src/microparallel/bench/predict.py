@@ -24,7 +24,7 @@ from microparallel.bench.engine import largest, wait_for_gpu
 from microparallel.bench.pipeline_costs import StageTimes
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
-from microparallel.course.naive import mean_loss
+from microparallel.models.loss import mean_loss
 from microparallel.program import (
     AllReduce,
     Backward,

@@ -36,7 +36,7 @@ class ColumnSum:
         self._prepare()
         for bucket in self._buckets:
             bucket.fill_up(1.0)
-            bucket.leave(self._column, operation, overlap=True)
+            bucket.start(self._column, operation, overlap=True)
 
     def _prepare(self) -> None:
         """Make buckets for the parameters that are trained now."""
@@ -47,8 +47,10 @@ class ColumnSum:
     def finish(self) -> None:
         """Wait for the sums; a gradient that only other replicas had arrives here, too."""
         for bucket in self._buckets:
-            bucket.come_back()
-            for parameter, view, ranks in zip(bucket.parameters, bucket.views, bucket.having.tolist(), strict=True):
+            bucket.wait()
+            for parameter, view, ranks in zip(
+                bucket.parameters, bucket.views, bucket.ranks_with_gradient.tolist(), strict=True
+            ):
                 if ranks > 0:
                     parameter.grad = view
             bucket.reset()
