@@ -197,7 +197,7 @@ def _prepared(kind: str, model: nn.Module, comms: Comms, batch: Batch, bucket_si
 
 
 def _typical(way: str, model: nn.Module, tracker: HookTracker, step: Step, steps: int) -> Trace:
-    """The trace of the step of median length, after two that warm up; the ranks have the same traces and choose alike."""
+    """The trace of the step of median length, after two that warm up; the same on every rank."""
     traces = []
     for _ in range(steps + 2):
         model.zero_grad()
