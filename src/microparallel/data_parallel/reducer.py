@@ -85,13 +85,13 @@ class Reducer:
         self._names = {parameter: name for name, parameter in named.items()}
         self._order: list[nn.Parameter] = []  # in which gradients are expected
         self._learnt = False  # whether that is the order in which they arrived
-        self._places: dict[nn.Parameter, tuple[FlatBucket, int]] = {}
+        self._places: dict[nn.Parameter, tuple[FlatBucket, int]] = {}  # its bucket, and its index there
         self._hooks: list[RemovableHandle] = []
-        self._arrived: list[nn.Parameter] = []
+        self._arrived: list[nn.Parameter] = []  # whose gradients have come in this backward
         self._not_started: deque[AllReduce] = deque()  # the program's all-reduces that are still to do
         self._observed: ObservedBackward | None = None  # this backward, if there are observers
-        self._not_finite: list[str] = []
-        self._scale = 1.0
+        self._not_finite: list[str] = []  # parameters of this rank
+        self._scale = 1.0  # the factor for this rank's gradients
         self._local_backward = False  # whether a backward is under way that is not averaged
         self._local_gradients = False  # whether it has made gradients
 
@@ -170,7 +170,7 @@ class Reducer:
 
     def observe_backward(self) -> None:
         """Tell the observers, if there are any, that a backward begins; and count it if it is not averaged."""
-        if not self.running and not self._local_backward:  # the end of an averaged one is seen to in begin()
+        if not self.running and not self._local_backward:  # begin() sees to the end of an averaged one
             self._local_backward = True
             at_end_of_backward(self._local_backward_ends)
         if self._comms.observers and self._observed is None and self.buckets:
@@ -189,7 +189,7 @@ class Reducer:
             observed.end_all()
 
     def arrive(self, parameter: nn.Parameter) -> None:
-        """Put a gradient, which torch has just added to `parameter.grad`, into its bucket."""
+        """Move a gradient, which torch has just added to `parameter.grad`, into its bucket, if it is averaged."""
         averaged = self.running or self.begin_if_wanted()
         if not averaged:
             self._local_gradients = True

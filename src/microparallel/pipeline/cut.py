@@ -115,7 +115,7 @@ def shared_parameters(stages: Sequence[Sequence[NamedLayer]]) -> list[tuple[nn.P
     return [(parameter, known) for parameter, known in places.items() if known[0][0] != known[-1][0]]
 
 
-# ── the evenest partition ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── the evenest partition ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def best_partition(costs: Sequence[float], stages: int) -> list[int]:

@@ -110,7 +110,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-# ── what each layer costs ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── what each layer costs ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def layer_times(layers: Sequence[NamedLayer], example: Any, repeats: int = 5) -> list[float]:

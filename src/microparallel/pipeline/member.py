@@ -180,7 +180,7 @@ def _own_group(comms: Comms, groups: list[list[int]]) -> Comms:
     return mine[0]
 
 
-# ── sums over ranks ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── sums over ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class ColumnSum:
@@ -287,7 +287,7 @@ def clip_gradients(
     return norm
 
 
-# ── the state of the whole model ──────────────────────────────────────────────────────────────────────────────────────
+# ── the state of the whole model ────────────────────────────────────────────────────────────────────────────────────
 
 
 def own_state(layers: Iterable[NamedLayer]) -> dict[str, torch.Tensor]:

@@ -146,7 +146,7 @@ def _readers(program: Program, homes: list[int]) -> list[list[int]]:
     return [sorted(ranks - {homes[stage]}) for stage, ranks in enumerate(readers)]
 
 
-# ── one order for the messages of all ranks ───────────────────────────────────────────────────────────────────────────
+# ── one order for the messages of all ranks ─────────────────────────────────────────────────────────────────────────
 
 
 def message_order(program: Program) -> list[list[Send | Recv]]:

@@ -110,7 +110,7 @@ class SplitBackward:
         self._next = following
 
 
-# ── where gradients branch off to weights ─────────────────────────────────────────────────────────────────────────────
+# ── where gradients branch off to weights ───────────────────────────────────────────────────────────────────────────
 
 
 class _Branch:
@@ -364,7 +364,7 @@ def _fitted(gradient: torch.Tensor, edge: GradientEdge) -> torch.Tensor:
     return gradient.sum_to_size(wanted.shape).to(wanted.dtype)
 
 
-# ── linear layers ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── linear layers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class DeferredGradients:

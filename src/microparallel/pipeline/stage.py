@@ -54,7 +54,7 @@ class Stage:
 
     @functools.cached_property
     def modules(self) -> list[nn.Module]:
-        """Its layers."""
+        """Its layers, without their names."""
         return [layer.module for layer in self.layers]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -70,8 +70,8 @@ class Stage:
         """Apply the layers to the input.
 
         Returns:
-            The outputs, or with targets the loss; those leaves of the input that will get gradients; and where backward
-            will put weight gradients aside.
+            The outputs, or with targets the loss; those leaves of the input that will get gradients; and the weight
+            gradients that backward will defer.
         """
         value, leaves = as_inputs(boundary, inputs, self.copies_input)
         deferred = DeferredGradients()
@@ -129,7 +129,7 @@ class SavedForward:
     Attributes:
         leaves: those tensors of its input that get gradients.
         outputs: those tensors of its output that have gradients.
-        deferred: the weight gradients that its linear layers have put aside.
+        deferred: the weight gradients that its linear layers defer.
         split: its backward, between the input half and the weight half.
     """
 
@@ -139,7 +139,7 @@ class SavedForward:
     split: SplitBackward | None = None
 
 
-# ── what crosses a boundary ───────────────────────────────────────────────────────────────────────────────────────────
+# ── what crosses a boundary ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +261,7 @@ def as_inputs(boundary: Boundary, tensors: Sequence[torch.Tensor], copy_first: b
     return boundary.put_together(given), wanted
 
 
-# ── what a stage returns, without computing it ────────────────────────────────────────────────────────────────────────
+# ── what a stage returns, without computing it ──────────────────────────────────────────────────────────────────────
 
 
 class DryRun:
