@@ -135,7 +135,7 @@ def test_an_incomplete_bucket_holds_later_ones_back_until_finish_and_never_the_n
     assert comms.sent == []
     hooks.finish()
     assert len(comms.sent) == 3
-    assert model.layers[5].weight.grad is None  # nobody used it
+    assert model.layers[5].weight.grad is None  # no rank used it
     model.used = 6
     model.zero_grad()
     backward(model)

@@ -159,7 +159,7 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(samples, count, averagi
     for replica in replicas.models:
         for (name, parameter), ours in zip(model.named_parameters(), replica.parameters(), strict=True):
             if parameter.grad is None:
-                assert ours.grad is None, name  # nobody used it
+                assert ours.grad is None, name  # no rank used it
             else:
                 torch.testing.assert_close(ours.grad, parameter.grad, rtol=1e-12, atol=1e-15)
     assert_identical(replicas)

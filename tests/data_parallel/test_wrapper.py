@@ -532,7 +532,7 @@ def test_gradients_that_are_not_finite_are_named_on_every_rank(any_pool, ranks):
 def skip_a_layer(comms):
     model = mp.DataParallel(Subject("unused"), comms, find_unused_parameters=False)
     inputs = torch.zeros(2, 4)
-    inputs[0, 0] = 2.0 * comms.rank  # rank 0 does not use the branch, and nobody the last
+    inputs[0, 0] = 2.0 * comms.rank  # rank 0 does not use the branch, and no rank the last
     with pytest.raises(mp.errors.GradientError) as caught:
         model(inputs).sum().backward()
     return str(caught.value)

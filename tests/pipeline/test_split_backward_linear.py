@@ -102,7 +102,7 @@ def names_of(output):
 @pytest.mark.parametrize(
     "reason", ["hook", "another kind of hook", "no gradient of the input", "a weight that was computed", "no gradients"]
 )
-def test_where_somebody_waits_for_the_gradient_it_is_not_deferred(reason):
+def test_where_a_hook_or_graph_needs_the_gradient_it_is_not_deferred(reason):
     layer, inputs = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=reason != "no gradient of the input")
     weight = layer.weight * 2 if reason == "a weight that was computed" else layer.weight
     if reason == "hook":
