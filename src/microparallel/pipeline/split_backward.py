@@ -120,7 +120,7 @@ class _Branch:
         self.edges = edges
         self.kept: Gradients = ()  # in the input half: here, the gradients that go along the edges, in their places
 
-    def keep_from(self, gradients: Gradients) -> RemovableHandle | None:
+    def start_keeping(self, gradients: Gradients) -> RemovableHandle | None:
         """Keep what the weight half needs; here from the outputs' gradients, elsewhere by a hook in the input half."""
         kept = [gradients[place] if place in self.edges else None for place in range(len(gradients))]
         self.kept = kept if any(gradient is not None for gradient in kept) else ()
@@ -143,7 +143,7 @@ class _FunctionBranch(_Branch):
         super().__init__(edges)
         self.node = node
 
-    def keep_from(self, gradients: Gradients) -> RemovableHandle | None:  # noqa: ARG002
+    def start_keeping(self, gradients: Gradients) -> RemovableHandle | None:  # noqa: ARG002
         """Keep what the node calculates for its edges."""
 
         def keep(calculated: Gradients, arrived: Gradients) -> None:  # noqa: ARG001
@@ -159,7 +159,7 @@ class _NodeBranch(_Branch):
         super().__init__(edges)
         self.node = node
 
-    def keep_from(self, gradients: Gradients) -> RemovableHandle | None:  # noqa: ARG002
+    def start_keeping(self, gradients: Gradients) -> RemovableHandle | None:  # noqa: ARG002
         """Keep what arrives at the node."""
 
         def keep(arrived: Gradients) -> None:
@@ -298,7 +298,7 @@ def _is_checkpointed(node: Node) -> bool:
 @contextlib.contextmanager
 def _keeping(branches: Sequence[_Branch], gradients: Gradients) -> Iterator[None]:
     """Inside, each branch keeps what the weight half needs from it."""
-    handles = [branch.keep_from(gradients) for branch in branches]
+    handles = [branch.start_keeping(gradients) for branch in branches]
     try:
         yield
     finally:
