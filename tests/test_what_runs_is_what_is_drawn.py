@@ -140,7 +140,7 @@ def test_ranks_with_different_numbers_of_micro_batches(any_pool, counts, overlap
 
 
 def weighted_and_sitting_out(comms):
-    """The last rank sits out, which the others learn only from the roll call."""
+    """The last rank sits out, which the others learn only from the exchange of weights."""
     model = mp.DataParallel(nn.Linear(WIDTH, WIDTH), comms)
     sits_out = comms.rank == comms.world_size - 1
     with mp.record(comms) as recorder, model.weighted(0.0 if sits_out else 1.0):
@@ -150,7 +150,7 @@ def weighted_and_sitting_out(comms):
     return differences(recorder.trace, program), ":weights" in to_text(program)
 
 
-def test_a_rank_that_sits_out_answers_the_roll_call(any_pool):
+def test_a_rank_that_sits_out_tells_the_others_that_it_has_no_data(any_pool):
     assert any_pool.run(weighted_and_sitting_out, 3, timeout=50) == [([], True)] * 3
 
 
@@ -362,7 +362,7 @@ def pipelines_of_different_lengths(comms, counts, samples):
     program = pipe.program_with(counts, samples=not samples)
     assert traced.program == program
     for wrong in ([3], [4] * len(counts), [-1] * len(counts), [0] * len(counts)):
-        with pytest.raises(mp.errors.UsageError, match="pipelines have 0 to 3 each, and one of them has some"):
+        with pytest.raises(mp.errors.UsageError, match=f"give {len(counts)} numbers from 0 to 3, one"):
             pipe.program_with(wrong)
     return [*differences(recorder.trace, program), *differences(traced, program)], to_text(program)
 

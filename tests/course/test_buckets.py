@@ -118,7 +118,7 @@ def test_full_buckets_leave_while_backward_goes_on(comms):
     for index, layer in enumerate(model.layers):
         layer.weight.register_post_accumulate_grad_hook(lambda _, i=index: sent_before.update({i: len(comms.sent)}))
     hooks = mp.course.BucketedDDPHooks(model, comms, bucket_size_mb=512 / 2**20)
-    assert [[id(p) for p in bucket.parameters] for bucket in hooks.parcels] == [
+    assert [[id(p) for p in bucket.parameters] for bucket in hooks.buckets] == [
         [id(model.layers[second].weight), id(model.layers[second - 1].weight)] for second in (5, 3, 1)
     ]
     backward(model)
@@ -135,7 +135,7 @@ def test_an_incomplete_bucket_holds_later_ones_back_until_finish_and_never_the_n
     assert comms.sent == []
     hooks.finish()
     assert len(comms.sent) == 3
-    assert model.layers[5].weight.grad is None  # nobody used it
+    assert model.layers[5].weight.grad is None  # no rank used it
     model.used = 6
     model.zero_grad()
     backward(model)

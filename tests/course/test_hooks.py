@@ -47,7 +47,7 @@ class Subject(nn.Module):
 
 
 def batch(step, dtype):
-    """Every third step nobody needs the branch, and in the others not every rank does."""
+    """Every third step no rank needs the branch, and in the others not every rank does."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64).clamp(-1, 1)
     if step % 3:
@@ -56,7 +56,7 @@ def batch(step, dtype):
 
 
 def share(comms, case, step):
-    """This rank's part of a batch; unevenly, somebody may have no sample at all."""
+    """This rank's part of a batch; with uneven parts, a rank may have no sample at all."""
     if case != "uneven":
         bounds = [SAMPLES * rank // comms.world_size for rank in range(comms.world_size + 1)]
     elif step % 2:
@@ -325,7 +325,7 @@ def test_what_cannot_be_averaged_is_refused(comms):
         mp.course.register_ddp_hooks(nn.Linear(2, 2).requires_grad_(False), comms)
     model = Subject("plain")
     mp.course.register_ddp_hooks(model, comms)
-    with pytest.raises(mp.errors.UsageError, match="has such hooks already"):
+    with pytest.raises(mp.errors.UsageError, match="has hooks already, and two sets"):
         mp.course.register_ddp_hooks(model, comms)
     with pytest.raises(mp.errors.UsageError, match="another Comms"):
         mp.course.ddp_step(model, Alone(), torch.zeros(1, 4), torch.zeros(1, 4), nn.functional.mse_loss)

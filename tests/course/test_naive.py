@@ -58,6 +58,6 @@ def test_gradients_are_those_of_the_whole_batch_and_accumulate(pool, bounds, wit
         assert losses == pytest.approx([loss.item()] * 2, rel=1e-14)
         for name, wanted in gradients(model).items():
             if wanted is None:
-                assert ours[name] is None, name  # nobody used it
+                assert ours[name] is None, name  # no rank used it
             else:
                 torch.testing.assert_close(ours[name], wanted, rtol=1e-13, atol=1e-15)

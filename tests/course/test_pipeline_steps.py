@@ -1,4 +1,4 @@
-"""The course's steps are doors to the pipeline: each gives what one process gives, also one after the other."""
+"""The course's pipeline steps: each gives what one process gives, also when they are mixed."""
 
 import copy
 import pickle
@@ -12,14 +12,14 @@ from microparallel.models import FullMLP, ShardedMLP, cross_entropy
 SIZES = {"dim": 6, "depth": 7, "in_features": 5, "out_features": 3}
 
 
-def every_door(comms):
+def every_step(comms):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     full = FullMLP(**SIZES).double()
     torch.manual_seed(0)
     mine = ShardedMLP(**SIZES, rank=comms.rank, world_size=comms.world_size).double()
     first, last = comms.rank == 0, comms.rank == comms.world_size - 1
-    doors = [
+    steps = [
         lambda *given: mp.course.naive_pipeline_step(mine, comms, *given),
         lambda *given: mp.course.gpipe_pipeline_step(mine, comms, *given, 3),
         lambda *given: mp.course.onef_oneb_pipeline_step(mine, comms, *given, chunks=4),
@@ -33,7 +33,7 @@ def every_door(comms):
             optimizer.zero_grad()
         loss = full(inputs, targets)
         loss.backward()
-        found = doors[number % 4](inputs if first else None, targets if last else None)
+        found = steps[number % 4](inputs if first else None, targets if last else None)
         if far(found, loss, 1e-12):
             wrong.append(f"loss of step {number}")
         gradients = {name: parameter.grad for name, parameter in full.named_parameters()}
@@ -50,10 +50,10 @@ def every_door(comms):
     return wrong
 
 
-def test_doors_give_what_one_process_gives(pool):
+def test_steps_give_what_one_process_gives(pool):
     for ranks in (1, 2, 3):
-        assert pool.run(every_door, ranks, transport="shm", timeout=30) == [[]] * ranks
-    assert pool.run(every_door, 2, timeout=30) == [[]] * 2
+        assert pool.run(every_step, ranks, transport="shm", timeout=30) == [[]] * ranks
+    assert pool.run(every_step, 2, timeout=30) == [[]] * 2
 
 
 def modes(comms):
@@ -62,5 +62,5 @@ def modes(comms):
     return model.training
 
 
-def test_a_door_leaves_the_models_mode_alone(pool):
+def test_a_step_leaves_the_models_mode_alone(pool):
     assert pool.run(modes, 2, transport="shm") == [False] * 2

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import microparallel as mp
-from microparallel.course.replicas import AVERAGES, chunk_data
+from microparallel.course.replicas import AVERAGES, share_out
 
 RELATIVE = {torch.float64: 1e-12, torch.float32: 1e-6}
 OPTIMIZERS = {
@@ -159,20 +159,20 @@ def test_loss_and_gradients_are_those_of_the_whole_batch(samples, count, averagi
     for replica in replicas.models:
         for (name, parameter), ours in zip(model.named_parameters(), replica.parameters(), strict=True):
             if parameter.grad is None:
-                assert ours.grad is None, name  # nobody used it
+                assert ours.grad is None, name  # no rank used it
             else:
                 torch.testing.assert_close(ours.grad, parameter.grad, rtol=1e-12, atol=1e-15)
     assert_identical(replicas)
 
 
 @given(samples=st.integers(1, 20), count=st.integers(1, 7))
-def test_chunks_are_the_batch_in_order_and_differ_by_at_most_one(samples, count):
+def test_shares_are_the_batch_in_order_and_differ_by_at_most_one(samples, count):
     inputs, targets = torch.randn(samples, 2), torch.arange(samples)
-    chunks = chunk_data(inputs, targets, [torch.device("cpu")] * count)
-    assert len(chunks) == count
-    assert torch.equal(torch.cat([chunk for chunk, _ in chunks]), inputs)
-    assert torch.equal(torch.cat([chunk for _, chunk in chunks]), targets)
-    sizes = [len(chunk) for _, chunk in chunks]
+    shares = share_out(inputs, targets, [torch.device("cpu")] * count)
+    assert len(shares) == count
+    assert torch.equal(torch.cat([share for share, _ in shares]), inputs)
+    assert torch.equal(torch.cat([share for _, share in shares]), targets)
+    sizes = [len(share) for _, share in shares]
     assert max(sizes) - min(sizes) <= 1
 
 
@@ -228,7 +228,7 @@ class Normalised(nn.Module):
 def test_buffers_are_those_of_the_first_replica_everywhere():
     model = Normalised()
     replicas = mp.course.Replicas(model, ["cpu"] * 3)
-    [(inputs, targets)] = batches([8], torch.float32)  # chunks of 3, 3 and 2: `seen` has no common shape
+    [(inputs, targets)] = batches([8], torch.float32)  # shares of 3, 3 and 2: `seen` has no common shape
     replicas.step(inputs, targets, cross_entropy)
     model(inputs[:3])
     for replica in replicas.models:

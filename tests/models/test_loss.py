@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from microparallel.course.naive import mean_loss
 from microparallel.errors import UsageError
 from microparallel.models import FullMLP, cross_entropy, mean_squared_error
+from microparallel.models.loss import mean_loss
 
 
 def test_every_position_counts_the_same():

@@ -91,11 +91,13 @@ def workers_of(schedule, model, inputs, targets, loss_fn=cross_entropy):
     return [Worker(place, mine[place], schedule.stages - 1, microbatches, device) for place in places]
 
 
-def step_in_process(schedule, model, inputs, targets, transports, *, in_line=False, ahead=0):
+def step_in_process(schedule, model, inputs, targets, transports, *, in_order=False, ahead=0):
     """One step of a pipeline whose ranks take turns; gradients are left in the model. Returns the loss, and workers."""
     program = schedule.program(schedule.microbatches)
     workers = workers_of(schedule, model, inputs, targets)
-    lines = schedule.lines(schedule.microbatches, True) if in_line else [None] * program.world_size
-    ranks = zip(program.ranks, workers, transports, lines, strict=True)
-    take_turns([Interpreter(ops, *rest, ahead=ahead, line=line).run() for ops, *rest, line in ranks], program.name)
+    orders = schedule.message_orders(schedule.microbatches, True) if in_order else [None] * program.world_size
+    ranks = zip(program.ranks, workers, transports, orders, strict=True)
+    take_turns(
+        [Interpreter(ops, *rest, ahead=ahead, message_order=order).run() for ops, *rest, order in ranks], program.name
+    )
     return sum(worker.loss for worker in workers), workers

@@ -410,7 +410,7 @@ def test_an_error_in_a_layer_names_it_and_leaves_no_trace():
 
 
 def test_no_repeats():
-    expected = "repeats=0: measuring takes at least 1"
+    expected = "repeats=0: each layer is measured at least once"
     assert message(UsageError, layer_times, layers_of([nn.ReLU()]), torch.zeros(1), repeats=0) == expected
 
 

@@ -8,9 +8,9 @@ from tests.pipeline.oracle import batch, far, gpt, mlp, step_in_process, whole_b
 import microparallel as mp
 from microparallel.errors import ProgramError
 from microparallel.pipeline.interpreter import runs
-from microparallel.pipeline.programs import Schedule, line_up
-from microparallel.program import Recv, Send, from_text, parse_op, peak_activations
-from microparallel.schedules import PIPELINES, build, forwards_only, lower
+from microparallel.pipeline.programs import Schedule
+from microparallel.program import from_text, parse_op, peak_activations
+from microparallel.schedules import PIPELINES
 from microparallel.transport.in_process import in_process_transports
 from microparallel.transport.nccl_rules import nccl_rules_transports
 
@@ -45,14 +45,14 @@ def test_every_schedule_under_nccls_rules(name, subjects):
     for ranks in range(1, 5):
         for microbatches in range(1, 9):
             schedule = Schedule(name, ranks, microbatches)
-            wrong = failures(schedule, subjects["mlp"], nccl_rules_transports(ranks), in_line=True)
+            wrong = failures(schedule, subjects["mlp"], nccl_rules_transports(ranks), in_order=True)
             assert not wrong, f"{ranks} ranks, {microbatches} micro-batches: {wrong}"
 
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_tied_weights_under_nccls_rules(name, subjects):
     schedule = Schedule(name, 3, 7)
-    assert not failures(schedule, subjects["gpt"], nccl_rules_transports(3), in_line=True)
+    assert not failures(schedule, subjects["gpt"], nccl_rules_transports(3), in_order=True)
 
 
 @given(
@@ -67,41 +67,9 @@ def test_receives_may_be_posted_early_where_messages_do_not_wait(subjects, name,
 
 
 def test_without_a_common_order_nccls_rules_stop_some_schedules(subjects):
-    """Why there is line.py: messages that stand together are not enough."""
+    """Why there is `message_order`: messages that stand together are not enough."""
     with pytest.raises(ProgramError, match=r"stands still: rank 0 is in exchange 4 .*; rank 1 is in exchange"):
         failures(Schedule("zb-h2", 2, 4), subjects["mlp"], nccl_rules_transports(2))
-
-
-# ── the common order ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@given(
-    name=st.sampled_from(list(PIPELINES)),
-    ranks=st.integers(1, 6),
-    microbatches=st.integers(1, 14),
-    only_forwards=st.booleans(),
-)
-def test_a_line_has_all_messages_of_a_rank_and_keeps_each_channels_order(name, ranks, microbatches, only_forwards):
-    program = build(name, ranks, microbatches)
-    program = forwards_only(program) if only_forwards else program
-    for ops, line in zip(program.ranks, line_up(program), strict=True):
-        messages = [op for op in ops if isinstance(op, Send | Recv)]
-        assert sorted(map(str, line)) == sorted(map(str, messages))
-        for peer in range(ranks):
-            assert [op for op in line if isinstance(op, Send) and op.to == peer] == [
-                op for op in messages if isinstance(op, Send) and op.to == peer
-            ]
-            assert [op for op in line if isinstance(op, Recv) and op.source == peer] == [
-                op for op in messages if isinstance(op, Recv) and op.source == peer
-            ]
-
-
-def test_a_line_takes_a_message_before_it_answers():
-    goal = "goal: training step of 2 stages, 2 micro-batches"
-    program = from_text(f"program p\n{goal}\nrank 0: F0.0 F0.1 B0.0 B0.1\nrank 1: F1.0 B1.0 F1.1 B1.1")
-    first, second = line_up(lower(program))
-    assert " ".join(map(str, first)) == ">A0.0@1 >A0.1@1 <G0.0@1 <G0.1@1"
-    assert " ".join(map(str, second)) == "<A0.0@0 <A0.1@0 >G0.0@0 >G0.1@0"
 
 
 # ── what stands together ────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,8 +104,8 @@ def test_a_rank_may_pass_on_what_it_does_not_use(subjects):
     mp.verify(program)
     schedule = Schedule(program, 3, 2)
     model, inputs, targets, loss, gradients = subjects["mlp"]
-    for transports, in_line in ((in_process_transports(3), False), (nccl_rules_transports(3), True)):
+    for transports, in_order in ((in_process_transports(3), False), (nccl_rules_transports(3), True)):
         model.zero_grad()
-        found, _ = step_in_process(schedule, model, inputs, targets, transports, in_line=in_line)
+        found, _ = step_in_process(schedule, model, inputs, targets, transports, in_order=in_order)
         assert not far(found, loss, 1e-12)
         assert not wrong_gradients(model.named_parameters(), gradients)

@@ -3,7 +3,7 @@
 import pytest
 
 import microparallel as mp
-from microparallel.pipeline.programs import line_up
+from microparallel.pipeline.programs import message_order
 from microparallel.program import Policy, Walk, from_text
 
 
@@ -56,5 +56,5 @@ def test_a_walk_on_two_lanes_waits_for_what_is_needed():
 
 
 def test_ranks_take_turns_where_a_policy_says_so():
-    lines = line_up(mp.schedules.build("gpipe", 2, 3))
-    assert " ".join(map(str, lines[1])) == "<A0.0@0 <A0.1@0 <A0.2@0 >G0.0@0 >G0.1@0 >G0.2@0"
+    orders = message_order(mp.schedules.build("gpipe", 2, 3))
+    assert " ".join(map(str, orders[1])) == "<A0.0@0 <A0.1@0 <A0.2@0 >G0.0@0 >G0.1@0 >G0.2@0"

@@ -38,9 +38,10 @@ from microparallel.comms import Comms
 from microparallel.comms.record import record
 from microparallel.comms.wire import gather_json
 from microparallel.course.ddp import ddp_step
-from microparallel.course.naive import LossFunction, mean_loss, naive_data_parallel_step
+from microparallel.course.naive import naive_data_parallel_step
 from microparallel.data_parallel import DataParallel
 from microparallel.errors import UsageError
+from microparallel.models.loss import LossFunction, mean_loss
 from microparallel.pipeline import Pipeline
 
 # (model, comms, inputs, targets, loss_fn) → the loss; leaves the averaged gradients in the model

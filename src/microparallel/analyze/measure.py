@@ -14,7 +14,7 @@ from microparallel.bench.engine import Measured, where
 from microparallel.bench.ranks import progress_on_standard_error
 from microparallel.collectives import ALL_REDUCES
 from microparallel.comms import Comms
-from microparallel.course.naive import mean_loss
+from microparallel.models.loss import mean_loss
 from microparallel.train.build import build
 from microparallel.train.config import TrainConfig
 from microparallel.train.training import Training

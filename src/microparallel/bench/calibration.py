@@ -25,7 +25,7 @@ from microparallel.bench.engine import largest, seconds_of, wait_for_gpu
 from microparallel.bench.subjects import Batch
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
-from microparallel.course.naive import mean_loss
+from microparallel.models.loss import mean_loss
 
 _QUEUE = 16  # all-reduces that follow each other, where a queue is timed
 _MOST_SIZES = 8  # that are timed of each kind; what lies between them is interpolated

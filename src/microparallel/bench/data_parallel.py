@@ -40,8 +40,9 @@ from microparallel.bench.settings import DataParallelSettings, Progress
 from microparallel.bench.subjects import Batch, Subject, bytes_of, find_subject, to_device
 from microparallel.comms import Comms
 from microparallel.course.ddp import ddp_step, register_ddp_hooks
-from microparallel.course.naive import mean_loss, naive_data_parallel_step
+from microparallel.course.naive import naive_data_parallel_step
 from microparallel.data_parallel import DataParallel, replicas_are_identical
+from microparallel.models.loss import mean_loss
 
 NONE, DDP, TORCH_DDP, TORCH_DDP_ON_SHM = "none", "ddp", "torch-ddp", "torch-ddp on shm"
 LEARNING_RATE = 0.01

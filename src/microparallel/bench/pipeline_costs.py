@@ -18,7 +18,7 @@ from torch import nn
 from microparallel.bench.engine import seconds_of, total
 from microparallel.models.loss import cross_entropy
 from microparallel.pipeline.microbatches import split_batch
-from microparallel.pipeline.stage import Boundary, Content, Pass, Stage
+from microparallel.pipeline.stage import Boundary, Content, SavedForward, Stage
 from microparallel.program import Backward, BackwardInput, BackwardWeight, Forward, ForwardBackward, Op, Program, halves
 from microparallel.simulator import Costs
 from microparallel.torch_private import pytree
@@ -193,13 +193,13 @@ class StagesAlone:
         self._timed("I", index, lambda: self._stages[index].backward_input(kept, gradients))
         self._timed("W", index, lambda: self._stages[index].backward_weight(kept))
 
-    def _forward(self, index: int, entering: torch.Tensor, targets: Any, splits: bool = False) -> Pass:
+    def _forward(self, index: int, entering: torch.Tensor, targets: Any, splits: bool = False) -> SavedForward:
         stage = self._stages[index]
         stage.splits = splits
         boundary = Boundary(pytree.tree_structure(entering), (_content(entering, needs_gradient=index > 0),))
         answers = targets if index == len(self._homes) - 1 else None
-        outputs, leaves, put_off = self._timed("F", index, lambda: stage.forward(boundary, [entering], answers))
-        return Pass(leaves, [outputs], put_off)
+        outputs, leaves, deferred = self._timed("F", index, lambda: stage.forward(boundary, [entering], answers))
+        return SavedForward(leaves, [outputs], deferred)
 
     def _timed(self, kind: str, stage: int, work: Callable[[], Any]) -> Any:
         results: list[Any] = []

@@ -6,8 +6,8 @@ comm                                [ bucket 0 ]  [ bucket 1 ]  [ bucket 2 ]
                                       g5 and g4     g3 and g2     g1 and g0
 ```
 
-Every message costs its latency however small it is, and a model has many small gradients. A bucket collects them in
-one flat buffer until it is full, and leaves as one message. Large buckets waste less latency, small ones leave earlier:
+Every message costs a latency, however small it is, and a model has many small gradients. A bucket collects gradients
+in one flat buffer until it is full, and leaves as one message. Large buckets save latency, small buckets leave earlier:
 the size is a compromise.
 """
 
@@ -31,21 +31,24 @@ class GradientBucket:
                a view in the shape of each parameter
     ```
 
-    Each gradient is copied into its view when it is ready. When the buffer is back, the views themselves become the
-    parameters' gradients: nothing is copied out, and what accumulates in them next is in the bucket already. The next
+    Each gradient is copied into its view when it is ready. After the all-reduce, the views themselves become the
+    parameters' gradients: nothing is copied out, and what autograd adds to them next is in the bucket already. The next
     step overwrites them, so keep a clone of a gradient you want to keep.
 
     Attributes:
         parameters: whose gradients it holds; all of one dtype and on one device.
-        buffer: all of them, flat.
-        ready: how many have been put in since it was last empty.
+        buffer: these gradients, flat.
+        ready: how many gradients are in the buffer.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         kinds = {(parameter.dtype, parameter.device) for parameter in parameters}
         if len(kinds) != 1:
             found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds)) or "no parameters"
-            raise UsageError(f"a bucket is one buffer, and this would hold {found}; give it parameters of one kind")
+            raise UsageError(
+                f"a bucket is one buffer of one dtype on one device, and this one would hold {found}; "
+                "make a bucket for each kind"
+            )
         [(dtype, device)] = kinds
         sizes = [parameter.numel() for parameter in parameters]
         self.parameters: Sequence[nn.Parameter] = tuple(parameters)
@@ -57,24 +60,24 @@ class GradientBucket:
 
     @property
     def full(self) -> bool:
-        """Whether every gradient is there."""
+        """Whether every gradient is in the buffer."""
         return self.ready == len(self.parameters)
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Copy a parameter's gradient to its place; zeros where there is none."""
+        """Copy a parameter's gradient into its view; zeros where there is none."""
         view = self._views[id(parameter)]
         if parameter.grad is None:
             view.zero_()
-        elif parameter.grad.data_ptr() != view.data_ptr():  # it may be there already, from the last step
+        elif parameter.grad.data_ptr() != view.data_ptr():  # since the last step, grad may be the view
             view.copy_(parameter.grad.detach())
         self.ready += 1
 
     def start(self, comms: Comms) -> None:
-        """Leave: start averaging over all ranks."""
+        """Start the all-reduce, which averages over all ranks."""
         self._request = comms.all_reduce(self.buffer, op="mean", async_op=True)
 
     def finish(self) -> None:
-        """Wait until the buffer is back, give every parameter its view of it, and be empty again."""
+        """Wait for the all-reduce, make each parameter's view its gradient, and be empty again."""
         if self._request is not None:
             self._request.wait()
         for parameter in self.parameters:
@@ -85,27 +88,27 @@ class GradientBucket:
 class BucketedDDPHooks(GradientHooks):
     """Hooks on a model's parameters that collect gradients in buckets; a full bucket leaves while backward goes on.
 
-    See `GradientHooks` for how to use them. Buckets leave in a fixed order, the one with the last layers first, and
-    one that stays incomplete on a rank, because a parameter was not used there, leaves in `finish()`.
+    See `GradientHooks` for how to use them. Buckets leave in a fixed order, the bucket of the last layers first. A
+    bucket that does not become full on a rank, because that rank did not use a parameter, leaves in `finish()`.
 
     Args:
         model: the same on every rank.
         comms: the ranks that average.
-        bucket_size_mb: a bucket that has come to so many MiB of gradients takes no more.
+        bucket_size_mb: a bucket that has so many MiB of gradients takes no more.
     """
 
     def __init__(self, model: nn.Module, comms: Comms, bucket_size_mb: float = 25.0) -> None:
-        if not isinstance(bucket_size_mb, int | float) or not bucket_size_mb > 0:  # which NaN is not either
+        if not isinstance(bucket_size_mb, int | float) or not bucket_size_mb > 0:  # NaN is not above 0
             raise UsageError(f"bucket_size_mb={bucket_size_mb!r}: a bucket needs a size above 0; try 25.0")
         self._enough_bytes = bucket_size_mb * 2**20
         super().__init__(model, comms)
 
-    def _pack(self) -> Sequence[GradientBucket]:
+    def _make_buckets(self) -> Sequence[GradientBucket]:
         return [GradientBucket(group) for group in in_buckets(self.parameters, self._enough_bytes)]
 
 
 def in_buckets(parameters: Sequence[nn.Parameter], enough_bytes: float) -> list[list[nn.Parameter]]:
-    """Neighbours go together until a bucket has enough, as long as they are of one dtype and on one device."""
+    """Put neighbours together until a bucket has enough bytes; another dtype or device begins another bucket."""
     groups: list[list[nn.Parameter]] = []
     for parameter in parameters:
         if not groups or not _goes_with(parameter, groups[-1], enough_bytes):

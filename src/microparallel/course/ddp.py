@@ -1,4 +1,4 @@
-"""Distributed data parallelism: put hooks on a model once, then do steps with them."""
+"""Distributed data parallelism (DDP): put hooks on a model once, then do steps with them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.course.buckets import BucketedDDPHooks
 from microparallel.course.hooks import GradientHooks
-from microparallel.course.naive import LossFunction, mean_loss
 from microparallel.errors import UsageError
+from microparallel.models.loss import LossFunction, mean_loss
 from microparallel.torch_private import hooks_of_gradient
 
 
@@ -23,14 +23,14 @@ def register_ddp_hooks(
     Args:
         model: the same on every rank.
         comms: the ranks that average.
-        use_bucketing: collect gradients in buckets; without, each gradient has an all-reduce of its own.
-        bucket_size_mb: a bucket that has come to so many MiB of gradients takes no more.
+        use_bucketing: collect gradients in buckets; with False, each gradient has an all-reduce of its own.
+        bucket_size_mb: a bucket that has so many MiB of gradients takes no more.
 
     Returns:
-        A handle: call `finish()` after each backward, `remove()` to take the hooks off. `ddp_step` finds it by itself.
+        The hooks: call `finish()` after each backward, `remove()` to take them off. `ddp_step` finds them by itself.
     """
     if registered_hooks(model) is not None:
-        raise UsageError("the model has such hooks already, which would average twice; remove() those first")
+        raise UsageError("the model has hooks already, and two sets of them would average twice; remove() the first")
     return BucketedDDPHooks(model, comms, bucket_size_mb) if use_bucketing else GradientHooks(model, comms)
 
 
@@ -43,20 +43,20 @@ def ddp_step(
     *,
     samples: int | None = None,
 ) -> torch.Tensor:
-    """Forward and backward on this rank's samples, with gradients that travel meanwhile.
+    """Forward and backward on this rank's samples; gradients are averaged while backward still computes.
 
-    It does what `naive_data_parallel_step` does, sooner: each rank passes its own share of the batch, of any size;
+    The result is that of `naive_data_parallel_step`: each rank passes its own share of the batch, of any size;
     afterwards every rank holds the gradients of the mean loss over all samples of all ranks. Gradients that were there
     before are averaged too, and the new ones add to them; the caller's optimizer steps.
 
     Args:
-        model: the same on every rank. Hooks that `register_ddp_hooks` put on it are used; without any, it has buckets
-            for the time of this step, which are made anew each time.
+        model: the same on every rank, with the hooks of `register_ddp_hooks`; without them, buckets are made for this
+            step alone, which costs time in every step.
         comms: the ranks that share the batch.
         inputs: this rank's inputs.
         targets: this rank's targets, one a sample.
         loss_fn: the mean loss of outputs and targets; without it, `model(inputs, targets)` is the loss.
-        samples: how many samples all ranks have together, if that is known; otherwise the ranks count.
+        samples: how many samples all ranks have together, if the caller knows; otherwise an all-reduce adds them up.
 
     Returns:
         The mean loss of the whole batch, the same on every rank.
@@ -71,8 +71,8 @@ def ddp_step(
     try:
         if not mine:
             return hooks.finish()
-        # The ranks' average of these is the mean over all samples: shares differ in size, so the ranks' losses count
-        # for as many samples as they have.
+        # Shares may differ in size, so a rank's loss counts by its number of samples; the average over the ranks is
+        # then the mean over all samples.
         loss = mean_loss(model, inputs, targets, loss_fn) * (mine * comms.world_size / samples)
         loss.backward()  # type: ignore[no-untyped-call]
         return hooks.finish(loss.detach())
@@ -82,7 +82,7 @@ def ddp_step(
 
 
 def registered_hooks(model: nn.Module) -> GradientHooks | None:
-    """The hooks that are on a model's parameters, if there are any."""
+    """The hooks that `register_ddp_hooks` put on a model's parameters, if there are any."""
     for parameter in model.parameters():
         for hook in hooks_of_gradient(parameter):
             owner = getattr(hook, "__self__", None)

@@ -1,4 +1,7 @@
-"""From what ranks wrote down during a step to a Trace: what each computed when, and when its buckets travelled."""
+"""HookTracker: when each gradient of a real step was ready, and when its all-reduce began and ended, as a Trace.
+
+The tracker writes times down on every rank (`RankTimes`); `trace_of` makes one `Trace` of all ranks' times.
+"""
 
 from __future__ import annotations
 
@@ -28,162 +31,14 @@ from microparallel.torch_private import hooks_of_gradient
 from microparallel.trace import Event, Trace
 
 
-@dataclass(frozen=True)
-class Cargo:
-    """What all ranks have in common: the parameters of the model, and which gradients travelled together."""
-
-    parameters: tuple[str, ...]  # in the order of forward
-    flights: tuple[tuple[str, ...], ...]  # in the order in which they left
-    sizes: tuple[int, ...]  # bytes
-
-
-def forward_order(flights: Sequence[Sequence[str]]) -> list[str]:
-    """Parameters in the order of forward, where gradients travel in the order in which backward makes them."""
-    return [name for flight in flights for name in flight][::-1]
-
-
-def _ranges(layers: list[Layer], cargo: Cargo) -> tuple[tuple[int, int], ...]:
-    """The layers of each flight: neighbours, since the layers stand in the order of the flights."""
-    ranges = []
-    for flight in range(len(cargo.flights)):
-        stages = [layer.stage for layer in layers if layer.flight == flight]
-        ranges.append((min(stages), max(stages) + 1))
-    return tuple(ranges)
-
-
-@dataclass(frozen=True)
-class Notes:
-    """What one rank wrote down, in seconds of a clock that the ranks of a machine share; NaN for what never happened.
-
-    Numbers stand in the order of `Cargo`.
-    """
-
-    called: tuple[float, ...]  # for each parameter, when its module's forward first began
-    forward_end: float
-    ready: tuple[float, ...]  # for each parameter, when its gradient was
-    left: tuple[float, ...]
-    back: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Neighbouring parameters of one module that travel together: a stage of the program."""
-
-    stage: int
-    module: str
-    members: tuple[int, ...]  # places among the parameters
-    flight: int | None
-
-
-def layers_of(cargo: Cargo) -> list[Layer]:
-    """Cut the parameters into layers; a module whose gradients travel in two all-reduces is two."""
-    flight_of = {name: index for index, names in enumerate(cargo.flights) for name in names}
-
-    def key(place: int) -> tuple[str, int | None]:
-        name = cargo.parameters[place]
-        return name.rpartition(".")[0], flight_of.get(name)
-
-    groups = groupby(range(len(cargo.parameters)), key)
-    return [Layer(stage, module, tuple(places), flight) for stage, ((module, flight), places) in enumerate(groups)]
-
-
-def trace_of(name: str, cargo: Cargo, notes: Sequence[Notes], transport: str = "gloo") -> Trace:
-    """Put everybody's notes together.
-
-    - A layer's forward lasts until the next one's begins; its backward from the gradient before until its own. (What is
-      between, the loss for one, counts to the layer that follows.)
-    - An all-reduce begins when every rank has handed it over and the one before it is back, not when this rank began
-      to wait for that; whether the transport had in fact begun earlier, nobody outside can see.
-    - A rank sends what the algorithm sends that the transport takes (`collectives.resolve`).
-    """
-    layers = layers_of(cargo)
-    computed = [[*_forwards(rank, layers, mine), *_backwards(rank, layers, mine)] for rank, mine in enumerate(notes)]
-    full = _full(layers, cargo, [event for events in computed for event in events])
-    orders = []
-    for rank, mine in enumerate(notes):
-        events = [*computed[rank], *_flights(rank, mine, cargo, notes, full, transport)]
-        orders.append(sorted(events, key=lambda event: (event.start, event.end)))  # what takes no time comes first
-    program = Program(
-        name,
-        TrainingStep(len(layers), len(notes), _ranges(layers, cargo)),
-        tuple(tuple(event.operation for event in order) for order in orders),
-    )
-    return Trace([event for order in orders for event in order], program)
-
-
-def _forwards(rank: int, layers: list[Layer], notes: Notes) -> Iterator[Event]:
-    """Modules one after another; of one that is two layers, the second has the time, and the first takes none."""
-    begun = {layer.stage: notes.called[layer.members[0]] for layer in layers}
-    called = sorted((layer for layer in layers if not math.isnan(begun[layer.stage])), key=lambda o: begun[o.stage])
-    ends = [*(begun[layer.stage] for layer in called[1:]), *([notes.forward_end] if called else [])]
-    for layer, end in zip(called, ends, strict=True):
-        yield Event(rank, Lane.COMPUTE, Forward(layer.stage, rank), begun[layer.stage], end)
-    for layer in layers:  # its parameters are used, but not by calling its module
-        if math.isnan(begun[layer.stage]) and not math.isnan(_ready(layer, notes)):
-            yield Event(rank, Lane.COMPUTE, Forward(layer.stage, rank), notes.forward_end, notes.forward_end)
-
-
-def _backwards(rank: int, layers: list[Layer], notes: Notes) -> Iterator[Event]:
-    """Gradients one after another; those of one module are made together, so the first layer of it has all the time."""
-    used = [layer for layer in layers if not math.isnan(_ready(layer, notes))]
-    free = notes.forward_end
-    for _, together in groupby(sorted(used, key=lambda layer: _ready(layer, notes)), key=lambda layer: layer.module):
-        burst = sorted(together, key=lambda layer: -layer.stage)
-        end = max(_ready(layer, notes) for layer in burst)
-        for layer in burst:
-            yield Event(rank, Lane.COMPUTE, Backward(layer.stage, rank), free, end)
-            free = end
-
-
-def _full(layers: list[Layer], cargo: Cargo, computed: list[Event]) -> list[float]:
-    """For each flight, when all its gradients were ready on all ranks that made them."""
-    flight_of = {layer.stage: layer.flight for layer in layers}
-    ends: list[list[float]] = [[-math.inf] for _ in cargo.flights]
-    for event in computed:
-        if isinstance(event.op, Backward) and (flight := flight_of[event.op.stage]) is not None:
-            ends[flight].append(event.end)
-    return [max(times) for times in ends]
-
-
-def _flights(
-    rank: int, mine: Notes, cargo: Cargo, notes: Sequence[Notes], full: list[float], transport: str
-) -> Iterator[Event]:
-    free = -math.inf
-    for flight, size in enumerate(cargo.sizes):
-        start = max([free, full[flight], *(other.left[flight] for other in notes)])
-        free = max(start, mine.back[flight])
-        operation = AllReduce(Bucket(flight), "dp")
-        messages, sent = traffic(operation, range(len(notes)), size, transport)[rank]
-        yield Event(rank, Lane.COMM, operation, start, free, messages, sent, size)
-
-
-def _ready(layer: Layer, notes: Notes) -> float:
-    """When the last gradient of a layer was ready; NaN if one never was."""
-    times = [notes.ready[place] for place in layer.members]
-    return math.nan if any(map(math.isnan, times)) else max(times)
-
-
-# HookTracker: the real order and times of hooks and all-reduces, as a Trace.
-
-
-@dataclass
-class Flight:
-    """An all-reduce of gradients, with the times at which it left and was back, in seconds of `time.perf_counter`."""
-
-    cargo: tuple[str, ...]  # the names of the parameters
-    size: int  # bytes
-    left: float
-    back: float = math.nan
-
-
 class HookTracker:
-    """Writes down when each gradient of a step is ready, and when its all-reduce leaves and is back.
+    """Writes down when each gradient of a step is ready, and when its all-reduce begins and ends.
 
-    It watches hooks, buckets or the naive step without changing them: it has hooks of its own on the model, which run
-    before those that are registered later, and it observes the Comms.
+    It does not change the hooks, buckets or naive step that it tracks: it has hooks of its own on the model, which run
+    before those that are registered later, and it is an observer of the Comms.
 
-    The ranks of one machine share a clock; those of several do not, and their times cannot be laid side by side. On a
-    GPU operations are only queued when torch returns from them, so what is tracked must be on the CPU.
+    All ranks must be on one machine, where they share a clock. The model must be on the CPU: on a GPU, torch returns
+    from an operation when it is queued, not when it is done.
 
     Example:
         ```python
@@ -197,12 +52,12 @@ class HookTracker:
         ```
 
     Args:
-        model: the one to watch; register other hooks on it afterwards.
+        model: the model to track; register other hooks on it afterwards.
         comms: the ranks that take part.
-        link_seconds: play a slower network: each message takes so much longer.
+        link_seconds: imitate a slower network: each message takes so much longer.
 
     Attributes:
-        comms: the ranks, over the slower network if there is one; to be used in place of the one that was given.
+        comms: the ranks, over the slower network if there is one; use it in place of the one that was passed.
     """
 
     def __init__(self, model: nn.Module, comms: Comms, link_seconds: float = 0.0) -> None:
@@ -210,7 +65,7 @@ class HookTracker:
         if not named:
             raise UsageError("the model has no trainable parameters, so no gradient can be tracked; unfreeze some")
         if elsewhere := next((name for name, parameter in named if parameter.device.type != "cpu"), None):
-            raise UsageError(f"{elsewhere} is not on the CPU, and elsewhere times cannot be told; use model.cpu()")
+            raise UsageError(f"{elsewhere} is not on the CPU, and only there can hooks tell the time; use model.cpu()")
         if not (math.isfinite(link_seconds) and link_seconds >= 0):
             raise UsageError(f"link_seconds={link_seconds!r}: a time must be finite and at least 0; try 0.005")
         if registered_hooks(model) is not None:
@@ -221,9 +76,9 @@ class HookTracker:
         self._slowed = link_seconds > 0
         self.comms = slow_network(comms, link_seconds) if self._slowed else comms
         self.comms.observers.append(self)
-        self._flights: dict[Activity, Flight] = {}  # in the order in which they left
-        self._called: dict[str, float] = {}
-        self._ready: dict[str, float] = {}
+        self._sent: dict[Activity, SentBucket] = {}  # in the order in which they were sent
+        self._called: dict[str, float] = {}  # when each module's forward first began
+        self._ready: dict[str, float] = {}  # when each parameter's gradient was ready
         self._forward_end = math.nan
         self._handles = list(self._register())
 
@@ -239,22 +94,19 @@ class HookTracker:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Write down the one step that is done inside; what was written down before is forgotten."""
+        """Write down the one step that is done inside; the times of earlier steps are forgotten."""
         self._called.clear()
         self._ready.clear()
-        self._flights.clear()
-        self._forward_end = time.perf_counter()  # of a rank that has no samples and does no forward
+        self._sent.clear()
+        self._forward_end = time.perf_counter()  # for a rank that has no samples and does no forward
         yield
 
     def trace(self, name: str = "step") -> Trace:
-        """What all ranks wrote down in the last step; every rank must ask for it together."""
-        flights = list(self._flights.values())
-        cargo = Cargo(
-            self._forward_order([flight.cargo for flight in flights]),
-            tuple(flight.cargo for flight in flights),
-            tuple(flight.size for flight in flights),
-        )
-        return trace_of(name, cargo, self._everybodys_notes(cargo, flights), self.comms.transport_name)
+        """What all ranks did in the last step; every rank must call this together."""
+        sent = list(self._sent.values())
+        buckets = tuple(bucket.parameters for bucket in sent)
+        step = TrackedStep(self._forward_order(buckets), buckets, tuple(bucket.size for bucket in sent))
+        return trace_of(name, step, self._gather_times(step, sent), self.comms.transport_name)
 
     def remove(self) -> None:
         """Take the tracker's hooks off the model."""
@@ -266,31 +118,31 @@ class HookTracker:
         if self._slowed:
             self.comms.close()
 
-    # ── what a Comms tells ──────────────────────────────────────────────────────────────────────────────────────
+    # ── what the Comms reports (it calls these as an observer's) ────────────────────────────────────────────────
 
     def begins(self, activity: Activity) -> None:
-        """A call begins: an all-reduce of gradients leaves."""
-        gradients = () if activity.tensor is None else self._cargo_of(activity.tensor)
+        """Write down when an all-reduce of gradients begins."""
+        gradients = () if activity.tensor is None else self._gradients_in(activity.tensor)
         if gradients:
-            self._flights[activity] = Flight(gradients, activity.bytes, time.perf_counter())
+            self._sent[activity] = SentBucket(gradients, activity.bytes, time.perf_counter())
 
     def waits(self, activity: Activity) -> None:
-        """Who waits, and how long, is not what the tracker shows."""
+        """Ignore it: the tracker does not show how long ranks wait."""
 
     def ends(self, activity: Activity) -> None:
-        """It is back."""
-        if activity in self._flights:
-            self._flights[activity].back = time.perf_counter()
+        """Write down when an all-reduce of gradients ends."""
+        if activity in self._sent:
+            self._sent[activity].end = time.perf_counter()
 
-    # ── what torch tells ────────────────────────────────────────────────────────────────────────────────────────
+    # ── what torch reports ──────────────────────────────────────────────────────────────────────────────────────
 
     def _register(self) -> Iterator[RemovableHandle]:
         for parameter in self._parameters.values():
             yield parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         owners = {name.rpartition(".")[0] for name in self._parameters}
         for owner in owners:
-            # Each function gets its own name as an argument's default, at once: seen from inside, `owner` would be
-            # whatever the loop has come to.
+            # `owner=owner` gives each function the name of its own module; without it, every function would see the
+            # loop's last.
             def on_call(module: nn.Module, inputs: Any, owner: str = owner) -> None:  # noqa: ARG001
                 self._called.setdefault(owner, time.perf_counter())
 
@@ -303,41 +155,53 @@ class HookTracker:
     def _on_forward_end(self, *_: Any) -> None:
         self._forward_end = time.perf_counter()
 
-    def _cargo_of(self, tensor: torch.Tensor) -> tuple[str, ...]:
-        """Whose gradients a tensor holds: it is the gradient of one parameter, or the buffer of a bucket."""
+    def _gradients_in(self, tensor: torch.Tensor) -> tuple[str, ...]:
+        """The parameters whose gradients a tensor holds: it is one's gradient, or the buffer of a bucket."""
         for bucket in _buckets_of(self._model):
             if bucket.buffer is tensor:
                 return tuple(self._names[id(parameter)] for parameter in bucket.parameters)
         return tuple(name for name, parameter in self._parameters.items() if parameter.grad is tensor)
 
-    def _forward_order(self, flights: list[tuple[str, ...]]) -> tuple[str, ...]:
-        """The order in which parameters were registered, unless buckets were filled as gradients arrived."""
+    def _forward_order(self, buckets: Sequence[Sequence[str]]) -> tuple[str, ...]:
+        """The order in which parameters were registered, unless `DataParallel` filled buckets as gradients arrived."""
         if _reducer_of(self._model) is None:
             return tuple(self._parameters)
-        travelling = forward_order(flights)
-        return (*(name for name in self._parameters if name not in set(travelling)), *travelling)
+        sent = [name for bucket in buckets for name in bucket][::-1]  # backward's order, reversed
+        return (*(name for name in self._parameters if name not in set(sent)), *sent)
 
-    def _everybodys_notes(self, cargo: Cargo, sent: list[Flight]) -> list[Notes]:
-        parameters, flights = len(cargo.parameters), len(cargo.flights)
+    def _gather_times(self, step: TrackedStep, sent: Sequence[SentBucket]) -> list[RankTimes]:
+        """Every rank's times, by an all-gather."""
+        parameters, buckets = len(step.parameters), len(step.buckets)
         mine = [
             self._forward_end,
-            *(self._called.get(name.rpartition(".")[0], math.nan) for name in cargo.parameters),
-            *(self._ready.get(name, math.nan) for name in cargo.parameters),
-            *(flight.left for flight in sent),
-            *(flight.back for flight in sent),
+            *(self._called.get(name.rpartition(".")[0], math.nan) for name in step.parameters),
+            *(self._ready.get(name, math.nan) for name in step.parameters),
+            *(bucket.start for bucket in sent),
+            *(bucket.end for bucket in sent),
         ]
-        notes = []
+        times = []
         for numbers in self.comms.all_gather(torch.tensor(mine, dtype=torch.float64)):
-            end, called, ready, left, back = torch.split(numbers, [1, parameters, parameters, flights, flights])
-            notes.append(Notes(_row(called), end.item(), _row(ready), _row(left), _row(back)))
-        return notes
+            end, *rows = torch.split(numbers, [1, parameters, parameters, buckets, buckets])
+            called, ready, starts, ends = (tuple(row.tolist()) for row in rows)
+            times.append(RankTimes(called, end.item(), ready, starts, ends))
+        return times
+
+
+@dataclass
+class SentBucket:
+    """An all-reduce of gradients on this rank; times in seconds of `time.perf_counter`."""
+
+    parameters: tuple[str, ...]  # names
+    size: int  # bytes
+    start: float
+    end: float = math.nan
 
 
 def _buckets_of(model: nn.Module) -> Iterator[GradientBucket | FlatBucket]:
-    """The buckets in which the gradients of a model travel, whoever fills them."""
+    """The buckets of a model's hooks (`BucketedDDPHooks`), or of its reducer (`DataParallel`)."""
     hooks = registered_hooks(model)
     if hooks is not None:
-        yield from (parcel for parcel in hooks.parcels if isinstance(parcel, GradientBucket))
+        yield from (bucket for bucket in hooks.buckets if isinstance(bucket, GradientBucket))
     reducer = _reducer_of(model)
     if reducer is not None:
         yield from reducer.buckets
@@ -351,5 +215,136 @@ def _reducer_of(model: nn.Module) -> Reducer | None:
     return None
 
 
-def _row(numbers: torch.Tensor) -> tuple[float, ...]:
-    return tuple(numbers.tolist())
+# ── from times to a trace ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class TrackedStep:
+    """What is the same on all ranks: the parameters of the model, and which gradients were sent together."""
+
+    parameters: tuple[str, ...]  # in the order of forward
+    buckets: tuple[tuple[str, ...], ...]  # in the order in which they were sent
+    sizes: tuple[int, ...]  # bytes of each bucket
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """What one rank wrote down, in seconds of a clock that all ranks share; NaN for what never happened.
+
+    Numbers stand in the order of `TrackedStep`.
+    """
+
+    called: tuple[float, ...]  # for each parameter, when its module's forward first began
+    forward_end: float
+    ready: tuple[float, ...]  # for each parameter, when its gradient was
+    starts: tuple[float, ...]  # for each bucket, when this rank called all_reduce
+    ends: tuple[float, ...]  # for each bucket, when the sum was there
+
+
+@dataclass(frozen=True)
+class TrackedLayer:
+    """Neighbouring parameters of one module whose gradients are sent together: a stage of the program."""
+
+    stage: int
+    module: str
+    members: tuple[int, ...]  # places among the parameters
+    bucket: int | None
+
+
+def trace_of(name: str, step: TrackedStep, times: Sequence[RankTimes], transport: str = "gloo") -> Trace:
+    """Make one trace of all ranks' times.
+
+    - A layer's forward lasts until the forward of the next begins; its backward lasts from the gradient before it to
+      its own. (What lies between, such as the loss, counts as part of the layer that follows.)
+    - An all-reduce begins when every rank has called it and the all-reduce before it has ended, since a rank that only
+      waits for these does not communicate. (The transport may have begun earlier, which hooks cannot see.)
+    - A rank sends what the algorithm sends that the transport takes (`collectives.resolve`).
+    """
+    layers = layers_of(step)
+    computed = [[*_forwards(rank, layers, mine), *_backwards(rank, layers, mine)] for rank, mine in enumerate(times)]
+    full = _full(layers, step, [event for events in computed for event in events])
+    orders = []
+    for rank in range(len(times)):
+        events = [*computed[rank], *_all_reduces(rank, step, times, full, transport)]
+        orders.append(sorted(events, key=lambda event: (event.start, event.end)))  # what takes no time comes first
+    program = Program(
+        name,
+        TrainingStep(len(layers), len(times), _ranges(layers, step)),
+        tuple(tuple(event.operation for event in order) for order in orders),
+    )
+    return Trace([event for order in orders for event in order], program)
+
+
+def layers_of(step: TrackedStep) -> list[TrackedLayer]:
+    """Cut the parameters into layers; a module whose gradients are sent in two all-reduces is two layers."""
+    bucket_of = {name: index for index, names in enumerate(step.buckets) for name in names}
+
+    def key(place: int) -> tuple[str, int | None]:
+        name = step.parameters[place]
+        return name.rpartition(".")[0], bucket_of.get(name)
+
+    groups = groupby(range(len(step.parameters)), key)
+    return [
+        TrackedLayer(stage, module, tuple(places), bucket) for stage, ((module, bucket), places) in enumerate(groups)
+    ]
+
+
+def _ranges(layers: list[TrackedLayer], step: TrackedStep) -> tuple[tuple[int, int], ...]:
+    """The layers of each bucket, which are neighbours, since layers stand in the order of the buckets."""
+    ranges = []
+    for bucket in range(len(step.buckets)):
+        stages = [layer.stage for layer in layers if layer.bucket == bucket]
+        ranges.append((min(stages), max(stages) + 1))
+    return tuple(ranges)
+
+
+def _forwards(rank: int, layers: list[TrackedLayer], times: RankTimes) -> Iterator[Event]:
+    """Modules one after another; of a module that is two layers, the second has the time, and the first takes none."""
+    begun = {layer.stage: times.called[layer.members[0]] for layer in layers}
+    called = sorted((layer for layer in layers if not math.isnan(begun[layer.stage])), key=lambda o: begun[o.stage])
+    ends = [*(begun[layer.stage] for layer in called[1:]), *([times.forward_end] if called else [])]
+    for layer, end in zip(called, ends, strict=True):
+        yield Event(rank, Lane.COMPUTE, Forward(layer.stage, rank), begun[layer.stage], end)
+    for layer in layers:  # its parameters are used, but not by calling its module
+        if math.isnan(begun[layer.stage]) and not math.isnan(_ready(layer, times)):
+            yield Event(rank, Lane.COMPUTE, Forward(layer.stage, rank), times.forward_end, times.forward_end)
+
+
+def _backwards(rank: int, layers: list[TrackedLayer], times: RankTimes) -> Iterator[Event]:
+    """Gradients one after another; those of one module are made together, so its first layer has all the time."""
+    used = [layer for layer in layers if not math.isnan(_ready(layer, times))]
+    free = times.forward_end
+    for _, together in groupby(sorted(used, key=lambda layer: _ready(layer, times)), key=lambda layer: layer.module):
+        burst = sorted(together, key=lambda layer: -layer.stage)
+        end = max(_ready(layer, times) for layer in burst)
+        for layer in burst:
+            yield Event(rank, Lane.COMPUTE, Backward(layer.stage, rank), free, end)
+            free = end
+
+
+def _full(layers: list[TrackedLayer], step: TrackedStep, computed: list[Event]) -> list[float]:
+    """For each bucket, when all its gradients were ready on all ranks that made them."""
+    bucket_of = {layer.stage: layer.bucket for layer in layers}
+    ends: list[list[float]] = [[-math.inf] for _ in step.buckets]
+    for event in computed:
+        if isinstance(event.op, Backward) and (bucket := bucket_of[event.op.stage]) is not None:
+            ends[bucket].append(event.end)
+    return [max(each) for each in ends]
+
+
+def _all_reduces(
+    rank: int, step: TrackedStep, times: Sequence[RankTimes], full: list[float], transport: str
+) -> Iterator[Event]:
+    free = -math.inf
+    for bucket, size in enumerate(step.sizes):
+        start = max([free, full[bucket], *(other.starts[bucket] for other in times)])
+        free = max(start, times[rank].ends[bucket])
+        operation = AllReduce(Bucket(bucket), "dp")
+        messages, sent = traffic(operation, range(len(times)), size, transport)[rank]
+        yield Event(rank, Lane.COMM, operation, start, free, messages, sent, size)
+
+
+def _ready(layer: TrackedLayer, times: RankTimes) -> float:
+    """When the last gradient of a layer was ready; NaN if one never was."""
+    members = [times.ready[place] for place in layer.members]
+    return math.nan if any(map(math.isnan, members)) else max(members)

@@ -1,7 +1,7 @@
-"""Hooks, shown: in which order they run, how much communication they hide, and what that is worth.
+"""Three demonstrations of hooks: in which order they run, how much communication they hide, what time that saves.
 
-Each demonstration works on a copy of the model, on every rank together, and rank 0 prints what it saw. They take any
-model; one that does not begin with a linear layer needs `inputs`.
+Every rank calls a demonstration together. It works on a copy of the model, and rank 0 prints the result. Any model will
+do; a model that does not begin with a linear layer needs `inputs`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from microparallel.comms import Comms
 from microparallel.comms.slow_links import slow_network
 from microparallel.course.ddp import ddp_step, register_ddp_hooks
 from microparallel.course.hook_tracker import HookTracker
-from microparallel.course.naive import LossFunction, mean_loss, naive_data_parallel_step
+from microparallel.course.naive import naive_data_parallel_step
 from microparallel.drawing.overlap import draw_overlap
 from microparallel.errors import UsageError
+from microparallel.models.loss import LossFunction, mean_loss
 from microparallel.text import count, show_size
 from microparallel.trace import Trace
 
@@ -43,13 +44,13 @@ def demonstrate_hook_order(
     *,
     show: bool = True,
 ) -> list[str]:
-    """Show in which order, and when, backward hands out the gradients: the last layer's come first.
+    """Show in which order, and when, backward makes the gradients: the last layer's come first.
 
     Args:
-        model: any; it stays as it is.
+        model: any model; it is not changed.
         comms: every rank calls this together.
-        inputs: this rank's; without, random numbers for a model that begins with a linear layer.
-        targets: this rank's; without, the loss is the mean square of the outputs.
+        inputs: this rank's; without them, random numbers for a model that begins with a linear layer.
+        targets: this rank's; without them, the loss is the mean square of the outputs.
         loss_fn: the mean loss of outputs and targets; without it, `model(inputs, targets)` is the loss.
         show: rank 0 prints a line for each gradient.
 
@@ -85,13 +86,13 @@ def demonstrate_overlap(
     """Show how much of the communication computation hides: by hand, with a hook for each gradient, and in buckets.
 
     Args:
-        model: any; it stays as it is.
+        model: any model; it is not changed.
         comms: every rank calls this together.
         inputs: this rank's; see `demonstrate_hook_order`.
         targets: this rank's.
         loss_fn: the mean loss of outputs and targets.
-        bucket_size_mb: a bucket that has come to so many MiB of gradients takes no more.
-        link_seconds: play a slower network: each message takes so much longer.
+        bucket_size_mb: a bucket that has so many MiB of gradients takes no more.
+        link_seconds: imitate a slower network: each message takes so much longer.
         steps: how many steps of each kind are measured; the one of median length is kept.
         show: rank 0 prints a drawing of each.
 
@@ -128,17 +129,17 @@ def compare_hook_timing(
 ) -> dict[str, float]:
     """Time whole steps, without a tracker: by hand, with hooks, in buckets, and with no synchronisation at all.
 
-    The kinds take turns, so that a busy moment of the machine hits all of them. A step takes as long as its slowest
-    rank.
+    One step of each kind, then the next of each, so that a busy moment of the machine hits all kinds. A step takes as
+    long as its slowest rank.
 
     Args:
-        model: any; it stays as it is.
+        model: any model; it is not changed.
         comms: every rank calls this together.
         inputs: this rank's; see `demonstrate_hook_order`.
         targets: this rank's.
         loss_fn: the mean loss of outputs and targets.
-        bucket_size_mb: a bucket that has come to so many MiB of gradients takes no more.
-        link_seconds: play a slower network: each message takes so much longer.
+        bucket_size_mb: a bucket that has so many MiB of gradients takes no more.
+        link_seconds: imitate a slower network: each message takes so much longer.
         steps: how many steps of each kind are timed, after two that warm up.
         show: rank 0 prints a table.
 
@@ -176,7 +177,7 @@ def compare_hook_timing(
 
 @contextmanager
 def _prepared(kind: str, model: nn.Module, comms: Comms, batch: Batch, bucket_size_mb: float) -> Iterator[Step]:
-    """A step of one kind, with its hooks on the model meanwhile."""
+    """A function that does a step of one kind; inside the `with`, the model has the hooks for it."""
     inputs, targets, loss_fn = batch
     samples = int(comms.all_reduce(torch.tensor(len(targets))).item())
 
@@ -196,7 +197,7 @@ def _prepared(kind: str, model: nn.Module, comms: Comms, batch: Batch, bucket_si
 
 
 def _typical(way: str, model: nn.Module, tracker: HookTracker, step: Step, steps: int) -> Trace:
-    """The trace of a step of median length, after two that warm up; all ranks have the same traces, so choose alike."""
+    """The trace of the step of median length, after two that warm up; the same on every rank."""
     traces = []
     for _ in range(steps + 2):
         model.zero_grad()
@@ -208,12 +209,14 @@ def _typical(way: str, model: nn.Module, tracker: HookTracker, step: Step, steps
 
 
 def _batch(model: nn.Module, inputs: Any, targets: torch.Tensor | None, loss_fn: LossFunction | None) -> Batch:
-    """What was given, or made up where nothing was."""
+    """The batch and loss that the caller passed, with random inputs and a loss of our own where it passed none."""
     if inputs is None:
         owners = [module for module in model.modules() if any(True for _ in module.parameters(recurse=False))]
         first = owners[0] if owners else model
         if not isinstance(first, nn.Linear):
-            raise UsageError(f"no inputs can be made up for a model that begins with {type(first).__name__}; pass them")
+            raise UsageError(
+                f"inputs=None is for a model that begins with Linear, not {type(first).__name__}; pass them"
+            )
         inputs = torch.randn(_SAMPLES, first.in_features, dtype=first.weight.dtype, device=first.weight.device)
     if targets is not None:
         return inputs, targets, loss_fn

@@ -1,34 +1,23 @@
-"""A model's loss on a batch, whichever way the model likes to be called."""
+"""Data parallelism the naive way: every rank computes on its own samples, then all ranks add up every gradient.
+
+```
+rank 0   forward  backward │ all-reduce g0 │ all-reduce g1 │ …   the same step as one process
+rank 1   forward  backward │ all-reduce g0 │ all-reduce g1 │ …   on the whole batch
+```
+
+Nothing overlaps, and every gradient is a message of its own. The later chapters improve on both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from microparallel.comms import Comms
-
-LossFunction = Callable[[Any, Any], torch.Tensor]
-
-
-def mean_loss(model: nn.Module, inputs: Any, targets: Any, loss_fn: LossFunction | None = None) -> torch.Tensor:
-    """The mean loss of a batch: with `loss_fn` where one is given, else `model(inputs, targets)` is the loss."""
-    if loss_fn is not None:
-        return loss_fn(model(inputs), targets)
-    loss: torch.Tensor = model(inputs, targets)
-    return loss
-
-
-# Data parallelism the naive way: compute on your own samples, then add up every gradient.
-#
-# ```
-# rank 0   forward  backward │ all-reduce g0 │ all-reduce g1 │ …   the same step as one process
-# rank 1   forward  backward │ all-reduce g0 │ all-reduce g1 │ …   on the whole batch
-# ```
-#
-# Nothing overlaps, and every gradient is a message of its own. That is what the later chapters improve on.
+from microparallel.models.loss import LossFunction, mean_loss
 
 
 def naive_data_parallel_step(
@@ -52,7 +41,7 @@ def naive_data_parallel_step(
         inputs: this rank's inputs.
         targets: this rank's targets, one a sample.
         loss_fn: the mean loss of outputs and targets; without it, `model(inputs, targets)` is the loss.
-        samples: how many samples all ranks have together, if that is known; otherwise the ranks count.
+        samples: how many samples all ranks have together, if the caller knows; otherwise an all-reduce adds them up.
 
     Returns:
         The mean loss of the whole batch, the same on every rank.
@@ -68,7 +57,7 @@ def naive_data_parallel_step(
     share = torch.zeros((), dtype=torch.float64)
     try:
         if mine:
-            # Weighted by its samples, each rank's loss is its part of the mean over all of them.
+            # A rank's mean loss counts by its number of samples; the sum over the ranks is the mean over all samples.
             loss = mean_loss(model, inputs, targets, loss_fn) * (mine / samples)
             loss.backward()  # type: ignore[no-untyped-call]
             share = loss.detach().to("cpu", torch.float64)
@@ -80,19 +69,19 @@ def naive_data_parallel_step(
 
 
 def sum_gradients(parameters: Iterable[nn.Parameter], comms: Comms, loss: torch.Tensor) -> torch.Tensor:
-    """Add up each gradient over all ranks, a message each, and the loss before them.
+    """Add up the loss over all ranks, then each gradient, with one all-reduce a gradient; returns the loss.
 
-    A parameter that some ranks did not use counts as zero there; one that no rank used keeps no gradient.
+    On a rank that did not use a parameter, its gradient counts as zero; if no rank used it, it keeps no gradient.
     """
     parameters = list(parameters)
-    news = torch.tensor([loss.item(), *(parameter.grad is not None for parameter in parameters)], dtype=torch.float64)
-    comms.all_reduce(news)
-    under_way = []
-    for parameter, used_by in zip(parameters, news[1:].tolist(), strict=True):
-        if used_by > 0:
+    totals = torch.tensor([loss.item(), *(parameter.grad is not None for parameter in parameters)], dtype=torch.float64)
+    comms.all_reduce(totals)
+    requests = []
+    for parameter, users in zip(parameters, totals[1:].tolist(), strict=True):
+        if users > 0:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            under_way.append(comms.all_reduce(parameter.grad, async_op=True))
-    for request in under_way:
+            requests.append(comms.all_reduce(parameter.grad, async_op=True))
+    for request in requests:
         request.wait()
-    return news[0]
+    return totals[0]

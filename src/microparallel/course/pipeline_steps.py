@@ -1,4 +1,4 @@
-"""The course's pipeline steps, each a thin door to `Pipeline`: every rank brings its own piece of the model."""
+"""Pipeline steps as functions: every rank brings its own piece of the model, and `Pipeline` runs the schedule."""
 
 from __future__ import annotations
 
@@ -11,23 +11,11 @@ from microparallel.comms import Comms
 from microparallel.pipeline.pipeline import Pipeline
 from microparallel.pipeline.stage import LossFunction
 
-_PLACE = "_microparallel_pipelines"  # where a model keeps the pipelines that were made of it
-
-
-class _Pipelines(dict[tuple[object, ...], Pipeline]):
-    """The pipelines of one model; a copy of the model, or what is saved of it, has none."""
-
-    def __deepcopy__(self, _: object) -> _Pipelines:
-        return _Pipelines()
-
-    def __reduce__(self) -> tuple[type[_Pipelines], tuple[()]]:
-        return _Pipelines, ()
-
 
 def naive_pipeline_step(
     model: nn.Module, comms: Comms, inputs: Any, targets: Any, loss_fn: LossFunction | None = None
 ) -> torch.Tensor:
-    """Pass the whole batch through the ranks, one after another, and back: all but one of them wait.
+    """Pass the whole batch through the ranks, one after another, and back: at any time all ranks but one wait.
 
     Args:
         model: this rank's piece, such as `mp.models.ShardedMLP`; the last one returns the mean loss when it is called
@@ -53,7 +41,7 @@ def gpipe_pipeline_step(
 def onef_oneb_pipeline_step(
     model: nn.Module, comms: Comms, inputs: Any, targets: Any, chunks: int, loss_fn: LossFunction | None = None
 ) -> torch.Tensor:
-    """Cut the batch into `chunks` micro-batches, and do each one's backward as soon as it can be done."""
+    """Cut the batch into `chunks` micro-batches, and do the backward of each as early as possible (1F1B)."""
     return _step("1f1b", model, comms, inputs, targets, chunks, loss_fn)
 
 
@@ -66,11 +54,25 @@ def _step(
     chunks: int,
     loss_fn: LossFunction | None,
 ) -> torch.Tensor:
-    known: _Pipelines = model.__dict__.setdefault(_PLACE, _Pipelines())
+    """Do a step with the pipeline that an earlier call made of this model, or with a new one."""
+    known: _Pipelines = model.__dict__.setdefault(_PIPELINES, _Pipelines())
     key = (schedule, chunks, id(comms))
     if key not in known:
         known[key] = Pipeline.of_stage(model, comms, schedule, chunks)
     pipe = known[key]
     for stage in pipe.stages.values():
-        stage.loss_fn = loss_fn  # it may be another one each time, such as a lambda
+        stage.loss_fn = loss_fn  # each call may pass another function, such as a new lambda
     return pipe.step(inputs, targets)
+
+
+_PIPELINES = "_microparallel_pipelines"  # the attribute of a model that holds the pipelines made of it
+
+
+class _Pipelines(dict[tuple[object, ...], Pipeline]):
+    """The pipelines of one model, which are not copied or pickled with it."""
+
+    def __deepcopy__(self, _: object) -> _Pipelines:
+        return _Pipelines()
+
+    def __reduce__(self) -> tuple[type[_Pipelines], tuple[()]]:
+        return _Pipelines, ()

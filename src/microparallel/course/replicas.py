@@ -1,15 +1,15 @@
-"""Data parallelism in one process: the same model on several devices, each with its chunk of the batch.
+"""Data parallelism in one process: the same model on several devices, each with its share of the batch.
 
 ```
-                  ┌─ replica 0   chunk 0   forward, backward ─┐
-CPU master copy ──┼─ replica 1   chunk 1   forward, backward ─┼── average ── update, the same on every replica
-                  └─ replica 2   chunk 2   forward, backward ─┘
+                  ┌─ replica 0   share 0   forward, backward ─┐
+CPU master copy ──┼─ replica 1   share 1   forward, backward ─┼── average ── update, the same on every replica
+                  └─ replica 2   share 2   forward, backward ─┘
      once                        every step
 ```
 
 Each step of the picture is a function below, in that order; `Replicas` only calls them. On GPUs the replicas compute at
-the same time, since a GPU works on after Python has gone on to the next one. On the CPU they take turns, and nothing is
-gained but the understanding.
+the same time: Python queues the work of one GPU and goes on to the next. On the CPU they compute one after another,
+which is no faster than one model, and shows the same algorithm.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.nn.parameter import is_lazy
 
 from microparallel.comms.calls import describe
 from microparallel.comms.in_process import all_reduce_in_process
-from microparallel.course.naive import LossFunction, mean_loss
 from microparallel.errors import UsageError
+from microparallel.models.loss import LossFunction, mean_loss
 
 Share = tuple[Any, torch.Tensor]  # (inputs, targets) of one replica
 
@@ -33,13 +33,13 @@ Share = tuple[Any, torch.Tensor]  # (inputs, targets) of one replica
 class Replicas:
     """Copies of a model on several devices of this process, which learn what one model would learn from whole batches.
 
-    One optimizer updates all replicas, each on its own device. It must treat every number on its own, as SGD and Adam
+    One optimizer updates all replicas, each on its own device. It must update every number on its own, as SGD and Adam
     do. (To clip gradients, clip those of each of `models`; all of them together have a larger norm.)
 
     Args:
         model: what to replicate. It is copied, and not changed.
         devices: one for each replica: GPUs, as in `["cuda:0", "cuda:1"]`, or the CPU several times.
-        averaging: how gradients meet: "cpu" (every device → CPU → every device) or "ring" (from device to device).
+        averaging: how gradients are averaged: "cpu" (every device → CPU → every device) or "ring" (device to device).
 
     Attributes:
         master: the copy on the CPU that all replicas start from; `state_dict` brings it up to date.
@@ -60,7 +60,7 @@ class Replicas:
 
     def __init__(self, model: nn.Module, devices: Sequence[torch.device | str | int], averaging: str = "cpu") -> None:
         if averaging not in AVERAGES:
-            raise UsageError(f"averaging={averaging!r}: there is no such way; choose one of {', '.join(AVERAGES)}")
+            raise UsageError(f"averaging={averaging!r}: choose one of {', '.join(AVERAGES)}")
         _require_replicable(model)
         self.averaging = averaging
         self.devices = usable_devices(devices)
@@ -70,7 +70,7 @@ class Replicas:
     def step(self, inputs: Any, targets: torch.Tensor, loss_fn: LossFunction | None = None) -> torch.Tensor:
         """Forward and backward of a whole batch; afterwards every replica holds the same gradients, those of the batch.
 
-        Chunks may differ in size, and replicas may have no sample at all. Gradients accumulate as after
+        Shares may differ in size, and replicas may have no sample at all. Gradients accumulate as after
         `loss.backward()`; the caller's optimizer steps. If a replica fails, all gradients are dropped, so that the
         replicas stay the same.
 
@@ -82,18 +82,18 @@ class Replicas:
         Returns:
             The mean loss of the whole batch.
         """
-        chunks = chunk_data(inputs, targets, self.devices)
-        # In the mean over the batch, a replica counts for as many samples as it saw.
-        weights = [len(chunk_targets) / len(targets) for _, chunk_targets in chunks]
+        shares = share_out(inputs, targets, self.devices)
+        # In the mean over the batch, a replica counts by its number of samples.
+        weights = [len(own_targets) / len(targets) for _, own_targets in shares]
         try:
-            losses = [local_pass(model, chunk, loss_fn) for model, chunk in zip(self.models, chunks, strict=True)]
+            losses = [local_pass(model, share, loss_fn) for model, share in zip(self.models, shares, strict=True)]
             average_gradients(self.models, weights, AVERAGES[self.averaging])
         except BaseException:
             self.zero_grad()
             raise
         finally:
             share_buffers(self.models)
-        # Read only now: reading a loss waits for its GPU, and the next one would have had to wait too.
+        # Read only now: item() waits for a GPU, and the replicas would have computed one after another.
         total = sum(weight * loss.item() for weight, loss in zip(weights, losses, strict=True))
         return torch.tensor(total, dtype=torch.float64)
 
@@ -108,7 +108,7 @@ class Replicas:
             model.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been learnt, on the CPU and under the model's own names."""
+        """The trained parameters and buffers, on the CPU and under the model's own names."""
         self.master.load_state_dict(self.models[0].state_dict())
         return self.master.state_dict()
 
@@ -122,7 +122,7 @@ class Replicas:
 
 
 def usable_devices(devices: Sequence[torch.device | str | int]) -> list[torch.device]:
-    """The devices that a caller named, after all of them were found to be there."""
+    """The devices that the caller named, checked: each exists, and all are of one type."""
     if isinstance(devices, str) or not isinstance(devices, Iterable) or not (devices := list(devices)):
         raise UsageError(f"devices={devices!r}: give a list with one device for each replica, such as ['cpu', 'cpu']")
     found = [_usable_device(device) for device in devices]
@@ -165,7 +165,7 @@ def _require_replicable(model: nn.Module) -> None:
 
 
 def device_copy(model: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of a model on a device, without gradients; what is tied in the model is tied in its copy."""
+    """A copy of a model on a device, without gradients; parameters that are tied in the model are tied in the copy."""
     try:
         return copy.deepcopy(model).to(device)
     except (RuntimeError, TypeError) as error:
@@ -178,29 +178,29 @@ def create_replicas(master: nn.Module, devices: Sequence[torch.device]) -> list[
     return [device_copy(master, device) for device in devices]
 
 
-# ── every step: chunk, compute, average ─────────────────────────────────────────────────────────────────────────────
+# ── every step: share out, compute, average ─────────────────────────────────────────────────────────────────────────
 
 
-def chunk_data(inputs: Any, targets: torch.Tensor, devices: Sequence[torch.device]) -> list[Share]:
-    """Cut a batch into a chunk for each device and bring it there; sizes differ by at most one, and may be 0."""
+def share_out(inputs: Any, targets: torch.Tensor, devices: Sequence[torch.device]) -> list[Share]:
+    """Cut a batch into a share for each device and copy it there; sizes differ by at most one, and may be 0."""
     if not isinstance(targets, torch.Tensor) or targets.dim() == 0:
         kind = describe(targets) if isinstance(targets, torch.Tensor) else type(targets).__name__
         raise UsageError(f"targets: a tensor with a row for each sample is needed, and this is {kind}")
     if len(targets) == 0:
         raise UsageError("targets: the batch is empty, and the mean of nothing is not a number; give at least 1 sample")
 
-    def chunk(batch: Any, replica: int) -> Any:
+    def share(batch: Any, replica: int) -> Any:
         if isinstance(batch, torch.Tensor):
             _require_rows(batch, len(targets))
             return batch.tensor_split(len(devices))[replica].to(devices[replica])
         if isinstance(batch, Mapping):
-            return {key: chunk(part, replica) for key, part in batch.items()}
+            return {key: share(part, replica) for key, part in batch.items()}
         if isinstance(batch, list | tuple):
-            parts = [chunk(part, replica) for part in batch]
-            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)  # or a named tuple
+            parts = [share(part, replica) for part in batch]  # a named tuple takes them one by one
+            return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
         return batch
 
-    return [(chunk(inputs, replica), chunk(targets, replica)) for replica in range(len(devices))]
+    return [(share(inputs, replica), share(targets, replica)) for replica in range(len(devices))]
 
 
 def _require_rows(tensor: torch.Tensor, samples: int) -> None:
@@ -208,24 +208,24 @@ def _require_rows(tensor: torch.Tensor, samples: int) -> None:
         raise UsageError(f"inputs: {describe(tensor)} has no row for each of the {samples} targets; give one for each")
 
 
-def local_pass(model: nn.Module, chunk: Share, loss_fn: LossFunction | None) -> torch.Tensor:
-    """Forward and backward of one replica on its chunk; returns the mean loss of that chunk."""
-    inputs, targets = chunk
+def local_pass(model: nn.Module, share: Share, loss_fn: LossFunction | None) -> torch.Tensor:
+    """Forward and backward of one replica on its share; returns the mean loss of that share."""
+    inputs, targets = share
     if len(targets) == 0:
-        return torch.zeros(())  # nothing to do; the mean of nothing would not be a number
+        return torch.zeros(())  # the mean of no samples would be NaN
     loss = mean_loss(model, inputs, targets, loss_fn)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
 
 
-# How one gradient meets: (the same parameter of every replica, the weight of each replica)
+# Averages one gradient, given the same parameter of every replica, and the weight of each replica.
 Average = Callable[[Sequence[nn.Parameter], Sequence[float]], None]
 
 
 def average_gradients(models: Sequence[nn.Module], weights: Sequence[float], average: Average) -> None:
     """Replace every gradient by its weighted mean over the replicas; one that no replica has stays None.
 
-    The weights add up to one. So what had been accumulated before, the same everywhere, comes out as it went in.
+    The weights add up to one, so a gradient that was accumulated before, the same on every replica, is not changed.
     """
     for copies in zip(*(model.parameters() for model in models), strict=True):
         if copies[0].requires_grad and any(parameter.grad is not None for parameter in copies):
@@ -233,7 +233,7 @@ def average_gradients(models: Sequence[nn.Module], weights: Sequence[float], ave
 
 
 def average_through_cpu(copies: Sequence[nn.Parameter], weights: Sequence[float]) -> None:
-    """The naive way: bring all gradients to the CPU, add them up there, and send everybody the result."""
+    """The naive way: copy all gradients to the CPU, add them up there, and copy the mean to every device."""
     arrived = [
         parameter.grad.cpu() * weight
         for parameter, weight in zip(copies, weights, strict=True)
@@ -247,7 +247,7 @@ def average_through_cpu(copies: Sequence[nn.Parameter], weights: Sequence[float]
 
 
 def average_by_ring(copies: Sequence[nn.Parameter], weights: Sequence[float]) -> None:
-    """The decentralised way: slices of the gradients go round from device to device, and nobody holds them all."""
+    """The decentralised way: slices of the gradients go round from device to device, and no device holds them all."""
     gradients = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in copies]
     if any(gradient.is_sparse for gradient in gradients):
         raise UsageError(
@@ -269,5 +269,5 @@ def share_buffers(models: Sequence[nn.Module]) -> None:
     first = dict(models[0].named_buffers())
     for model in models[1:]:
         for name, buffer in model.named_buffers():
-            if buffer.shape == first[name].shape:  # one that takes its chunk's shape is scratch paper, not knowledge
+            if buffer.shape == first[name].shape:  # a buffer with the shape of its share is temporary
                 buffer.copy_(first[name])

@@ -1,4 +1,4 @@
-"""Two ways to synchronise M times less often: one that changes nothing but the batch, and one that changes the result.
+"""Two ways to synchronise M times less often: a larger batch, and averaging weights, which changes the result.
 
 ```
 every step      ▒▒ ▓ ▒▒ ▓ ▒▒ ▓ ▒▒ ▓      ▒▒ forward and backward of one micro-batch    ▓ synchronise
@@ -6,8 +6,8 @@ accumulation    ▒▒ ▒▒ ▒▒ ▒▒ ▓ u          gradients add up, one
 averaging       ▒▒ u ▒▒ u ▒▒ u ▒▒ u ▓    every rank updates its own weights, and then the weights are averaged
 ```
 
-Accumulation is the step of a batch M times as large, neither more nor less. Averaging parameters is another algorithm
-(local SGD). After the first update each rank stands somewhere else, and computes its next gradients there.
+Accumulation is exactly the step of a batch M times as large. Averaging parameters is another algorithm (local SGD):
+after the first update each rank has other weights, and computes its next gradients with those.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
-from microparallel.course.naive import LossFunction, mean_loss
 from microparallel.data_parallel.replicate import replicate, require_same_model
 from microparallel.data_parallel.wrapper import DataParallel
 from microparallel.errors import UsageError
+from microparallel.models.loss import LossFunction, mean_loss
 from microparallel.program import LOSS, SAMPLES, AllReduce
 
 MicroBatch = tuple[Any, torch.Tensor]  # (inputs, targets)
@@ -49,7 +49,7 @@ def accumulated_step(
         model: wrapped, on every rank.
         micro_batches: this rank's, as pairs of inputs and targets.
         loss_fn: the mean loss of outputs and targets; without it, `model(inputs, targets)` is the loss.
-        samples: how many samples all ranks have together, if that is known; otherwise the ranks count.
+        samples: how many samples all ranks have together, if the caller knows; otherwise an all-reduce adds them up.
 
     Returns:
         The mean loss of all samples, the same on every rank.
@@ -86,10 +86,10 @@ def accumulated_step(
 def accumulate(
     model: nn.Module, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction | None = None, *, samples: int
 ) -> torch.Tensor:
-    """Forward and backward of one micro-batch after another, without talking to anybody; returns their loss.
+    """Forward and backward of one micro-batch after another, without communication; returns their loss.
 
-    Each counts for its part of `samples`. When these are all that a rank has, its gradients are those of the mean over
-    them, and not a mean of the micro-batches' means.
+    Each micro-batch counts for its part of `samples`. If `samples` is the number that this rank has, its gradients are
+    those of the mean over its samples, not of a mean of the micro-batches' means.
     """
     total = torch.zeros((), dtype=torch.float64)
     for inputs, targets in micro_batches:
@@ -103,27 +103,27 @@ def accumulate(
 
 
 class ParameterAveraging:
-    """Let every rank train on its own, and replace everybody's parameters by their average every few steps.
+    """Let every rank train on its own, and every few steps replace all ranks' parameters by their average.
 
     Rank 0's parameters and buffers are copied to all ranks at the start. Between two averages nothing is sent, the
     ranks' models differ, and only after an average are they the same again, bit for bit. Buffers that are real numbers
     (BatchNorm's statistics) are averaged too; those that are not come from rank 0.
 
     This is not what averaging gradients does, except for SGD and `every=1`. The update of SGD is the gradient, times a
-    number, so that the average of updated parameters is the update by the average gradient. With `every` above 1 later
-    gradients are computed in different places, and Adam divides by what each rank has seen of its own gradients.
+    number, so that the average of updated parameters is the update by the average gradient. With `every` above 1 the
+    ranks compute later gradients with different weights, and Adam divides by the moments of each rank's own gradients.
 
     The optimizer's state stays local: momentum and Adam's moments belong to the gradients of their own rank, and are
-    neither averaged nor reset. So the ranks' optimizers differ even right after an average; whoever saves such a run
-    must save the state of every rank.
+    neither averaged nor reset. So the ranks' optimizers differ even right after an average; a checkpoint must hold the
+    state of every rank.
 
     Args:
         model: the plain model (not wrapped, or its gradients would be averaged as well), the same on every rank.
         comms: the ranks.
-        every: how many steps lie between two averages.
+        every: how many steps there are from one average to the next.
 
     Attributes:
-        steps: how many steps were done.
+        steps: how many times `after_step` was called.
 
     Example:
         ```python
@@ -133,7 +133,7 @@ class ParameterAveraging:
             loss_fn(model(inputs), targets).backward()
             optimizer.step()
             averaging.after_step(samples=len(targets))
-        averaging.average()  # the last few steps, too
+        averaging.average()  # for the last few steps
         ```
     """
 
@@ -148,13 +148,13 @@ class ParameterAveraging:
         self._model = model
         self._comms = comms
         self._every = every
-        self._samples = 0.0  # that this rank has learnt from since the last average
+        self._samples = 0.0  # that this rank was trained on since the last average
 
     def after_step(self, samples: float = 1) -> bool:
-        """Count a step of the optimizer, and average if it is time; every rank calls it after every step.
+        """Count a step of the optimizer, and average after every `every` steps; every rank calls it after every step.
 
         Args:
-            samples: how many this rank has learnt from in this step, which may be none; ranks count by that in the
+            samples: how many samples this rank was trained on in this step, which may be 0; ranks count by that in the
                 average. Without it all count alike.
 
         Returns:
@@ -171,7 +171,7 @@ class ParameterAveraging:
 
     @torch.no_grad()
     def average(self) -> None:
-        """Average now, if any rank has learnt something since the last time; every rank calls it."""
+        """Average now, if some rank was trained since the last average; every rank calls it."""
         total = self._comms.all_reduce(torch.tensor(self._samples, dtype=torch.float64)).item()
         if total:
             tensors = [p for p in self._model.parameters() if p.requires_grad] + list(self._model.buffers())
@@ -180,7 +180,7 @@ class ParameterAveraging:
 
 
 def _average(tensors: Sequence[torch.Tensor], weight: float, comms: Comms) -> None:
-    """Replace real numbers by everybody's weighted sum, all of a kind in one message; the rest comes from rank 0."""
+    """Replace real numbers by the ranks' weighted sum, one message a dtype and device; the rest comes from rank 0."""
     kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.is_floating_point() or tensor.is_complex():

@@ -1,4 +1,4 @@
-"""A bucket of the reducer: gradients side by side in one flat tensor, which is all-reduced as a whole."""
+"""A bucket: gradients side by side in one flat tensor, which is all-reduced as a whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from microparallel.comms import Comms, Request
 from microparallel.program import AllReduce
 
 _ALIGNMENT = 64  # bytes: each gradient begins on a cache line of its own
-_AT_THE_END = 1  # numbers behind the flags: how many gradients were not finite
+_AFTER_COUNTS = 1  # numbers behind the counts: how many gradients are not finite
 
 
 class FlatBucket:
@@ -21,33 +21,43 @@ class FlatBucket:
     gradient 0 │ gradient 1 │ … │ for each: how many ranks have one │ how many are not finite
     ```
 
-    Each gradient is a view of the buffer, so that nothing is copied when the sum arrives.
+    `parameter.grad` becomes a view of the buffer, so nothing is copied when the sum arrives.
+
+    Attributes:
+        parameters: whose gradients it holds, all of one dtype and on one device.
+        number: its place among the buckets of the model.
+        buffer: the flat tensor that is all-reduced.
+        views: for each parameter, its gradient's place in the buffer.
+        ranks_with_gradient: after the all-reduce, for each parameter the number of ranks that have a gradient for it.
+        ready: for each parameter, whether this rank's gradient is in the buffer.
+        missing: how many gradients are not ready.
+        not_finite: how many gradients of this rank are infinite or not a number.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], comms: Comms, number: int = 0) -> None:
         self.parameters = parameters
-        self.number = number  # among those of its model
+        self.number = number
         offsets, stop = _offsets(parameters)
         first = parameters[0]
-        length = stop + len(parameters) + _AT_THE_END
+        length = stop + len(parameters) + _AFTER_COUNTS
         if first.device.type == "cpu":
             self.buffer = comms.empty((length,), first.dtype)
         else:
             self.buffer = torch.empty(length, dtype=first.dtype, device=first.device)
         self.buffer.zero_()
         self.views = [_view(self.buffer, at, like) for at, like in zip(offsets, parameters, strict=True)]
-        self.having = self.buffer[stop : stop + len(parameters)]
-        self._not_finite = self.buffer[-1]
-        self.bad = 0  # gradients of this rank that are not finite
+        self.ranks_with_gradient = self.buffer[stop : stop + len(parameters)]
+        self._not_finite_on_all = self.buffer[-1]
+        self.not_finite = 0
         self.ready = [False] * len(parameters)
         self.missing = len(parameters)
         self.request: Request[torch.Tensor] | None = None
 
     def put(self, index: int, scale: float) -> None:
-        """Take a parameter's gradient: from now on it lives here, weighted."""
+        """Move the gradient of `parameters[index]` into the buffer, multiplied by `scale`; `grad` is then its view."""
         parameter, view = self.parameters[index], self.views[index]
         gradient = parameter.grad
-        if gradient is view:  # it was accumulated right here
+        if gradient is view:  # autograd added to the buffer itself
             view.mul_(scale)
         elif gradient is not None:
             torch.mul(gradient, scale, out=view)
@@ -56,52 +66,52 @@ class FlatBucket:
         self.missing -= 1
 
     def fill_up(self, scale: float) -> None:
-        """What has not come counts as zero, unless earlier passes have left something."""
+        """Fill the places of missing gradients: with what earlier passes left in `grad`, otherwise with zeros."""
         for index, parameter in enumerate(self.parameters):
             if not self.ready[index] and parameter.grad is not None:
                 self.put(index, scale)
             elif not self.ready[index]:
                 self.views[index].zero_()
 
-    def leave(self, comms: Comms, operation: AllReduce, overlap: bool) -> None:
-        """Add up what all ranks have, as the program says: in the background, or right now."""
-        self._not_finite.fill_(self.bad)
+    def start(self, comms: Comms, operation: AllReduce, overlap: bool) -> None:
+        """All-reduce the buffer, which is `operation` of the program: with `overlap` in the background."""
+        self._not_finite_on_all.fill_(self.not_finite)
         if self.missing:
-            self.having.copy_(torch.tensor(self.ready))
+            self.ranks_with_gradient.copy_(torch.tensor(self.ready))
         else:
-            self.having.fill_(1)
+            self.ranks_with_gradient.fill_(1)
         if overlap:
             self.request = comms.all_reduce(self.buffer, async_op=True, operation=operation)
         else:
             comms.all_reduce(self.buffer, operation=operation)
 
-    def come_back(self) -> None:
-        """Wait for the sum."""
-        request, self.request = self.request, None  # one that fails is not waited for again
+    def wait(self) -> None:
+        """Return when the sum is in the buffer."""
+        request, self.request = self.request, None  # a request that failed is not waited for again
         if request is not None:
             request.wait()
 
     @property
-    def anything_bad(self) -> bool:
-        """Whether any rank had a gradient that is not finite; the same answer on all."""
-        return bool(self._not_finite != 0)  # a sum of counts, and no half-precision count overflows below 65,504
+    def any_not_finite(self) -> bool:
+        """Whether some rank had a gradient that is not finite; the same answer on every rank."""
+        return bool(self._not_finite_on_all != 0)  # a sum of counts: float16 holds counts up to 65,504
 
     @property
-    def had_by_fewest(self) -> int:
-        """How many ranks had the gradient that fewest had."""
-        return int(self.having.min())
+    def fewest_ranks(self) -> int:
+        """How many ranks had a gradient for the parameter that the fewest ranks used."""
+        return int(self.ranks_with_gradient.min())
 
     def reset(self) -> None:
-        """Be ready for the next pass."""
+        """Make all gradients missing again, before the next pass."""
         self.ready = [False] * len(self.parameters)
         self.missing = len(self.parameters)
-        self.bad = 0
+        self.not_finite = 0
 
 
 def split(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
-    """Cut parameters, in the order of their gradients, into buckets that take no more when they have `limit` bytes.
+    """Share parameters, in the order of their gradients, among buckets; one that has `limit` bytes takes no more.
 
-    Each bucket has one dtype, so there may be several that are being filled.
+    A bucket has one dtype and one device, so several buckets may be open at a time.
     """
     full: list[list[nn.Parameter]] = []
     filling: dict[object, list[nn.Parameter]] = {}
@@ -124,6 +134,6 @@ def _offsets(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:
 
 
 def _view(flat: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
-    """A gradient's place, laid out as its parameter is (channels last, say), so that optimizers run at full speed."""
+    """A gradient's place in the buffer, with the strides of its parameter, which optimizers are fastest with."""
     strides = torch.empty_like(like, device="meta").stride()
     return flat.as_strided(like.size(), strides, flat.storage_offset() + at)

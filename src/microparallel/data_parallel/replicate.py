@@ -1,4 +1,4 @@
-"""Make sure that all ranks have the same model before its numbers are copied."""
+"""Give every rank the same model: copy rank 0's parameters and buffers, and check that the ranks agree."""
 
 from __future__ import annotations
 
@@ -16,8 +16,23 @@ from microparallel.observe import Activity, Observation
 from microparallel.program import Broadcast
 
 
+def replicate(model: nn.Module, comms: Comms) -> None:
+    """Copy rank 0's parameters and buffers to all other ranks."""
+    for tensor in chain(model.parameters(), model.buffers()):
+        comms.broadcast(tensor.data)
+
+
+def replicas_are_identical(model: nn.Module, comms: Comms) -> bool:
+    """Whether every rank holds the same parameters, bit for bit."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    digests = comms.all_gather(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8))
+    return all(torch.equal(digests[0], other) for other in digests)
+
+
 def require_same_model(model: nn.Module, comms: Comms) -> None:
-    """Raise, on every rank alike, if parameters or buffers differ between ranks in name, shape or dtype."""
+    """Raise `UsageError`, on every rank, if parameters or buffers differ between ranks in name, shape or dtype."""
     mine = describe(model)
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     digests = comms.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
@@ -34,7 +49,7 @@ def require_same_model(model: nn.Module, comms: Comms) -> None:
 
 
 def describe(model: nn.Module) -> list[str]:
-    """A line for every parameter and buffer."""
+    """A line of text for every parameter and buffer."""
     return [
         *(
             f"parameter {name} {_content(tensor)}{'' if tensor.requires_grad else ', frozen'}"
@@ -48,40 +63,22 @@ def _content(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-# Make every rank's model the same.
-
-
-def replicate(model: nn.Module, comms: Comms) -> None:
-    """Copy rank 0's parameters and buffers over everybody else's."""
-    for tensor in chain(model.parameters(), model.buffers()):
-        comms.broadcast(tensor.data)
-
-
-def replicas_are_identical(model: nn.Module, comms: Comms) -> bool:
-    """Whether every rank holds the same parameters, bit for bit."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        digest.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    digests = comms.all_gather(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8))
-    return all(torch.equal(digests[0], other) for other in digests)
-
-
-# Give all replicas the buffers of one, such as BatchNorm's running statistics.
+# ── buffers, such as BatchNorm's running statistics ─────────────────────────────────────────────────────────────────
 
 
 def filled(buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The buffers that have something in them."""
+    """The buffers that have at least one element."""
     return [buffer for buffer in buffers if buffer.numel()]
 
 
 def broadcast_buffers(buffers: Iterable[torch.Tensor], comms: Comms, source: int, operation: Broadcast) -> None:
-    """Copy the buffers of one rank to all others, those of a device in one message; every rank calls this.
+    """Copy the buffers of one rank to all others, in one message for each device; every rank calls this.
 
     Args:
         buffers: the same on every rank, but for their contents.
         comms: the ranks.
-        source: whose buffers all get.
-        operation: what this is in the program that the ranks follow, however many messages there are.
+        source: the rank whose buffers all others get.
+        operation: the operation of the program that this is; observers are told it once, for all messages.
     """
     with_contents = filled(buffers)
     if not with_contents:
@@ -93,7 +90,7 @@ def broadcast_buffers(buffers: Iterable[torch.Tensor], comms: Comms, source: int
 
 
 def _broadcast_together(buffers: Sequence[torch.Tensor], comms: Comms, source: int, operation: Broadcast) -> None:
-    """In one message, as bytes: buffers are many, small and of several dtypes."""
+    """Broadcast buffers of one device as bytes in one message: there are many, small and of several dtypes."""
     parts = [buffer.detach().contiguous().reshape(-1).view(torch.uint8) for buffer in buffers]
     together = torch.cat(parts)
     comms.broadcast(together, src=source, operation=operation)

@@ -1,9 +1,4 @@
-"""A rank without others: nothing is averaged, and observers are told what it computes as its program says.
-
-```
-F0:1.0 B0.0 F0:1.1 B0.1 S      two micro-batches, of which the first is inside of no_sync()
-```
-"""
+"""DataParallel: your model on every rank, with gradients that are averaged when `backward()` returns."""
 
 from __future__ import annotations
 
@@ -18,54 +13,13 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
-from microparallel.data_parallel.reducer import Reducer, WatchedBackward
+from microparallel.data_parallel.reducer import ObservedBackward, Reducer
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicate, require_same_model
 from microparallel.errors import UsageError
 from microparallel.observe import Activity, Observation
 from microparallel.program import BUFFERS, Broadcast, ForwardStages, Program
 from microparallel.schedules import data_parallel_step
 from microparallel.torch_private import at_end_of_backward, pytree
-
-
-class Alone:
-    """Counts the backwards of the one rank: the next micro-batch is 0 again after one that was not local.
-
-    Attributes:
-        microbatch: the number of the next.
-    """
-
-    def __init__(self, comms: Comms) -> None:
-        self.microbatch = 0
-        self._comms = comms
-        self._running = False
-        self._watched: WatchedBackward | None = None  # this backward, if there are observers
-
-    def prepare(self) -> None:
-        """Forget a backward that an error has cut short; the model calls this before a forward."""
-        self._running = False
-        self._end_watch()
-
-    def backward_begins(self, local: bool) -> None:
-        """The engine has come to what the model returned; it may do so several times in one backward."""
-        if self._running:
-            return
-        self._running = True
-        if self._comms.observers:
-            self._watched = WatchedBackward(self._comms.observers, [1], self.microbatch)
-        at_end_of_backward(functools.partial(self._backward_ends, local))
-
-    def _backward_ends(self, local: bool) -> None:
-        self._running = False
-        self._end_watch()
-        self.microbatch = self.microbatch + 1 if local else 0
-
-    def _end_watch(self) -> None:
-        watched, self._watched = self._watched, None
-        if watched is not None:
-            watched.end()
-
-
-# DataParallel: your model on every rank, its gradients averaged when `backward()` returns.
 
 
 class DataParallel(nn.Module):
@@ -78,13 +32,14 @@ class DataParallel(nn.Module):
     Args:
         module: the model, the same on every rank; already on its device.
         comms: the ranks.
-        bucket_cap_mb: gradients are sent when so many megabytes of them are there.
+        bucket_cap_mb: a bucket is sent as soon as it holds so many megabytes of gradients.
         overlap: whether buckets are averaged in the background while backward goes on, or at once; None: in the
             background, unless that takes a core from the computation (`Comms.can_overlap`).
-        buffers: "broadcast" gives every rank rank 0's buffers (BatchNorm's running statistics, say) before each
-            training pass; "local" leaves each rank its own.
-        unused: what to do about parameters that took no part in a pass: "allow" treats them as zero where others used
-            them; "error" raises `GradientError` with their names.
+        broadcast_buffers: give every rank rank 0's buffers (BatchNorm's running statistics, say) before each training
+            pass; with False, each rank keeps its own.
+        find_unused_parameters: let ranks skip parameters in a pass. The gradient of a skipped parameter counts as zero
+            on that rank; a parameter that all ranks skip keeps no gradient. With False, a skipped parameter raises
+            `GradientError`, on every rank, with its name and the ranks that skipped it.
         check_finite: raise `GradientError`, on every rank, with the step, the rank and the parameters whose gradients
             are infinite or not a number.
 
@@ -106,13 +61,13 @@ class DataParallel(nn.Module):
         bucket_cap_mb: float = 25.0,
         *,
         overlap: bool | None = None,
-        buffers: str = "broadcast",
-        unused: str = "allow",
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = True,
         check_finite: bool = False,
     ) -> None:
         super().__init__()
-        _require_sensible(bucket_cap_mb, buffers, unused)
-        require_same_model(module, comms)  # first: what is refused below is then refused on all ranks
+        _require_sensible(bucket_cap_mb, broadcast_buffers, find_unused_parameters)
+        require_same_model(module, comms)  # before the next check: all ranks then find the same in it
         _require_dense_gradients(module)
         replicate(module, comms)
         self.module = module
@@ -123,40 +78,40 @@ class DataParallel(nn.Module):
             bucket_cap_mb * 2**20,
             overlap=comms.can_overlap if overlap is None else overlap,
             check_finite=check_finite,
-            refuse_unused=unused == "error",
+            refuse_unused=not find_unused_parameters,
         )
-        averages = comms.world_size > 1 or check_finite or unused == "error"
-        self._alone = None if averages else Alone(comms)
-        self._broadcasts_buffers = buffers == "broadcast" and comms.world_size > 1 and bool(filled(module.buffers()))
-        self._local = 0  # how many no_sync() there are around us
-        self._forward_was_local = False
-        if self._alone is None:
+        averages = comms.world_size > 1 or check_finite or not find_unused_parameters
+        self._single = None if averages else SingleRank(comms)
+        self._broadcasts_buffers = broadcast_buffers and comms.world_size > 1 and bool(filled(module.buffers()))
+        self._no_sync_depth = 0  # how many no_sync() this rank is inside of
+        self._forward_was_local = False  # whether the last forward was inside of no_sync()
+        if self._single is None:
             self._reducer.prepare()
-            self._reducer.wanted = self._begin_if_wanted
-            self._reducer.afterwards = self._pass_has_ended
+            self._reducer.begin_if_wanted = self._begin_if_wanted
+            self._reducer.pass_ended = self._pass_ended
 
     # ── a pass ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Call the module; what comes out of it announces when backward begins."""
-        nobody_to_tell = self._alone is not None and not self.comms.observers
-        if nobody_to_tell or not torch.is_grad_enabled():
+        """Call the module, and put hooks on its outputs, which torch calls when backward begins."""
+        nothing_to_do = self._single is not None and not self.comms.observers
+        if nothing_to_do or not torch.is_grad_enabled():
             return self.module(*inputs, **named_inputs)
-        self._forward_was_local = self._local > 0
-        if self._alone is None:
+        self._forward_was_local = self._no_sync_depth > 0
+        if self._single is None:
             self._reducer.prepare()
             self._broadcast_buffers_before_forward()
             stages, microbatch = len(self._reducer.buckets), self._reducer.microbatch
         else:
-            self._alone.prepare()
-            stages, microbatch = 1, self._alone.microbatch
-        outputs = self._told_forward(stages, microbatch, inputs, named_inputs)
+            self._single.prepare()
+            stages, microbatch = 1, self._single.microbatch
+        outputs = self._observed_forward(stages, microbatch, inputs, named_inputs)
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
         return outputs
 
-    def _told_forward(
+    def _observed_forward(
         self, stages: int, microbatch: int, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]
     ) -> Any:
         """Call the module, and tell the observers, if there are any, that it is an operation of the program."""
@@ -167,25 +122,26 @@ class DataParallel(nn.Module):
             return self.module(*inputs, **named_inputs)
 
     def _broadcast_buffers_before_forward(self) -> None:
-        if self._broadcasts_buffers and self.training and not self._local and not self._reducer.roll_call.joining:
+        joining = self._reducer.participants.joining  # then _pass_ended does it
+        if self._broadcasts_buffers and self.training and not self._no_sync_depth and not joining:
             self._broadcast_buffers(0)
 
     def _backward_begins(self, _: torch.Tensor) -> None:
-        if self._alone is not None:
-            self._alone.backward_begins(local=self._local > 0 or self._forward_was_local)
+        if self._single is not None:
+            self._single.backward_begins(local=self._no_sync_depth > 0 or self._forward_was_local)
         elif not self._reducer.running and not self._begin_if_wanted():
-            self._reducer.watch_backward()
+            self._reducer.observe_backward()
 
     def _begin_if_wanted(self) -> bool:
-        """Whether this backward is to be averaged; then everything is made ready for it."""
-        if self._local or self._forward_was_local or not self._reducer.buckets:
+        """Let the reducer begin, unless this backward is local (in `no_sync`); returns whether it has begun."""
+        if self._no_sync_depth or self._forward_was_local or not self._reducer.buckets:
             return False
         self._reducer.begin()
         return True
 
-    def _pass_has_ended(self, source: int) -> None:
-        """While ranks may run out of data, they agree on buffers here: those without data never come to a forward."""
-        if self._broadcasts_buffers and self._reducer.roll_call.joining:
+    def _pass_ended(self, source: int) -> None:
+        """Broadcast the buffers inside of `join()`: ranks that have run out of data do no forward to do it before."""
+        if self._broadcasts_buffers and self._reducer.participants.joining:
             self._broadcast_buffers(source)
 
     def _broadcast_buffers(self, source: int) -> None:
@@ -197,13 +153,13 @@ class DataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients on each rank; the first backward outside averages all of them.
 
-        It may be put around forward and backward, or around either of them.
+        It may stand around forward and backward, or around one of them.
         """
-        self._local += 1
+        self._no_sync_depth += 1
         try:
             yield
         finally:
-            self._local -= 1
+            self._no_sync_depth -= 1
 
     @contextmanager
     def weighted(self, weight: float, total: float | None = None) -> Iterator[None]:
@@ -214,30 +170,30 @@ class DataParallel(nn.Module):
 
         Args:
             weight: how much this rank has.
-            total: how much all ranks have together, if that is known; otherwise the ranks ask each other.
+            total: how much all ranks have together, if the caller knows it; otherwise an all-reduce adds it up.
         """
         if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
             raise UsageError(f"weighted: weight={weight!r} must be a finite number, at least 0")
         if total is not None and not (math.isfinite(total) and total >= weight and total > 0):
             raise UsageError(f"weighted: total={total!r} must be a finite number, at least this rank's {weight}")
-        call = self._reducer.roll_call
-        before = call.weight, call.total
-        call.weight, call.total = float(weight), total
+        participants = self._reducer.participants
+        before = participants.weight, participants.total
+        participants.weight, participants.total = float(weight), total
         try:
             yield
         finally:
-            call.weight, call.total = before
+            participants.weight, participants.total = before
 
     def sit_out(self) -> None:
-        """Take part in a step for which this rank has no data; the others' gradients arrive here too.
+        """Take part in a step for which this rank has no data; it gets the average of the other ranks' gradients.
 
-        Inside `weighted(0)`, so that this rank counts nothing.
+        Call it inside `weighted(0)`, so that this rank does not count in the average.
         """
-        if self._alone is not None:
+        if self._single is not None:
             return
         self._reducer.prepare()
         self._broadcast_buffers_before_forward()
-        self._reducer.answer_roll_call()
+        self._reducer.find_participants()
         self._reducer.take_part(take_results=True)
 
     @contextmanager
@@ -247,22 +203,22 @@ class DataParallel(nn.Module):
         Gradients are averaged over the ranks that still have data. A rank that has none left stays until all others are
         done, and then gets their parameters and buffers.
         """
-        call = self._reducer.roll_call
-        call.joining = True
+        participants = self._reducer.participants
+        participants.joining = True
         try:
             yield
-            if self._alone is None:
-                self._accompany_the_others()
+            if self._single is None:
+                self._take_part_until_all_are_done()
         finally:
-            call.joining = False
+            participants.joining = False
 
-    def _accompany_the_others(self) -> None:
-        call = self._reducer.roll_call
+    def _take_part_until_all_are_done(self) -> None:
+        participants = self._reducer.participants
         while True:
-            last = call.present
+            last = participants.ranks
             self._reducer.prepare()
-            self._reducer.answer_roll_call(here=False)
-            if not call.present:
+            self._reducer.find_participants(has_data=False)
+            if not participants.ranks:
                 break
             self._reducer.take_part(take_results=False)
         for tensor in chain(self.module.parameters(), self.module.buffers()):
@@ -276,17 +232,17 @@ class DataParallel(nn.Module):
         loss: bool = False,
         gone: Collection[int] = (),
     ) -> Program:
-        """What the next step does, on all ranks: what it follows, and what can be verified, simulated and drawn.
+        """The program that the next step follows, on all ranks; it can be verified, simulated and drawn.
 
         A stage is a bucket of gradients. Buckets are put in order in the first backward, so the program is final after
-        that. Inside of `weighted()` and `join()` it says what the ranks tell each other there. A world of one rank has
-        nothing to sum, and so no buckets: its program is a forward and a backward of the whole model.
+        that. Inside of `weighted()` and `join()` it has what the ranks exchange there. A world of one rank has nothing
+        to sum, and so no buckets: its program is a forward and a backward of the whole model.
 
         Args:
             microbatches: how many each rank has, or for each rank how many; all but its last are inside of `no_sync()`.
                 A rank that has none sits out (`sit_out`): it takes part in the sums.
-            samples: the ranks count the samples of all first, as `accumulated_step` does if nobody tells it.
-            loss: they sum the loss in the end, as `accumulated_step` does.
+            samples: the ranks add up their samples first, as `accumulated_step` does without `samples=`.
+            loss: the ranks add up the loss in the end, as `accumulated_step` does.
             gone: the ranks that have run out of data, inside of `join()`.
 
         Example:
@@ -295,10 +251,10 @@ class DataParallel(nn.Module):
             ```
         """
         each = microbatches if isinstance(microbatches, int) else tuple(microbatches)
-        if self._alone is not None:
+        if self._single is not None:
             return data_parallel_step(1, 1, each, sums=False, samples=samples, loss=loss)
         self._reducer.prepare()
-        broadcasts = self._broadcasts_buffers and (self.training or self._reducer.roll_call.joining)
+        broadcasts = self._broadcasts_buffers and (self.training or self._reducer.participants.joining)
         return self._reducer.program(each, buffers=broadcasts, samples=samples, loss=loss, gone=tuple(gone))
 
     # ── the plain model's state ─────────────────────────────────────────────────────────────────────────────────
@@ -319,13 +275,13 @@ class DataParallel(nn.Module):
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
 
-def _require_sensible(bucket_cap_mb: float, buffers: str, unused: str) -> None:
+def _require_sensible(bucket_cap_mb: float, broadcast_buffers: bool, find_unused_parameters: bool) -> None:
     if not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
         raise UsageError(f"DataParallel: bucket_cap_mb={bucket_cap_mb!r} must be a number of megabytes greater than 0")
-    if buffers not in ("broadcast", "local"):
-        raise UsageError(f"DataParallel: buffers={buffers!r}; choose 'broadcast' or 'local'")
-    if unused not in ("allow", "error"):
-        raise UsageError(f"DataParallel: unused={unused!r}; choose 'allow' or 'error'")
+    options = {"broadcast_buffers": broadcast_buffers, "find_unused_parameters": find_unused_parameters}
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise UsageError(f"DataParallel: {name}={value!r} must be True or False")
 
 
 def _require_dense_gradients(module: nn.Module) -> None:
@@ -340,3 +296,52 @@ def _require_dense_gradients(module: nn.Module) -> None:
                 f"DataParallel: {name or type(part).__name__} gives sparse gradients, and buckets are dense; "
                 "build it with sparse=False"
             )
+
+
+# ── a world of one rank ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class SingleRank:
+    """What stands in for the reducer where there are no other ranks: observers are told, and nothing is averaged.
+
+    ```
+    F0:1.0 B0.0 F0:1.1 B0.1 S      two micro-batches, of which the first is inside of no_sync()
+    ```
+
+    Attributes:
+        microbatch: the number of the next micro-batch; after a backward that was not local it is 0 again.
+    """
+
+    def __init__(self, comms: Comms) -> None:
+        self.microbatch = 0
+        self._comms = comms
+        self._running = False
+        self._observed: ObservedBackward | None = None  # this backward, if there are observers
+
+    def prepare(self) -> None:
+        """Forget a backward that an error has cut short; `DataParallel` calls this before a forward."""
+        self._running = False
+        self._end_observed()
+
+    def backward_begins(self, local: bool) -> None:
+        """Tell the observers that backward begins; torch may call this for several outputs in one backward.
+
+        Args:
+            local: whether it is inside of `no_sync()`.
+        """
+        if self._running:
+            return
+        self._running = True
+        if self._comms.observers:
+            self._observed = ObservedBackward(self._comms.observers, [1], self.microbatch)
+        at_end_of_backward(functools.partial(self._backward_ends, local))
+
+    def _backward_ends(self, local: bool) -> None:
+        self._running = False
+        self._end_observed()
+        self.microbatch = self.microbatch + 1 if local else 0
+
+    def _end_observed(self) -> None:
+        observed, self._observed = self._observed, None
+        if observed is not None:
+            observed.end_all()

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
+from torch import nn
 from torch.nn import functional
 
 from microparallel.errors import UsageError
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+
+
+def mean_loss(model: nn.Module, inputs: Any, targets: Any, loss_fn: LossFunction | None = None) -> torch.Tensor:
+    """The mean loss of a batch: `loss_fn(model(inputs), targets)`, or without a `loss_fn` `model(inputs, targets)`."""
+    if loss_fn is not None:
+        return loss_fn(model(inputs), targets)
+    loss: torch.Tensor = model(inputs, targets)
+    return loss
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -25,7 +39,7 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def mean_squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Average the squared difference of outputs and targets, which must have the same shape."""
     if outputs.shape != targets.shape:
-        # torch would stretch one over the other, and train on something nobody asked for
+        # torch would broadcast one to the shape of the other, and compute a loss over all pairs
         raise UsageError(
             f"targets of shape {tuple(targets.shape)} do not fit outputs of shape {tuple(outputs.shape)}: "
             "give them the same shape, for example with targets.unsqueeze(1)"

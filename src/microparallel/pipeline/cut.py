@@ -1,8 +1,10 @@
-"""The evenest contiguous runs of a list of costs.
+"""How a model is cut into pipeline stages: a list of layers, what each costs, and the evenest contiguous runs of them.
 
 ```
-costs                  90   10   10   30   60
-best_partition(…, 3)   90 │ 10   10   30 │ 60      → sizes [1, 3, 1]
+layers_of(model)       layers.0   layers.1   layers.2   layers.3   layers.4
+what each costs              90         10         10         30         60
+best_partition(…, 3)   └ stage 0┘ └─────────── stage 1 ─────────┘ └ stage 2┘
+                             90                50                       60     → sizes [1, 3, 1]
 ```
 
 A pipeline runs at the pace of its slowest stage, so the best cut is the one whose largest stage is smallest.
@@ -23,6 +25,97 @@ from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.replicate import require_same_model
 from microparallel.errors import PartitionError, UsageError
 from microparallel.pipeline.layers import NamedLayer, layer_times, layers_of
+
+BALANCES = ("auto", "parameters", "time")
+
+
+def cut(
+    model: nn.Module | Sequence[nn.Module], stages: int, balance: str | Sequence[int] = "auto", example: Any = None
+) -> list[list[NamedLayer]]:
+    """Cut a model into stages, each a contiguous run of its layers.
+
+    Args:
+        model: what `layers_of` takes.
+        stages: how many.
+        balance: `"parameters"` evens out their number, `"time"` the measured time of each layer, and `[3, 4, 5, 4]`
+            is a number of layers for each stage, by hand. `"auto"` is `"parameters"`.
+        example: for `"time"`, a micro-batch to measure with. No two measurements agree, so several ranks use
+            `cut_together`, where one measures for all.
+    """
+    layers = layers_of(model)
+    sizes = _sizes(layers, stages, balance, example)
+    ends = list(accumulate(sizes))
+    return [layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def _sizes(layers: Sequence[NamedLayer], stages: int, balance: str | Sequence[int], example: Any) -> list[int]:
+    if not isinstance(balance, str):
+        return _sizes_by_hand(len(layers), stages, list(balance))
+    if balance not in BALANCES:
+        choices = ", ".join(f'"{choice}"' for choice in BALANCES)
+        raise UsageError(f'balance="{balance}": choose one of {choices}, or give a number of layers for each stage')
+    if balance != "time":
+        return best_partition(_parameter_counts(layers), stages)
+    if example is None:
+        raise UsageError('balance="time" measures the layers on a micro-batch: pass one as example=')
+    check_enough_layers(len(layers), stages)  # before minutes of measuring, not after
+    return best_partition(layer_times(layers, example), stages)
+
+
+def _sizes_by_hand(layers: int, stages: int, balance: list[int]) -> list[int]:
+    if len(balance) != stages:
+        raise PartitionError(f"balance={balance} is for {len(balance)} stages, and there are {stages}: one number each")
+    for stage, size in enumerate(balance):
+        if not isinstance(size, int) or size < 1:
+            raise PartitionError(f"balance={balance}: stage {stage} has {size} layers, and needs at least 1")
+    if sum(balance) != layers:
+        raise PartitionError(f"balance={balance} adds up to {sum(balance)} layers, and this model has {layers}")
+    return balance
+
+
+def _parameter_counts(layers: Sequence[NamedLayer]) -> list[int]:
+    """Count each layer's parameters; a model that has none at all is cut into equal numbers of layers."""
+    counts = [sum(parameter.numel() for parameter in layer.module.parameters()) for layer in layers]
+    return counts if any(counts) else [1] * len(counts)
+
+
+def cut_together(
+    model: nn.Module | Sequence[nn.Module], stages: int, balance: str | Sequence[int], example: Any, comms: Comms
+) -> list[list[NamedLayer]]:
+    """Cut a model in the same places on all ranks, or raise on all of them; where layers are timed, rank 0 does it."""
+    layers = layers_of(model)
+    if comms.world_size > 1:
+        require_same_model(nn.ModuleList(layer.module for layer in layers), comms)
+    if balance != "time" or comms.world_size == 1:
+        return cut(model, stages, balance, example)
+    found: list[int] | str = []
+    if comms.rank == 0:
+        try:
+            found = [len(part) for part in cut(model, stages, balance, example)]
+        except UsageError as error:
+            found = str(error)
+    measured: list[int] | str = gather_json(found, comms)[0]
+    if isinstance(measured, str):
+        raise PartitionError(measured)
+    return cut(model, stages, measured)
+
+
+def shared_parameters(stages: Sequence[Sequence[NamedLayer]]) -> list[tuple[nn.Parameter, list[tuple[int, str]]]]:
+    """List the parameters that more than one stage uses, each with the stages and its names there.
+
+    A pipeline sums their gradients over these stages.
+    """
+    places: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    for stage, layers in enumerate(stages):
+        for layer in layers:
+            for name, parameter in layer.named_parameters():
+                known = places.setdefault(parameter, [])
+                if (stage, name) not in known:
+                    known.append((stage, name))
+    return [(parameter, known) for parameter, known in places.items() if known[0][0] != known[-1][0]]
+
+
+# ── the evenest partition ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def best_partition(costs: Sequence[float], stages: int) -> list[int]:
@@ -128,107 +221,3 @@ def _prepend_run(
         run_ends[start] = -later
         open_spans += [(left, start - 1, low, run_ends[start]), (start + 1, right, run_ends[start], high)]
     return best, run_ends
-
-
-# How a model is cut into pipeline stages: a list of layers, what each costs, and the evenest contiguous runs of them.
-#
-# ```
-# layers_of(model)       layers.0   layers.1   layers.2   layers.3   layers.4
-# what each costs              90         10         10         30         60
-# best_partition(…, 3)   └ stage 0┘ └─────────── stage 1 ─────────┘ └ stage 2┘
-# 90                    50                   60      → sizes [1, 3, 1]
-# ```
-#
-# A pipeline runs at the pace of its slowest stage, so the best cut is the one whose largest stage is smallest.
-
-
-BALANCES = ("auto", "parameters", "time")
-
-
-def cut(
-    model: nn.Module | Sequence[nn.Module], stages: int, balance: str | Sequence[int] = "auto", example: Any = None
-) -> list[list[NamedLayer]]:
-    """Cut a model into stages, each a contiguous run of its layers.
-
-    Args:
-        model: what `layers_of` takes.
-        stages: how many.
-        balance: `"parameters"` evens out their number, `"time"` the measured time of each layer, and `[3, 4, 5, 4]`
-            is a number of layers for each stage, by hand. `"auto"` is `"parameters"`.
-        example: for `"time"`, a micro-batch to measure with. No two measurements agree, so where several ranks have to
-            cut alike, one measures for all.
-    """
-    layers = layers_of(model)
-    sizes = _sizes(layers, stages, balance, example)
-    ends = list(accumulate(sizes))
-    return [layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-
-def _sizes(layers: Sequence[NamedLayer], stages: int, balance: str | Sequence[int], example: Any) -> list[int]:
-    if not isinstance(balance, str):
-        return _sizes_by_hand(len(layers), stages, list(balance))
-    if balance not in BALANCES:
-        choices = ", ".join(f'"{choice}"' for choice in BALANCES)
-        raise UsageError(f'balance="{balance}": choose one of {choices}, or give a number of layers for each stage')
-    if balance != "time":
-        return best_partition(_parameter_counts(layers), stages)
-    if example is None:
-        raise UsageError('balance="time" measures the layers on a micro-batch: pass one as example=')
-    check_enough_layers(len(layers), stages)  # before minutes of measuring, not after
-    return best_partition(layer_times(layers, example), stages)
-
-
-def _sizes_by_hand(layers: int, stages: int, balance: list[int]) -> list[int]:
-    if len(balance) != stages:
-        raise PartitionError(f"balance={balance} is for {len(balance)} stages, and there are {stages}: one number each")
-    for stage, size in enumerate(balance):
-        if not isinstance(size, int) or size < 1:
-            raise PartitionError(f"balance={balance}: stage {stage} has {size} layers, and needs at least 1")
-    if sum(balance) != layers:
-        raise PartitionError(f"balance={balance} adds up to {sum(balance)} layers, and this model has {layers}")
-    return balance
-
-
-def _parameter_counts(layers: Sequence[NamedLayer]) -> list[int]:
-    """Count each layer's parameters; a model that has none at all is cut into equal numbers of layers."""
-    counts = [sum(parameter.numel() for parameter in layer.module.parameters()) for layer in layers]
-    return counts if any(counts) else [1] * len(counts)
-
-
-def shared_parameters(stages: Sequence[Sequence[NamedLayer]]) -> list[tuple[nn.Parameter, list[tuple[int, str]]]]:
-    """List the parameters of more than one stage, each with the stage and name of every place it has.
-
-    A pipeline sums their gradients over these stages.
-    """
-    places: dict[nn.Parameter, list[tuple[int, str]]] = {}
-    for stage, layers in enumerate(stages):
-        for layer in layers:
-            for name, parameter in layer.named_parameters():
-                known = places.setdefault(parameter, [])
-                if (stage, name) not in known:
-                    known.append((stage, name))
-    return [(parameter, known) for parameter, known in places.items() if known[0][0] != known[-1][0]]
-
-
-# All ranks cut the model in the same places, or all of them are told why they cannot.
-
-
-def cut_together(
-    model: nn.Module | Sequence[nn.Module], stages: int, balance: str | Sequence[int], example: Any, comms: Comms
-) -> list[list[NamedLayer]]:
-    """Cut a model into stages; where layers are measured, rank 0's measurement counts."""
-    layers = layers_of(model)
-    if comms.world_size > 1:
-        require_same_model(nn.ModuleList(layer.module for layer in layers), comms)
-    if balance != "time" or comms.world_size == 1:
-        return cut(model, stages, balance, example)
-    found: list[int] | str = []
-    if comms.rank == 0:
-        try:
-            found = [len(part) for part in cut(model, stages, balance, example)]
-        except UsageError as error:
-            found = str(error)
-    measured: list[int] | str = gather_json(found, comms)[0]
-    if isinstance(measured, str):
-        raise PartitionError(measured)
-    return cut(model, stages, measured)

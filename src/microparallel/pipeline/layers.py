@@ -1,4 +1,4 @@
-"""A model as a list of layers, each of which takes what the one before it returned."""
+"""A model as a list of layers, each of which takes what the one before it returned, and what each costs in time."""
 
 from __future__ import annotations
 
@@ -110,16 +110,16 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-# What each layer costs in time: forward and backward, measured one layer after another.
+# ── what each layer costs ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def layer_times(layers: Sequence[NamedLayer], example: Any, repeats: int = 5) -> list[float]:
     """Measure the seconds of forward and backward of each layer (the median), on what the layer before it returned.
 
-    Gradients, buffers (such as the running statistics of a BatchNorm) and random numbers are as before afterwards.
+    Afterwards gradients, buffers (such as the running statistics of a BatchNorm) and random numbers are as before.
     """
     if repeats < 1:
-        raise UsageError(f"repeats={repeats}: measuring takes at least 1")
+        raise UsageError(f"repeats={repeats}: each layer is measured at least once")
     devices = _cuda_devices(layers, example)
     times, passed_on = [], example
     with torch.random.fork_rng(devices), torch.enable_grad(), _left_as_found(layers):
@@ -148,7 +148,7 @@ def _layer_time(module: nn.Module, passed_on: Any, repeats: int, devices: Sequen
 
 
 def _as_received(tensor: torch.Tensor) -> torch.Tensor:
-    """Make of a tensor what a stage would receive; a copy, because a layer may work in place (not on a leaf)."""
+    """A tensor as a stage would receive it; a copy, since a layer may change its input in place, but no leaf."""
     received = tensor.detach()
     if received.is_floating_point() or received.is_complex():
         received.requires_grad_()
@@ -181,7 +181,7 @@ def _cuda_devices(layers: Sequence[NamedLayer], example: Any) -> list[torch.devi
 
 @contextmanager
 def _left_as_found(layers: Sequence[NamedLayer]) -> Iterator[None]:
-    """Take the gradients away, and put them and the buffers back at the end."""
+    """Remove the gradients; at the end restore them and the buffers."""
     gradients = {parameter: parameter.grad for layer in layers for parameter in layer.module.parameters()}
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())

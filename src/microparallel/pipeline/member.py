@@ -1,4 +1,8 @@
-"""Gradients that several ranks have a part of: those of replicas, and those of weights that two stages share."""
+"""Member: one rank of a pipeline, with its stages, and the parameters and gradients that it shares with other ranks.
+
+Gradients are summed over the replicas of a stage, and over the stages that share a weight. The state of the whole model
+is gathered from all ranks of a pipeline.
+"""
 
 from __future__ import annotations
 
@@ -15,160 +19,18 @@ from microparallel.data_parallel.bucket import FlatBucket, split
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicas_are_identical, replicate
 from microparallel.errors import UsageError
 from microparallel.pipeline.cut import shared_parameters
-from microparallel.pipeline.interpreter import Reduction, Worker
+from microparallel.pipeline.interpreter import GroupSum, Worker
 from microparallel.pipeline.layers import NamedLayer
 from microparallel.pipeline.stage import Stage
 from microparallel.program import BUFFERS, NORM, SAMPLES, SHARED, AllReduce, Broadcast, Bucket, Value, tied
 from microparallel.topology import Mesh
 
 
-class ColumnSum:
-    """The sum of one stage's gradients over the replicas of that stage, in buckets, in the background."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], column: Comms, bucket_bytes: float) -> None:
-        self._parameters = parameters
-        self._column = column
-        self._bucket_bytes = bucket_bytes
-        self._buckets: list[FlatBucket] = []
-
-    def start(self, operation: AllReduce) -> None:
-        """Put all gradients into buckets, and begin to add them up."""
-        self._prepare()
-        for bucket in self._buckets:
-            bucket.fill_up(1.0)
-            bucket.leave(self._column, operation, overlap=True)
-
-    def _prepare(self) -> None:
-        """Make buckets for the parameters that are trained now."""
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        if trained != [parameter for bucket in self._buckets for parameter in bucket.parameters]:
-            self._buckets = [FlatBucket(group, self._column) for group in split(trained, self._bucket_bytes)]
-
-    def finish(self) -> None:
-        """Wait for the sums; a gradient that only other replicas had arrives here, too."""
-        for bucket in self._buckets:
-            bucket.come_back()
-            for parameter, view, ranks in zip(bucket.parameters, bucket.views, bucket.having.tolist(), strict=True):
-                if ranks > 0:
-                    parameter.grad = view
-            bucket.reset()
-
-
-class TiedSum:
-    """The sum of one parameter's gradients over the ranks whose stages share it."""
-
-    def __init__(self, parameter: nn.Parameter, holders: Comms) -> None:
-        self.parameter = parameter
-        self.holders = holders
-        holders.broadcast(parameter.data)
-
-    def start(self, operation: AllReduce) -> None:
-        """Add the gradients up; afterwards every holder has the same bits, and updates its copy in the same way."""
-        if not self.parameter.requires_grad:
-            return
-        if self.parameter.grad is None:
-            self.parameter.grad = torch.zeros_like(self.parameter)
-        self.holders.all_reduce(self.parameter.grad, operation=operation)
-
-    def finish(self) -> None:
-        """The sum is there already."""
-
-
-class LossSum:
-    """The loss of the whole batch: the sum of what each rank knows of it, in `loss` when it has been started."""
-
-    def __init__(self, worker: Worker, comms: Comms) -> None:
-        self.loss = worker.loss
-        self._comms = comms
-
-    def start(self, operation: AllReduce) -> None:
-        """Add up what all ranks know."""
-        self._comms.all_reduce(self.loss, operation=operation)
-
-    def finish(self) -> None:
-        """The sum is there already."""
-
-
-@contextmanager
-def beside_earlier_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Begin with no gradients, and add those of before in the end: they are the sum of all ranks' already."""
-    earlier = [(parameter, parameter.grad.clone()) for parameter in parameters if parameter.grad is not None]
-    for parameter, _ in earlier:
-        parameter.grad = None
-    try:
-        yield
-    finally:  # a step that failed must not lose them
-        for parameter, gradient in earlier:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-
-# The whole model's state, of which each rank of a pipeline has a part.
-
-
-def own_state(layers: Iterable[NamedLayer]) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of some layers, by their names in the whole model."""
-    return {layer.whole_name(name): tensor for layer in layers for name, tensor in layer.module.state_dict().items()}
-
-
-def gather_state(mine: Mapping[str, torch.Tensor], row: Comms) -> dict[str, torch.Tensor] | None:
-    """Collect everybody's part on the first rank of a pipeline; None on the others. All of its ranks call this."""
-    contents = [[name, str(tensor.dtype).removeprefix("torch."), tensor.shape] for name, tensor in mine.items()]
-    everybody = gather_json(contents, row)
-    if row.rank != 0:
-        for tensor in mine.values():
-            row.send_tensor(tensor, 0)
-        return None
-    whole = dict(mine)
-    for rank, theirs in enumerate(everybody[1:], start=1):
-        for name, dtype, shape in theirs:
-            whole[name] = row.recv_tensor(shape, rank, getattr(torch, dtype))
-    return whole
-
-
-def load_own_part(layers: Iterable[NamedLayer], state: Mapping[str, torch.Tensor]) -> None:
-    """Take what some layers need out of the state of the whole model."""
-    for layer in layers:
-        own = {}
-        for name in layer.module.state_dict():
-            whole_name = layer.whole_name(name)
-            if whole_name not in state:
-                raise UsageError(
-                    f"load_state_dict: {whole_name} is missing; it needs the state of the whole model, or of the same "
-                    "stages"
-                )
-            own[name] = state[whole_name]
-        layer.module.load_state_dict(own)
-
-
-def clip_gradients(
-    parameters: Iterable[nn.Parameter], counted: Iterable[nn.Parameter], most: float, row: Comms
-) -> torch.Tensor:
-    """Scale gradients so that the norm of all ranks' gradients together is at most `most`; returns what it was.
-
-    Args:
-        parameters: of this rank: their gradients are scaled.
-        counted: those that count here; what two ranks share counts on one.
-        most: the largest norm.
-        row: the ranks of the pipeline.
-    """
-    gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-    square = sum((gradient.double().square().sum() for gradient in gradients), torch.zeros((), dtype=torch.float64))
-    norm = row.all_reduce(square.cpu().reshape(1), operation=AllReduce(NORM, "pp")).sqrt().reshape(())
-    factor = most / (float(norm) + 1e-6)  # as torch does
-    if factor < 1:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor)
-    return norm
-
-
-# One rank's part of a model that is spread over ranks: its stages, and whom it shares what with.
-
-
 class Member:
-    """A rank at one place of one pipeline, with the stages that are at home there.
+    """One rank of a pipeline: its stages, and the groups of ranks with which it shares parameters.
 
-    Its row are the ranks of its own pipeline. Its column are the ranks that have the same stages in the others.
+    Its *row* are the ranks of its own pipeline. Its *column* are the ranks that have the same stages in the other
+    replicas. Its *place* is its number in its row, and the *home* of a stage is the place that has it.
     """
 
     def __init__(
@@ -178,7 +40,7 @@ class Member:
         self.mesh = mesh
         self.stages = stages
         self.replica, self._place = mesh.where(comms.rank)
-        self._homes = homes  # the place of each stage
+        self._homes = homes  # of each stage
         self._row = _own_group(comms, [mesh.row(replica) for replica in range(mesh.dp)])
         self._column = _own_group(comms, [mesh.column(place) for place in range(mesh.pp)])
         for layer in self._layers():
@@ -186,15 +48,15 @@ class Member:
             if mesh.dp > 1:
                 replicate(layer.module, self._column)
         self._ties: list[TiedSum] = []
-        self._shared_places: tuple[int, ...] = ()  # of a pipeline: where several stages use one parameter
-        self._tied_places: tuple[tuple[int, ...], ...] = ()  # for each parameter that ranks share, those
-        self._buffered_places: tuple[int, ...] = ()  # where stages have buffers
-        self._sums: dict[Value, Reduction] = self._column_sums(bucket_cap_mb * 2**20) if mesh.dp > 1 else {}
+        self._shared_places: tuple[int, ...] = ()  # that have several stages which share a parameter
+        self._tied_places: tuple[tuple[int, ...], ...] = ()  # for each parameter that several places share, the places
+        self._buffered_places: tuple[int, ...] = ()  # that have buffers
+        self._sums: dict[Value, GroupSum] = self._column_sums(bucket_cap_mb * 2**20) if mesh.dp > 1 else {}
 
-    def _column_sums(self, bucket_bytes: float) -> dict[Value, Reduction]:
-        """For each stage the sum of its gradients over the replicas; what several stages share is summed in the end."""
+    def _column_sums(self, bucket_bytes: float) -> dict[Value, GroupSum]:
+        """For each stage the sum of its gradients over the replicas; one more for what several stages share."""
         uses = Counter(parameter for stage in self.stages.values() for parameter in stage.parameters)
-        sums: dict[Value, Reduction] = {
+        sums: dict[Value, GroupSum] = {
             Bucket(index): ColumnSum([one for one in stage.parameters if uses[one] == 1], self._column, bucket_bytes)
             for index, stage in self.stages.items()
         }
@@ -202,7 +64,7 @@ class Member:
         return sums | {SHARED: ColumnSum(several, self._column, bucket_bytes)}
 
     def _tie(self, pieces: Sequence[Sequence[NamedLayer]]) -> None:
-        """Find the parameters that several stages share, and connect the ranks among which they do."""
+        """Find the parameters that several stages share, and make a group of the ranks that have those stages."""
         for parameter, places in shared_parameters(pieces):
             homes = tuple(sorted({self._homes[stage] for stage, _ in places}))
             if len(homes) == 1:
@@ -217,7 +79,7 @@ class Member:
             self._tied_places = (*self._tied_places, homes)
 
     def _find_buffers(self, pieces: Sequence[Sequence[NamedLayer]]) -> None:
-        """Find out, for all ranks of a pipeline, which of them have buffers to copy."""
+        """Find the places of a pipeline that have buffers to copy."""
         having = {
             self._homes[stage]
             for stage, layers in enumerate(pieces)
@@ -234,7 +96,7 @@ class Member:
         return len(self._homes) - 1 in self.stages
 
     def _samples_of_all(self, mine: int) -> int:
-        """How many samples all replicas have together."""
+        """How many samples all replicas have together; every rank calls this."""
         if self.mesh.dp == 1:
             return mine
         return int(self._column.all_reduce(torch.tensor(mine), operation=AllReduce(SAMPLES, "dp")))
@@ -316,3 +178,148 @@ def _own_group(comms: Comms, groups: list[list[int]]) -> Comms:
         return comms
     mine = [group for group in (comms.group(ranks) for ranks in groups) if group is not None]
     return mine[0]
+
+
+# ── sums over ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ColumnSum:
+    """The sum of a stage's gradients over the replicas of that stage (a column of the mesh), in background buckets."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], column: Comms, bucket_bytes: float) -> None:
+        self._parameters = parameters
+        self._column = column
+        self._bucket_bytes = bucket_bytes
+        self._buckets: list[FlatBucket] = []
+
+    def start(self, operation: AllReduce) -> None:
+        """Put all gradients into buckets, and start their all-reduces."""
+        self._make_buckets()
+        for bucket in self._buckets:
+            bucket.fill_up(1.0)
+            bucket.start(self._column, operation, overlap=True)
+
+    def _make_buckets(self) -> None:
+        """Make new buckets if parameters were frozen or unfrozen."""
+        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+        if trained != [parameter for bucket in self._buckets for parameter in bucket.parameters]:
+            self._buckets = [FlatBucket(group, self._column) for group in split(trained, self._bucket_bytes)]
+
+    def finish(self) -> None:
+        """Wait for the sums; they become the gradients here, also where only other replicas had one."""
+        for bucket in self._buckets:
+            bucket.wait()
+            for parameter, view, ranks in zip(
+                bucket.parameters, bucket.views, bucket.ranks_with_gradient.tolist(), strict=True
+            ):
+                if ranks > 0:
+                    parameter.grad = view
+            bucket.reset()
+
+
+class TiedSum:
+    """The sum of one parameter's gradients over the ranks whose stages share it."""
+
+    def __init__(self, parameter: nn.Parameter, holders: Comms) -> None:
+        self.parameter = parameter
+        self.holders = holders
+        holders.broadcast(parameter.data)
+
+    def start(self, operation: AllReduce) -> None:
+        """Add the gradients up; then every holder has the same bits, and its optimizer updates its copy alike."""
+        if not self.parameter.requires_grad:
+            return
+        if self.parameter.grad is None:
+            self.parameter.grad = torch.zeros_like(self.parameter)
+        self.holders.all_reduce(self.parameter.grad, operation=operation)
+
+    def finish(self) -> None:
+        """Do nothing: `start` has waited for the sum."""
+
+
+class LossSum:
+    """The loss of the whole batch: the sum of all ranks' parts of it, which is in `loss` after `start`."""
+
+    def __init__(self, worker: Worker, comms: Comms) -> None:
+        self.loss = worker.loss
+        self._comms = comms
+
+    def start(self, operation: AllReduce) -> None:
+        """Add up the parts of all ranks."""
+        self._comms.all_reduce(self.loss, operation=operation)
+
+    def finish(self) -> None:
+        """Do nothing: `start` has waited for the sum."""
+
+
+@contextmanager
+def beside_earlier_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Begin with no gradients, and add the earlier ones at the end: they are sums over the ranks already."""
+    earlier = [(parameter, parameter.grad.clone()) for parameter in parameters if parameter.grad is not None]
+    for parameter, _ in earlier:
+        parameter.grad = None
+    try:
+        yield
+    finally:  # also after a step that failed
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], counted: Iterable[nn.Parameter], most: float, row: Comms
+) -> torch.Tensor:
+    """Scale gradients so that the norm of all ranks' gradients together is at most `most`; returns what it was.
+
+    Args:
+        parameters: of this rank: their gradients are scaled.
+        counted: those that count here; what two ranks share counts on one.
+        most: the largest norm.
+        row: the ranks of the pipeline.
+    """
+    gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+    square = sum((gradient.double().square().sum() for gradient in gradients), torch.zeros((), dtype=torch.float64))
+    norm = row.all_reduce(square.cpu().reshape(1), operation=AllReduce(NORM, "pp")).sqrt().reshape(())
+    factor = most / (float(norm) + 1e-6)  # as torch does
+    if factor < 1:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
+    return norm
+
+
+# ── the state of the whole model ────────────────────────────────────────────────────────────────────────────────────
+
+
+def own_state(layers: Iterable[NamedLayer]) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of some layers, by their names in the whole model."""
+    return {layer.whole_name(name): tensor for layer in layers for name, tensor in layer.module.state_dict().items()}
+
+
+def gather_state(mine: Mapping[str, torch.Tensor], row: Comms) -> dict[str, torch.Tensor] | None:
+    """Collect all ranks' parts on the first rank of a pipeline; None on the others. All of its ranks call this."""
+    contents = [[name, str(tensor.dtype).removeprefix("torch."), tensor.shape] for name, tensor in mine.items()]
+    all_contents = gather_json(contents, row)
+    if row.rank != 0:
+        for tensor in mine.values():
+            row.send_tensor(tensor, 0)
+        return None
+    whole = dict(mine)
+    for rank, theirs in enumerate(all_contents[1:], start=1):
+        for name, dtype, shape in theirs:
+            whole[name] = row.recv_tensor(shape, rank, getattr(torch, dtype))
+    return whole
+
+
+def load_own_part(layers: Iterable[NamedLayer], state: Mapping[str, torch.Tensor]) -> None:
+    """Load some layers from the state of the whole model."""
+    for layer in layers:
+        own = {}
+        for name in layer.module.state_dict():
+            whole_name = layer.whole_name(name)
+            if whole_name not in state:
+                raise UsageError(
+                    f"load_state_dict: {whole_name} is missing; it needs the state of the whole model, or of the same "
+                    "stages"
+                )
+            own[name] = state[whole_name]
+        layer.module.load_state_dict(own)

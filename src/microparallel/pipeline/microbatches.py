@@ -1,4 +1,4 @@
-"""The micro-batcher: one batch becomes several, and what they give becomes one again.
+"""Micro-batches: split one batch into several, and join their outputs into one.
 
 ```
                      ┌ {"x": x[0:2], "y": y[0:2]} ─→ … ─→ out 0 ┐
@@ -8,7 +8,7 @@
 ```
 
 A batch is a tensor with the samples in dimension 0, or tuples, lists, dicts and named tuples of such tensors. Where
-the samples do not come out even, the loss of each part counts with its share of them: see `sizes`.
+micro-batches differ in size (see `sizes`), the loss of each counts by its number of samples.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from microparallel.torch_private import pytree
 
 
 def split_batch(batch: Any, count: int, what: str = "batch") -> list[Any]:
-    """Cut a batch into `count` micro-batches; each is of the batch's own form, and its tensors are views.
+    """Cut a batch into `count` micro-batches; each has the batch's own form, and its tensors are views.
 
-    What is not a tensor (None, a flag, a string) goes into each. In errors, the batch is called `what`.
+    Values that are no tensors (None, a flag, a string) go into each. Errors call the batch `what`.
     """
     lengths = sizes(batch_size(batch, what), count)
     return [
@@ -37,7 +37,7 @@ def split_batch(batch: Any, count: int, what: str = "batch") -> list[Any]:
 
 
 def _cut(tensor: torch.Tensor, end: int, length: int) -> torch.Tensor:
-    # Not tensor.split(): where its parts need gradients, a layer may not work on them in place.
+    # Not tensor.split(): autograd lets no layer change its parts in place.
     return tensor.narrow(0, end - length, length)
 
 
@@ -107,7 +107,7 @@ def _join_leaf(values: tuple[Any, ...]) -> Any:
 
 
 def _same(value: Any, other: Any) -> bool:
-    # A tensor compares entry by entry, and is the same as nothing that is not one.
+    # == compares tensors entry by entry, so a tensor is the same as another value only if it is that object.
     return value is other or (not isinstance(value, torch.Tensor) and type(value) is type(other) and value == other)
 
 

@@ -21,7 +21,7 @@ from microparallel.pipeline.layers import NamedLayer
 from microparallel.pipeline.member import LossSum, Member, beside_earlier_gradients
 from microparallel.pipeline.microbatches import batch_size, join_batch, sizes, split_batch
 from microparallel.pipeline.programs import Schedule
-from microparallel.pipeline.shapes import Plan, Shapes
+from microparallel.pipeline.shapes import BatchShapes, Shapes
 from microparallel.pipeline.stage import LossFunction, Stage
 from microparallel.program import BATCH, LOSS, WORLD, Act, AllReduce, Broadcast, Op, Program, Recv, Send
 from microparallel.program.ops import Observed
@@ -35,9 +35,9 @@ _AHEAD = 2  # receives that are posted before they are needed
 class Pipeline(Member):
     """A model whose layers are spread over the ranks, trained on micro-batches that follow each other through it.
 
-    Every rank builds the same model, keeps the layers of its own stages, and may then let go of the model. A step
-    leaves the gradients of the whole batch's mean loss in the parameters that this rank has, as `loss.backward()` of
-    one process would; they are for an optimizer of the caller's own.
+    Every rank builds the same model, and keeps the layers of its own stages. After a step the parameters of this rank
+    have the gradients of the whole batch's mean loss, as after `loss.backward()` in one process; the caller's optimizer
+    updates them.
 
     Args:
         layers: an `nn.Sequential`, a list of layers, or a model with a method `pipeline_layers()`; each layer takes
@@ -87,15 +87,15 @@ class Pipeline(Member):
         bucket_cap_mb: float = 25.0,
     ) -> None:
         mesh = _mesh(comms, replicas)
-        plan = Schedule(schedule, mesh.pp, microbatches, stages_per_rank)
-        pieces = cut_together(layers, plan.stages, balance, example, comms)
+        chosen = Schedule(schedule, mesh.pp, microbatches, stages_per_rank)
+        pieces = cut_together(layers, chosen.stages, balance, example, comms)
         stages = {
             index: Stage(index, pieces[index], loss_fn, recompute)
-            for index, home in enumerate(plan.homes)
+            for index, home in enumerate(chosen.homes)
             if home == mesh.where(comms.rank)[1]
         }
-        super().__init__(comms, mesh, plan.homes, stages, bucket_cap_mb)
-        self._prepare(plan)
+        super().__init__(comms, mesh, chosen.homes, stages, bucket_cap_mb)
+        self._prepare(chosen)
         self._tie(pieces)
         self._find_buffers(pieces)
         self._knows_loss = loss_fn is not None
@@ -115,14 +115,14 @@ class Pipeline(Member):
         Without a `loss_fn`, the last rank's module is called with the targets and returns the mean loss.
         """
         pipe = cls.__new__(cls)
-        plan = Schedule(schedule, comms.world_size, microbatches)
-        if plan.homes != list(range(comms.world_size)):
+        chosen = Schedule(schedule, comms.world_size, microbatches)
+        if chosen.homes != list(range(comms.world_size)):
             raise UsageError(
                 f"schedule={schedule!r} gives a rank several stages; mp.Pipeline cuts a whole model for it"
             )
         stage = Stage(comms.rank, [NamedLayer("", module)], loss_fn)
-        Member.__init__(pipe, comms, Mesh(1, comms.world_size), plan.homes, {comms.rank: stage}, bucket_cap_mb=25.0)
-        pipe._prepare(plan)
+        Member.__init__(pipe, comms, Mesh(1, comms.world_size), chosen.homes, {comms.rank: stage}, bucket_cap_mb=25.0)
+        pipe._prepare(chosen)
         pipe._knows_loss = True
         return pipe
 
@@ -172,7 +172,7 @@ class Pipeline(Member):
 
     @property
     def program(self) -> Program:
-        """What a step does, on all ranks, up to the optimizer, which is the caller's; `program_with` says what else."""
+        """The program of a step, on all ranks, up to the caller's optimizer; `program_with` has other steps."""
         return self.program_with()
 
     def program_with(
@@ -183,12 +183,12 @@ class Pipeline(Member):
         norm: bool = False,
         buffers: bool = False,
     ) -> Program:
-        """What a step does that is not the usual one, or with what its caller does after it.
+        """The program of a step with fewer micro-batches, or with the sums that its caller does after it.
 
         Args:
             microbatches: how many each replica has, where batches have fewer samples than that (`allow_fewer`); a
                 replica without samples has 0, and takes part in the sums.
-            samples: whether the replicas count their samples, which they do unless `step(samples=…)` tells them.
+            samples: whether the replicas add up their samples, which they do unless `step(samples=…)` is used.
             norm: whether `clip_grad_norm_` follows.
             buffers: whether `broadcast_buffers` follows.
 
@@ -201,7 +201,8 @@ class Pipeline(Member):
         each = (usual,) * self.mesh.dp if microbatches is None else tuple(microbatches)
         if len(each) != self.mesh.dp or not all(0 <= count <= usual for count in each) or not any(each):
             raise UsageError(
-                f"microbatches={list(each)}: {self.mesh.dp} pipelines have 0 to {usual} each, and one of them has some"
+                f"microbatches={list(each)}: give {self.mesh.dp} numbers from 0 to {usual}, one for each pipeline, "
+                "and not all of them 0"
             )
         return self._schedule.whole(
             each,
@@ -213,69 +214,70 @@ class Pipeline(Member):
         )
 
     def _step(self, inputs: Any, targets: Any, samples: int | None, allow_fewer: bool) -> tuple[torch.Tensor, int]:
-        """The loss, and into how many micro-batches this rank's batch was cut."""
+        """Do a step; returns the loss, and into how many micro-batches this rank's batch was cut."""
         self._require_batch("step", inputs, targets, samples)
-        plan = self._agree(True, inputs, allow_fewer)
-        self._require_targets("step", plan, targets)
-        total = self._samples_of_all(plan.samples) if samples is None else samples
-        worker = self._worker(plan, inputs, targets, total)
+        shapes = self._agree(True, inputs, allow_fewer)
+        self._require_targets("step", shapes, targets)
+        total = self._samples_of_all(shapes.samples) if samples is None else samples
+        worker = self._worker(shapes, inputs, targets, total)
         with beside_earlier_gradients(self._summed_parameters()), torch.enable_grad():
-            count = len(plan.crossings)
-            self._run(self._ops(count), worker, self._line(count, training=True))
+            count = len(shapes.microbatches)
+            self._run(self._ops(count), worker, self._message_order(count, training=True))
         self.most_activations = worker.most_kept
         return worker.loss, count
 
     def _ops(self, microbatches: int) -> Sequence[Op]:
-        """What this rank does, counted as its own pipeline counts; one that has no samples only takes part in sums."""
+        """The operations of this rank, numbered as in a single pipeline; without samples, only its sums."""
         ops = self._own_ops(microbatches or self._schedule.microbatches)
         return ops if microbatches else only_sums(ops)
 
     @functools.cache  # noqa: B019 a pipeline has few programs
     def _own_ops(self, microbatches: int) -> Sequence[Op]:
-        whole = self.program_with([microbatches] * self.mesh.dp, samples=False)  # which have been counted
+        whole = self.program_with([microbatches] * self.mesh.dp, samples=False)  # _step has counted them
         before = (-self.replica * self._schedule.microbatches, -self.replica * self.mesh.pp)
-        # What batch comes has been said.
+        # The broadcast of the batch's shapes is done before, in _agree.
         return [shifted(op, *before) for op in whole.ranks[self.comms.rank] if not isinstance(op, Broadcast)]
 
-    def _as_told(self, op: Op) -> Op:
+    def _in_program(self, op: Op) -> Op:
+        """An operation with the numbers that it has in the program of all pipelines."""
         return shifted(op, self.replica * self._schedule.microbatches, self.replica * self.mesh.pp)
 
-    def _line(self, microbatches: int, training: bool) -> Sequence[Send | Recv] | None:
-        """Its messages in the order that all ranks keep, where they run one after another."""
+    def _message_order(self, microbatches: int, training: bool) -> Sequence[Send | Recv] | None:
+        """The messages of this rank in the order that all ranks keep, if the transport runs them one after another."""
         if not microbatches or not self.comms.messages_run_in_order:
             return None
-        return self._schedule.lines(microbatches, training)[self._place]
+        return self._schedule.message_orders(microbatches, training)[self._place]
 
-    def _worker(self, plan: Plan, inputs: Any, targets: Any, total: int) -> Worker:
-        count = len(plan.crossings)
-        lengths = sizes(plan.samples, count) if count else []
-        parts = self._split(inputs, self._has_first, plan, "inputs")
-        answers = self._split(targets, self._has_last, plan, "targets")
+    def _worker(self, shapes: BatchShapes, inputs: Any, targets: Any, total: int) -> Worker:
+        count = len(shapes.microbatches)
+        lengths = sizes(shapes.samples, count) if count else []
+        parts = self._split(inputs, self._has_first, shapes, "inputs")
+        answers = self._split(targets, self._has_last, shapes, "targets")
         microbatches = [
-            Microbatch(crossings, part, answer, length / total)
-            for crossings, part, answer, length in zip(plan.crossings, parts, answers, lengths, strict=True)
+            Microbatch(boundaries, part, answer, length / total)
+            for boundaries, part, answer, length in zip(shapes.microbatches, parts, answers, lengths, strict=True)
         ]
         return Worker(self.comms.rank, self.stages, self._schedule.stages - 1, microbatches, self.comms.device)
 
-    def _split(self, batch: Any, needed: bool, plan: Plan, what: str) -> list[Any]:
-        count = len(plan.crossings)
+    def _split(self, batch: Any, needed: bool, shapes: BatchShapes, what: str) -> list[Any]:
+        count = len(shapes.microbatches)
         if not needed or batch is None:
             return [None] * count
         samples = batch_size(batch, what)
-        if samples != plan.samples:
-            raise UsageError(f"rank {self.comms.rank} was given {samples} {what}, and the batch has {plan.samples}")
+        if samples != shapes.samples:
+            raise UsageError(f"rank {self.comms.rank} was given {samples} {what}, and the batch has {shapes.samples}")
         return split_batch(batch, count, what) if count else []
 
-    def _run(self, ops: Sequence[Op], worker: Worker, line: Sequence[Send | Recv] | None) -> None:
+    def _run(self, ops: Sequence[Op], worker: Worker, message_order: Sequence[Send | Recv] | None) -> None:
         interpreter = Interpreter(
             ops,
             worker,
             self._row.messages,
             {**self._sums, LOSS: LossSum(worker, self.comms)},
             ahead=_AHEAD,
-            line=line,
+            message_order=message_order,
             observers=self.comms.observers,
-            as_told=self._as_told,
+            in_program=self._in_program,
             world_ranks=self._row.world_ranks,
             doing=self.comms.flight.doing,
         )
@@ -286,8 +288,8 @@ class Pipeline(Member):
             doing = _in_words(interpreter.now, self._row.world_ranks)
             raise self._row.explain(error, f"the pipeline's {doing}") from error
 
-    def _agree(self, training: bool, inputs: Any, allow_fewer: bool) -> Plan:
-        """Learn from the rank with the first stage what is coming."""
+    def _agree(self, training: bool, inputs: Any, allow_fewer: bool) -> BatchShapes:
+        """Learn from the rank with the first stage how many samples come, and in which shapes."""
         operation = Broadcast(BATCH, "pp", self.mesh.rank(self.replica, self._homes[0]))
         activity = Activity(operation, group=tuple(self._row.world_ranks))
         try:
@@ -295,26 +297,26 @@ class Pipeline(Member):
                 told.waits()
                 return self._shapes[training].agree(inputs, self._schedule.microbatches, allow_fewer)
         except TransportError as error:
-            raise self._row.explain(error, "the pipeline's talk about the batch's shapes") from error
+            raise self._row.explain(error, "the pipeline's exchange of the batch's shapes") from error
 
     def _require_batch(self, call: str, inputs: Any, targets: Any, samples: int | None) -> None:
         if not self._knows_loss:
             raise UsageError(f"{call}: this pipeline has no loss_fn; pass loss_fn= to mp.Pipeline")
-        if samples is not None:  # some have none
+        if samples is not None:  # then a replica may have none
             return
         for name, value, needed in (("inputs", inputs, self._has_first), ("targets", targets, self._has_last)):
             if needed and value is None:
                 stage = "first" if name == "inputs" else "last"
                 raise UsageError(f"{call}: rank {self.comms.rank} has the {stage} stage, and was given no {name}")
 
-    def _require_targets(self, call: str, plan: Plan, targets: Any) -> None:
-        if self._has_last and targets is None and plan.samples:
+    def _require_targets(self, call: str, shapes: BatchShapes, targets: Any) -> None:
+        if self._has_last and targets is None and shapes.samples:
             raise UsageError(
                 f"{call}: rank {self.comms.rank} has the last stage, and was given no targets for its pipeline's "
-                f"{plan.samples} samples"
+                f"{shapes.samples} samples"
             )
 
-    # ── measuring and answering ─────────────────────────────────────────────────────────────────────────────────
+    # ── forwards alone ──────────────────────────────────────────────────────────────────────────────────────────
 
     def evaluate(self, inputs: Any = None, targets: Any = None, *, samples: int | None = None) -> torch.Tensor:
         """Return the mean loss of a batch, the same on every rank, in evaluation mode and without gradients.
@@ -322,31 +324,35 @@ class Pipeline(Member):
         The batch may have fewer samples than there are micro-batches.
         """
         self._require_batch("evaluate", inputs, targets, samples)
-        worker, plan = self._forwards(inputs, targets, samples)
-        self._require_targets("evaluate", plan, targets)
+        worker, shapes = self._forwards(inputs, targets, samples)
+        self._require_targets("evaluate", shapes, targets)
         return self.comms.all_reduce(worker.loss, operation=AllReduce(LOSS, WORLD))
 
     def predict(self, inputs: Any = None) -> Any:
         """Return the last stage's outputs on the rank that has it, and None on all others."""
         if self._has_first and inputs is None:
             raise UsageError(f"predict: rank {self.comms.rank} has the first stage, and was given no inputs")
-        worker, plan = self._forwards(inputs, None, None)
-        return join_batch([worker.outputs[number] for number in range(len(plan.crossings))]) if self._has_last else None
+        worker, shapes = self._forwards(inputs, None, None)
+        return (
+            join_batch([worker.outputs[number] for number in range(len(shapes.microbatches))])
+            if self._has_last
+            else None
+        )
 
-    def _forwards(self, inputs: Any, targets: Any, samples: int | None) -> tuple[Worker, Plan]:
+    def _forwards(self, inputs: Any, targets: Any, samples: int | None) -> tuple[Worker, BatchShapes]:
         modules = [module for layer in self._layers() for module in layer.module.modules()]
         modes = [module.training for module in modules]
         for layer in self._layers():
             layer.module.eval()
         try:
             with torch.no_grad():
-                plan = self._agree(False, inputs, allow_fewer=True)
-                total = self._samples_of_all(plan.samples) if samples is None else samples
-                worker = self._worker(plan, inputs, targets, total)
-                if count := len(plan.crossings):
+                shapes = self._agree(False, inputs, allow_fewer=True)
+                total = self._samples_of_all(shapes.samples) if samples is None else samples
+                worker = self._worker(shapes, inputs, targets, total)
+                if count := len(shapes.microbatches):
                     ops = self._schedule.forwards(count).ranks[self._place]
-                    self._run(ops, worker, self._line(count, training=False))
-                return worker, plan
+                    self._run(ops, worker, self._message_order(count, training=False))
+                return worker, shapes
         finally:
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode

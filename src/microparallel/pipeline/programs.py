@@ -1,17 +1,4 @@
-"""One order for the messages of all ranks, for transports that run a rank's messages one after another, as NCCL does.
-
-There a message holds up those behind it, and it ends only when its receiver has come to it. If every rank keeps to one
-and the same order of all messages, the first that has not ended is at the head of its sender's line and of its
-receiver's, so it moves, and nobody waits for ever:
-
-```
-program   rank 0: F0.0 >A0.0@1 F0.1 >A0.1@1 <G0.0@1 B0.0        rank 1: <A0.0@0 F1.0 B1.0 >G0.0@0 <A0.1@0 F1.1
-alone     rank 0: >A0.0 │ >A0.1 │ <G0.0                         rank 1: <A0.0 │ >G0.0 │ <A0.1        both send
-in line   rank 0: >A0.0 │ >A0.1 │ <G0.0                         rank 1: <A0.0 │ <A0.1 │ >G0.0
-```
-
-A receive may so be posted before it is needed: here rank 1 takes A0.1 before it hands over G0.0.
-"""
+"""The programs of a pipeline: of a step, of its forwards alone, and the order of their messages."""
 
 from __future__ import annotations
 
@@ -39,56 +26,16 @@ from microparallel.schedules.passes import first_microbatches
 from microparallel.verifier import verify
 
 
-def line_up(program: Program) -> list[list[Send | Recv]]:
-    """For each rank its sends and receives, in an order that all ranks keep: that in which they could be sent.
-
-    What a rank sends before it waits for a message is in front of that message, so it never has to wait for itself.
-    """
-    lines: list[list[Send | Recv]] = [[] for _ in program.ranks]
-    for cursor in Walk(program, _InTurns()):
-        if isinstance(cursor.op, Send):
-            lines[cursor.rank].append(cursor.op)
-            lines[cursor.op.to].append(Recv(cursor.op.value, cursor.rank))
-    return lines
-
-
-class _InTurns(Policy):
-    """Ranks take turns, from the first to the last and again; in each turn a rank computes once."""
-
-    def pauses_after(self, op: Op) -> bool:
-        """A computation ends a rank's turn."""
-        return bool(halves(op))
-
-    def queue(self) -> _Turns:
-        """Whose turn it is."""
-        return _Turns()
-
-
-class _Turns:
-    """Ranks that can go on: those further down in this turn, the others in the next."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, int, Cursor]] = []  # by turn and rank
-        self._now = (0, -1)
-
-    def append(self, cursor: Cursor) -> None:
-        turn, rank = self._now
-        heapq.heappush(self._waiting, (turn + (cursor.rank <= rank), cursor.rank, cursor))
-
-    def popleft(self) -> Cursor:
-        *now, cursor = heapq.heappop(self._waiting)
-        self._now = (now[0], now[1])
-        return cursor
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-
-# The programs of a pipeline: for a step of so many micro-batches, and for its forwards alone.
-
-
 class Schedule:
-    """A schedule for a number of ranks, by name or as a program of somebody's own."""
+    """A schedule for a number of ranks, given by name or as a program of the caller's own.
+
+    Attributes:
+        microbatches: how many the usual step has.
+        stages: how many the model is cut into.
+        homes: for each stage, the rank that has it.
+        split_stages: the stages whose backward is done in two halves.
+        readers: for each stage but the last, the other ranks that receive what it returns, or the gradients of that.
+    """
 
     def __init__(
         self, schedule: str | Program, ranks: int, microbatches: int, stages_per_rank: int | None = None
@@ -121,9 +68,9 @@ class Schedule:
         return forwards_only(self.program(microbatches))
 
     @functools.cache  # noqa: B019
-    def lines(self, microbatches: int, training: bool) -> list[list[Send | Recv]]:
-        """For each rank of a pipeline its messages, in the order that all ranks keep."""
-        return line_up(self.program(microbatches) if training else self.forwards(microbatches))
+    def message_orders(self, microbatches: int, training: bool) -> list[list[Send | Recv]]:
+        """For each rank of a pipeline its messages, in one order that all ranks keep."""
+        return message_order(self.program(microbatches) if training else self.forwards(microbatches))
 
     @functools.cache  # noqa: B019
     def whole(
@@ -136,7 +83,7 @@ class Schedule:
         norm: bool = False,
         buffers: tuple[int, ...] = (),
     ) -> Program:
-        """The step of pipelines with so many micro-batches each, and all that ranks do together (`with_sums`)."""
+        """The step of several pipelines: for each its micro-batches, and the sums over ranks (`with_sums`)."""
         return with_sums(
             self.program(self.microbatches),
             len(microbatches),
@@ -162,13 +109,13 @@ class Schedule:
 
 
 def _shortened(program: Program, microbatches: int) -> Program:
-    """The first micro-batches of a program: what is left of its order is still right."""
+    """The first micro-batches of a program, in the order of the program; without the others it is still right."""
     orders = tuple(first_microbatches(ops, microbatches) for ops in program.ranks)
     return lower(replace(program, goal=TrainingStep(_goal(program).stages, microbatches), ranks=orders))
 
 
 def _checked(program: Program, ranks: int) -> Program:
-    """A program that can be run by these ranks: verified, with its messages."""
+    """The caller's program, verified, and with messages where it has none."""
     goal = _goal(program)
     if goal.buckets:
         raise ProgramError(f"program {program.name!r} sums buckets; write one pipeline, and ask for replicas=…")
@@ -192,10 +139,71 @@ def _homes(program: Program) -> list[int]:
 
 
 def _readers(program: Program, homes: list[int]) -> list[list[int]]:
-    """For each stage but the last, the other ranks that handle what it returns, or the gradients of that."""
+    """For each stage but the last, the other ranks that receive what it returns, or the gradients of that."""
     readers = [{home} for home in homes[1:]]
     for rank, ops in enumerate(program.ranks):
         for op in ops:
             if isinstance(op, Recv) and isinstance(op.value, Act | Grad) and op.value.stage < len(readers):
                 readers[op.value.stage].add(rank)
     return [sorted(ranks - {homes[stage]}) for stage, ranks in enumerate(readers)]
+
+
+# ── one order for the messages of all ranks ─────────────────────────────────────────────────────────────────────────
+
+
+def message_order(program: Program) -> list[list[Send | Recv]]:
+    """For each rank its sends and receives, in one order that all ranks keep.
+
+    This is for transports that run a rank's messages one after another, as NCCL does: a message blocks those behind it,
+    and it completes only when its receiver comes to it. When all ranks keep one order of all messages, the earliest
+    message that has not completed is next on its sender and on its receiver. So it proceeds, and there is no deadlock:
+
+    ```
+    program    rank 0: F0.0 >A0.0@1 F0.1 >A0.1@1 <G0.0@1 B0.0        rank 1: <A0.0@0 F1.0 B1.0 >G0.0@0 <A0.1@0 F1.1
+    alone      rank 0: >A0.0 │ >A0.1 │ <G0.0                         rank 1: <A0.0 │ >G0.0 │ <A0.1        both send
+    in order   rank 0: >A0.0 │ >A0.1 │ <G0.0                         rank 1: <A0.0 │ <A0.1 │ >G0.0
+    ```
+
+    A receive may be posted before its value is needed: here rank 1 receives A0.1 before it sends G0.0.
+
+    The order is that in which the ranks could send. What a rank sends before it waits for a message stands before that
+    message, so a rank never waits for a message that it has still to cause.
+    """
+    orders: list[list[Send | Recv]] = [[] for _ in program.ranks]
+    for cursor in Walk(program, _OneByOne()):
+        if isinstance(cursor.op, Send):
+            orders[cursor.rank].append(cursor.op)
+            orders[cursor.op.to].append(Recv(cursor.op.value, cursor.rank))
+    return orders
+
+
+class _OneByOne(Policy):
+    """Ranks go on one by one, from the first to the last and again; in each round a rank computes once."""
+
+    def pauses_after(self, op: Op) -> bool:
+        """Whether the next rank goes on after this operation: it is a computation."""
+        return bool(halves(op))
+
+    def queue(self) -> _Rounds:
+        """The ranks that can go on, the next one first."""
+        return _Rounds()
+
+
+class _Rounds:
+    """Ranks that can go on: those after the current rank in this round, the others in the next."""
+
+    def __init__(self) -> None:
+        self._waiting: list[tuple[int, int, Cursor]] = []  # by round and rank
+        self._now = (0, -1)
+
+    def append(self, cursor: Cursor) -> None:
+        this_round, rank = self._now
+        heapq.heappush(self._waiting, (this_round + (cursor.rank <= rank), cursor.rank, cursor))
+
+    def popleft(self) -> Cursor:
+        *now, cursor = heapq.heappop(self._waiting)
+        self._now = (now[0], now[1])
+        return cursor
+
+    def __len__(self) -> int:
+        return len(self._waiting)

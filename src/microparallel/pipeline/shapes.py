@@ -1,7 +1,7 @@
-"""Before a step: let every rank know what will cross its boundaries, if that is not what it was the last time.
+"""Before a step: every rank learns the shapes of the tensors that its stages will receive and return.
 
 ```
-rank 0   describes its batch, or says "as before" ─→ every rank
+rank 0   describes its batch, or sends "" for "as in the last step" ─→ every rank
 if new   dry run of stage 0 ─→ what it returns ─→ dry run of stage 1 ─→ …
 ```
 """
@@ -23,19 +23,19 @@ from microparallel.pipeline.microbatches import batch_size, sizes, split_batch
 from microparallel.pipeline.programs import Schedule
 from microparallel.pipeline.stage import Boundary, DryRun, Stage
 
-Crossings = dict[int, Boundary]  # what crosses this rank's boundaries, by the stage that returns it; -1 is the batch
+Boundaries = dict[int, Boundary]  # what a stage returns, by the number of the stage; -1 is the batch itself
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What all ranks know of a step: its samples, and what crosses the boundaries for each micro-batch."""
+class BatchShapes:
+    """What a rank knows of a batch before its step: the samples, and for each micro-batch what crosses boundaries."""
 
     samples: int
-    crossings: list[Crossings]
+    microbatches: list[Boundaries]
 
 
 class Shapes:
-    """One rank's knowledge of what crosses its boundaries."""
+    """What one rank knows of the batches so far, and how it learns the shapes of a new one."""
 
     def __init__(self, comms: Comms, schedule: Schedule, stages: Mapping[int, Stage], training: bool) -> None:
         self._rank = comms.rank
@@ -46,11 +46,11 @@ class Shapes:
         self._stages = stages
         self._training = training
         self._dry_runs = {index: DryRun(index, stage.modules) for index, stage in stages.items()}
-        self._plans: dict[str, Plan] = {}
-        self._last = ""
+        self._known: dict[str, BatchShapes] = {}  # by the description that rank 0 sends
+        self._last = ""  # the description of the last batch
 
-    def agree(self, inputs: Any, microbatches: int, allow_fewer: bool) -> Plan:
-        """Let the rank with the first stage tell all others what is coming; every rank calls this at once.
+    def agree(self, inputs: Any, microbatches: int, allow_fewer: bool) -> BatchShapes:
+        """Let the rank with the first stage describe the batch to all others; every rank calls this before a step.
 
         Args:
             inputs: the batch; None on a rank without the first stage, and where there are no samples at all.
@@ -62,51 +62,52 @@ class Shapes:
             text, parts = _describe(inputs, microbatches, allow_fewer)
             for rank in range(self._ranks):
                 if rank != self._rank:
-                    self._tell(rank, text if text != self._last else "")
+                    self._send(rank, text if text != self._last else "")
         else:
-            text = self._hear(self._homes[0]) or self._last
+            text = self._receive(self._homes[0]) or self._last
         self._last = text
-        if text not in self._plans:
-            self._plans[text] = self._learn(json.loads(text), parts)
-        return self._plans[text]
+        if text not in self._known:
+            self._known[text] = self._learn(json.loads(text), parts)
+        return self._known[text]
 
-    def _learn(self, description: dict[str, Any], parts: Mapping[int, Boundary]) -> Plan:
-        """Dry-run this rank's stages on what each size of micro-batch makes of them."""
-        by_size = {size: self._crossings(parts.get(size)) for size in dict.fromkeys(description["sizes"])}
-        return Plan(description["samples"], [by_size[size] for size in description["sizes"]])
+    def _learn(self, description: dict[str, Any], parts: Mapping[int, Boundary]) -> BatchShapes:
+        """Dry-run this rank's stages, once for each size of micro-batch."""
+        by_size = {size: self._boundaries(parts.get(size)) for size in dict.fromkeys(description["sizes"])}
+        return BatchShapes(description["samples"], [by_size[size] for size in description["sizes"]])
 
-    def _crossings(self, inputs: Boundary | None) -> Crossings:
-        crossings = {} if inputs is None else {-1: inputs}
+    def _boundaries(self, inputs: Boundary | None) -> Boundaries:
+        """What crosses this rank's boundaries: it dry-runs its own stages, and other ranks send what theirs return."""
+        boundaries = {} if inputs is None else {-1: inputs}
         for index, readers in enumerate(self._readers):
             if index in self._stages:
-                crossings[index] = self._dry_run(index, crossings[index - 1])
+                boundaries[index] = self._dry_run(index, boundaries[index - 1])
                 for rank in readers:
-                    self._tell(rank, crossings[index].to_json())
+                    self._send(rank, boundaries[index].to_json())
             elif self._rank in readers:
-                crossings[index] = Boundary.from_json(self._hear(self._homes[index]))
+                boundaries[index] = Boundary.from_json(self._receive(self._homes[index]))
         last = len(self._homes) - 1
         if last in self._stages:
-            # Nobody waits for what the last stage returns, which may be anything, or need the targets.
+            # No rank receives what the last stage returns, so it may be anything, or need the targets.
             with contextlib.suppress(UsageError):
-                self._dry_run(last, crossings[last - 1])
-        return crossings
+                self._dry_run(last, boundaries[last - 1])
+        return boundaries
 
     def _dry_run(self, index: int, inputs: Boundary) -> Boundary:
-        """What a stage returns; it may be found to change its input in place."""
+        """What a stage returns; and note whether it changes its input in place."""
         outputs = self._dry_runs[index].outputs(inputs, self._training)
         self._stages[index].copies_input |= self._dry_runs[index].changes_input
         return outputs
 
-    # ── notes ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── texts as messages ───────────────────────────────────────────────────────────────────────────────────────
 
-    def _tell(self, rank: int, text: str) -> None:
-        """Send a text, after its length."""
+    def _send(self, rank: int, text: str) -> None:
+        """Send the length of a text, then the text."""
         content = text.encode()
         self._messages.isend(torch.tensor([len(content)]), rank, PIPELINE_TAG).wait()
         if content:
             self._messages.isend(torch.frombuffer(bytearray(content), dtype=torch.uint8), rank, PIPELINE_TAG).wait()
 
-    def _hear(self, rank: int) -> str:
+    def _receive(self, rank: int) -> str:
         length = torch.zeros(1, dtype=torch.int64)
         self._messages.irecv(length, rank, PIPELINE_TAG).wait()
         content = torch.empty(int(length), dtype=torch.uint8)
@@ -116,7 +117,7 @@ class Shapes:
 
 
 def _describe(inputs: Any, microbatches: int, allow_fewer: bool) -> tuple[str, dict[int, Boundary]]:
-    """The batch in words, for all ranks; and for this one, what a micro-batch of each size looks like."""
+    """The batch as a text for all ranks; and for this rank, what a micro-batch of each size looks like."""
     if inputs is None:
         return json.dumps({"samples": 0, "sizes": [], "inputs": []}), {}
     samples = batch_size(inputs, "inputs")

@@ -1,7 +1,7 @@
-"""What crosses a boundary between stages: a tensor, or a tuple or dict of them, described before anything is computed.
+"""One stage of a model: forward, backward whole or in halves, and what crosses the boundary to the next stage.
 
-A receiver must know what arrives before it arrives. So for each new shape of the batch, a stage is run on torch's meta
-device, where tensors have shapes and no contents, and tells the next stage what it returns.
+A rank must know the shapes of what it receives before it arrives. So for each new shape of the batch, a stage is run on
+torch's meta device first (`DryRun`), and its rank describes to the next what it returns (`Boundary`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,131 @@ from torch.utils.checkpoint import checkpoint
 from microparallel.comms.calls import describe_content
 from microparallel.errors import PartitionError, UsageError
 from microparallel.pipeline.layers import NamedLayer
-from microparallel.pipeline.split_backward import PutOff, PuttingOff, SplitBackward
+from microparallel.pipeline.split_backward import DeferredGradients, DeferringLinear, SplitBackward
 from microparallel.torch_private import pytree, version_of
 
+LossFunction = Callable[[Any, Any], torch.Tensor]
 Plain = str | int | float | bool | None
+
+
+class Stage:
+    """Some neighbouring layers of the model, on the rank that has them.
+
+    Args:
+        index: the number of the stage.
+        layers: its layers, by their names in the whole model.
+        loss_fn: in the last stage, computes the loss from the outputs and the targets; without one, its last layer is
+            called with the targets, and returns the loss.
+        recompute: keep only the input of a micro-batch, and compute its activations again when its backward comes.
+
+    Attributes:
+        copies_input: the stage changes its input in place, so it is given a copy.
+        splits: the schedule does its backward in two halves.
+    """
+
+    def __init__(
+        self, index: int, layers: Sequence[NamedLayer], loss_fn: LossFunction | None, recompute: bool = False
+    ) -> None:
+        self.index = index
+        self.layers = layers
+        self.loss_fn = loss_fn
+        self.copies_input = False
+        self.splits = False
+        self._recompute = recompute
+
+    @functools.cached_property
+    def modules(self) -> list[nn.Module]:
+        """Its layers, without their names."""
+        return [layer.module for layer in self.layers]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Its parameters by their names in the whole model; a parameter that has two names is yielded twice."""
+        for layer in self.layers:
+            yield from layer.named_parameters()
+
+    # ── forward ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def forward(
+        self, boundary: Boundary, inputs: Sequence[torch.Tensor], targets: Any = None
+    ) -> tuple[Any, list[torch.Tensor], DeferredGradients]:
+        """Apply the layers to the input.
+
+        Returns:
+            The outputs, or with targets the loss; those leaves of the input that will get gradients; and the weight
+            gradients that backward will defer.
+        """
+        value, leaves = as_inputs(boundary, inputs, self.copies_input)
+        deferred = DeferredGradients()
+        if self._recompute and torch.is_grad_enabled():
+            return checkpoint(self._apply, value, targets, use_reentrant=False), leaves, deferred
+        if not self.splits or not torch.is_grad_enabled():
+            return self._apply(value, targets), leaves, deferred
+        with DeferringLinear(deferred):
+            return self._apply(value, targets), leaves, deferred
+
+    def _apply(self, value: Any, targets: Any) -> Any:
+        *layers, last = self.modules
+        for layer in layers:
+            value = layer(value)
+        if targets is None:
+            return last(value)
+        return last(value, targets) if self.loss_fn is None else self.loss_fn(last(value), targets)
+
+    # ── backward ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def backward(self, saved: SavedForward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Add to the weights' gradients, and return the input's."""
+        if saved.outputs:
+            torch.autograd.backward(saved.outputs, list(gradients))
+        saved.deferred.add_up()
+        return [_or_zeros(leaf.grad, leaf) for leaf in saved.leaves]
+
+    def backward_input(self, saved: SavedForward, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the input's gradients; `saved` keeps what the weights' gradients need."""
+        saved.split = SplitBackward(saved.outputs, saved.leaves, whole=self._recompute)
+        found = saved.split.input_half(list(gradients))
+        return [_or_zeros(gradient, leaf) for gradient, leaf in zip(found, saved.leaves, strict=True)]
+
+    def backward_weight(self, saved: SavedForward) -> None:
+        """Add to the weights' gradients, after `backward_input`."""
+        if saved.split is not None:
+            saved.split.weight_half()
+        saved.deferred.add_up()
+
+    @functools.cached_property
+    def parameters(self) -> list[nn.Parameter]:
+        """Its parameters, each once."""
+        return list(dict.fromkeys(parameter for _, parameter in self.named_parameters()))
+
+
+def _or_zeros(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """A part of the input that the outputs do not depend on has a gradient of zero."""
+    return torch.zeros_like(like) if gradient is None else gradient
+
+
+@dataclass
+class SavedForward:
+    """What a stage keeps of one micro-batch, from its forward until the backward of its weights.
+
+    Attributes:
+        leaves: those tensors of its input that get gradients.
+        outputs: those tensors of its output that have gradients.
+        deferred: the weight gradients that its linear layers defer.
+        split: its backward, between the input half and the weight half.
+    """
+
+    leaves: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    deferred: DeferredGradients = field(default_factory=DeferredGradients)
+    split: SplitBackward | None = None
+
+
+# ── what crosses a boundary ─────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A tensor that crosses a boundary; if it needs one, its gradient comes back."""
+    """The shape and dtype of a tensor that crosses a boundary, and whether its gradient comes back."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -40,9 +156,9 @@ class Content:
 
 @dataclass(frozen=True)
 class Boundary:
-    """All that crosses a boundary for one micro-batch: a tree whose leaves are tensors, or plain values such as None.
+    """What crosses a boundary for one micro-batch: a tree whose leaves are tensors, or plain values such as None.
 
-    Plain values do not travel: both sides know them.
+    Plain values are not sent in a step: both ranks know them from this description.
     """
 
     tree: pytree.TreeSpec
@@ -56,16 +172,16 @@ class Boundary:
 
     @property
     def contents(self) -> list[Content]:
-        """The tensors that travel."""
+        """The tensors that are sent."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Content)]
 
     @property
     def gradients(self) -> list[Content]:
-        """The tensors whose gradients come back."""
+        """The tensors whose gradients are sent back."""
         return [content for content in self.contents if content.needs_gradient]
 
     def without_gradients(self) -> Boundary:
-        """The same, where nobody wants gradients: a batch."""
+        """The same without gradients: the batch itself needs none."""
         leaves = (replace(leaf, needs_gradient=False) if isinstance(leaf, Content) else leaf for leaf in self.leaves)
         return replace(self, leaves=tuple(leaves))
 
@@ -80,7 +196,7 @@ class Boundary:
         return str(self.tree.unflatten(names))
 
     def to_json(self) -> str:
-        """A text for the other ranks."""
+        """The description as a text for the other ranks."""
         leaves = [
             [str(leaf.dtype).removeprefix("torch."), leaf.shape, leaf.needs_gradient]
             if isinstance(leaf, Content)
@@ -97,7 +213,7 @@ class Boundary:
 
     @classmethod
     def from_json(cls, text: str) -> Boundary:
-        """Read it back."""
+        """The description that `to_json` wrote."""
         tree, leaves = json.loads(text)
         return cls(
             pytree.treespec_loads(tree),
@@ -109,7 +225,7 @@ class Boundary:
 
 
 class _Name(str):
-    """Shows itself without quotes."""
+    """A string whose `repr` has no quotes."""
 
     __slots__ = ()
 
@@ -120,7 +236,7 @@ class _Name(str):
 def _leaf(leaf: Any, what: str) -> Content | Plain:
     if isinstance(leaf, torch.Tensor):
         if leaf.layout != torch.strided:
-            raise UsageError(f"{what} holds a {leaf.layout} tensor, which cannot travel; use tensor.to_dense()")
+            raise UsageError(f"{what} holds a {leaf.layout} tensor, which cannot be sent; use tensor.to_dense()")
         return Content(tuple(leaf.shape), leaf.dtype, leaf.requires_grad)
     if leaf is None or isinstance(leaf, str | int | float | bool):
         return leaf
@@ -130,15 +246,37 @@ def _leaf(leaf: Any, what: str) -> Content | Plain:
     )
 
 
+def as_inputs(boundary: Boundary, tensors: Sequence[torch.Tensor], copy_first: bool) -> tuple[Any, list[torch.Tensor]]:
+    """The input of a stage, and those leaves of it that will get gradients.
+
+    A stage that changes its input in place gets a copy: a leaf must not be changed, nor a tensor that another stage has
+    saved for its backward.
+    """
+    leaves = [tensor.detach() for tensor in tensors]
+    wanted = []
+    for leaf, content in zip(leaves, boundary.contents, strict=True):
+        if content.needs_gradient and torch.is_grad_enabled():
+            wanted.append(leaf.requires_grad_())
+    given = [leaf.clone() for leaf in leaves] if copy_first else leaves
+    return boundary.put_together(given), wanted
+
+
+# ── what a stage returns, without computing it ──────────────────────────────────────────────────────────────────────
+
+
 class DryRun:
-    """A stage without contents: what it returns for an input, found without computing it."""
+    """A copy of a stage on torch's meta device, where tensors have shapes and no contents; finds what a stage returns.
+
+    Attributes:
+        changes_input: the stage changes its input in place, and must be given a copy.
+    """
 
     def __init__(self, index: int, layers: Sequence[nn.Module]) -> None:
-        hollow: dict[int, Any] = {}  # shared, so that what is tied stays tied
+        copies: dict[int, Any] = {}  # one for all layers, so that tied parameters stay tied
         self._index = index
         self._real = layers
-        self._layers = [_hollow(layer, hollow) for layer in layers]
-        self.changes_input = False  # it changes its input in place, and must be given a copy
+        self._layers = [_on_meta(layer, copies) for layer in layers]
+        self.changes_input = False
 
     def outputs(self, inputs: Boundary, training: bool) -> Boundary:
         """Describe what the stage returns, in the mode that its modules are in; in training, with gradients."""
@@ -153,7 +291,7 @@ class DryRun:
             try:
                 return self._apply(inputs)
             except RuntimeError:
-                # autograd refuses to change in place what a gradient is needed for; of a copy, it does not
+                # autograd refuses to change a leaf in place, and lets a layer change a copy of it
                 if self.changes_input:
                     raise
                 self.changes_input = True
@@ -173,27 +311,12 @@ class DryRun:
         value, _ = as_inputs(inputs, tensors, self.changes_input)
         for layer in self._layers:
             value = layer(value)
-        # A tensor counts how often it was changed. Micro-batches are views of one batch, and count together.
+        # torch counts how often a tensor was changed in place. Views count together, as micro-batches of a batch do.
         self.changes_input |= any(version_of(tensor) for tensor in tensors)
         return value
 
 
-def as_inputs(boundary: Boundary, tensors: Sequence[torch.Tensor], copy_first: bool) -> tuple[Any, list[torch.Tensor]]:
-    """What a stage is given, and those leaves of it that will have gradients.
-
-    A stage that changes its input in place gets a copy: torch does not let anybody change a leaf, or what others saved
-    for their backward.
-    """
-    leaves = [tensor.detach() for tensor in tensors]
-    wanted = []
-    for leaf, content in zip(leaves, boundary.contents, strict=True):
-        if content.needs_gradient and torch.is_grad_enabled():
-            wanted.append(leaf.requires_grad_())
-    given = [leaf.clone() for leaf in leaves] if copy_first else leaves
-    return boundary.put_together(given), wanted
-
-
-def _hollow(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _on_meta(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy of a module on the meta device: its structure, without its contents."""
     for parameter in layer.parameters():
         if id(parameter) not in memo:
@@ -202,108 +325,3 @@ def _hollow(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for buffer in layer.buffers():
         memo.setdefault(id(buffer), torch.empty_like(buffer, device="meta"))
     return copy.deepcopy(layer, memo)
-
-
-# One stage of a model on the rank that holds it: forward, and backward whole or in halves.
-
-
-LossFunction = Callable[[Any, Any], torch.Tensor]
-
-
-@dataclass
-class Pass:
-    """What a stage keeps of one micro-batch, from its forward until the backward of its weights."""
-
-    leaves: list[torch.Tensor]  # of its input: those that have gradients
-    outputs: list[torch.Tensor]  # those that have gradients
-    put_off: PutOff = field(default_factory=PutOff)
-    split: SplitBackward | None = None
-
-
-class Stage:
-    """Some neighbouring layers of the model.
-
-    Args:
-        index: which stage it is.
-        layers: its layers, by their names in the whole model.
-        loss_fn: what makes the loss out of the outputs and the targets, in the last stage; without one, its last layer
-            is called with the targets, too.
-        recompute: keep a micro-batch's input only, and compute the stage again when its backward comes.
-    """
-
-    def __init__(
-        self, index: int, layers: Sequence[NamedLayer], loss_fn: LossFunction | None, recompute: bool = False
-    ) -> None:
-        self.index = index
-        self.layers = layers
-        self.loss_fn = loss_fn
-        self.copies_input = False  # it changes its input in place
-        self.splits = False  # the schedule does its backward in halves
-        self._recompute = recompute
-
-    @functools.cached_property
-    def modules(self) -> list[nn.Module]:
-        """Its layers."""
-        return [layer.module for layer in self.layers]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Its parameters, by their names in the whole model; a parameter that has two names comes twice."""
-        for layer in self.layers:
-            yield from layer.named_parameters()
-
-    # ── forward ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def forward(
-        self, boundary: Boundary, inputs: Sequence[torch.Tensor], targets: Any = None
-    ) -> tuple[Any, list[torch.Tensor], PutOff]:
-        """Apply the layers to what arrived; with targets, the result is the loss.
-
-        Returns it, those leaves of the input that will have gradients, and what backward will put off.
-        """
-        value, leaves = as_inputs(boundary, inputs, self.copies_input)
-        put_off = PutOff()
-        if self._recompute and torch.is_grad_enabled():
-            return checkpoint(self._apply, value, targets, use_reentrant=False), leaves, put_off
-        if not self.splits or not torch.is_grad_enabled():
-            return self._apply(value, targets), leaves, put_off
-        with PuttingOff(put_off):
-            return self._apply(value, targets), leaves, put_off
-
-    def _apply(self, value: Any, targets: Any) -> Any:
-        *layers, last = self.modules
-        for layer in layers:
-            value = layer(value)
-        if targets is None:
-            return last(value)
-        return last(value, targets) if self.loss_fn is None else self.loss_fn(last(value), targets)
-
-    # ── backward ────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def backward(self, kept: Pass, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Add up the weights' gradients, and return those of the input."""
-        if kept.outputs:
-            torch.autograd.backward(kept.outputs, list(gradients))
-        kept.put_off.add_up()
-        return [_or_zeros(leaf.grad, leaf) for leaf in kept.leaves]
-
-    def backward_input(self, kept: Pass, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the input's gradients; what the weights' need is kept."""
-        kept.split = SplitBackward(kept.outputs, kept.leaves, whole=self._recompute)
-        found = kept.split.input_half(list(gradients))
-        return [_or_zeros(gradient, leaf) for gradient, leaf in zip(found, kept.leaves, strict=True)]
-
-    def backward_weight(self, kept: Pass) -> None:
-        """Add up the weights' gradients."""
-        if kept.split is not None:
-            kept.split.weight_half()
-        kept.put_off.add_up()
-
-    @functools.cached_property
-    def parameters(self) -> list[nn.Parameter]:
-        """Its parameters, each once."""
-        return list(dict.fromkeys(parameter for _, parameter in self.named_parameters()))
-
-
-def _or_zeros(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """A part of the input that the outputs do not depend on has a gradient of zero."""
-    return torch.zeros_like(like) if gradient is None else gradient

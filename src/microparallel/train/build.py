@@ -12,11 +12,11 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.calls import describe
 from microparallel.comms.slow_links import slow_down
-from microparallel.course.naive import LossFunction
 from microparallel.course.shortcuts import ParameterAveraging
 from microparallel.data_parallel import replicate
 from microparallel.errors import ConfigError, DataError, UsageError
 from microparallel.models import GPT, FullMLP, cross_entropy, mean_squared_error
+from microparallel.models.loss import LossFunction
 from microparallel.pipeline import Pipeline
 from microparallel.pipeline.cut import cut
 from microparallel.pipeline.programs import Schedule

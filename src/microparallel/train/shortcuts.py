@@ -21,9 +21,9 @@ import torch
 
 from microparallel.comms import Comms
 from microparallel.comms.message_group import count_messages
-from microparallel.course.naive import mean_loss
 from microparallel.course.shortcuts import ParameterAveraging, accumulate, accumulated_step
 from microparallel.data_parallel import DataParallel
+from microparallel.models.loss import mean_loss
 from microparallel.train.build import build
 from microparallel.train.compare import Progress
 from microparallel.train.config import TrainConfig

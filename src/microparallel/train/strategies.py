@@ -12,9 +12,10 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.course.ddp import ddp_step, register_ddp_hooks
-from microparallel.course.naive import LossFunction, mean_loss, naive_data_parallel_step
+from microparallel.course.naive import naive_data_parallel_step
 from microparallel.course.shortcuts import MicroBatch, accumulate, accumulated_step
 from microparallel.data_parallel import DataParallel
+from microparallel.models.loss import LossFunction, mean_loss
 from microparallel.program import LOSS, AllReduce
 from microparallel.train.data import chosen_samples, first_samples
 

@@ -14,10 +14,10 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
-from microparallel.course.naive import LossFunction, mean_loss
 from microparallel.course.shortcuts import ParameterAveraging
 from microparallel.data_parallel import replicas_are_identical
 from microparallel.errors import CheckpointError
+from microparallel.models.loss import LossFunction, mean_loss
 from microparallel.pipeline import Pipeline
 from microparallel.train.checkpoint import Checkpoint, gather_states
 from microparallel.train.data import Dataset, Split

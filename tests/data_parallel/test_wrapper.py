@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tests.data_parallel.test_hooks import (
+from tests.course.test_hooks import (
     CASES,
     OPTIMIZERS,
     RELATIVE,
@@ -403,7 +403,7 @@ def test_the_state_has_the_plain_models_names(pool):
 # ── buffers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def normalise(comms, buffers):
+def normalise(comms, broadcast):
     """The same training with torch's own DistributedDataParallel; returns what differs."""
     from torch.nn.parallel import DistributedDataParallel
 
@@ -413,10 +413,10 @@ def normalise(comms, buffers):
     for ours in (True, False):
         model = copy.deepcopy(plain)
         if ours:
-            wrapped = mp.DataParallel(model, comms, bucket_cap_mb=SMALL, buffers=buffers)
+            wrapped = mp.DataParallel(model, comms, bucket_cap_mb=SMALL, broadcast_buffers=broadcast)
         else:
             group = comms.process_group
-            wrapped = DistributedDataParallel(model, process_group=group, broadcast_buffers=buffers == "broadcast")
+            wrapped = DistributedDataParallel(model, process_group=group, broadcast_buffers=broadcast)
         optimizer = torch.optim.Adam(wrapped.parameters(), lr=0.01)
         for step in range(10):
             optimizer.zero_grad()
@@ -427,9 +427,9 @@ def normalise(comms, buffers):
     return [name for name in ours if not torch.allclose(ours[name], torchs[name], rtol=1e-12, atol=1e-15)]
 
 
-@pytest.mark.parametrize("buffers", ["broadcast", "local"])
-def test_batch_norm_as_torchs_own(any_pool, buffers):
-    assert any_pool.run(normalise, 2, buffers, timeout=30) == [[], []]
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_batch_norm_as_torchs_own(any_pool, broadcast):
+    assert any_pool.run(normalise, 2, broadcast, timeout=30) == [[], []]
 
 
 # ── ranks that have more or less ────────────────────────────────────────────────────────────────────────────────────
@@ -478,8 +478,8 @@ def refuse(comms):
     for options, words in (
         ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 must be a number of megabytes greater than 0"),
         ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb=nan must be"),
-        ({"buffers": "none"}, "buffers='none'; choose 'broadcast' or 'local'"),
-        ({"unused": "no"}, "unused='no'; choose 'allow' or 'error'"),
+        ({"broadcast_buffers": "none"}, "broadcast_buffers='none' must be True or False"),
+        ({"find_unused_parameters": "no"}, "find_unused_parameters='no' must be True or False"),
     ):
         with pytest.raises(mp.errors.UsageError, match=words):
             linear(comms, **options)
@@ -530,9 +530,9 @@ def test_gradients_that_are_not_finite_are_named_on_every_rank(any_pool, ranks):
 
 
 def skip_a_layer(comms):
-    model = mp.DataParallel(Subject("unused"), comms, unused="error")
+    model = mp.DataParallel(Subject("unused"), comms, find_unused_parameters=False)
     inputs = torch.zeros(2, 4)
-    inputs[0, 0] = 2.0 * comms.rank  # rank 0 does not use the branch, and nobody the last
+    inputs[0, 0] = 2.0 * comms.rank  # rank 0 does not use the branch, and no rank the last
     with pytest.raises(mp.errors.GradientError) as caught:
         model(inputs).sum().backward()
     return str(caught.value)
@@ -542,7 +542,7 @@ def test_unused_parameters_are_an_error_on_request(any_pool):
     for text in any_pool.run(skip_a_layer, 2, timeout=30):
         assert "step 1: no gradients for parameters of rank 0:" in text
         assert "branch.bias" in text.partition("rank 1")[0]
-        assert text.endswith("rank 1: never")
+        assert text.endswith("rank 1: never\n  try: find_unused_parameters=True, which counts them as zero")
 
 
 def stay_away(comms):

@@ -1,4 +1,4 @@
-"""Weights' gradients of linear layers, put off: the same numbers, later."""
+"""Weights' gradients of linear layers, deferred: the same numbers, later."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from microparallel.models import GPT
-from microparallel.pipeline.split_backward import PutOff, PuttingOff, SplitBackward
+from microparallel.pipeline.split_backward import DeferredGradients, DeferringLinear, SplitBackward
 
 
 def compare(model, inputs, leaves):
@@ -16,17 +16,17 @@ def compare(model, inputs, leaves):
     passes = []
     for sign in (1, -1):
         given = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
-        put_off = PutOff()
-        with PuttingOff(put_off):
+        deferred = DeferredGradients()
+        with DeferringLinear(deferred):
             output = model(inputs(given))
         wanted = [leaf for leaf in given if leaf.requires_grad]
         split = SplitBackward([output], wanted)
-        passes.append((split, put_off, split.input_half([sign * torch.ones_like(output)])))
+        passes.append((split, deferred, split.input_half([sign * torch.ones_like(output)])))
     before = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for split, put_off, _ in reversed(passes):
+    for split, deferred, _ in reversed(passes):
         split.weight_half()
-        put_off.add_up()
-        put_off.add_up()  # there is nothing left
+        deferred.add_up()
+        deferred.add_up()  # there is nothing left
     for sign, (_, _, found) in zip((1, -1), passes, strict=True):
         given = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
         output = plain(inputs(given))
@@ -102,14 +102,14 @@ def names_of(output):
 @pytest.mark.parametrize(
     "reason", ["hook", "another kind of hook", "no gradient of the input", "a weight that was computed", "no gradients"]
 )
-def test_where_somebody_waits_for_the_gradient_it_is_not_put_off(reason):
+def test_where_a_hook_or_graph_needs_the_gradient_it_is_not_deferred(reason):
     layer, inputs = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=reason != "no gradient of the input")
     weight = layer.weight * 2 if reason == "a weight that was computed" else layer.weight
     if reason == "hook":
         layer.weight.register_hook(lambda gradient: gradient)
     if reason == "another kind of hook":
         layer.weight.register_post_accumulate_grad_hook(lambda _: None)
-    with PuttingOff(PutOff()), torch.set_grad_enabled(reason != "no gradients"):
+    with DeferringLinear(DeferredGradients()), torch.set_grad_enabled(reason != "no gradients"):
         output = nn.functional.linear(inputs, weight, layer.bias)
     assert output.grad_fn is None or not any("LinearFunction" in name for name in names_of(output))
 
@@ -119,10 +119,10 @@ def test_gradients_that_are_views_stay_views():
     layer = nn.Linear(3, 2)
     flat = torch.zeros(6)
     layer.weight.grad = flat.view(2, 3)
-    put_off = PutOff()
-    with PuttingOff(put_off):
+    deferred = DeferredGradients()
+    with DeferringLinear(deferred):
         output = layer(torch.ones(4, 3, requires_grad=True))
     assert any("LinearFunction" in name for name in names_of(output))
     output.sum().backward()
-    put_off.add_up()
+    deferred.add_up()
     assert flat.tolist() == [4.0] * 6 and layer.bias.grad.tolist() == [4.0] * 2
