@@ -29,6 +29,11 @@ def test_an_old_name_says_where_it_is_now(old, now):
         getattr(mp, old)
 
 
+def test_chunk_is_slices_now():
+    with pytest.raises(AttributeError, match=r"'Chunk'; it is microparallel\.program\.Slices now$"):
+        mp.program.Chunk  # noqa: B018
+
+
 def test_a_name_that_never_was_is_refused_as_python_does():
     with pytest.raises(AttributeError, match=r"^module 'microparallel' has no attribute 'Nothing'$"):
         mp.Nothing  # noqa: B018

@@ -65,6 +65,7 @@ def refused(result):
         (["learn", "hint", "--step", "7"], ["--step 7: must be at most 3"]),
         (["why", "--after", "-1"], ["--after -1: must be at least 0"]),
         (["compare", "--ranks", "1"], ["--ranks 1", "--ranks 2"]),
+        (["draw", "interleaved", "--chunks", "2"], ["--chunks is --stages-per-rank now; see --help"]),
         (["doctor", "--ranks", "3"], ["--ranks 3", "--selftest"]),
     ],
     ids=lambda value: " ".join(value) if value and value[0] in ("train", "compare", "trian", "doctor") else "",

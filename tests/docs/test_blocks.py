@@ -202,6 +202,7 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path):
         ("first\n…\nlast 3", "first\nsecond\nthird\nlast 4"),
         ("…\nmiddle\n…", "a\nmiddle\nb\nc"),
         ("loss 2.31e-05", "loss 0.1"),
+        ("step 40/40  loss 1.2", "step 21/40  loss 1.4\nstep 40/40  loss 1.2"),  # as many as the clock allows
     ],
 )
 def test_measured_outputs_match(told, real):
@@ -215,6 +216,7 @@ def test_measured_outputs_match(told, real):
         ("rank 0 waits", "rank 0 computes"),
         ("first\n…\nlast", "first\nsecond"),
         ("one", "one\ntwo"),
+        ("rank 0  1 s", "rank 0  1 s\nrank 1  1 s"),
     ],
 )
 def test_measured_outputs_that_differ(told, real):

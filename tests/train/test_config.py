@@ -202,6 +202,10 @@ def test_mistakes_in_a_file_name_the_file(tmp_path: Path, text: str | bytes, mes
     assert "\n" not in str(caught.value)
 
 
+def test_a_key_of_an_older_version_is_understood(tmp_path: Path) -> None:
+    assert read_config(written(tmp_path, "chunks = 3")) == {"stages_per_rank": 3}
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.toml: there is no such file"):
         read_config(tmp_path / "nowhere.toml")

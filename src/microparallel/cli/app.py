@@ -119,12 +119,17 @@ def main() -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
+_RENAMED = {"--chunks": "--stages-per-rank", "--bucket-mb": "--bucket-cap-mb"}
+
+
 def _wrong_call(error: Any) -> int:
     """Show what typer found wrong with the flags in one line, with the value it was given."""
     message = _about_value(error) or error.format_message()
     for name in getattr(getattr(error, "param", None), "opts", ()):
         if name in sys.argv[:-1] and "Invalid value" in message:
             message = message.replace("Invalid value for", f"{sys.argv[sys.argv.index(name) + 1]!r} is no value for")
+    if (renamed := _RENAMED.get(getattr(error, "option_name", ""))) is not None:
+        message = f"{error.option_name} is {renamed} now"
     hint = _with_commas(error) or "see --help"
     return _fail(f"{message.strip().rstrip('.')}; {hint}", error.exit_code) if message.strip() else error.exit_code
 

@@ -120,3 +120,9 @@ __all__ = [
     "to_text",
     "touch",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Say where a name is that was here under another one."""
+    now = "; it is microparallel.program.Slices now" if name == "Chunk" else ""
+    raise AttributeError(f"module 'microparallel.program' has no attribute {name!r}{now}")

@@ -310,6 +310,9 @@ class TrainConfig:
         return math.prod(self.layout)
 
 
+_RENAMED = {"chunks": "stages_per_rank"}  # so that a run which began under the old name can go on
+
+
 def read_config(path: Path | str) -> dict[str, Any]:
     """Read the settings in a TOML file, each checked on its own; errors name the file, the key and the fix."""
     place = f"--config {path}"
@@ -326,6 +329,7 @@ def read_config(path: Path | str) -> dict[str, Any]:
             f'{place}: not valid TOML: {error}; lines look like  batch = 64  or  model = "mlp"'
         ) from error
     known = declared(TrainConfig)
+    values = {_RENAMED.get(name, name): value for name, value in values.items()}
     for name, value in values.items():
         if name not in known:
             raise ConfigError(f"{place}: unknown key {name!r}; {did_you_mean(name, known)}")

@@ -87,7 +87,7 @@ def _parity(setting: Setting, dtype: str, pool: Pool, progress: Callable[[str], 
         lr=0.05,
         lr_schedule="constant",
     ).resolved()
-    rows = compare(config, ["naive", "torch-ddp"], pool, lambda text: progress(f"{setting}: {dtype}, {text}"))
+    rows = compare(config, ["naive", "ddp", "torch-ddp"], pool, lambda text: progress(f"{setting}: {dtype}, {text}"))
     return [
         Finding(
             setting,
