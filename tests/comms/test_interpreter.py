@@ -134,7 +134,7 @@ def counted_on_the_wire(comms):
         with mock.patch.object(dist, "isend", wraps=dist.isend) as isend:
             comms.all_reduce(tensor, algorithm=name)
         sent = [call.args[0].nbytes for call in isend.call_args_list]
-        counting = CountingTransport(comms._transport)
+        counting = CountingTransport(comms._group)
         program = build(name, comms.world_size)
         memory = Memory(again, program.goal.slices)
         for work in perform(rounds(program.ranks[comms.rank]), memory, counting, COMBINE["sum"]):

@@ -171,9 +171,9 @@ def call_from_several_threads(comms):
         for number in range(50):
             peer = 1 - comms.rank
             mine = torch.full((100,), float(tag * 1000 + number))
-            sent = comms._transport.isend(mine, peer, tag)
+            sent = comms._group.isend(mine, peer, tag)
             into = torch.empty(100)
-            comms._transport.irecv(into, peer, tag).wait()
+            comms._group.irecv(into, peer, tag).wait()
             sent.wait()
             if not torch.equal(into, mine):
                 wrong.append((tag, number))

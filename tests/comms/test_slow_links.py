@@ -104,7 +104,7 @@ def test_one_slow_link_among_others(any_pool):
 def sent(comms):
     """How many messages each collective sends from this rank."""
     slow = slow_network(comms, 0.001)
-    port = slow._transport._port
+    port = slow._group._port
     pieces = [torch.ones(ELEMENTS) for _ in range(comms.world_size)]
     calls = {
         "all-reduce": lambda: slow.all_reduce(torch.cat(pieces)),
@@ -122,7 +122,7 @@ def sent(comms):
     large = port.number()
     slow.all_reduce(torch.ones(100_000))
     numbers["large all-reduce"] = port.number() - large - 1
-    return comms._transport.transport_name, numbers
+    return comms._group.transport_name, numbers
 
 
 def test_slow_links_run_the_algorithm_that_runs_without_them(any_pool):
@@ -242,7 +242,7 @@ def closing(comms):
     slow.close()
     slow.close()
     with pytest.raises(mp.errors.CommsError, match="closed"):
-        slow._transport.isend(torch.ones(1), (comms.rank + 1) % 3)
+        slow._group.isend(torch.ones(1), (comms.rank + 1) % 3)
     after = threads_of_ours()
     return before, during, after, comms.all_reduce(torch.ones(1)).item()
 

@@ -20,10 +20,10 @@ def waits_in_vain(comms):
     """Rank 1 waits for a message that rank 0 never sends; rank 0 stays until rank 1 has gone."""
     if comms.rank == 0:
         with contextlib.suppress(mp.errors.PeerGone):
-            comms._transport.irecv(torch.zeros(1), 1).wait()
+            comms._group.irecv(torch.zeros(1), 1).wait()
         return None
     try:
-        comms._transport.irecv(torch.zeros(1), 0).wait(0.1)
+        comms._group.irecv(torch.zeros(1), 0).wait(0.1)
     except mp.errors.TransportTimeout as error:
         return isinstance(error, TimeoutError), isinstance(error, RuntimeError)
 
@@ -37,7 +37,7 @@ def is_left_alone(comms):
     if comms.rank == 0:
         return None
     try:
-        comms._transport.irecv(torch.zeros(1), 0).wait()
+        comms._group.irecv(torch.zeros(1), 0).wait()
     except mp.errors.PeerGone as error:
         return error.ranks, isinstance(error, ConnectionError), str(error)
 

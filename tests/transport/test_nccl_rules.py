@@ -331,7 +331,7 @@ def test_rounds(text, cut):
 
 def in_batches(comms):
     """Hand CPU tensors to torch as if they were on a GPU; gloo takes batches too."""
-    comms._transport.batched = frozenset({"cpu"})
+    comms._group.batched = frozenset({"cpu"})
     found = {}
     for name in ALL_REDUCES:
         tensor = torch.arange(12.0) + comms.rank

@@ -117,30 +117,30 @@ class Checker:
     its call and the receiver compares.
     """
 
-    def __init__(self, transport: Group) -> None:
-        self._transport = transport
+    def __init__(self, group: Group) -> None:
+        self._group = group
         self._unread: dict[int, deque[CheckedReceive]] = {}
 
     def agree(self, call: Call) -> None:
         """Exchange calls with every rank, and raise `Mismatch` on all of them unless they are the same."""
-        peers = [peer for peer in range(self._transport.world_size) if peer != self._transport.rank]
+        peers = [peer for peer in range(self._group.world_size) if peer != self._group.rank]
         headers = {peer: torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for peer in peers}
-        works: list[Work] = [self._transport.irecv(headers[peer], peer, HEADER_TAG) for peer in peers]
+        works: list[Work] = [self._group.irecv(headers[peer], peer, HEADER_TAG) for peer in peers]
         works += [self.announce(call, peer) for peer in peers]
         for work in works:
             work.wait()
-        calls = {peer: _read(header) for peer, header in headers.items()} | {self._transport.rank: call}
+        calls = {peer: _read(header) for peer, header in headers.items()} | {self._group.rank: call}
         if any(other.agreement != call.agreement for other in calls.values()):
             raise _mismatch(calls)
 
     def announce(self, call: Call, to: int) -> Work:
         """Send one rank the call that this rank is about to make."""
-        return self._transport.isend(_header(call), to, HEADER_TAG)
+        return self._group.isend(_header(call), to, HEADER_TAG)
 
     def receive(self, call: Call, buffer: torch.Tensor, source: int) -> CheckedReceive:
         """Receive a message once its sender's call is known to match."""
         queue = self._unread.setdefault(source, deque())
-        return CheckedReceive(self._transport, call, buffer, source, queue)
+        return CheckedReceive(self._group, call, buffer, source, queue)
 
 
 class CheckedReceive:
@@ -150,15 +150,15 @@ class CheckedReceive:
     """
 
     def __init__(
-        self, transport: Group, call: Call, buffer: torch.Tensor, source: int, queue: deque[CheckedReceive]
+        self, group: Group, call: Call, buffer: torch.Tensor, source: int, queue: deque[CheckedReceive]
     ) -> None:
-        self._transport = transport
+        self._group = group
         self._call = call
         self._buffer = buffer
         self._source = source
         self._queue = queue
         self._header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
-        self._header_work = transport.irecv(self._header, source, HEADER_TAG)
+        self._header_work = group.irecv(self._header, source, HEADER_TAG)
         self._complete = False
         self._error: Mismatch | None = None
         queue.append(self)
@@ -175,15 +175,15 @@ class CheckedReceive:
         sent = _read(self._header)
         buffer = self._buffer
         if sent.agreement != self._call.agreement:
-            self._error = _mismatch({self._source: sent, self._transport.rank: self._call})
+            self._error = _mismatch({self._source: sent, self._group.rank: self._call})
             if sent.collective:
                 # The other rank waits for our header in its collective: let it fail with the same error.
-                self._transport.isend(_header(self._call), self._source, HEADER_TAG).wait(timeout)
+                self._group.isend(_header(self._call), self._source, HEADER_TAG).wait(timeout)
                 self._complete = True
                 return
             # Receive the unwanted message all the same, so that the next receive does not get it.
             buffer = torch.empty(content_bytes(sent.agreement), dtype=torch.uint8, device=buffer.device)
-        self._transport.irecv(buffer, self._source).wait(timeout)
+        self._group.irecv(buffer, self._source).wait(timeout)
         self._complete = True
 
 

@@ -41,15 +41,15 @@ class Collectives(Caller):
     result. Until then, neither change the tensors that were handed over nor read those that are written to.
     """
 
-    def __init__(self, transport: Group, *, device: torch.device, check: bool) -> None:
-        super().__init__(transport, check)
+    def __init__(self, group: Group, *, device: torch.device, check: bool) -> None:
+        super().__init__(group, check)
         self.device = device
 
     def _answer(self, request: Request[Result], async_op: bool) -> Result | Request[Result]:
         """The result, or with `async_op` the request, while the transfer goes on in the background."""
         if not async_op:
             return request.wait()
-        self._transport.run_in_background()
+        self._group.run_in_background()
         return request
 
     # ── from one rank to all, and back ──────────────────────────────────────────────────────────────────────────
@@ -61,14 +61,14 @@ class Collectives(Caller):
     def barrier(self, *, async_op: bool = False) -> Request[None] | None:
         """Wait until every rank has called this."""
         # No rank can know the sum before every rank has added to it.
-        token = to_wire(torch.zeros(1, device=self.device), self._transport.carries)
+        token = to_wire(torch.zeros(1, device=self.device), self._group.carries)
 
         def finish() -> None:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
         request = self._collective(
-            Call.of_all("barrier"), lambda: [self._transport.all_reduce(token, "sum", "auto")], finish
+            Call.of_all("barrier"), lambda: [self._group.all_reduce(token, "sum", "auto")], finish
         )
         return self._answer(request, async_op)
 
@@ -93,10 +93,10 @@ class Collectives(Caller):
         """
         self._require_rank("broadcast", "src", src)
         require_writable(tensor, "broadcast")
-        wire = to_wire(tensor, self._transport.carries)
+        wire = to_wire(tensor, self._group.carries)
         call = Call.of_all("broadcast", self._content(wire), f"src={src}", size=wire.nbytes)
         request = self._collective(
-            call, lambda: [self._transport.broadcast(as_bytes(wire), src)], lambda: from_wire(wire, tensor), operation
+            call, lambda: [self._group.broadcast(as_bytes(wire), src)], lambda: from_wire(wire, tensor), operation
         )
         return self._answer(request, async_op)
 
@@ -125,14 +125,14 @@ class Collectives(Caller):
                 raise UsageError(
                     f"scatter: rank {src} must give one tensor for each of {self.world_size} ranks, not {given}"
                 )
-            wires = [to_wire(tensor, self._transport.carries) for tensor in tensors]
+            wires = [to_wire(tensor, self._group.carries) for tensor in tensors]
         headers = write_headers(wires, self.world_size)
-        self._collective(call, lambda: [self._transport.broadcast(headers, src)], lambda: None).wait()
+        self._collective(call, lambda: [self._group.broadcast(headers, src)], lambda: None).wait()
         contents = read_headers(headers)
 
         # The backends scatter equal sizes only, so every message is as long as the longest.
         most = max(shape.numel() * dtype.itemsize for dtype, shape in contents)
-        mine = empty_on_wire((most,), torch.uint8, self.device, self._transport.carries)
+        mine = empty_on_wire((most,), torch.uint8, self.device, self._group.carries)
         padded = [torch.empty_like(mine) for _ in wires]
         for row, wire in zip(padded, wires, strict=True):
             row[: wire.nbytes].copy_(as_bytes(wire))
@@ -141,7 +141,7 @@ class Collectives(Caller):
         def finish() -> torch.Tensor:
             return mine[: shape.numel() * dtype.itemsize].view(dtype).reshape(shape).to(self.device, copy=True)
 
-        request = self._start(call, lambda: [self._transport.scatter(mine, padded or None, src)], finish)
+        request = self._start(call, lambda: [self._group.scatter(mine, padded or None, src)], finish)
         return self._answer(request, async_op)
 
     @overload
@@ -157,7 +157,7 @@ class Collectives(Caller):
     ) -> list[torch.Tensor] | Request[list[torch.Tensor] | None] | None:
         """Collect every rank's tensor on `dst`, which gets the list in rank order; the other ranks get None."""
         self._require_rank("gather", "dst", dst)
-        wire = to_wire(tensor, self._transport.carries)
+        wire = to_wire(tensor, self._group.carries)
         call = Call.of_all("gather", self._content(wire), f"dst={dst}", size=wire.nbytes)
         outputs = [torch.empty_like(wire) for _ in range(self.world_size)] if self.rank == dst else None
         rows = None if outputs is None else [as_bytes(output) for output in outputs]
@@ -165,7 +165,7 @@ class Collectives(Caller):
         def finish() -> list[torch.Tensor] | None:
             return None if outputs is None else [output.to(tensor.device) for output in outputs]
 
-        request = self._collective(call, lambda: [self._transport.gather(as_bytes(wire), rows, dst)], finish)
+        request = self._collective(call, lambda: [self._group.gather(as_bytes(wire), rows, dst)], finish)
         return self._answer(request, async_op)
 
     @overload
@@ -176,12 +176,12 @@ class Collectives(Caller):
         self, tensor: torch.Tensor, *, async_op: bool = False
     ) -> list[torch.Tensor] | Request[list[torch.Tensor]]:
         """Collect every rank's tensor on every rank, as a list in rank order."""
-        wire = to_wire(tensor, self._transport.carries)
+        wire = to_wire(tensor, self._group.carries)
         call = Call.of_all("all_gather", self._content(wire), size=wire.nbytes)
         outputs = [torch.empty_like(wire) for _ in range(self.world_size)]
         request = self._collective(
             call,
-            lambda: [self._transport.all_gather(as_bytes(wire), [as_bytes(output) for output in outputs])],
+            lambda: [self._group.all_gather(as_bytes(wire), [as_bytes(output) for output in outputs])],
             lambda: [output.to(tensor.device) for output in outputs],
         )
         return self._answer(request, async_op)
@@ -216,18 +216,18 @@ class Collectives(Caller):
                 raise UsageError(
                     f"all_to_all: {name} needs one tensor for each of {self.world_size} ranks, not {len(given)}"
                 )
-        wires = [to_wire(tensor, self._transport.carries) for tensor in tensors]
+        wires = [to_wire(tensor, self._group.carries) for tensor in tensors]
         call = Call.of_all("all_to_all", *(["into"] if into is not None else []), size=_bytes(wires))
         agreed = into is None or self._checker is not None
         contents = self._exchange_headers(call, wires) if agreed else []
         device = tensors[self.rank].device
         if into is None:
-            outputs = [empty_on_wire(shape, dtype, device, self._transport.carries) for dtype, shape in contents]
+            outputs = [empty_on_wire(shape, dtype, device, self._group.carries) for dtype, shape in contents]
         else:
             for tensor in into:
                 require_writable(tensor, "all_to_all")
             _require_room(into, wires[self.rank], self.rank, contents)
-            outputs = [to_wire(tensor, self._transport.carries) for tensor in into]
+            outputs = [to_wire(tensor, self._group.carries) for tensor in into]
 
         def finish() -> list[torch.Tensor]:
             if into is None:
@@ -237,7 +237,7 @@ class Collectives(Caller):
         start = self._start if agreed else self._collective
         request = start(
             call,
-            lambda: [self._transport.all_to_all([as_bytes(one) for one in outputs], [as_bytes(one) for one in wires])],
+            lambda: [self._group.all_to_all([as_bytes(one) for one in outputs], [as_bytes(one) for one in wires])],
             finish,
         )
         return self._answer(request, async_op)
@@ -247,7 +247,7 @@ class Collectives(Caller):
         mine = write_headers(wires, self.world_size)
         theirs = torch.empty_like(mine)
         self._collective(
-            call, lambda: [self._transport.all_to_all(list(theirs.unbind()), list(mine.unbind()))], lambda: None
+            call, lambda: [self._group.all_to_all(list(theirs.unbind()), list(mine.unbind()))], lambda: None
         ).wait()
         return read_headers(theirs)
 
@@ -268,7 +268,7 @@ class Collectives(Caller):
         self._require_rank("reduce", "dst", dst)
         check_reduction(op, tensor.dtype, "reduce")
         call = Call.of_all("reduce", describe(tensor), f"dst={dst}", f"op={op!r}", size=_bytes([tensor]))
-        wire = to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype))
+        wire = to_wire(tensor, self._group.carries).to(stand_in(tensor.dtype))
         if self.rank == dst:
             require_writable(tensor, "reduce")
         else:
@@ -279,7 +279,7 @@ class Collectives(Caller):
                 return tensor
             return from_wire(finish_reduction(wire, op, self.world_size), tensor)
 
-        request = self._collective(call, lambda: [self._transport.reduce(wire, dst, wire_reduction(op))], finish)
+        request = self._collective(call, lambda: [self._group.reduce(wire, dst, wire_reduction(op))], finish)
         return self._answer(request, async_op)
 
     @overload
@@ -307,15 +307,15 @@ class Collectives(Caller):
             "reduce_scatter", describe_list(tensors), f"op={op!r}", size=sum(one.nbytes for one in tensors)
         )
         mine = tensors[self.rank]
-        wires = [to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype)) for tensor in tensors]
+        wires = [to_wire(tensor, self._group.carries).to(stand_in(tensor.dtype)) for tensor in tensors]
         alike = len({(wire.shape, wire.dtype) for wire in wires}) == 1
         output = torch.empty_like(wires[self.rank]) if alike else wires[self.rank].clone()
 
         def start() -> list[Work]:
             if alike:
-                return [self._transport.reduce_scatter(output, wires, wire_reduction(op))]
+                return [self._group.reduce_scatter(output, wires, wire_reduction(op))]
             buffers = [output if rank == self.rank else wire.clone() for rank, wire in enumerate(wires)]
-            return [self._transport.reduce(buffer, rank, wire_reduction(op)) for rank, buffer in enumerate(buffers)]
+            return [self._group.reduce(buffer, rank, wire_reduction(op)) for rank, buffer in enumerate(buffers)]
 
         def finish() -> torch.Tensor:
             return finish_reduction(output, op, self.world_size).to(device=mine.device, dtype=mine.dtype)
@@ -369,10 +369,10 @@ class Collectives(Caller):
             all_reduce_program(algorithm, self.world_size)  # says so if there is none
         check_reduction(op, tensor.dtype, "all_reduce")
         require_writable(tensor, "all_reduce")
-        wire = to_wire(tensor, self._transport.carries).to(stand_in(tensor.dtype))
+        wire = to_wire(tensor, self._group.carries).to(stand_in(tensor.dtype))
         request = self._collective(
             call,
-            lambda: [self._transport.all_reduce(wire, wire_reduction(op), algorithm)],
+            lambda: [self._group.all_reduce(wire, wire_reduction(op), algorithm)],
             lambda: from_wire(finish_reduction(wire, op, self.world_size), tensor),
             operation,
             tensor,

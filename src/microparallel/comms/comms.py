@@ -36,14 +36,14 @@ class Comms(Collectives):
 
     def __init__(
         self,
-        transport: Group,
+        group: Group,
         *,
         device: torch.device,
         local_rank: int,
         check: bool = False,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(transport, device=device, check=check)
+        super().__init__(group, device=device, check=check)
         self.local_rank = local_rank
         self._on_close = on_close
         self.before_closing: list[Callable[[], None]] = []  # what must end while the ranks can still communicate
@@ -63,24 +63,24 @@ class Comms(Collectives):
     @property
     def world_ranks(self) -> tuple[int, ...]:
         """The numbers that the ranks of this group have in the world."""
-        return self._transport.world_ranks
+        return self._group.world_ranks
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The torch process group beneath, for torch's own wrappers."""
         if self._closed:
             raise UsageError("process_group: this Comms has been closed")
-        return self._transport.process_group
+        return self._group.process_group
 
     @property
     def flight(self) -> Flight:
         """The flight recorder of this process: tell it which step training is at, and what is done between calls."""
-        return self._transport.flight
+        return self._group.flight
 
     @property
     def transport_name(self) -> str:
         """What carries its messages, such as "shm" or "gloo": for this, "auto" is resolved."""
-        return self._transport.transport_name
+        return self._group.transport_name
 
     @property
     def can_overlap(self) -> bool:
@@ -89,7 +89,7 @@ class Comms(Collectives):
         Over a network it is. Through shared memory communication is work of the cores themselves, and where the ranks
         compute on all of them, doing it in the background takes from the computation what it gives.
         """
-        return self._transport.has_free_cores
+        return self._group.has_free_cores
 
     # ── from one rank to another ────────────────────────────────────────────────────────────────────────────────
 
@@ -118,24 +118,24 @@ class Comms(Collectives):
 
     def _send(self, name: str, tensor: torch.Tensor, dest: int) -> Request[None]:
         self._require_peer(name, "dest", dest)
-        wire = to_wire(tensor, self._transport.carries)
+        wire = to_wire(tensor, self._group.carries)
         call = Call.of_two(name, self._content(wire), dest, sends=True, size=wire.nbytes)
 
         def start() -> list[Work]:
             announced = [self._checker.announce(call, dest)] if self._checker else []
-            return [*announced, self._transport.isend(as_bytes(wire), dest)]
+            return [*announced, self._group.isend(as_bytes(wire), dest)]
 
         return self._start(call, start, lambda: None)
 
     def _recv(self, name: str, shape: int | Sequence[int], src: int, dtype: torch.dtype) -> Request[torch.Tensor]:
         self._require_peer(name, "src", src)
-        wire = empty_on_wire((shape,) if isinstance(shape, int) else shape, dtype, self.device, self._transport.carries)
+        wire = empty_on_wire((shape,) if isinstance(shape, int) else shape, dtype, self.device, self._group.carries)
         call = Call.of_two(name, self._content(wire), src, sends=False, size=wire.nbytes)
 
         def start() -> list[Work]:
             if self._checker:
                 return [self._checker.receive(call, as_bytes(wire), src)]
-            return [self._transport.irecv(as_bytes(wire), src)]
+            return [self._group.irecv(as_bytes(wire), src)]
 
         return self._start(call, start, lambda: wire.to(self.device))
 
@@ -144,20 +144,20 @@ class Comms(Collectives):
     @property
     def messages(self) -> Messages:
         """Messages under a tag of the caller's own, as a transport: for running programs over them."""
-        return Messages(self._transport)
+        return Messages(self._group)
 
     @property
     def messages_run_in_order(self) -> bool:
         """Whether a rank's messages run one after another, as NCCL's do: then none may be posted before its time."""
-        return self.device.type == "cuda" and "cuda" in self._transport.carries
+        return self.device.type == "cuda" and "cuda" in self._group.carries
 
     def explain(self, error: TransportError, call: str) -> CommsError:
         """Turn a failure of one of `messages` into an error that names the rank and the call."""
-        return explain(error, Call(call, call), self._transport)
+        return explain(error, Call(call, call), self._group)
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """An uninitialised CPU tensor where the transport moves it fastest: in shared memory, if it has that."""
-        return self._transport.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
+        return self._group.empty((shape,) if isinstance(shape, int) else tuple(shape), dtype)
 
     # ── smaller groups, and the end ─────────────────────────────────────────────────────────────────────────────
 
@@ -174,15 +174,15 @@ class Comms(Collectives):
         call = Call.of_all("group", str(members))
         if self._checker:
             self._collective(call, list, lambda: None).wait()
-        transport = self._transport.subgroup(members)
-        if transport is None:
+        group = self._group.subgroup(members)
+        if group is None:
             return None
         return Comms(
-            transport,
+            group,
             device=self.device,
             local_rank=self.local_rank,
             check=self._checker is not None,
-            on_close=transport.close,
+            on_close=group.close,
         )
 
     def close(self) -> None:

@@ -188,7 +188,7 @@ def count_messages(comms: Comms) -> tuple[Comms, Counts]:
     messages, by the algorithms of a network: so what different ways of training send can be compared on any transport.
     """
     counts = Counts()
-    return over(comms, CountedGroup(comms._transport, counts)), counts
+    return over(comms, CountedGroup(comms._group, counts)), counts
 
 
 def over(comms: Comms, group: MessageGroup) -> Comms:

@@ -45,14 +45,14 @@ class Request(Generic[Result]):
         call: Call,
         works: Sequence[Work],
         finish: Callable[[], Result],
-        transport: Group,
+        group: Group,
         entry: Entry | NoEntry | ObservedCall,
     ) -> None:
         self._call = call
         self._entry = entry
         self._works = works
         self._finish: Callable[[], Result] | None = finish
-        self._transport = transport
+        self._group = group
         self._failure: BaseException | None = None
         self._result: Result
 
@@ -78,7 +78,7 @@ class Request(Generic[Result]):
 
     def _wait_for(self, works: Sequence[Work], timeout: float | None) -> None:
         self._entry.waits()
-        with named_failures(self._call, self._transport, self._entry):
+        with named_failures(self._call, self._group, self._entry):
             for work in works:
                 work.wait(timeout)
         self._entry.ends()
@@ -99,17 +99,17 @@ class Request(Generic[Result]):
 class Caller:
     """One rank's place in a group, and the steps by which it makes any call: check, start, wait."""
 
-    def __init__(self, transport: Group, check: bool) -> None:
-        self.rank = transport.rank
-        self.world_size = transport.world_size
-        self._transport = transport
+    def __init__(self, group: Group, check: bool) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self._group = group
         self._closed = False
-        self._checker = Checker(transport) if check and transport.world_size > 1 else None
+        self._checker = Checker(group) if check and group.world_size > 1 else None
 
     @property
     def observers(self) -> list[Observer]:
         """Who is told of the calls of this world: all its groups have the same, and so has the torch backend."""
-        return self._transport.flight.observers
+        return self._group.flight.observers
 
     def _collective(
         self,
@@ -122,7 +122,7 @@ class Caller:
         """Start a call that every rank makes, after checking that they do."""
         entry = self._begin(call, operation, tensor)
         if self._checker is not None:
-            with named_failures(call, self._transport, entry):
+            with named_failures(call, self._group, entry):
                 self._checker.agree(call)
         return self._go_on(call, entry, start, finish)
 
@@ -136,7 +136,7 @@ class Caller:
         """Write the call into the flight recorder, and tell the observers that it begins."""
         if self._closed:
             raise UsageError(f"{call}: this Comms has been closed; connect again, or close it later")
-        log = self._transport.log
+        log = self._group.log
         entry: Entry | NoEntry
         if call.peer is None:
             entry = log.collective(call.text, call.agreement, call.size)
@@ -146,7 +146,7 @@ class Caller:
         observers = self.observers
         if not observers:
             return entry
-        return observe_call(entry, observers, activity_of(call, self._transport, operation, tensor))
+        return observe_call(entry, observers, activity_of(call, self._group, operation, tensor))
 
     def _go_on(
         self,
@@ -155,8 +155,8 @@ class Caller:
         start: Callable[[], Sequence[Work]],
         finish: Callable[[], Result],
     ) -> Request[Result]:
-        self._transport.announce(call.agreement)
-        with named_failures(call, self._transport, entry):
+        self._group.announce(call.agreement)
+        with named_failures(call, self._group, entry):
             works = start()
         entry.started()
         if (
@@ -165,11 +165,11 @@ class Caller:
             and (then := getattr(works[0], "then", None)) is not None
         ):
             then(entry.completes)
-        return Request(call, works, finish, self._transport, entry)
+        return Request(call, works, finish, self._group, entry)
 
     def _content(self, wire: torch.Tensor) -> str:
         # Where two backends work side by side, both ends must mean the same one.
-        place = f" on {wire.device.type}" if len(self._transport.carries) > 1 else ""
+        place = f" on {wire.device.type}" if len(self._group.carries) > 1 else ""
         return describe_content(wire.dtype, wire.shape) + place
 
     def _require_rank(self, name: str, argument: str, rank: int) -> None:
@@ -206,11 +206,11 @@ class named_failures:  # used as a block, as those of contextlib are
     A class, because one made by `contextlib` takes two microseconds, twice in every call.
     """
 
-    __slots__ = ("_call", "_entry", "_transport")
+    __slots__ = ("_call", "_entry", "_group")
 
-    def __init__(self, call: Call, transport: Group, entry: Entry | NoEntry | ObservedCall) -> None:
+    def __init__(self, call: Call, group: Group, entry: Entry | NoEntry | ObservedCall) -> None:
         self._call = call
-        self._transport = transport
+        self._group = group
         self._entry = entry
 
     def __enter__(self) -> None:
@@ -222,31 +222,31 @@ class named_failures:  # used as a block, as those of contextlib are
         if not isinstance(error, RuntimeError):
             self._entry.fails(timed_out=False)
             return
-        named = explain(error, self._call, self._transport)
+        named = explain(error, self._call, self._group)
         self._entry.fails(timed_out=isinstance(named, CommsTimeout))
         if named is not error:
             raise named from error
 
 
-def explain(error: RuntimeError, call: Call, transport: Group) -> CommsError:
+def explain(error: RuntimeError, call: Call, group: Group) -> CommsError:
     """Say which rank a failed call was waiting for, and why; what the flight recorders say comes beneath.
 
     An error that names its call already is returned as it is.
     """
-    here = f"rank {transport.rank}"
+    here = f"rank {group.rank}"
     reason = str(error).partition("\n")[0]
     if isinstance(error, TransportTimeout):
-        who = f"{_names(error.ranks, transport)} did not make" if error.ranks else "not every rank it needs made"
+        who = f"{_names(error.ranks, group)} did not make" if error.ranks else "not every rank it needs made"
         headline = f"{here} waited in vain in {call}: {who} the matching call in time ({reason})"
-        return CommsTimeout(headline + _beneath(transport.flight.why()), error.ranks)
+        return CommsTimeout(headline + _beneath(group.flight.why()), error.ranks)
     if isinstance(error, PeerGone):
-        why = transport.flight.why([transport.world_ranks[rank] for rank in error.ranks])
-        headline = f"{_names(error.ranks, transport)} went away during {call} on {here}"
+        why = group.flight.why([group.world_ranks[rank] for rank in error.ranks])
+        headline = f"{_names(error.ranks, group)} went away during {call} on {here}"
         return PeerLost(error.ranks, str(call), headline + _beneath(why))
     if not isinstance(error, CommsError) or isinstance(error, TransportError):
         return CommsError(f"{call} failed on {here}: {reason}")
     explained = isinstance(error, CommsTimeout | PeerLost) or hasattr(error, "__notes__")
-    if not explained and (why := transport.flight.why()):
+    if not explained and (why := group.flight.why()):
         error.add_note(why)
     return error
 
@@ -255,9 +255,9 @@ def _beneath(why: str) -> str:
     return "".join(f"\n  {line}" for line in why.splitlines())
 
 
-def _names(ranks: Sequence[int], transport: Group) -> str:
+def _names(ranks: Sequence[int], group: Group) -> str:
     def name(rank: int) -> str:
-        world_rank = transport.world_ranks[rank]
+        world_rank = group.world_ranks[rank]
         return str(rank) if rank == world_rank else f"{rank} (rank {world_rank} of the world)"
 
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(name, ranks))}"

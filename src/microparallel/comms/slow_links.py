@@ -54,7 +54,7 @@ def slow_down(comms: Comms, links: Links) -> Comms:
         comms: the ranks.
         links: by the two ranks of the world that each connects, both ways; the same on every rank.
     """
-    return over(comms, SlowGroup(comms._transport, links, Port()))
+    return over(comms, SlowGroup(comms._group, links, Port()))
 
 
 def slow_network(comms: Comms, latency: float) -> Comms:
