@@ -11,11 +11,11 @@ import torch
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._collectives import program_of
-from microparallel.learn.graders._common_pp import many
 from microparallel.learn.log import RECEIVES, SENDS, Called, Row, calls
+from microparallel.learn.requirements import Suspect, require_equal, require_like, shown
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal, require_like, shown
 from microparallel.program import Collective, Op, Program, Recv, Send, Slices
+from microparallel.text import count
 from microparallel.verifier import Unreached, verify
 
 _ALLOWED = ("send_tensor", "recv_tensor")
@@ -70,7 +70,7 @@ def _require_broadcast(exam: Exam, src: int, dtype: torch.dtype, notes: list[str
     _require_few_messages("broadcast", exam.rows, notes)
     for rank, row in enumerate(exam.rows):
         if (received := len(calls(row, *RECEIVES))) != (rank != src):
-            counts = f"rank {rank} received {many(received, 'message')}, and should receive {int(rank != src)}"
+            counts = f"rank {rank} received {count(received, 'message')}, and should receive {int(rank != src)}"
             raise Wrong(f"broadcast from rank {src}: {counts}")
     given = [_tensor(rank, dtype) for rank in range(_RANKS)]
     program = program_of(Collective("broadcast", 1, src), given, exam.rows, found)
@@ -111,7 +111,7 @@ def _require_gather(exam: Exam, dst: int, dtype: torch.dtype, notes: list[str]) 
     for rank, row in enumerate(exam.rows):
         if (sent := len(calls(row, *SENDS))) != (rank != dst):
             should = int(rank != dst)
-            raise Wrong(f"gather to rank {dst}: rank {rank} sent {many(sent, 'message')}, and should send {should}")
+            raise Wrong(f"gather to rank {dst}: rank {rank} sent {count(sent, 'message')}, and should send {should}")
 
 
 def _require_list(found: Any, who: str, owner: int, dtype: torch.dtype, ranks: int = _RANKS) -> None:

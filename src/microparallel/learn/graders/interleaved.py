@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._common_pp import many
-from microparallel.learn.graders._pipeline_steps import compare, tokens
 from microparallel.learn.graders._programs import (
     Orders,
     ask_for_orders,
+    compare,
     make_program,
     require_complete,
     run_program,
     split,
+    tokens,
 )
+from microparallel.learn.requirements import listed
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import listed
 from microparallel.program import Program, peak_activations
 from microparallel.schedules import interleaved, lower
 from microparallel.simulator import Costs, simulate
+from microparallel.text import count as many
 
 Case = tuple[int, int, int]  # ranks, micro-batches, chunks
 _CASES: list[Case] = [(2, 4, 2), (3, 6, 2), (4, 8, 2), (2, 4, 3), (2, 6, 1), (1, 3, 2), (4, 4, 2)]

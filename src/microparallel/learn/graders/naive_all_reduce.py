@@ -8,11 +8,10 @@ import torch
 
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._collectives import program_of
-from microparallel.learn.graders._common_dp import contribution, counted_in_words
+from microparallel.learn.graders._collectives import contribution, counted_in_words, program_of
 from microparallel.learn.log import SENDS, Row, calls
+from microparallel.learn.requirements import Suspect, require_equal, require_like
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal, require_like
 from microparallel.program import Collective
 from microparallel.verifier import Unreached, verify
 
