@@ -214,7 +214,7 @@ class StepView:
         return {
             "step": self.trace.events[0].step,
             "length": self._at(self.end),
-            "spans": [self._row(place, names, places) for place in kept],
+            "bars": [self._row(place, names, places) for place in kept],
             "left_out": len(self.trace.events) - len(kept),
             "blocked": [list(row) for row in sorted(blocked)],
             "parts": self._parts,
@@ -235,7 +235,7 @@ class StepView:
             key = (*row,) if event.computes else (place,)
             known = rows.setdefault(key, [*row, self._at(event.asked), self._at(event.end)])
             known[-1] = self._at(event.end)
-        return {"length": self._at(self.end), "spans": list(rows.values())}
+        return {"length": self._at(self.end), "bars": list(rows.values())}
 
     def _at(self, time: float) -> float:
         return round(1e6 * (time - self.start), 1)

@@ -106,13 +106,15 @@ class Averages:
     mean: list[torch.Tensor]
     weights: list[torch.Tensor]  # with which the step began
 
-    def divided_wrongly(self) -> dict[str, list[torch.Tensor]]:
-        """The gradients where the sum was divided by the world size never, or twice, with the words for each."""
-        ranks = len(self.own)
-        return {
-            'this is the sum: divide by the world size, or use op="mean"': combined(self.own, [1.0] * ranks),
-            'divided twice by the world size: op="mean" has done it already': combined([self.mean], [1 / ranks]),
-        }
+    @property
+    def sum(self) -> list[torch.Tensor]:
+        """The gradients where nothing was divided by the world size."""
+        return combined(self.own, [1.0] * len(self.own))
+
+    @property
+    def divided_twice(self) -> list[torch.Tensor]:
+        """The gradients where the mean was divided by the world size once more."""
+        return combined([self.mean], [1 / len(self.own)])
 
 
 def averages(kind: str, ranks: int, steps: int) -> list[Averages]:

@@ -232,7 +232,8 @@ def _explain(
     nothing = "nothing came back from the buckets: copy the averages out of them, after the wait"
     mistakes = {
         f"still rank {rank}'s own gradient; {nothing if len(names) == len(one.names) else not_left}": right.own[rank],
-        **right.divided_wrongly(),
+        'this is the sum: divide by the world size, or use op="mean"': right.sum,
+        'divided twice by the world size: op="mean" has done it already': right.divided_twice,
         _ZEROS_IN_VIEWS if one.views else _ZEROS: [torch.zeros_like(gradient) for gradient in right.mean],
         "these are the weights: it is parameter.grad that goes into the bucket": right.weights,
     }

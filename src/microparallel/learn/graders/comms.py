@@ -1,4 +1,4 @@
-"""Broadcast, gather and barrier: does everybody get the right tensor, and does nobody leave too early?"""
+"""Broadcast, gather and barrier: does every rank get the right tensor, and does none leave too early?"""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def _from_wrong_rank(rank: int, src: int, dtype: torch.dtype) -> list[Suspect]:
 
 
 def _gather(learner: Any, comms: Any, dst: int, dtype: torch.dtype) -> None:
-    """What the learner returns is looked at here."""
+    """Call the learner's gather on one rank, and refuse what it returns if it is wrong."""
     tensor = _tensor(comms.rank, dtype)
     found = learner.gather(tensor, dst, comms)
     if not torch.equal(require_like(tensor, _tensor(comms.rank, dtype), _PASSED), _tensor(comms.rank, dtype)):
@@ -132,7 +132,7 @@ def _require_list(found: Any, who: str, owner: int, dtype: torch.dtype, ranks: i
 
 
 def _whose(tensor: Any, dtype: torch.dtype, ranks: int) -> int | None:
-    """Whose tensor that is; None if it is nobody's."""
+    """The rank whose tensor that is; None if it is no rank's."""
     for rank in range(ranks):
         if isinstance(tensor, torch.Tensor) and torch.equal(tensor.double(), _tensor(rank, dtype).double()):
             return rank
@@ -158,10 +158,10 @@ def _barrier(learner: Any, comms: Any) -> None:
 
 
 def _require_barrier(exam: Exam, notes: list[str]) -> None:
-    """Whoever leaves must have heard, from whomever, that everybody has arrived: an all-gather of what ranks know.
+    """A rank may leave when it has heard, from any rank, that all have arrived: an all-gather of what the ranks know.
 
-    A send that comes back says that its receiver has arrived, unless the message was so small that it left before: so
-    it must be right with such answers, and without.
+    A send that returns says that its receiver has arrived, unless the message was so small that it left before. So the
+    barrier must be right with such answers, and without them.
     """
     exam.run(_barrier, _RANKS, allowed=_ALLOWED)
     for answered in (True, False):

@@ -89,6 +89,7 @@ def _require_steps(watched: list[list[Pass]], kind: str) -> None:
             require_no_gradient_lost(list(one.gradients.values()), list(one.gradients), f"step {number}: rank {rank}")
             mistakes = {
                 f"rank {rank} still holds its own gradient: nothing was averaged": right.own[rank],
-                **right.divided_wrongly(),
+                'this is the sum of the ranks\' gradients: divide it by the world size, or use op="mean"': right.sum,
+                'this was divided twice by the world size: op="mean" has done it already': right.divided_twice,
             }
             require_equal(found, flat(right.mean), f"step {number}: rank {rank}'s gradient", suspects(mistakes))

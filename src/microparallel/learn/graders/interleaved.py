@@ -47,7 +47,7 @@ def check(exam: Exam) -> None:
         notes.append("two ranks, two chunks: 5 and 3, of chunks half as large")
     with exam.step("also when messages take time, no rank waits longer than it must"):
         for one in zip(_CASES, answers, programs, strict=True):
-            _require_patience(*one)
+            _require_few_gaps(*one)
     with exam.step("on real ranks it finds the loss and gradients of one process"):
         run_program(exam, programs[0])
         run_program(exam, programs[1])
@@ -120,7 +120,7 @@ def _require_bubble(case: Case, orders: Orders, program: Program, notes: list[st
         notes.append(f"{_named(case)}: waits {bubble:g} of {work + bubble:g}, 1F1B would wait {best * chunks}")
 
 
-def _require_patience(case: Case, orders: Orders, program: Program) -> None:
+def _require_few_gaps(case: Case, orders: Orders, program: Program) -> None:
     """Messages that take a fifth of a forward: a warm-up that is just long enough for free ones leaves gaps."""
     ranks, microbatches, chunks = case
     best = simulate(lower(interleaved(ranks, microbatches, chunks)), _WITH_MESSAGES).makespan

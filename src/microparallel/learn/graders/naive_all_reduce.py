@@ -74,7 +74,7 @@ def _require_sum(exam: Exam, ranks: int, shape: tuple[int, ...], dtype: torch.dt
 
 
 def _in_words(rank: int, counts: list[int], complete: bool = True) -> str:
-    """The mistake that leaves this on a rank: how often everybody is in its sum. Rank 0 is looked at first."""
+    """Name the mistake that leaves a rank with this sum; `counts` says how often each rank is in it."""
     if counts == [int(other == rank) for other in range(len(counts))]:
         if rank == 0:
             return (
