@@ -148,7 +148,7 @@ def test_a_terminal_s_width_is_kept(draw):
         (["1f1b", "--microbatches", "-1"], ["microbatches=-1", "at least 1"]),
         (["gather-add", "--ranks", "300"], ["operations", "200,000"]),
         (["ring", "--microbatches", "4"], ["--microbatches 4", "ring"]),
-        (["1f1b", "--chunks", "2"], ["1f1b", "chunks"]),
+        (["1f1b", "--stages-per-rank", "2"], ["1f1b", "stages_per_rank"]),
         (["ring", "--ranks-per-node", "2"], ["ring", "ranks_per_node"]),
         (["ddp", "--microbatches", "4"], ["microbatches=4", "ddp"]),
         (["1f1b", "--forward", "fast"], ["--forward fast", "1,2,1,1"]),

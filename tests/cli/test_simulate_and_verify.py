@@ -116,7 +116,7 @@ def test_verify_says_it_in_json(run, tmp_path):
         (["simulate", "1f1"], ["'1f1'", "did you mean '1f1b'"]),
         (["simulate", "1f1b", "--ranks", "0"], ["ranks=0"]),
         (["simulate", "ring", "--microbatches", "4"], ["--microbatches 4", "collective"]),
-        (["simulate", "1f1b", "--chunks", "2"], ["chunks"]),
+        (["simulate", "1f1b", "--stages-per-rank", "2"], ["stages_per_rank"]),
         (["simulate", "1f1b", "--forward", "fast"], ["--forward fast"]),
         (["simulate", "1f1b", "--forward", "1,2"], ["forward has 2 numbers, and the program has 4 stages"]),
         (["simulate", "1f1b", "--latency", "-1"], ["--latency -1"]),

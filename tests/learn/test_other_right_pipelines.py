@@ -120,8 +120,8 @@ RIGHT = {
         Answer(
             "the warm-up counted in another way",
             {
-                "    warm_up = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)\n": (
-                    "    warm_up = min(len(forwards), chunks * ranks + ranks - 2 * rank - 2)\n"
+                "    warm_up = (stages_per_rank - 1) * ranks + 2 * (ranks - 1 - rank)\n": (
+                    "    warm_up = min(len(forwards), stages_per_rank * ranks + ranks - 2 * rank - 2)\n"
                 )
             },
             "",

@@ -40,7 +40,7 @@ class Exam:
 
     @property
     def waits(self):
-        return [(wait.rank, wait.deed, wait.on) for wait in self.world.stuck]
+        return [(wait.rank, wait.doing, wait.on) for wait in self.world.stuck]
 
     def raised(self):
         return self.world.failures[min(self.world.failures)]

@@ -206,7 +206,8 @@ def test_a_thousand_layers_take_no_time(pattern):
         (
             [1, 1, 1, 1],
             6,
-            "6 stages need at least 6 layers, and this model has 4; use fewer ranks or chunks, or a deeper model",
+            "6 stages need at least 6 layers, and this model has 4; "
+            "use fewer ranks or stages a rank, or a deeper model",
         ),
         ([1], 0, "stages=0: a pipeline has at least 1 stage"),
         ([1, -1], 1, "layer 1 costs -1: a cost is a finite number of at least 0"),
@@ -289,7 +290,8 @@ def test_cut_by_time():
         (
             9,
             "auto",
-            "9 stages need at least 9 layers, and this model has 8; use fewer ranks or chunks, or a deeper model",
+            "9 stages need at least 9 layers, and this model has 8; "
+            "use fewer ranks or stages a rank, or a deeper model",
         ),
     ],
 )

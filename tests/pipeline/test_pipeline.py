@@ -354,8 +354,8 @@ def cuts(comms):
         {"balance": [1, 5, 3]},
         {"balance": "time", "example": inputs},
         {"balance": "parameters"},
-        {"schedule": "interleaved", "chunks": 3},
-        {"schedule": "interleaved", "chunks": 1, "balance": [7, 1, 1]},
+        {"schedule": "interleaved", "stages_per_rank": 3},
+        {"schedule": "interleaved", "stages_per_rank": 1, "balance": [7, 1, 1]},
         {"schedule": "zbv", "balance": [1, 1, 1, 4, 1, 1]},
     ):
         pipe = mp.Pipeline(mlp(), comms, microbatches=4, loss_fn=cross_entropy, **options)

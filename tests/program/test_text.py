@@ -32,7 +32,6 @@ from microparallel.program import (
     from_text,
     parse_value,
     to_text,
-    touch,
 )
 
 numbers = st.integers(0, 30)
@@ -76,21 +75,6 @@ def test_what_is_written_reads_back(program):
     assert from_text(to_text(program)) == program
 
 
-@given(st.sets(st.integers(0, 20), min_size=1))
-def test_a_goal_has_the_micro_batches_it_was_given(given):
-    goal = TrainingStep.of(1, given)
-    assert goal.microbatches == len(given)
-    assert list(goal.numbers()) == sorted(given)
-    assert [number for number in range(-1, 25) if goal.has(number)] == sorted(given)
-    assert goal == TrainingStep(1, len(given)) or "skipping" in str(goal)
-
-
-@pytest.mark.parametrize("skipped", [(3,), (2,), (-1,), (1, 0), (0, 0)], ids=str)
-def test_a_goal_skips_only_numbers_below_its_last(skipped):
-    with pytest.raises(mp.errors.ProgramError, match="numbers below its last micro-batch, once each, in order"):
-        TrainingStep(1, 1 if len(skipped) == 2 else 2, skipped=skipped)
-
-
 def test_a_mesh_reads_back():
     ranks = ((AllReduce(Named("loss"), "dp", "ring"), Broadcast(Named("w"), "pp", 0)),) * 6
     program = Program("grid", TrainingStep(1, 1), ranks, mesh=(("dp", 2), ("pp", 3)))
@@ -98,27 +82,9 @@ def test_a_mesh_reads_back():
     assert from_text(to_text(program)) == program
 
 
-def test_ranks_meet_along_their_axis():
-    loss, weights = AllReduce(Named("loss"), "dp"), Broadcast(Named("w"), "pp", 0)
-    goal, ranks = TrainingStep(1, 1), ((loss, weights), (loss,), (weights, loss), (), (loss,), (weights,))
-    grid = Program("grid", goal, ranks, mesh=(("dp", 2), ("pp", 3))).groups()
-    assert grid == {
-        (0, loss): (0,),
-        (1, loss): (1, 4),
-        (4, loss): (1, 4),
-        (2, loss): (2,),
-        (0, weights): (0, 2),
-        (2, weights): (0, 2),
-        (5, weights): (5,),
-    }
-    alone = Program("grid", goal, ranks).groups()  # without a mesh all ranks are on one axis
-    assert alone[0, loss] == (0, 1, 2, 4) and alone[5, weights] == (0, 2, 5)
-
-
 @given(values)
 def test_values_read_back(value):
     assert parse_value(str(value)) == value
-    assert touch(value, value)
 
 
 @pytest.mark.parametrize("name", ALL_REDUCES | OTHERS)
@@ -126,12 +92,6 @@ def test_every_collective_reads_back(name):
     for ranks in (1, 2, 5, 8):
         program = build(name, ranks)
         assert from_text(to_text(program)) == program
-
-
-def test_chunks_touch_where_they_overlap():
-    assert touch(Slices(0, 4), Slices(3, 5))
-    assert not touch(Slices(0, 3), Slices(3, 5))
-    assert not touch(Act(0, 1), Grad(0, 1))
 
 
 def test_remarks_and_blank_lines():
@@ -171,12 +131,6 @@ def test_remarks_and_blank_lines():
 def test_what_cannot_be_read_is_named(text, words):
     with pytest.raises(mp.errors.ProgramError, match=words):
         from_text(text)
-
-
-def test_names_that_would_not_read_back_are_refused():
-    for name in ("", " a", "a#b", "a\nb"):
-        with pytest.raises(mp.errors.ProgramError, match="is no name for a program"):
-            Program(name, Collective("all-reduce", 1), ((),))
 
 
 def test_a_byte_order_mark_does_no_harm():

@@ -1,4 +1,4 @@
-"""Several pipelines side by side, and pipelines that only go forward, are right for every schedule."""
+"""Several pipelines side by side are right for every schedule."""
 
 from dataclasses import replace
 
@@ -7,26 +7,22 @@ import pytest
 import microparallel as mp
 from microparallel.errors import ProgramError
 from microparallel.program import (
-    Act,
     AllReduce,
     Backward,
     BackwardWeight,
     Broadcast,
     Bucket,
-    Forward,
     Free,
     Grad,
     Named,
-    Recv,
     Send,
-    TrainingStep,
     from_text,
     halves,
     parse_op,
     peak_activations,
     to_text,
 )
-from microparallel.schedules import PIPELINES, build, forwards_only, replicate
+from microparallel.schedules import PIPELINES, build, replicate
 from microparallel.schedules.replicas import shifted, with_reductions
 
 SHAPES = [(ranks, microbatches) for ranks in (1, 2, 3, 4) for microbatches in (1, 2, 3, 5, 8)]
@@ -107,39 +103,6 @@ def test_only_a_pipeline_without_replicas_is_replicated(program):
 )
 def test_an_operation_of_another_replica(op, wanted):
     assert str(shifted(parse_op(op), 3, 2)) == wanted
-
-
-# ── only forwards ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_forwards_alone_need_no_gradient_and_wait_for_nobody_for_ever(name):
-    from microparallel.verifier.order import check_matching, check_order
-
-    for ranks, microbatches in SHAPES:
-        whole = build(name, ranks, microbatches)
-        program = forwards_only(whole)
-        check_matching(program)
-        check_order(program, "buffered")
-        check_order(program, "rendezvous")
-        assert {type(op) for ops in program.ranks for op in ops} <= {Forward, Send, Recv, Free}
-        assert all(isinstance(op.value, Act) for ops in program.ranks for op in ops if not isinstance(op, Forward))
-        for ops, original in zip(program.ranks, whole.ranks, strict=True):
-            wanted = [half for op in original for half in halves(op) if isinstance(half, Forward)]
-            assert [op for op in ops if isinstance(op, Forward)] == wanted
-            assert sum(isinstance(op, Free) for op in ops) == len({value for op in ops for value in _touched(op)})
-
-
-def _touched(op):
-    if isinstance(op, Forward):
-        return [Act(op.stage, op.microbatch)] + [Act(op.stage - 1, op.microbatch)] * (op.stage > 0)
-    return [op.value]
-
-
-def test_forwards_of_a_program_with_messages_of_its_own_are_lowered_anew():
-    program = build("1f1b", 3, 4)
-    assert forwards_only(program) == forwards_only(replace(program, goal=TrainingStep(3, 4)))
-    assert forwards_only(forwards_only(program)).ranks == forwards_only(program).ranks
 
 
 def test_what_a_pipeline_shares_stays_within_each_replica():

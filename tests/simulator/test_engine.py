@@ -180,7 +180,7 @@ def test_a_link_inherits_what_it_does_not_say():
 
 
 def test_a_message_that_nobody_receives_is_refused():
-    with pytest.raises(mp.errors.ProgramError, match=r"loses a message: rank 0 does >C0@1, and nobody receives it"):
+    with pytest.raises(mp.errors.ProgramError, match=r"loses a message: rank 0 does >C0@1, and no rank receives it"):
         mp.simulate(program(">C0@1", "", goal="all-reduce of 1 slice"))
 
 

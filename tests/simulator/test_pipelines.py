@@ -43,13 +43,13 @@ def test_one_f_one_b(ranks, more, f, i, w):
     assert trace.peak_activations == [min(microbatches, ranks - rank) for rank in range(ranks)]
 
 
-@given(ranks=st.integers(1, 5), rounds=st.integers(1, 4), chunks=st.integers(1, 4), f=times, i=times, w=times)
-def test_interleaved(ranks, rounds, chunks, f, i, w):
-    """A cost is that of one chunk, a whole rank's is `chunks` times that: (p−1)(F+B)/v of a rank is (p−1)(f+b)."""
-    trace = simulate("interleaved", ranks, rounds * ranks, f, i, w, chunks=chunks)
+@given(ranks=st.integers(1, 5), rounds=st.integers(1, 4), stages_per_rank=st.integers(1, 4), f=times, i=times, w=times)
+def test_interleaved(ranks, rounds, stages_per_rank, f, i, w):
+    """f, i and w are one stage's times, F and B a whole rank's, v times as long: (p−1)(F+B)/v is (p−1)(f+b)."""
+    trace = simulate("interleaved", ranks, rounds * ranks, f, i, w, stages_per_rank=stages_per_rank)
     assert trace.bubble == (ranks - 1) * (f + i + w)
-    most = 2 * (ranks - 1) + (chunks - 1) * ranks + 1
-    assert trace.peak_activations[0] == min(rounds * ranks * chunks, most)
+    most = 2 * (ranks - 1) + (stages_per_rank - 1) * ranks + 1
+    assert trace.peak_activations[0] == min(rounds * ranks * stages_per_rank, most)
 
 
 @given(ranks=ranks_, more=st.integers(0, 10), f=times, i=times, share=st.fractions(Fraction(1, 20), 1))
@@ -103,8 +103,8 @@ def test_the_numbers_everybody_knows():
     assert simulate("1f1b", 4, 8, 1, 1, 1).makespan == 33
 
 
-# schedule → its bubble with F = 3, I = 3, W = 2 (chunk times for the last two), and the activations that its ranks hold
-# at most; None where there are too few micro-batches for the formulas
+# schedule → its bubble with F = 3, I = 3, W = 2 a stage (interleaved and zbv have two a rank), and the activations
+# that its ranks hold at most; None where there are too few micro-batches for the formulas
 SWEPT = {
     "naive": lambda p, m: (m * (p - 1) * 8, [1] * p),
     "gpipe": lambda p, m: ((p - 1) * 8, [m] * p),

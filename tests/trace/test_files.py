@@ -1,5 +1,6 @@
 """Traces in files: what was written is read back, files of the old format too, and nonsense is refused."""
 
+import itertools
 import json
 import math
 
@@ -119,3 +120,37 @@ def test_nothing_recorded_lasts_forever():
     trace = recorded(1, [span(0, "forward", "forward", 0.0, math.inf)])
     with pytest.raises(ValueError, match="makes no sense"):
         Trace.from_json(trace.to_json())
+
+
+# ── Chrome's format ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_chrome_trace(tmp_path):
+    path = tmp_path / "trace.json"
+    trace = mp.simulate(mp.schedules.build("1f1b", 2, 2), mp.Costs(latency=1))
+    trace.to_chrome(path, seconds_per_unit=0.001)
+    entries = json.loads(path.read_text())["traceEvents"]
+    bars = [entry for entry in entries if entry["ph"] == "X"]
+    assert len(bars) == len(trace.events)
+    first = next(entry for entry in bars if entry["name"] == "F0.1")
+    assert (first["pid"], first["ts"], first["dur"]) == (0, 1000, 1000)
+    assert {entry["args"]["name"] for entry in entries if entry["name"] == "process_name"} == {"rank 0", "rank 1"}
+    starts = {entry["id"]: entry for entry in entries if entry["ph"] == "s"}
+    ends = {entry["id"]: entry for entry in entries if entry["ph"] == "f"}
+    assert starts.keys() == ends.keys()
+    assert len(starts) == sum(trace.messages_sent)
+    for number, start in starts.items():
+        assert ends[number]["ts"] >= start["ts"]
+        assert ends[number]["pid"] != start["pid"]
+
+
+def test_bars_of_one_row_do_not_overlap(tmp_path):
+    path = tmp_path / "trace.json"
+    mp.simulate(mp.schedules.build("zbv", 3, 6), mp.Costs(latency=2, seconds_per_byte=1)).to_chrome(path)
+    rows = {}
+    for entry in json.loads(path.read_text())["traceEvents"]:
+        if entry["ph"] == "X":
+            rows.setdefault((entry["pid"], entry["tid"]), []).append((entry["ts"], entry["ts"] + entry["dur"]))
+    for bars in rows.values():
+        bars.sort()
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(bars))

@@ -1,14 +1,11 @@
 """What is measured on a trace, from events small enough to check by hand."""
 
-import itertools
-import json
-
 import pytest
 
 import microparallel as mp
 from microparallel.program import Act, AllReduce, Backward, Bucket, Forward, Lane, Program, Recv, Send, TrainingStep
-from microparallel.trace import Event, Trace, compare, reasons
-from microparallel.trace.intervals import length, outside, union
+from microparallel.trace import Event, Trace, compare
+from microparallel.trace.intervals import length
 
 PROGRAM = Program("two", TrainingStep(2, 1), ((), ()))
 EVENTS = [
@@ -48,58 +45,6 @@ def test_an_empty_trace():
     assert (trace.makespan, trace.bubble, trace.bubble_async, trace.bubble_fraction) == (0, 0, 0, 0)
 
 
-def test_intervals():
-    assert union([(4, 5), (0, 1), (1, 2), (0, 1.5), (3, 3)]) == [(0, 2), (4, 5)]
-    assert outside([(0, 10)], [(1, 2), (4, 6)]) == [(0, 1), (2, 4), (6, 10)]
-    assert outside([(0, 2), (3, 5)], [(1, 4)]) == [(0, 1), (4, 5)]
-    assert outside([(1, 2)], [(0, 3)]) == []
-    assert length([(0, 1), (2, 5)]) == 4
-
-
-def test_reasons_for_waiting():
-    trace = mp.simulate(mp.schedules.build("1f1b", 3, 3), mp.Costs(latency=1))
-    found = {str(trace.events[place].op): reason for place, reason in reasons(trace).items()}
-    assert found["F1.0"] == "rank 1 waited for A0.0 from rank 0 before F1.0"
-    assert found["B0.0"] == "rank 0 waited for G0.0 from rank 1 before B0.0"
-    assert "F0.0" not in found
-    later = Trace([e._replace(start=e.start + 100, end=e.end + 100) for e in trace.events], trace.program)
-    assert reasons(later) == reasons(trace)
-    ddp = mp.simulate(mp.schedules.ddp(2, 1, 2), mp.Costs(latency=1))
-    words = {reason for place, reason in reasons(ddp).items() if str(ddp.events[place].op) == "S"}
-    assert words == {f"rank {rank} waited for the all-reduce of U0 before S" for rank in range(2)}
-
-
-def test_chrome_trace(tmp_path):
-    path = tmp_path / "trace.json"
-    trace = mp.simulate(mp.schedules.build("1f1b", 2, 2), mp.Costs(latency=1))
-    trace.to_chrome(path, seconds_per_unit=0.001)
-    entries = json.loads(path.read_text())["traceEvents"]
-    bars = [entry for entry in entries if entry["ph"] == "X"]
-    assert len(bars) == len(trace.events)
-    first = next(entry for entry in bars if entry["name"] == "F0.1")
-    assert (first["pid"], first["ts"], first["dur"]) == (0, 1000, 1000)
-    assert {entry["args"]["name"] for entry in entries if entry["name"] == "process_name"} == {"rank 0", "rank 1"}
-    starts = {entry["id"]: entry for entry in entries if entry["ph"] == "s"}
-    ends = {entry["id"]: entry for entry in entries if entry["ph"] == "f"}
-    assert starts.keys() == ends.keys()
-    assert len(starts) == sum(trace.messages_sent)
-    for number, start in starts.items():
-        assert ends[number]["ts"] >= start["ts"]
-        assert ends[number]["pid"] != start["pid"]
-
-
-def test_bars_of_one_row_do_not_overlap(tmp_path):
-    path = tmp_path / "trace.json"
-    mp.simulate(mp.schedules.build("zbv", 3, 6), mp.Costs(latency=2, seconds_per_byte=1)).to_chrome(path)
-    rows = {}
-    for entry in json.loads(path.read_text())["traceEvents"]:
-        if entry["ph"] == "X":
-            rows.setdefault((entry["pid"], entry["tid"]), []).append((entry["ts"], entry["ts"] + entry["dur"]))
-    for bars in rows.values():
-        bars.sort()
-        assert all(before[1] <= after[0] for before, after in itertools.pairwise(bars))
-
-
 def test_compare_puts_numbers_side_by_side():
     program = mp.schedules.build("1f1b", 4, 8)
     lines = {line.name: line for line in compare(mp.simulate(program), mp.simulate(program, mp.Costs(latency=1)))}
@@ -107,3 +52,37 @@ def test_compare_puts_numbers_side_by_side():
     assert lines["makespan"].ratio > 1
     assert lines["peak activations"].ratio == 1
     assert lines["exposed communication"].ratio == float("inf")
+
+
+# ── how much communication is hidden, counted by hand ─────────────────────────────────────────────────────────────────
+
+
+def made_up(*events):
+    program = Program("made up", TrainingStep(2, 2, ((1, 2), (0, 1))), ((), ()))
+    return mp.Trace([Event(rank, lane, op, start, end) for rank, lane, op, start, end in events], program)
+
+
+def talk(rank, bucket, start, end):
+    return rank, Lane.COMM, AllReduce(Bucket(bucket), "dp"), start, end
+
+
+def compute(rank, op, start, end):
+    return rank, Lane.COMPUTE, op, start, end
+
+
+def test_a_share_is_counted_over_all_ranks_and_overlapping_messages_once():
+    trace = made_up(
+        compute(0, Forward(0, 0), 0, 2),
+        compute(0, Backward(0, 0), 2, 6),
+        talk(0, 0, 4, 7),  # 2 of 3 hidden
+        talk(0, 1, 5, 9),  # 1 of 4, most of which the first one covers
+        compute(1, Backward(0, 1), 0, 10),
+        talk(1, 0, 5, 8),
+    )
+    assert [length(times) for times in trace.communicating] == [5, 3]
+    assert trace.exposed_communication == [3, 0]
+    assert trace.hidden_share == pytest.approx(1 - 3 / 8)
+
+
+def test_without_communication_nothing_is_exposed():
+    assert made_up(compute(0, Forward(0, 0), 0, 1)).hidden_share == 1

@@ -47,7 +47,7 @@ def alone(pool, tmp_path_factory):
         {"dp": 2, "pp": 2, "microbatches": 4, "recompute": True},
         {"dp": 2, "pp": 1, "schedule": "gpipe"},
         {"pp": 2, "schedule": "zbv", "balance": "1,2,1,2"},
-        {"pp": 2, "schedule": "interleaved", "chunks": 3, "balance": "time"},
+        {"pp": 2, "schedule": "interleaved", "stages_per_rank": 3, "balance": "time"},
     ],
     ids=lambda layout: " ".join(f"{name}={value}" for name, value in layout.items()),
 )
@@ -199,7 +199,7 @@ class OwnLoss(nn.Module):
         ({"pp": 2, "strategy": "ddp"}, "--pp 2 makes a pipeline, and --strategy is ddp"),
         ({"pp": 2, "batch": 8, "microbatches": 9}, "try --microbatches 8, or --batch 9"),
         ({"pp": 2, "dp": 4, "batch": 3, "ranks": 1}, "--batch 3 is smaller than --dp 4"),
-        ({"pp": 2, "chunks": 2}, "--chunks 2 is for --schedule interleaved"),
+        ({"pp": 2, "stages_per_rank": 2}, "--stages-per-rank 2 is for --schedule interleaved"),
         ({"pp": 2, "balance": "3;4"}, "--balance 3;4: choose parameters or time"),
         ({"pp": 2, "accumulate": 4}, "try --microbatches"),
         ({"pp": 0}, "--pp 0: must be at least 1"),

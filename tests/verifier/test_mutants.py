@@ -242,8 +242,8 @@ def redirected(thing, program, chance):
     """An operation or a value, changed into one like it, or in one of its fields; perhaps to what does not exist."""
     if isinstance(thing, Slices | Part):
         start = chance.randint(0, program.goal.slices)
-        chunk = Slices(start, chance.randint(start + 1, program.goal.slices + 1))
-        return chance.choice((chunk, chunk, Part(chance.randint(0, program.world_size))))
+        slices = Slices(start, chance.randint(start + 1, program.goal.slices + 1))
+        return chance.choice((slices, slices, Part(chance.randint(0, program.world_size))))
     kinds = [kind for alike in ALIKE if isinstance(thing, alike) for kind in alike]
     if kinds and chance.random() < 0.3:
         return chance.choice(kinds)(thing.stage, thing.microbatch)

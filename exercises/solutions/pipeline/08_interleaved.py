@@ -1,10 +1,10 @@
-"""Several thin slices of the model on every rank.
+"""Several thin stages of the model on every rank.
 
-Cut the model into more stages than there are ranks: with v chunks a rank, rank r of p has the stages r, r + p, r + 2p,
-… A micro-batch goes round all ranks v times. Every stage is v times thinner, so the first micro-batch reaches the last
-rank v times sooner, and the bubble is v times smaller.
+Cut the model into more stages than there are ranks: with v stages a rank, rank r of p has stages r, r + p, r + 2p, …
+A micro-batch goes round all ranks v times: v laps. Every stage is v times thinner, so the first micro-batch reaches
+the last rank v times sooner, and the bubble is v times smaller.
 
-    2 ranks, 4 micro-batches, 2 chunks; F2.1 is stage 2 on micro-batch 1; rank 0 has stages 0 and 2, rank 1 has 1 and 3
+    2 ranks, 4 micro-batches, 2 stages a rank; F2.1 is stage 2 on micro-batch 1; rank 0 has 0 and 2, rank 1 has 1 and 3
     rank 0  F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1 …
     rank 1       F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 …
 
@@ -18,35 +18,36 @@ import microparallel as mp
 from microparallel.program import Program, TrainingStep, parse_op
 
 
-def visits(ranks: int, microbatches: int, chunks: int) -> list[tuple[int, int]]:
-    """The (chunk, micro-batch) of a rank's forwards, in order: micro-batches come in rounds of p.
+def visits(ranks: int, microbatches: int, stages_per_rank: int) -> list[tuple[int, int]]:
+    """The (lap, micro-batch) of a rank's forwards, in order: micro-batches come in rounds of p.
 
-    With 2 ranks, 4 micro-batches and 2 chunks: micro-batches 0 and 1 on chunk 0, the same on chunk 1; then 2 and 3 on
-    chunk 0, and on chunk 1. The number of micro-batches is a multiple of the number of ranks.
+    With 2 ranks, 4 micro-batches and 2 stages a rank: micro-batches 0 and 1 on lap 0, the same on lap 1; then 2 and 3
+    on lap 0, and on lap 1. The number of micro-batches is a multiple of the number of ranks.
     """
     # ┌ hole
-    #: raise NotImplementedError("in which order do a rank's chunks see the micro-batches?")
+    #: raise NotImplementedError("in which order do a rank's stages see the micro-batches?")
     return [
-        (chunk, turn * ranks + place)
-        for turn in range(microbatches // ranks)
-        for chunk in range(chunks)
-        for place in range(ranks)
+        (lap, m)
+        for first in range(0, microbatches, ranks)
+        for lap in range(stages_per_rank)
+        for m in range(first, first + ranks)
     ]
     # └
 
 
-def order(rank: int, ranks: int, microbatches: int, chunks: int) -> list[str]:
+def order(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> list[str]:
     """What a rank computes, in order: "F2.1" is the forward of stage 2 on micro-batch 1, "B2.1" its backward."""
     # ┌ hole
-    #: # The forwards, in the order of visits(…). Which stage is chunk c of this rank?
-    #: # The backwards, in the same order of micro-batches; but which of a rank's chunks does a gradient reach first?
+    #: # The forwards, in the order of visits(…). Which stage does this rank do on lap l?
+    #: # The backwards, in the same order of micro-batches; but which of a rank's stages does a gradient reach first?
     #: # And how many forwards come before the first "forward, then backward"? The first micro-batch has to go through
-    #: # all but the last chunk, which is p forwards each; then down to the last rank and back up again.
+    #: # all laps but the last, which is p forwards each; then down to the last rank and back up again.
     #: # Then return in_turn(forwards, backwards, warm_up).
     #: raise NotImplementedError("forwards, backwards, and the length of the warm-up")
-    forwards = [f"F{chunk * ranks + rank}.{m}" for chunk, m in visits(ranks, microbatches, chunks)]
-    backwards = [f"B{(chunks - 1 - chunk) * ranks + rank}.{m}" for chunk, m in visits(ranks, microbatches, chunks)]
-    warm_up = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
+    laps = visits(ranks, microbatches, stages_per_rank)
+    forwards = [f"F{lap * ranks + rank}.{m}" for lap, m in laps]
+    backwards = [f"B{(stages_per_rank - 1 - lap) * ranks + rank}.{m}" for lap, m in laps]
+    warm_up = (stages_per_rank - 1) * ranks + 2 * (ranks - 1 - rank)
     return in_turn(forwards, backwards, warm_up)
     # └
 
@@ -61,11 +62,10 @@ def in_turn(forwards: list[str], backwards: list[str], warm_up: int) -> list[str
 
 
 if __name__ == "__main__":
-    RANKS, MICROBATCHES, CHUNKS = 2, 4, 2
-    orders = [order(rank, RANKS, MICROBATCHES, CHUNKS) for rank in range(RANKS)]
-    program = Program(
-        "mine", TrainingStep(RANKS * CHUNKS, MICROBATCHES), tuple(tuple(map(parse_op, words)) for words in orders)
-    )
+    RANKS, MICROBATCHES, STAGES_PER_RANK = 2, 4, 2
+    orders = [order(rank, RANKS, MICROBATCHES, STAGES_PER_RANK) for rank in range(RANKS)]
+    goal = TrainingStep(RANKS * STAGES_PER_RANK, MICROBATCHES)
+    program = Program("mine", goal, tuple(tuple(map(parse_op, words)) for words in orders))
     program = mp.schedules.lower(program)
     mp.verify(program)
     print(mp.draw(program))

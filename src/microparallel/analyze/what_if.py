@@ -8,7 +8,18 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from microparallel.bench.messages import fit_line
-from microparallel.program import AllReduce, Bucket, Join, Met, Observed, Op, Send, TrainingStep, halves, is_meeting
+from microparallel.program import (
+    AllReduce,
+    Bucket,
+    Join,
+    MeetingOp,
+    Observed,
+    Op,
+    Send,
+    TrainingStep,
+    halves,
+    is_meeting,
+)
 from microparallel.schedules import PIPELINES, build
 from microparallel.simulator.fitted import Fitted, RecordedCosts, computes
 from microparallel.trace import kind_of
@@ -105,10 +116,10 @@ def _of_collectives(step: Fitted) -> Iterator[_Row]:
         yield DOUBLE_BUCKETS, advice, _rewritten(plain, lambda rows: _merged(rows, sums, line)).makespan, 1.0
 
 
-def gradient_sums(step: Fitted) -> list[Met]:
+def gradient_sums(step: Fitted) -> list[MeetingOp]:
     """The sums of gradients, in order: buckets; where no bucket has a name, all that was observed."""
     every = list(step.collectives)
-    buckets: list[Met] = [op for op in every if isinstance(op, AllReduce) and isinstance(op.value, Bucket)]
+    buckets: list[MeetingOp] = [op for op in every if isinstance(op, AllReduce) and isinstance(op.value, Bucket)]
     return buckets or [op for op in every if isinstance(op, Observed)]
 
 
@@ -136,7 +147,7 @@ def _fair_shares(step: Fitted) -> Fitted:
     return step.scaled(lambda rank, op: same / times[rank] if _grows(op) else 1.0)
 
 
-def _with_seconds(step: Fitted, seconds: dict[Met, float]) -> Fitted:
+def _with_seconds(step: Fitted, seconds: dict[MeetingOp, float]) -> Fitted:
     """The same, with other times of what ranks do together."""
     changed = dict(step.costs.seconds)
     for rank, ops in enumerate(step.program.ranks):
@@ -191,7 +202,7 @@ def _rewritten(step: Fitted, change: Callable[[list[_Timed]], list[_Timed]]) -> 
     )
 
 
-def _as_observed(step: Fitted) -> tuple[Fitted, dict[Met, Observed]]:
+def _as_observed(step: Fitted) -> tuple[Fitted, dict[MeetingOp, Observed]]:
     """The same step, in which sums have no values that anybody needs: the optimizer waits for all of them."""
     names = {op: Observed(str(op), "collective", 2 * number) for number, op in enumerate(step.collectives)}
 

@@ -41,7 +41,7 @@ def draw(
     name: programs.Name,
     ranks: programs.Ranks = None,
     microbatches: programs.Microbatches = None,
-    chunks: programs.Chunks = None,
+    stages_per_rank: programs.StagesPerRank = None,
     layers: programs.Layers = None,
     buckets: programs.Buckets = None,
     ranks_per_node: programs.RanksPerNode = None,
@@ -80,7 +80,7 @@ def draw(
     if text is None and (json or wanted):
         _require_no_text_flags({"--view": view, "--width": width})
     costs = (forward, backward_input, backward_weight, latency, seconds_per_byte, add_seconds_per_byte, bytes_per_value)
-    program = programs.load(name, ranks, microbatches, chunks, layers, buckets, ranks_per_node)
+    program = programs.load(name, ranks, microbatches, stages_per_rank, layers, buckets, ranks_per_node)
     _require_drawable(program)
     given = any(cost is not None for cost in costs) or bool(link)
     chosen = _view(view, program, costs_given=given)

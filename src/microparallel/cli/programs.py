@@ -34,7 +34,7 @@ Microbatches = Annotated[
     int | None,
     typer.Option(help="Micro-batches of a pipeline's batch.", show_default="8", rich_help_panel=_PROGRAM),
 ]
-Chunks = Annotated[
+StagesPerRank = Annotated[
     int | None,
     typer.Option(help="Stages a rank holds in interleaved.", show_default="2", rich_help_panel=_PROGRAM),
 ]
@@ -128,8 +128,8 @@ Links = Annotated[
 _SCHEDULES = schedules.PIPELINES | schedules.DATA_PARALLEL
 _COLLECTIVES = collectives.ALL_REDUCES | collectives.OTHERS
 # Beyond these a mistyped number would fill the memory.
-_MOST = {"ranks": 1024, "microbatches": 100_000, "chunks": 64, "layers": 10_000}
-_MOST_CELLS = 500_000  # ranks × micro-batches × chunks, or layers: about ten operations each
+_MOST = {"ranks": 1024, "microbatches": 100_000, "stages_per_rank": 64, "layers": 10_000}
+_MOST_CELLS = 500_000  # ranks × micro-batches × stages a rank, or layers: about ten operations each
 
 
 def _tell(note: str) -> None:
@@ -140,7 +140,7 @@ def load(
     name: str,
     ranks: int | None = None,
     microbatches: int | None = None,
-    chunks: int | None = None,
+    stages_per_rank: int | None = None,
     layers: int | None = None,
     buckets: int | None = None,
     ranks_per_node: int | None = None,
@@ -154,9 +154,14 @@ def load(
     `naive` is both a pipeline and an all-reduce: it is the pipeline if there are micro-batches. `pipeline:naive` and
     `all-reduce:naive` say it outright. A name wins over a file; `./ring` is always a file.
     """
-    options = {"chunks": chunks, "layers": layers, "buckets": buckets, "ranks_per_node": ranks_per_node}
+    options = {
+        "stages_per_rank": stages_per_rank,
+        "layers": layers,
+        "buckets": buckets,
+        "ranks_per_node": ranks_per_node,
+    }
     given = {option: number for option, number in options.items() if number is not None}
-    _require_not_too_many({"ranks": ranks, "microbatches": microbatches, "chunks": chunks, "layers": layers})
+    _require_not_too_many({"ranks": ranks, "microbatches": microbatches, **given})
     kind, _, short = name.rpartition(":")
     if (kind or _kind(name, microbatches, tell)) == "pipeline" and short in _SCHEDULES:
         if short in schedules.PIPELINES and microbatches is None:
@@ -170,17 +175,17 @@ def load(
         raise UsageError(_unknown(name))
     for option, number in {"ranks": ranks, "microbatches": microbatches, **given}.items():
         if number is not None:
-            raise ConfigError(f"--{option.replace('_', '-')} {number}: the program in {name} says that; leave it out")
+            raise ConfigError(f"{_flag(option)} {number}: the program in {name} says that; leave it out")
     return complete(read(Path(name)), name, tell) if completed else read(Path(name))
 
 
 def _require_not_too_many(given: dict[str, int | None]) -> None:
-    for name, number in given.items():
-        if number is not None and number > _MOST[name]:
-            raise ConfigError(f"--{name} {number}: at most {_MOST[name]} are built here")
-    cells = math.prod(number for number in given.values() if number is not None)
-    if cells > _MOST_CELLS:
-        flags = " ".join(f"--{name} {number}" for name, number in given.items() if number is not None)
+    numbers = {name: number for name, number in given.items() if number is not None and name in _MOST}
+    for name, number in numbers.items():
+        if number > _MOST[name]:
+            raise ConfigError(f"{_flag(name)} {number}: at most {_MOST[name]} are built here")
+    if math.prod(numbers.values()) > _MOST_CELLS:
+        flags = " ".join(f"{_flag(name)} {number}" for name, number in numbers.items())
         raise ConfigError(f"{flags}: that makes millions of operations, which would fill the memory; choose less")
 
 

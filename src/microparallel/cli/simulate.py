@@ -50,7 +50,7 @@ def simulate(
     names: Names,
     ranks: programs.Ranks = None,
     microbatches: programs.Microbatches = None,
-    chunks: programs.Chunks = None,
+    stages_per_rank: programs.StagesPerRank = None,
     layers: programs.Layers = None,
     buckets: programs.Buckets = None,
     ranks_per_node: programs.RanksPerNode = None,
@@ -87,7 +87,7 @@ def simulate(
     traces: list[Trace] = []
     shares: list[float] = []
     for name in names:
-        program = programs.load(name, ranks, microbatches, chunks, layers, buckets, ranks_per_node)
+        program = programs.load(name, ranks, microbatches, stages_per_rank, layers, buckets, ranks_per_node)
         wrong = programs.complaint(name, program)
         if wrong is not None:  # its numbers would mislead
             raise MicroparallelError(f"{name} is wrong: {wrong}")

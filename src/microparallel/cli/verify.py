@@ -29,7 +29,7 @@ def verify(
     name: programs.Name,
     ranks: programs.Ranks = None,
     microbatches: programs.Microbatches = None,
-    chunks: programs.Chunks = None,
+    stages_per_rank: programs.StagesPerRank = None,
     layers: programs.Layers = None,
     buckets: programs.Buckets = None,
     ranks_per_node: programs.RanksPerNode = None,
@@ -56,7 +56,9 @@ def verify(
     """
     if sends not in ("buffered", "rendezvous", "blocking"):
         raise ConfigError(f"--sends {sends}: choose buffered, rendezvous or blocking")
-    program = programs.load(name, ranks, microbatches, chunks, layers, buckets, ranks_per_node, completed=False)
+    program = programs.load(
+        name, ranks, microbatches, stages_per_rank, layers, buckets, ranks_per_node, completed=False
+    )
     error = None
     try:
         program = programs.complete(program, name)

@@ -54,7 +54,7 @@ OTHERS: dict[str, Callable[..., Program]] = {
 GroupKind = Literal[
     "all-reduce", "broadcast", "reduce", "all-gather", "reduce-scatter", "scatter", "gather", "all-to-all"
 ]
-# What a group does together, and by which algorithms: under each stands the name by which `build` knows its program.
+# For each collective, its algorithms, and the name by which `build` knows the program of each.
 ALGORITHMS: dict[GroupKind, dict[str, str]] = {
     "all-reduce": {name: name for name in ALL_REDUCES},
     "broadcast": {"tree": "broadcast", "direct": "direct-broadcast"},
@@ -76,7 +76,7 @@ _ON_A_NETWORK: dict[GroupKind, str] = {
     "gather": "direct",
     "all-to-all": "direct",
 }
-# Up to here one meeting of the ranks (gather-add) beats two (direct), though each rank adds more.
+# Up to this size gather-add, at which the ranks meet once, beats direct, at which they meet twice and add less.
 _LITTLE_BYTES = 512 * 2**10
 
 
@@ -85,7 +85,7 @@ def build(name: str, ranks: int, **options: int) -> Program:
 
     `ring`, `tree` and the like are all-reduces; `hierarchical` takes `ranks_per_node`. The others are
     `reduce-scatter`, `all-gather`, `broadcast`, `reduce`, `scatter`, `gather` and `all-to-all`; with `direct-` before
-    the first four, those that read straight from each other. `scatter`, `gather`, `broadcast`, `reduce`,
+    the first four, those in which any two ranks exchange directly. `scatter`, `gather`, `broadcast`, `reduce`,
     `direct-broadcast` and `direct-reduce` take `root`.
     """
     builders = ALL_REDUCES | OTHERS
@@ -120,7 +120,7 @@ def program_of(collective: GroupKind, algorithm: str, ranks: int, root: int | No
 def sent_by(
     collective: GroupKind, algorithm: str, ranks: int, root: int | None = None
 ) -> tuple[tuple[int, float], ...]:
-    """For each rank, how many messages it sends, and how many times as much as the whole tensor."""
+    """For each rank, how many messages it sends, and how many times the whole tensor that is."""
     program = program_of(collective, algorithm, ranks, root)
     assert isinstance(program.goal, Collective)
     slices = program.goal.slices
@@ -161,7 +161,7 @@ def resolve(collective: GroupKind, algorithm: str, ranks: int, size: float, tran
     | all others | ring: gloo's only one, and NCCL's for large | tree        | ring           | direct     |
     |            | values                                      |             |                |            |
 
-    Whoever runs a collective and whoever simulates it ask here.
+    The run and the simulator both ask here, so they take the same.
 
     Args:
         collective: what is done.

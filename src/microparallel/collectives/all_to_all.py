@@ -1,4 +1,4 @@
-"""Everybody has something of its own for everybody: the exchange, straight between any two ranks."""
+"""All-to-all: every rank has a slice for every other rank, and sends it there directly."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def all_to_all(ranks: int) -> Program:
     rank 2: >C7@1 >C6@0 <C2@0 <C5@1
     ```
 
-    So a rank begins with a row of a square, and ends with a column: the ranks transpose it. At step k everybody reads
-    from the rank k places further on, so that nobody is read by two at once.
+    So a rank begins with a row of a square, and ends with a column: the ranks transpose it. At step k each rank
+    receives from the rank k places further on, so no rank sends to two at once.
     """
     ops = tuple(_ops(rank, ranks) for rank in range(ranks))
     return Program("all-to-all", Collective("all-to-all", ranks * ranks), ops)

@@ -1,4 +1,4 @@
-"""Straight between any two ranks: made for shared memory, where everybody can read everybody."""
+"""Directly between any two ranks: made for shared memory, where each rank can read every other's tensor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _ALL = Slices(0, 1)
 
 
 def direct_all_reduce(ranks: int) -> Program:
-    """Each rank adds up its own slice from all others, then everybody fetches all sums.
+    """Each rank adds up its own slice from all others, then fetches the other sums.
 
     ```
     rank 0: >C2@2 >C1@1 <+C0@1 <+C0@2 | >C0@2 >C0@1 <C1@1 <C2@2
@@ -16,8 +16,8 @@ def direct_all_reduce(ranks: int) -> Program:
     rank 2: >C1@1 >C0@0 <+C2@0 <+C2@1 | >C2@1 >C2@0 <C0@0 <C1@1
     ```
 
-    As many bytes as a ring, but no hop waits for the one before. At step k everybody reads from the rank k places
-    further on, so that nobody is read by two at once.
+    As many bytes as a ring, but no hop waits for the one before. At step k each rank receives from the rank k
+    places further on, so no rank sends to two at once.
     """
     ops = [(*_reduce_mine(rank, ranks), *_fetch_others(rank, ranks)) for rank in range(ranks)]
     return Program("direct", Collective("all-reduce", ranks), tuple(ops))
@@ -30,13 +30,13 @@ def direct_reduce_scatter(ranks: int) -> Program:
 
 
 def direct_all_gather(ranks: int) -> Program:
-    """The second half: everybody fetches slice r from rank r."""
+    """The second half: every rank fetches slice r from rank r."""
     ops = [tuple(_fetch_others(rank, ranks)) for rank in range(ranks)]
     return Program("direct-all-gather", Collective("all-gather", ranks), tuple(ops))
 
 
 def direct_broadcast(ranks: int, root: int = 0) -> Program:
-    """Everybody reads from the root.
+    """Every other rank receives from the root.
 
     ```
     rank 0: >C0@1 >C0@2
@@ -51,7 +51,7 @@ def direct_broadcast(ranks: int, root: int = 0) -> Program:
 
 
 def direct_reduce(ranks: int, root: int = 0) -> Program:
-    """The root reads from everybody, and adds up.
+    """The root receives from every other rank, and adds up.
 
     ```
     rank 0: <+C0@1 <+C0@2
@@ -78,6 +78,6 @@ def _fetch_others(rank: int, ranks: int) -> list[Op]:
 
 
 def _neighbours(rank: int, ranks: int) -> tuple[list[int], list[int]]:
-    """Who reads from this rank, and from whom it reads, step by step."""
+    """The ranks that receive from this one, and those it receives from, step by step."""
     distances = range(1, ranks)
     return [(rank - distance) % ranks for distance in distances], [(rank + distance) % ranks for distance in distances]

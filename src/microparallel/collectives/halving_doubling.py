@@ -7,7 +7,7 @@ from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 
 
 def halving_doubling_all_reduce(ranks: int) -> Program:
-    """Halve: exchange half of what one is responsible for. Double: exchange the sums back, the other way round.
+    """Halve: exchange half of the slices still to be summed. Double: exchange the sums, in the opposite order.
 
     ```
     rank 0: >C2:4@2 <+C0:2@2 >C1@1 <+C0@1 | >C0@1 <C1@1 >C0:2@2 <C2:4@2

@@ -39,7 +39,7 @@ def _owner(node: list[int], share: int) -> int:
 def _inside(ops: list[list[Op]], nodes: list[list[int]], shares: int, *, reduce: bool) -> None:
     """Bring each share to its owner in the node, added up; or, on the way back, from its owner to the others.
 
-    At step k a rank deals with the rank k places further on, so that nobody is dealt with by two at once.
+    At step k a rank sends to the rank k places further on, so no rank receives from two at once.
     """
     for node in nodes:
         for distance in range(1, len(node)):
@@ -48,12 +48,12 @@ def _inside(ops: list[list[Op]], nodes: list[list[int]], shares: int, *, reduce:
                 mine = [_share(share, len(nodes)) for share in range(shares) if _owner(node, share) == rank]
                 if reduce:
                     theirs = [_share(share, len(nodes)) for share in range(shares) if _owner(node, share) == ahead]
-                    ops[rank] += [Send(chunk, ahead) for chunk in theirs]
-                    ops[rank] += [Recv(chunk, behind, reduce=True) for chunk in mine]
+                    ops[rank] += [Send(slices, ahead) for slices in theirs]
+                    ops[rank] += [Recv(slices, behind, reduce=True) for slices in mine]
                 else:
                     theirs = [_share(share, len(nodes)) for share in range(shares) if _owner(node, share) == behind]
-                    ops[rank] += [Send(chunk, ahead) for chunk in mine]
-                    ops[rank] += [Recv(chunk, behind) for chunk in theirs]
+                    ops[rank] += [Send(slices, ahead) for slices in mine]
+                    ops[rank] += [Recv(slices, behind) for slices in theirs]
 
 
 def _share(share: int, nodes: int) -> Slices:

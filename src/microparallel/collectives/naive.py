@@ -1,4 +1,4 @@
-"""Everybody to the root, and back: the all-reduce one would write first, and the slowest."""
+"""All ranks send to rank 0, which sends the sum back: the all-reduce one would write first, and the slowest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _ALL = Slices(0, 1)
 
 
 def naive_all_reduce(ranks: int) -> Program:
-    """Rank 0 adds up what everybody sends it, one after another, and sends the sum to each.
+    """Rank 0 adds up what the other ranks send, one after another, and sends the sum to each.
 
     ```
     rank 0: <+C0@1 <+C0@2 >C0@1 >C0@2

@@ -33,7 +33,7 @@ def ring_all_gather(ranks: int) -> Program:
 
 
 def _pass_on(rank: int, ranks: int, first: int, *, reduce: bool) -> list[Op]:
-    """Pass slices to the next rank, beginning with slice rank + `first`; with `reduce`, adding one's own to each."""
+    """Pass slices to the next rank, beginning with slice rank + `first`; with `reduce`, add this rank's own to each."""
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     ops: list[Op] = []
     for step in range(ranks - 1):

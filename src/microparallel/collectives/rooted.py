@@ -1,4 +1,4 @@
-"""Scatter and gather, straight between the root and the others."""
+"""Scatter and gather: messages between the root and each other rank directly."""
 
 from __future__ import annotations
 

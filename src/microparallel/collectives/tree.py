@@ -34,7 +34,7 @@ def tree_all_reduce(ranks: int) -> Program:
 
 
 def _rooted(walk: Callable[[int, int], list[Send | Recv]], ranks: int, root: int) -> tuple[tuple[Op, ...], ...]:
-    """What the ranks do whose tree has this root: rank 0's part, and every other's, some places further on."""
+    """The operations of all ranks in a tree with this root: each plays the part of the rank `root` places before it."""
     parts = (walk((rank - root) % ranks, ranks) for rank in range(ranks))
     return tuple(tuple(_moved(op, root, ranks) for op in part) for part in parts)
 
@@ -52,7 +52,7 @@ def _up(rank: int, ranks: int) -> list[Send | Recv]:
 
 
 def _moved(op: Send | Recv, by: int, ranks: int) -> Op:
-    """The same message, each rank played by one some places further on."""
+    """The same message between the ranks `by` places further on."""
     if isinstance(op, Send):
         return Send(op.value, (op.to + by) % ranks)
     return Recv(op.value, (op.source + by) % ranks, reduce=op.reduce)

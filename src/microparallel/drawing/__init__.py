@@ -1,4 +1,4 @@
-"""Show it: a program or a trace as text, as an SVG figure, or as a page to explore."""
+"""Drawings: a program or a trace as text, as an SVG figure, or as a page to explore."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Literal, get_args
 
 from microparallel.drawing.clock import clock
 from microparallel.drawing.heading import head_of
-from microparallel.drawing.hop_table import hop_table
-from microparallel.drawing.hops import hops_of
+from microparallel.drawing.hops import hop_table, hops_of
 from microparallel.drawing.html import page
 from microparallel.drawing.lines import NARROWEST, Line, Segment, coloured, plain
 from microparallel.drawing.parts import parts_figure, parts_text
@@ -47,8 +46,7 @@ def draw(
     """Draw a program or a trace, and return the drawing.
 
     Args:
-        program_or_trace: a program, which is simulated first; or a trace: what happened, whether or not anybody knows
-            the program of it.
+        program_or_trace: a program, which is simulated first; or a trace, with or without a program.
         as_: "text" for a terminal, "svg" for a figure, "html" for a page that needs nothing else: a schedule says why
             each operation waited, and a collective can be stepped through hop by hop.
         view: of a text; "timeline" (with an honest time axis), "clock" (a schedule tick by tick: which stage works on

@@ -11,9 +11,10 @@ tick  3 │ ·       │ ┊       │
 
 from __future__ import annotations
 
-from microparallel.drawing.heading import head_of, key_to
+from microparallel.drawing.heading import head_of
 from microparallel.drawing.kinds import Naming, kind_of, naming_of
-from microparallel.drawing.lines import Line, Segment, flow, prose
+from microparallel.drawing.legend import Entry, legend_text, of_kind
+from microparallel.drawing.lines import Line, Segment, prose
 from microparallel.program import Program
 from microparallel.simulator import Costs, simulate
 from microparallel.trace import Event, Trace
@@ -65,9 +66,8 @@ def _cell(doing: tuple[Event, bool] | None, width: int, rank: int, naming: Namin
 
 def _notes(trace: Trace, shown: int, width: int | None) -> list[Line]:
     kinds = dict.fromkeys(kind_of(event.operation) for events in trace.compute for event in events)
-    meanings = (f"{_GOES_ON} goes on", "· idle", "the numbers are stage.micro-batch")
-    entries = [*map(key_to, kinds), *([Segment(meaning, style="dim")] for meaning in meanings)]
-    notes = flow(entries, "   ", width)
+    signs = ((_GOES_ON, "goes on"), ("·", "idle"), ("", "the numbers are stage.micro-batch"))
+    notes = legend_text([*map(of_kind, kinds), *(Entry(*sign, quiet=True) for sign in signs)], width)
     if shown < trace.followed.world_size:
         missing = f"ranks {shown} to {trace.followed.world_size - 1} do not fit: a greater width shows them"
         notes += prose(missing, width, style="dim")

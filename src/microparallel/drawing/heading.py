@@ -1,12 +1,10 @@
-"""The lines around a drawing: what it is and what it measures, what it cannot show, and what the colours mean."""
+"""The words around a drawing: what it shows, what is measured on it, and what it leaves out."""
 
 from __future__ import annotations
 
 from collections import Counter
-from itertools import groupby
 
-from microparallel.drawing.kinds import Kind, kind_of
-from microparallel.drawing.lines import Line, Segment
+from microparallel.drawing.kinds import kind_of
 from microparallel.drawing.rows import Rows
 from microparallel.program import Collective, Forward, ForwardStages, Program, TrainingStep
 from microparallel.program.rules import halves
@@ -64,33 +62,6 @@ def per_rank(numbers: list[int]) -> str:
     if len(numbers) <= _FEW:
         return " ".join(map(str, numbers))
     return f"{min(numbers)} to {max(numbers)}" if min(numbers) != max(numbers) else f"{numbers[0]} on every rank"
-
-
-def durations(rows: Rows) -> dict[Kind, str]:
-    """How long the operations of each kind take: `2`, or `1 to 3`."""
-    times: dict[Kind, list[float]] = {kind: [] for kind in rows.kinds}
-    for cell in rows.cells:
-        times[cell.kind].append(cell.duration)
-    return {
-        kind: " to ".join(word for word, _ in groupby(map(short, (min(lengths), max(lengths)))))
-        for kind, lengths in times.items()
-    }
-
-
-def key_to(kind: Kind, words: str = "") -> Line:
-    """One entry of a legend."""
-    return [Segment(f" {kind.letter} ", kind), Segment(f" {kind.word} {words}".rstrip())]
-
-
-def legend_of(rows: Rows, *, short_names: bool) -> list[Line]:
-    """Which letter is what, and how long it takes; one entry after another."""
-    if not rows.cells:
-        return []
-    entries = [key_to(kind, time) for kind, time in durations(rows).items()]
-    entries.append([Segment("· idle", style="dim")])
-    if any(kind.letter.isalpha() for kind in rows.kinds):
-        entries.append([Segment(rows.naming.meaning(short=short_names))])
-    return entries
 
 
 def notes_of(rows: Rows) -> list[str]:

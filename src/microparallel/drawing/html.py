@@ -1,38 +1,122 @@
-"""A collective's hops as plain data, for the page that steps through them."""
+"""A page to explore, in one file: a schedule's timeline, or a collective to step through hop by hop.
+
+Everything is computed here; the page's scripts only show it. The page forbids itself any use of a network.
+"""
 
 from __future__ import annotations
 
 from importlib.resources import files
 from typing import Any
 
-from microparallel.drawing.heading import durations, head_of, metrics_of, notes_of, notes_on_colour, title_of
-from microparallel.drawing.hops import Held, Hop, Message, Symbol, complete, hops_of
+from microparallel.drawing.heading import head_of, metrics_of, notes_of, notes_on_colour, title_of
+from microparallel.drawing.hops import Contributions, Held, Hop, Transfer, complete, hops_of
+from microparallel.drawing.legend import legend_page, of_rows
+from microparallel.drawing.markup import Markup, data_script, element, joined, svg
 from microparallel.drawing.rows import Rows, rows_of
-from microparallel.drawing.svg import (
-    Layout,
-    Markup,
-    axis,
-    axis_name,
-    data_script,
-    element,
-    gutter_of,
-    joined,
-    lay_out,
-    marks,
-    row_names,
-    svg,
-)
+from microparallel.drawing.svg import Layout, axis, axis_name, gutter_of, lay_out, marks, row_names
 from microparallel.errors import UsageError
 from microparallel.program import Add, Collective, Program, Slices, Value
 from microparallel.text import count
 from microparallel.trace import Trace
+
+_WIDEST, _TOP, _AXIS, _SIDE = 20000.0, 12.0, 26.0, 16.0
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+
+
+def page(trace: Trace) -> str:
+    """Draw a trace as a page that needs nothing else, neither files nor a network."""
+    rows = rows_of(trace)
+    if isinstance(trace.followed.goal, Collective):
+        steps = steps_of(trace.followed)
+        figures = [*_stepping(), element("h2", "In time"), *_timeline(rows, interactive=False)]
+        return _document(trace, figures, "collective.js", steps)
+    hint = element("p", "Point at a cell, or walk with the arrow keys: what it is, and why it waited.", class_="quiet")
+    details = element("div", hint, class_="details", aria_live="polite")
+    return _document(trace, [*_timeline(rows, interactive=True), details], "schedule.js", None)
+
+
+def _document(trace: Trace, figures: list[Markup], script: str, data: dict[str, Any] | None) -> str:
+    head = joined(
+        Markup('<meta charset="utf-8">'),
+        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
+        Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
+        element("title", title_of(trace.followed)),
+        _raw("style", _resource("page.css")),
+    )
+    parts = [element("h1", title_of(trace.followed)), _metrics(trace), *figures]
+    if data is not None:
+        parts.append(data_script(data))
+    body = joined(*parts, _raw("script", _resource(script)))
+    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
+
+
+def _timeline(rows: Rows, *, interactive: bool) -> list[Markup]:
+    """The names of the ranks, which stay, beside the timeline, which scrolls; and the legend."""
+    layout = lay_out(rows, left=_SIDE, top=_TOP, widest=_WIDEST)
+    gutter, height = gutter_of(rows), layout.bottom + _AXIS
+    names = svg(
+        joined(row_names(rows, layout), axis_name(layout, gutter)), gutter, height, role="presentation", label=""
+    )
+    body = joined(axis(layout), marks(rows, layout, interactive=interactive))
+    chart = svg(body, _width(layout), height, role="group", label=head_of(rows.trace))
+    scroll = element("div", chart, class_="scroll", tabindex=None if interactive else 0)
+    legend = legend_page(of_rows(rows), [*notes_on_colour(rows), *notes_of(rows)])
+    return [element("div", names, scroll, class_="chart"), *legend]
+
+
+def _width(layout: Layout) -> float:
+    return layout.right + _SIDE
+
+
+def _metrics(trace: Trace) -> Markup:
+    entries = [element("div", element("dt", name), element("dd", value)) for name, value in metrics_of(trace).items()]
+    return element("dl", *entries, class_="metrics")
+
+
+def _stepping() -> list[Markup]:
+    """The frame that `collective.js` fills: a picture, controls, and what happens in words."""
+    buttons = [
+        element("button", text, type="button", id=name, aria_label=label)
+        for name, text, label in (
+            ("back", "‹ Back", "previous hop"),
+            ("play", "▶ Play", "play or pause"),
+            ("forward", "Next ›", "next hop"),
+        )
+    ]
+    slider = Markup('<input type="range" min="0" value="0" step="1" aria-label="hop">')
+    meaning = (
+        "A card is what a rank holds: a line for each slice of the tensor, a square for each rank whose contribution "
+        "is in it. A framed slice is complete; a dot marks what has just changed. Yellow messages are added to what is "
+        "there, the others replace it."
+    )
+    words = element(
+        "div",
+        Markup('<p class="hop" aria-live="polite"></p>'),
+        element("div", *buttons, slider, class_="controls"),
+        Markup('<ul class="moves"></ul>'),
+        element("p", meaning, class_="quiet"),
+        class_="side",
+    )
+    picture = Markup('<svg class="circle" role="img" aria-label="ranks on a circle, and who sends what to whom"></svg>')
+    return [element("div", picture, words, class_="stage")]
+
+
+def _raw(tag: str, content: str) -> Markup:
+    return Markup(f"<{tag}>\n{content}</{tag}>")
+
+
+def _resource(name: str) -> str:
+    return files("microparallel.drawing").joinpath(name).read_text(encoding="utf-8")
+
+
+# ── a collective's hops as plain data, for collective.js ──────────────────────────────────────────────────────────────
 
 _MOST_RANKS = 64
 _MOST_CELLS = 2_000_000  # moments × ranks × slices: some megabytes
 
 
 def steps_of(program: Program) -> dict[str, Any]:
-    """What happens in each hop, and what everybody holds before the first and after each.
+    """What happens in each hop, and what every rank holds before the first and after each.
 
     | key        | what it is                                                                                   |
     |------------|----------------------------------------------------------------------------------------------|
@@ -79,11 +163,11 @@ class _Sets:
     """Every set of contributions that occurs, once: a ring of 64 has half a million slices, and few different ones."""
 
     def __init__(self) -> None:
-        self.symbols: list[Symbol] = []
+        self.symbols: list[Contributions] = []
         self._places: dict[tuple[tuple[int, int], ...], int] = {}
         self._known: dict[int, int] = {}  # by identity, since most slices are the very same object as a hop before
 
-    def place(self, symbol: Symbol) -> int:
+    def place(self, symbol: Contributions) -> int:
         if id(symbol) not in self._known:
             key = tuple(sorted(symbol.items()))
             if key not in self._places:
@@ -93,7 +177,7 @@ class _Sets:
         return self._known[id(symbol)]
 
 
-def _as_list(symbol: Symbol) -> list[int]:
+def _as_list(symbol: Contributions) -> list[int]:
     return [rank for rank, times in sorted(symbol.items()) for _ in range(times)]
 
 
@@ -101,7 +185,7 @@ def _parts(held: Held) -> list[int]:
     return sorted(held.parts)
 
 
-def _message(message: Message) -> dict[str, Any]:
+def _message(message: Transfer) -> dict[str, Any]:
     adds = message.receive.reduce
     value = f"{'+' if adds else ''}{message.send.value}"
     return {"from": message.sender, "to": message.receiver, "value": value, "adds": adds}
@@ -110,9 +194,9 @@ def _message(message: Message) -> dict[str, Any]:
 def _words(hop: Hop) -> list[str]:
     said = []
     for message in hop.messages:
-        deed = "adds it" if message.receive.reduce else "keeps it"
+        then = "adds it" if message.receive.reduce else "keeps it"
         what = _name(message.send.value)
-        said.append(f"rank {message.sender} sends {what} to rank {message.receiver}, which {deed}")
+        said.append(f"rank {message.sender} sends {what} to rank {message.receiver}, which {then}")
     for rank, ops in enumerate(hop.ops):
         added = [f"{op.value} to {op.into}" for op in ops if isinstance(op, Add)]
         if added:
@@ -126,106 +210,3 @@ def _name(value: Value) -> str:
     if len(value) == 1:
         return f"slice {value.start}"
     return f"slices {value.start} to {value.stop - 1}"
-
-
-# A page to explore, in one file: a schedule's timeline, or a collective to step through hop by hop.
-#
-# Everything is computed here; the page's scripts only show it. The page forbids itself any use of a network.
-
-
-_WIDEST, _TOP, _AXIS, _SIDE = 20000.0, 12.0, 26.0, 16.0
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-
-
-def page(trace: Trace) -> str:
-    """Draw a trace as a page that needs nothing else, neither files nor a network."""
-    rows = rows_of(trace)
-    if isinstance(trace.followed.goal, Collective):
-        steps = steps_of(trace.followed)
-        figures = [*_stepping(), element("h2", "In time"), *_timeline(rows, interactive=False)]
-        return _document(trace, figures, "collective.js", steps)
-    hint = element("p", "Point at a cell, or walk with the arrow keys: what it is, and why it waited.", class_="quiet")
-    details = element("div", hint, class_="details", aria_live="polite")
-    return _document(trace, [*_timeline(rows, interactive=True), details], "schedule.js", None)
-
-
-def _document(trace: Trace, figures: list[Markup], script: str, data: dict[str, Any] | None) -> str:
-    head = joined(
-        Markup('<meta charset="utf-8">'),
-        Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-        Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
-        element("title", title_of(trace.followed)),
-        _raw("style", _resource("page.css")),
-    )
-    parts = [element("h1", title_of(trace.followed)), _metrics(trace), *figures]
-    if data is not None:
-        parts.append(data_script(data))
-    body = joined(*parts, _raw("script", _resource(script)))
-    return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
-
-
-def _timeline(rows: Rows, *, interactive: bool) -> list[Markup]:
-    """The names of the ranks, which stay, beside the timeline, which scrolls; and the legend."""
-    layout = lay_out(rows, left=_SIDE, top=_TOP, widest=_WIDEST)
-    gutter, height = gutter_of(rows), layout.bottom + _AXIS
-    names = svg(
-        joined(row_names(rows, layout), axis_name(layout, gutter)), gutter, height, role="presentation", label=""
-    )
-    body = joined(axis(layout), marks(rows, layout, interactive=interactive))
-    chart = svg(body, _width(layout), height, role="group", label=head_of(rows.trace))
-    scroll = element("div", chart, class_="scroll", tabindex=None if interactive else 0)
-    return [element("div", names, scroll, class_="chart"), *_legend(rows)]
-
-
-def _width(layout: Layout) -> float:
-    return layout.right + _SIDE
-
-
-def _metrics(trace: Trace) -> Markup:
-    entries = [element("div", element("dt", name), element("dd", value)) for name, value in metrics_of(trace).items()]
-    return element("dl", *entries, class_="metrics")
-
-
-def _legend(rows: Rows) -> list[Markup]:
-    entries = [
-        element("li", Markup(f'<i style="background:{kind.fill}"></i>'), f"{kind.letter} {kind.word}, {time}")
-        for kind, time in durations(rows).items()
-    ]
-    notes = [element("p", note, class_="quiet") for note in (*notes_on_colour(rows), *notes_of(rows))]
-    return [element("ul", *entries, class_="legend"), *notes] if entries else notes
-
-
-def _stepping() -> list[Markup]:
-    """The frame that `collective.js` fills: a picture, controls, and what happens in words."""
-    buttons = [
-        element("button", text, type="button", id=name, aria_label=label)
-        for name, text, label in (
-            ("back", "‹ Back", "previous hop"),
-            ("play", "▶ Play", "play or pause"),
-            ("forward", "Next ›", "next hop"),
-        )
-    ]
-    slider = Markup('<input type="range" min="0" value="0" step="1" aria-label="hop">')
-    meaning = (
-        "A card is what a rank holds: a line for each slice of the tensor, a square for each rank whose contribution "
-        "is in it. A framed slice is complete; a dot marks what has just changed. Yellow messages are added to what is "
-        "there, the others replace it."
-    )
-    words = element(
-        "div",
-        Markup('<p class="hop" aria-live="polite"></p>'),
-        element("div", *buttons, slider, class_="controls"),
-        Markup('<ul class="moves"></ul>'),
-        element("p", meaning, class_="quiet"),
-        class_="side",
-    )
-    picture = Markup('<svg class="circle" role="img" aria-label="ranks on a circle, and who sends what to whom"></svg>')
-    return [element("div", picture, words, class_="stage")]
-
-
-def _raw(tag: str, content: str) -> Markup:
-    return Markup(f"<{tag}>\n{content}</{tag}>")
-
-
-def _resource(name: str) -> str:
-    return files("microparallel.drawing").joinpath(name).read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
-"""The kinds of operations, and how each looks: one letter, one word, one colour.
+"""The kinds of operations, and how each looks: one letter, one word, one colour; and its name in a cell.
 
-The colours are those of Okabe and Ito, which people who see colours differently can tell apart. They are fills with
+The colours are those of Okabe and Ito, which colour-blind readers can distinguish. They are fills with
 dark or white ink of their own, so they stand on a light page as well as on a dark one.
 """
 
@@ -107,12 +107,12 @@ def shaded(colour: str, shade: int) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * paler):02x}" for part in parts)
 
 
-# What stands in a cell: as much of an operation's name as a reader needs, and shorter forms for narrow cells.
+# ── names in cells: as much as a reader needs, and shorter forms for narrow cells ───────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """Which numbers tell a rank's operations apart: if it has only one stage, the micro-batch is enough.
+    """Which numbers distinguish a rank's operations: if it has only one stage, the micro-batch is enough.
 
     | a rank has                              | full form   | short form | letter |
     |-----------------------------------------|-------------|------------|--------|
@@ -181,7 +181,7 @@ class Naming:
 
 
 def naming_of(program: Program) -> Naming:
-    """Find out which numbers tell the operations of each rank apart."""
+    """Find out which numbers distinguish the operations of each rank."""
     if isinstance(program.goal, Collective):
         return Naming(several_stages=False, several_microbatches=False, stages=((),) * program.world_size)
     stages: list[tuple[int, ...]] = []

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Segment(NamedTuple):
-    """A piece of a line; `kind` gives its colour, `style` is one of rich's for what is no operation."""
+    """A piece of a line: `kind` gives the colour of an operation, `style` (one of rich's) that of other text."""
 
     text: str
     kind: Kind | None = None
@@ -20,7 +20,7 @@ class Segment(NamedTuple):
 
 
 Line = list[Segment]
-WIDEST = 400  # columns of a drawing for which nobody asked a width
+WIDEST = 400  # columns of a drawing without a given width
 NARROWEST = 40
 
 
@@ -47,7 +47,7 @@ def width_of(line: Line) -> int:
 
 
 def clipped(line: Line, width: int) -> Line:
-    """As much of a line as fits; a dot of three says that there was more."""
+    """As much of a line as fits; an ellipsis (…) says that there was more."""
     kept: Line = []
     room = width - 1
     if width_of(line) <= width:

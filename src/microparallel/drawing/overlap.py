@@ -1,4 +1,4 @@
-"""A data-parallel step bucket by bucket: how each fills while backward runs, when it leaves, when it is back.
+"""A data-parallel step bucket by bucket: how each fills while backward runs, and when its all-reduce begins and ends.
 
 ```
 rank 0      │forward    │B3    │B2    │B1    │B0    │
@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from microparallel.drawing.kinds import BACKWARD, FORWARD, Kind, kind_of
-from microparallel.drawing.lines import NARROWEST, Line, Segment, coloured, flow, plain, prose
-from microparallel.drawing.rows import from_zero
-from microparallel.drawing.scale import round_step
-from microparallel.drawing.svg import (
+from microparallel.drawing.legend import Entry, legend_figure, legend_text
+from microparallel.drawing.lines import NARROWEST, Line, Segment, coloured, plain, prose
+from microparallel.drawing.markup import (
     BASELINE,
     CHARACTER,
     FAINT,
@@ -34,11 +33,13 @@ from microparallel.drawing.svg import (
     label,
     svg,
 )
+from microparallel.drawing.rows import from_zero
+from microparallel.drawing.scale import round_step
 from microparallel.errors import UsageError
 from microparallel.program import AllReduce, Backward, Bucket, Forward, ForwardStages, TrainingStep
 from microparallel.text import count, short, show_percent, show_seconds
 from microparallel.trace import Event, Trace
-from microparallel.trace.intervals import Span, length, outside, union
+from microparallel.trace.intervals import Interval, length, outside, union
 
 __all__ = ["BucketRow", "RankRows", "coloured", "draw_overlap", "overlap_lines", "rows_by_bucket"]
 
@@ -60,19 +61,19 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class BucketRow:
-    """One bucket of one rank, from its first gradient until it is back."""
+    """One bucket of one rank, from its first gradient until its sum is there."""
 
     name: str
-    ready: tuple[float, ...]  # when each layer's gradients were
+    ready: tuple[float, ...]  # when each layer had its gradients
     full: float
-    start: float  # full, its turn, and all ranks there
+    start: float  # when it was full, the buckets before it were done, and all ranks had come
     end: float
-    exposed: tuple[Span, ...]  # while the rank computed nothing
+    exposed: tuple[Interval, ...]  # while the rank computed nothing
 
 
 @dataclass(frozen=True, slots=True)
 class RankRows:
-    """One rank: what it computes, and its buckets in the order in which they leave."""
+    """One rank: what it computes, and its buckets in the order of their all-reduces."""
 
     rank: int
     computed: list[Computed]
@@ -120,18 +121,20 @@ def heading(trace: Trace, *, seconds: bool) -> list[str]:
     """What the step is, how long it took, and how much communication was hidden."""
     ranks, messages = trace.followed.world_size, len(trace.followed.all_reduces())
     title = f"{trace.followed.name} · {count(ranks, 'rank')} · {count(messages, 'all-reduce')}"
-    talking = max(length(times) for times in trace.communicating)
-    hidden = f"communication {time_text(talking, seconds=seconds)}, {show_percent(trace.hidden_share)} of it hidden"
+    communicating = max(length(times) for times in trace.communicating)
+    hidden = (
+        f"communication {time_text(communicating, seconds=seconds)}, {show_percent(trace.hidden_share)} of it hidden"
+    )
     return [title, f"step {time_text(trace.makespan, seconds=seconds)}", hidden]
 
 
 def time_text(time: float, *, seconds: bool) -> str:
-    """A length of time as a reader wants it."""
+    """A length of time in words: in seconds or milliseconds, or without a unit."""
     return show_seconds(time) if seconds else short(time)
 
 
 def _computed(events: list[Event]) -> list[Computed]:
-    """The forward as a whole, for it is the backward that the buckets leave from."""
+    """The forward as one stretch, then each backward: buckets leave during the backward."""
     forwards = [event for event in events if isinstance(event.op, Forward | ForwardStages) and event.duration > 0]
     stretches = [Computed("forward", FORWARD, forwards[0].start, max(f.end for f in forwards))] if forwards else []
     for event in events:
@@ -160,8 +163,26 @@ def _name(index: int, goal: TrainingStep) -> str:
 
 
 def _one_by_one(goal: TrainingStep) -> bool:
-    """Whether every gradient travels by itself: then it is the gradient that has a number, not a bucket or a layer."""
+    """Whether every bucket holds one gradient: then its row is named by the gradient's number."""
     return all(stop == start + 1 for start, stop in goal.buckets)
+
+
+def _legend(trace: Trace) -> list[Entry]:
+    goal = trace.followed.goal
+    singly = isinstance(goal, TrainingStep) and _one_by_one(goal)
+    what = "0 (layer, or weight)" if singly else "layer 0"
+    line = element("line", x1=0, x2=16, y1=6, y2=6, stroke=HIDDEN.fill, stroke_width=1.5)
+    return [
+        Entry("│B0 ", f"backward of {what}", BACKWARD),
+        Entry("•", "its gradient is ready", mark=_dot(8, 6)),
+        Entry("─", "full: waits its turn, or other ranks", mark=line),
+        Entry("█", "all-reduce behind computation", HIDDEN),
+        Entry("░", "all-reduce with nothing to hide behind", EXPOSED),
+    ]
+
+
+def _dot(x: float, y: float) -> Markup:
+    return element("circle", cx=x, cy=y, r=3, fill=BACKWARD.fill, stroke=INK, stroke_width=0.6)
 
 
 # ── as text ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -182,7 +203,7 @@ def overlap_lines(trace: Trace, *, rank: int | None = None, seconds: bool = Fals
     return [
         *lines,
         *_axis(trace.makespan, scale, gutter, columns, seconds=seconds),
-        *flow(_legend(trace), "   ", width),
+        *legend_text(_legend(trace), width),
     ]
 
 
@@ -244,26 +265,11 @@ def ticks(makespan: float, least: float, *, seconds: bool) -> Iterator[tuple[flo
         yield index * step / factor, short(index * step)
 
 
-def _legend(trace: Trace) -> list[Line]:
-    goal = trace.followed.goal
-    singly = isinstance(goal, TrainingStep) and _one_by_one(goal)
-    what = "0 (layer, or weight)" if singly else "layer 0"
-    return [
-        [Segment("│B0 ", BACKWARD), Segment(f" backward of {what}")],
-        [Segment("• its gradient is ready")],
-        [Segment("─ full: waits its turn, or other ranks")],
-        [Segment("█", HIDDEN), Segment(" all-reduce behind computation")],
-        [Segment("░", EXPOSED), Segment(" all-reduce with nothing to hide behind")],
-    ]
-
-
-# The same as a figure: how each bucket fills, leaves and comes back while backward runs.
-
+# ── as a figure ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _FIGURE_WIDTH, _LEFT, _TOP = 960.0, 96.0, 62.0
 _ROW, _BUCKET, _GAP, _BETWEEN_RANKS = 26.0, 16.0, 4.0, 16.0
-_AXIS, _LEGEND = 32.0, 30.0
-_DOT = 3.0
+_AXIS = 32.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +291,7 @@ class _Canvas:
 
 
 def overlap_figure(trace: Trace, rows: list[RankRows], *, seconds: bool) -> str:
-    """Draw ranks and their buckets as an SVG image; hovering over a bar says when it left and came back."""
+    """Draw ranks and their buckets as an SVG image; hovering over a bar says when its all-reduce began and ended."""
     canvas = _Canvas(trace.makespan, seconds)
     title, *metrics = heading(trace, seconds=seconds)
     parts = [
@@ -299,9 +305,14 @@ def overlap_figure(trace: Trace, rows: list[RankRows], *, seconds: bool) -> str:
         blocks.append(_rank(mine, at, canvas))
         at += _height(mine) + _BETWEEN_RANKS
     bottom = at - _BETWEEN_RANKS + _GAP
-    parts += [_figure_axis(canvas, bottom), *blocks, _figure_legend(bottom + _AXIS)]
-    text = svg(joined(*parts), _FIGURE_WIDTH, bottom + _AXIS + _LEGEND, role="img", label=" · ".join([title, *metrics]))
-    return text + "\n"
+    end = element("line", x1=8, x2=8, y1=0, y2=12, stroke=INK, stroke_dasharray="3 3")
+    backward, *others = _legend(trace)
+    named = replace(backward, words=f"B0 {backward.words}")
+    entries = [named, *others, Entry("", "computation ends", mark=end)]
+    legend, height = legend_figure(entries, [], bottom + _AXIS, _FIGURE_WIDTH)
+    parts += [_figure_axis(canvas, bottom), *blocks, legend]
+    words = " · ".join([title, *metrics])
+    return svg(joined(*parts), _FIGURE_WIDTH, bottom + _AXIS + height, role="img", label=words) + "\n"
 
 
 def _height(rows: RankRows) -> float:
@@ -346,7 +357,7 @@ def _stretch(stretch: Computed, top: float, canvas: _Canvas) -> Markup:
 
 
 def _bar(bucket: BucketRow, top: float, canvas: _Canvas) -> Markup:
-    """A dot for each gradient, a line while the full bucket waits, and a bar while it travels."""
+    """A dot for each gradient, a line while the full bucket waits, and a bar while its all-reduce runs."""
     middle = top + _BUCKET / 2
     start, end = canvas.x(bucket.start), canvas.x(bucket.end)
     words = (
@@ -362,10 +373,7 @@ def _bar(bucket: BucketRow, top: float, canvas: _Canvas) -> Markup:
     for first, last in bucket.exposed:
         box = {"x": canvas.x(first), "y": top, "width": canvas.x(last) - canvas.x(first), "height": _BUCKET}
         parts.append(element("rect", **box, rx=2, fill=EXPOSED.fill, class_="exposed"))
-    parts += [
-        element("circle", cx=canvas.x(time), cy=middle, r=_DOT, fill=BACKWARD.fill, stroke=INK, stroke_width=0.6)
-        for time in bucket.ready
-    ]
+    parts += [_dot(canvas.x(time), middle) for time in bucket.ready]
     return element("g", *parts, class_="bucket")
 
 
@@ -382,31 +390,3 @@ def _figure_axis(canvas: _Canvas, bottom: float) -> Markup:
     name = "ms" if canvas.seconds else "time"
     parts.append(element("text", name, x=_LEFT - 10, y=bottom + 15, text_anchor="end", font_size=11))
     return element("g", joined(*parts), class_="axis")
-
-
-def _figure_legend(top: float) -> Markup:
-    """The signs of a bucket, each with what it means."""
-    y, middle = top + 10, top + 6
-    signs: list[tuple[Markup, str]] = [
-        (
-            element("circle", cx=8, cy=6, r=_DOT, fill=BACKWARD.fill, stroke=INK, stroke_width=0.6),
-            "gradient ready",
-        ),
-        (
-            element("line", x1=0, x2=16, y1=6, y2=6, stroke=HIDDEN.fill, stroke_width=1.5),
-            "full, waits for its turn or for a rank",
-        ),
-        (element("rect", width=16, height=12, rx=2, fill=HIDDEN.fill), "all-reduce behind computation"),
-        (element("rect", width=16, height=12, rx=2, fill=EXPOSED.fill), "exposed: nothing to hide behind"),
-        (
-            element("line", x1=8, x2=8, y1=0, y2=12, stroke=INK, stroke_dasharray="3 3"),
-            "computation ends",
-        ),
-    ]
-    parts: list[Markup] = []
-    x = MARGIN
-    for sign, words in signs:
-        parts.append(element("g", sign, transform=f"translate({x:.0f} {middle - 6:.0f})"))
-        parts.append(element("text", words, x=x + 22, y=y))
-        x += 22 + len(words) * 6.0 + 14
-    return element("g", joined(*parts), class_="legend")

@@ -11,29 +11,34 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from microparallel.drawing import kinds
+from microparallel.drawing.kinds import ALL_REDUCE, BACKWARD, FORWARD, OPTIMIZER_STEP
+from microparallel.drawing.legend import Entry, legend_figure, legend_text
+from microparallel.drawing.lines import plain
+from microparallel.drawing.markup import FAINT, Markup, element, joined, svg
 from microparallel.drawing.overlap import ticks
-from microparallel.drawing.svg import Markup, element, joined
 from microparallel.text import count, short, show_seconds
 from microparallel.trace import Trace
-from microparallel.trace.intervals import Span
+from microparallel.trace.intervals import Interval
 from microparallel.trace.parts import pieces_of
 
-# What is drawn, with its sign in a terminal and its colour in a figure.
+# What is drawn: its sign in a terminal, and how it is filled in a figure.
 _SIGNS = {"forward": "▓", "backward": "█", "optimizer": "▒", "communicating": "░", "waiting": "·"}
-_COLOURS = {
-    "forward": kinds.FORWARD.fill,
-    "backward": kinds.BACKWARD.fill,
-    "optimizer": kinds.OPTIMIZER_STEP.fill,
-    "communicating": kinds.ALL_REDUCE.fill,
-    "waiting": "none",
+_FILLS: dict[str, dict[str, str]] = {
+    "forward": {"fill": FORWARD.fill},
+    "backward": {"fill": BACKWARD.fill},
+    "optimizer": {"fill": OPTIMIZER_STEP.fill},
+    "communicating": {"fill": ALL_REDUCE.fill},
+    "waiting": {"fill": "none", "stroke": FAINT, "stroke_dasharray": "3 3"},
 }
+_LEGEND = [
+    Entry(sign, name, mark=element("rect", width=16, height=12, rx=3, **_FILLS[name])) for name, sign in _SIGNS.items()
+]
 _WIDTH = 100  # columns
 _LEFT, _RIGHT, _ROW, _TOP, _PIXELS = 70.0, 16.0, 30.0, 44.0, 900.0
 
 
 def parts_text(trace: Trace, width: int | None = None) -> str:
-    """Draw a trace with letters: each column shows what took most of its time."""
+    """Draw a trace as text: each column shows what its rank did most of that time."""
     start, end = trace.bounds
     gutter = len(f"rank {trace.ranks - 1}") + 2
     columns = max(8, (width or _WIDTH) - gutter)
@@ -51,8 +56,7 @@ def parts_text(trace: Trace, width: int | None = None) -> str:
         " " * gutter + "".join(marks),
         f"{('time' if trace.simulated else 'ms').ljust(gutter)}{''.join(numbers)}".rstrip(),
     ]
-    lines.append("  ".join(f"{sign} {name}" for name, sign in _SIGNS.items()))
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n" + plain(legend_text(_LEGEND, None, "  ")).rstrip()
 
 
 def parts_figure(trace: Trace) -> str:
@@ -67,25 +71,12 @@ def parts_figure(trace: Trace) -> str:
     bottom = _TOP + trace.ranks * _ROW
     for time, text in _ticks(trace, 10):
         parts.append(element("text", text, x=_LEFT + time * scale, y=bottom + 16, font_size=11))
-    parts += _legend(bottom + 40)
-    height = bottom + 56
-    return element(
-        "svg",
-        joined(*parts),
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=f"0 0 {_PIXELS:.0f} {height:.0f}",
-        width=_PIXELS,
-        height=height,
-        role="img",
-        aria_label=_title(trace),
-        font_family="system-ui, sans-serif",
-        font_size=12,
-        fill="#767676",
-    )
+    legend, height = legend_figure(_LEGEND, [], bottom + 30, _PIXELS)
+    return svg(joined(*parts, legend), _PIXELS, bottom + 30 + height, role="img", label=_title(trace))
 
 
-def _box(trace: Trace, name: str, times: list[Span], top: float, scale: float) -> Markup:
-    """All pieces of one kind in a row."""
+def _box(trace: Trace, name: str, times: list[Interval], top: float, scale: float) -> Markup:
+    """All intervals of one part, as boxes in a rank's row."""
     begun, _ = trace.bounds
     boxes = [
         element(
@@ -95,23 +86,11 @@ def _box(trace: Trace, name: str, times: list[Span], top: float, scale: float) -
             y=top,
             width=max(0.5, (end - start) * scale),
             height=_ROW - 8,
-            fill=_COLOURS[name],
-            stroke="#999999" if name == "waiting" else None,
-            stroke_dasharray="3 3" if name == "waiting" else None,
+            **_FILLS[name],
         )
         for start, end in times
     ]
     return joined(*boxes)
-
-
-def _legend(y: float) -> list[Markup]:
-    entries = []
-    for place, (name, colour) in enumerate(_COLOURS.items()):
-        x = _LEFT + place * 150
-        line = "#999999" if name == "waiting" else None
-        entries.append(element("rect", x=x, y=y - 11, width=14, height=12, fill=colour, stroke=line))
-        entries.append(element("text", name, x=x + 20, y=y))
-    return entries
 
 
 def _title(trace: Trace) -> str:
@@ -125,21 +104,21 @@ def _time(trace: Trace, time: float) -> str:
     return short(time) if trace.simulated else show_seconds(time)
 
 
-def _column(start: float, end: float, column: int, columns: int) -> Span:
+def _column(start: float, end: float, column: int, columns: int) -> Interval:
     length = (end - start) / columns
     return start + column * length, start + (column + 1) * length
 
 
-def _sign(pieces: dict[str, list[Span]], start: float, end: float) -> str:
-    """The sign of what took most of a column; nothing if that was something else."""
+def _sign(pieces: dict[str, list[Interval]], start: float, end: float) -> str:
+    """The sign of the part that took most of a column; a blank if most of it belongs to no part."""
     shares = {name: sum(_common(one, (start, end)) for one in times) for name, times in pieces.items()}
     name = max(shares, key=lambda one: shares[one])
     other = end - start - sum(shares.values())
     return _SIGNS[name] if shares[name] > other else " "
 
 
-def _common(one: Span, two: Span) -> float:
-    """How long both are."""
+def _common(one: Interval, two: Interval) -> float:
+    """How long two intervals overlap."""
     return max(0.0, min(one[1], two[1]) - max(one[0], two[0]))
 
 

@@ -74,7 +74,7 @@ class Rows:
 
 
 def from_zero(trace: Trace) -> Trace:
-    """The same trace with its first event at 0: a real run's clock begins anywhere."""
+    """The same trace with its first event at 0: the clock of a real run begins anywhere."""
     begin = min((event.start for event in trace.events), default=0)
     if not begin:
         return trace
@@ -91,13 +91,13 @@ def rows_of(trace: Trace) -> Rows:
             ranks[event.rank].append(_cell(place, event, naming, held.get(id(event))))
     lanes = [_lanes(cells, trace) for cells in ranks]
     together = all(_apart(sends + receives) for _, sends, receives in lanes)
-    anybody_talks = any(sends or receives for _, sends, receives in lanes)
+    communicates = any(sends or receives for _, sends, receives in lanes)
     rows: list[Row] = []
     for rank, (computing, sends, receives) in enumerate(lanes):
         if computing or not isinstance(trace.followed.goal, Collective):
             rows += _stack(rank, "", computing)
         if together:
-            rows += _stack(rank, "comm", sends + receives) if anybody_talks else []
+            rows += _stack(rank, "comm", sends + receives) if communicates else []
         else:
             rows += [*_stack(rank, "send", sends), *_stack(rank, "recv", receives)]
     rows = rows or [Row(rank, "", []) for rank in range(trace.followed.world_size)]
@@ -106,7 +106,7 @@ def rows_of(trace: Trace) -> Rows:
 
 
 def _held(trace: Trace) -> dict[int, int]:
-    """By the identity of what is computed: how many activations its rank holds meanwhile."""
+    """For each computing event (by its id), how many activations its rank holds while it runs."""
     if isinstance(trace.followed.goal, Collective):
         return {}
     counted = (
@@ -135,9 +135,9 @@ def _cell(place: int, event: Event, naming: Naming, held: int | None) -> Cell:
 def _lanes(cells: list[Cell], trace: Trace) -> tuple[list[Cell], list[Cell], list[Cell]]:
     """What a rank computes, what it sends, and the rest of its communication."""
     computing = [cell for cell in cells if trace.events[cell.place].lane is Lane.COMPUTE]
-    talking = [cell for cell in cells if trace.events[cell.place].lane is not Lane.COMPUTE]
-    sends = [cell for cell in talking if isinstance(cell.op, Send)]
-    return computing, sends, [cell for cell in talking if not isinstance(cell.op, Send)]
+    communicating = [cell for cell in cells if trace.events[cell.place].lane is not Lane.COMPUTE]
+    sends = [cell for cell in communicating if isinstance(cell.op, Send)]
+    return computing, sends, [cell for cell in communicating if not isinstance(cell.op, Send)]
 
 
 def _apart(cells: Iterable[Cell]) -> bool:

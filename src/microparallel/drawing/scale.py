@@ -1,4 +1,4 @@
-"""Numbers on an axis: at round distances, in a unit that suits its length."""
+"""The time axis: round numbers in a unit that suits its length, and how many columns of a text a unit of time gets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def unit_of(length: float) -> tuple[float, str]:
     return 10.0**exponent, f"×10{str(exponent).translate(_SUPERSCRIPTS)}" if exponent else ""
 
 
-# How many columns a unit of time gets: as many as the labels need, never more for one cell than for another.
+# ── columns: as many as the labels need, never more for one cell than for another ───────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def choose_scale(rows: Rows, columns: int) -> Scale:
 
 
 def _shortest_of_note(cells: list[Cell]) -> float:
-    """In a trace of a real run something takes next to no time; it must not stretch all the rest."""
+    """The shortest cell that counts: in a real run some take next to no time, and must not stretch all the others."""
     durations = [cell.duration for cell in cells]
     least = median(durations) / 8
     return min(duration for duration in durations if duration >= least)

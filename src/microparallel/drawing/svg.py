@@ -1,67 +1,113 @@
-"""XML elements as strings, with everything escaped in one place."""
+"""The timeline as an SVG figure, for documents and slides.
+
+`figure` makes the image. A page (`html.py`) uses its parts: `lay_out` says where every row and time stands, `marks`
+draws the cells and messages there, `axis` and `row_names` what is around them.
+"""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
-from microparallel.drawing.heading import durations, head_of, metrics_of, notes_of, notes_on_colour, title_of
+from microparallel.drawing.heading import head_of, metrics_of, notes_of, notes_on_colour, title_of
 from microparallel.drawing.kinds import shaded
+from microparallel.drawing.legend import legend_figure, of_rows
+from microparallel.drawing.markup import (
+    BASELINE,
+    CHARACTER,
+    FAINT,
+    INK,
+    MARGIN,
+    MONOSPACE,
+    Markup,
+    element,
+    joined,
+    label,
+    svg,
+)
 from microparallel.drawing.rows import Cell, Row, Rows, rows_of
 from microparallel.drawing.scale import deciding, round_step, unit_of
 from microparallel.program import Collective, Recv, Send, lane
 from microparallel.text import short
 from microparallel.trace import Trace, reasons
 
-Attribute = str | float | None
-
-# `xml.sax.saxutils` would do this too, but imports an HTTP client.
-_IN_TEXT = {"&": "&amp;", "<": "&lt;", ">": "&gt;"}
-_TEXT = str.maketrans(_IN_TEXT)
-_ATTRIBUTE = str.maketrans(_IN_TEXT | {'"': "&quot;", "\n": "&#10;", "\r": "&#13;", "\t": "&#9;"})
+_WIDEST, _NARROWEST = 2400.0, 420.0
+_HEAD, _AXIS = 58.0, 30.0
 
 
-class Markup(str):
-    """Text that is markup already, and is not escaped again."""
+def figure(trace: Trace) -> str:
+    """Draw a trace as an SVG image; hovering over a cell says what it is and why it waited."""
+    rows = rows_of(trace)
+    layout = lay_out(rows, left=gutter_of(rows), top=_HEAD, widest=_WIDEST)
+    metrics = " · ".join(f"{name} {value}" for name, value in metrics_of(trace).items())
+    title = title_of(trace.followed)
+    words = max(len(title) * 8.0, len(metrics) * 6.2) + 2 * MARGIN
+    width = max(layout.right + MARGIN + 8, words, _NARROWEST)
+    bottom = layout.bottom + _AXIS + 10
+    legend, height = legend_figure(of_rows(rows), [*notes_on_colour(rows), *notes_of(rows)], bottom, width)
+    body = joined(
+        element("title", head_of(trace)),
+        element("text", title, x=MARGIN, y=24, font_size=15, font_weight=600),
+        element("text", metrics, x=MARGIN, y=43),
+        row_names(rows, layout),
+        axis(layout),
+        axis_name(layout, layout.left),
+        marks(rows, layout),
+        legend,
+    )
+    return svg(body, width, bottom + height, role="img", label=head_of(trace)) + "\n"
 
-    __slots__ = ()
 
-
-def element(tag: str, *children: str, **attributes: Attribute) -> Markup:
-    """One element; a plain string among the children is text. `aria_label` becomes `aria-label`, `class_` `class`."""
-    written = [
-        f' {name.rstrip("_").replace("_", "-")}="{_value(value).translate(_ATTRIBUTE)}"'
-        for name, value in attributes.items()
-        if value is not None
+def row_names(rows: Rows, layout: Layout) -> Markup:
+    """What stands before each row: its rank, or what else of that rank it shows."""
+    names = [
+        element("text", name, x=MARGIN, y=place.middle + BASELINE, font_family=MONOSPACE)
+        for name, place in zip(_names(rows), layout.places, strict=True)
+        if name
     ]
-    inside = "".join(child if isinstance(child, Markup) else child.translate(_TEXT) for child in children)
-    return Markup(f"<{tag}{''.join(written)}>{inside}</{tag}>" if inside else f"<{tag}{''.join(written)}/>")
+    return element("g", joined(*names), class_="names")
 
 
-def joined(*parts: str) -> Markup:
-    """Several elements, one a line."""
-    return Markup("\n".join(parts))
+def axis(layout: Layout) -> Markup:
+    """Round times below the rows, and a faint line up from each."""
+    times, unit, _ = layout.marks()
+    top, bottom = layout.places[0].top - 4, layout.bottom + 4
+    parts = []
+    for time in times:
+        x = layout.x(time)
+        parts.append(element("line", x1=x, x2=x, y1=top, y2=bottom, stroke=FAINT, stroke_opacity=0.35))
+        parts.append(element("text", short(time / unit), x=x, y=bottom + 14, text_anchor="middle", font_size=11))
+    parts.append(element("line", x1=layout.left, x2=layout.right, y1=bottom, y2=bottom, stroke=FAINT))
+    return element("g", joined(*parts), class_="axis")
 
 
-def data_script(data: Any) -> Markup:
-    """An element that holds data for a page's scripts, as JSON that cannot end it."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    safe = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    return Markup(f'<script type="application/json" id="data">{safe}</script>')
+def axis_name(layout: Layout, right: float) -> Markup:
+    """What the numbers below the rows count, to the left of them."""
+    name = f"time {layout.marks()[2]}".rstrip()
+    text = element("text", name, x=right - 14, y=layout.bottom + 18, text_anchor="end", font_size=11)
+    return element("g", text, class_="axis")
 
 
-def _value(value: str | float) -> str:
-    return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
+def gutter_of(rows: Rows) -> float:
+    """How much room the names before the rows take."""
+    return MARGIN + max(8, *map(len, _names(rows))) * CHARACTER + 12
 
 
-# Where everything of a timeline stands in a figure, in pixels.
+def _names(rows: Rows) -> list[str]:
+    collective = isinstance(rows.trace.followed.goal, Collective)
+    names: list[str] = []
+    previous: Row | None = None
+    for row in rows.rows:
+        first = previous is None or row.rank != previous.rank
+        names.append(f"rank {row.rank}" if first else "" if collective or previous == row else f"  {row.name}")
+        previous = row
+    return names
 
 
-CHARACTER, MARGIN = 6.7, 12.0
+# ── the places of rows and times, in pixels ───────────────────────────────────────────────────────────────────────────
+
 _PADDING, _ROW, _THIN_ROW, _GAP = 7.0, 26.0, 18.0, 3.0
 _BETWEEN_RANKS, _ROOM_FOR_ARROWS = 8.0, 30.0
 _LEAST_BETWEEN_MARKS, _NARROWEST_AXIS = 44.0, 240.0
@@ -118,11 +164,11 @@ class Layout:
 
 def lay_out(rows: Rows, *, left: float, top: float, widest: float) -> Layout:
     """Give every row its place; time gets as many pixels as the cells' names need, up to a width."""
-    talking = isinstance(rows.trace.followed.goal, Collective)
+    collective = isinstance(rows.trace.followed.goal, Collective)
     places: list[Place] = []
     at = top
     for _, mine in groupby(rows.rows, key=lambda row: row.rank):
-        if talking:  # what a rank sends and receives stands in one row, with room for arrows below it
+        if collective:  # what a rank sends and receives stands in one row, with room for arrows below it
             places += [Place(row, at, _ROW) for row in mine]
             at += _ROW + _GAP + _ROOM_FOR_ARROWS
         else:
@@ -130,40 +176,38 @@ def lay_out(rows: Rows, *, left: float, top: float, widest: float) -> Layout:
                 places.append(Place(row, at, _THIN_ROW if row.name else _ROW))
                 at += places[-1].height + _GAP
             at += _BETWEEN_RANKS
-    at -= _ROOM_FOR_ARROWS if talking else _BETWEEN_RANKS
-    pixels, short_names = _pixels_per_time(rows, widest - left, talking=talking)
+    at -= _ROOM_FOR_ARROWS if collective else _BETWEEN_RANKS
+    pixels, short_names = _pixels_per_time(rows, widest - left, collective=collective)
     return Layout(places, left, at, pixels, rows.trace.makespan, rows.shortest, short_names)
 
 
-def _pixels_per_time(rows: Rows, room: float, *, talking: bool) -> tuple[float, bool]:
+def _pixels_per_time(rows: Rows, room: float, *, collective: bool) -> tuple[float, bool]:
     makespan = rows.trace.makespan
     if not makespan:
         return 0, False
     most = room / makespan
-    for short_names, needed in _needed(deciding(rows), talking):
+    for short_names, needed in _needed(deciding(rows), collective):
         if needed <= most:
             return max(needed, min(most, _NARROWEST_AXIS / makespan)), short_names
     return most, True
 
 
-def _needed(cells: list[Cell], talking: bool) -> Iterator[tuple[bool, float]]:
+def _needed(cells: list[Cell], collective: bool) -> Iterator[tuple[bool, float]]:
     """The pixels a unit of time needs if all names are full, and if all are short."""
     names: tuple[tuple[bool, Callable[[Cell], str]], ...] = (
         (False, lambda cell: cell.full),
         (True, lambda cell: cell.short),
     )
-    for short_names, name in names[talking:]:  # arrows say who sends to whom, so short names are enough
+    for short_names, name in names[collective:]:  # arrows say who sends to whom, so short names are enough
         # A send and a receive share a row, and the arrows pass between their names.
-        widths = [(len(name(cell)) * CHARACTER + _PADDING) * (3.3 if talking else 1) / cell.duration for cell in cells]
+        widths = [
+            (len(name(cell)) * CHARACTER + _PADDING) * (3.3 if collective else 1) / cell.duration for cell in cells
+        ]
         yield short_names, max(widths, default=0)
 
 
-# What a figure's timeline is made of: tracks, cells, and the messages of a collective with their arrows.
+# ── cells, and the messages of a collective with their arrows ─────────────────────────────────────────────────────────
 
-
-INK, FAINT = "#757b85", "#8a9099"
-MONOSPACE = "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace"
-BASELINE = 4  # below the middle of a line of text; not every viewer can centre text by itself
 _CHIP, _STRIP = 18.0, 3.0
 Point = tuple[float, float]
 
@@ -189,14 +233,14 @@ def marks(rows: Rows, layout: Layout, *, interactive: bool = False) -> Markup:
         for place in tracks
     ]
     waits = reasons(rows.trace)
-    talking = isinstance(rows.trace.followed.goal, Collective)
-    if talking:
+    collective = isinstance(rows.trace.followed.goal, Collective)
+    if collective:
         parts.append(_arrows(layout))
     for place in layout.places:
         free = 0.0
         for cell in place.row.cells:
             wait = waits.get(cell.place)
-            shapes = _message(cell, place, layout) if talking else _box(cell, place, layout)
+            shapes = _message(cell, place, layout) if collective else _box(cell, place, layout)
             if interactive:
                 gap = [_gap(free, cell, place, layout)] if wait else []
                 parts.append(_reachable(cell, place, wait, [*gap, *shapes]))
@@ -210,12 +254,6 @@ def words_of(cell: Cell, rank: int, wait: str | None) -> str:
     """What a cell is, in words: what runs where and when, and why not earlier."""
     words = f"{cell.op}: {cell.kind.word} on rank {rank}, from {short(cell.start)} to {short(cell.end)}"
     return f"{words}\n{wait}" if wait else words
-
-
-def label(text: str, x: float, middle: float, **attributes: str | float | None) -> Markup:
-    """Text around a point."""
-    given: dict[str, str | float | None] = {"text_anchor": "middle", "font_family": MONOSPACE, "font_size": 11}
-    return element("text", text, x=x, y=middle + BASELINE, **{**given, **attributes})
 
 
 def _titled(cell: Cell, place: Place, wait: str | None, shapes: list[Markup]) -> Markup:
@@ -319,117 +357,3 @@ def _cells(layout: Layout) -> Iterator[tuple[Place, Cell]]:
 
 def _line(start: Point, end: Point) -> str:
     return f"M{start[0]:.1f},{start[1]:.1f} L{end[0]:.1f},{end[1]:.1f}"
-
-
-# A figure: the timeline as SVG, for documents and slides.
-#
-# The ink is a middle grey, and cells bring their own: the figure stands on a light page as well as on a dark one.
-
-
-_SANS_SERIF = "system-ui, -apple-system, 'Segoe UI', 'Liberation Sans', sans-serif"
-_WIDEST, _NARROWEST = 2400.0, 420.0
-_HEAD, _AXIS, _LINE = 58.0, 30.0, 21.0
-
-
-def figure(trace: Trace) -> str:
-    """Draw a trace as an SVG image; hovering over a cell says what it is and why it waited."""
-    rows = rows_of(trace)
-    layout = lay_out(rows, left=gutter_of(rows), top=_HEAD, widest=_WIDEST)
-    metrics = " · ".join(f"{name} {value}" for name, value in metrics_of(trace).items())
-    title = title_of(trace.followed)
-    words = max(len(title) * 8.0, len(metrics) * 6.2) + 2 * MARGIN
-    width = max(layout.right + MARGIN + 8, words, _NARROWEST)
-    legend, lines = _legend(rows, layout.bottom + _AXIS + 10, width)
-    body = joined(
-        element("title", head_of(trace)),
-        element("text", title, x=MARGIN, y=24, font_size=15, font_weight=600),
-        element("text", metrics, x=MARGIN, y=43),
-        row_names(rows, layout),
-        axis(layout),
-        axis_name(layout, layout.left),
-        marks(rows, layout),
-        legend,
-    )
-    return svg(body, width, layout.bottom + _AXIS + 10 + lines * _LINE, role="img", label=head_of(trace)) + "\n"
-
-
-def svg(body: Markup, width: float, height: float, *, role: str, label: str) -> Markup:
-    """The outermost element, with the size and the ink that everything inside inherits."""
-    return element(
-        "svg",
-        body,
-        xmlns="http://www.w3.org/2000/svg" if role == "img" else None,  # a page knows what svg is
-        viewBox=f"0 0 {width:.0f} {height:.0f}",
-        width=f"{width:.0f}",
-        height=f"{height:.0f}",
-        role=role,
-        aria_label=label,
-        font_family=_SANS_SERIF,
-        font_size=12,
-        fill=INK,
-    )
-
-
-def row_names(rows: Rows, layout: Layout) -> Markup:
-    """What stands before each row: its rank, or what else of that rank it shows."""
-    names = [
-        element("text", name, x=MARGIN, y=place.middle + BASELINE, font_family=MONOSPACE)
-        for name, place in zip(_names(rows), layout.places, strict=True)
-        if name
-    ]
-    return element("g", joined(*names), class_="names")
-
-
-def axis(layout: Layout) -> Markup:
-    """Round times below the rows, and a faint line up from each."""
-    times, unit, _ = layout.marks()
-    top, bottom = layout.places[0].top - 4, layout.bottom + 4
-    parts = []
-    for time in times:
-        x = layout.x(time)
-        parts.append(element("line", x1=x, x2=x, y1=top, y2=bottom, stroke=FAINT, stroke_opacity=0.35))
-        parts.append(element("text", short(time / unit), x=x, y=bottom + 14, text_anchor="middle", font_size=11))
-    parts.append(element("line", x1=layout.left, x2=layout.right, y1=bottom, y2=bottom, stroke=FAINT))
-    return element("g", joined(*parts), class_="axis")
-
-
-def axis_name(layout: Layout, right: float) -> Markup:
-    """What the numbers below the rows count, to the left of them."""
-    name = f"time {layout.marks()[2]}".rstrip()
-    text = element("text", name, x=right - 14, y=layout.bottom + 18, text_anchor="end", font_size=11)
-    return element("g", text, class_="axis")
-
-
-def gutter_of(rows: Rows) -> float:
-    """How much room the names before the rows take."""
-    return MARGIN + max(8, *map(len, _names(rows))) * CHARACTER + 12
-
-
-def _names(rows: Rows) -> list[str]:
-    talking = isinstance(rows.trace.followed.goal, Collective)
-    names: list[str] = []
-    previous: Row | None = None
-    for row in rows.rows:
-        first = previous is None or row.rank != previous.rank
-        names.append(f"rank {row.rank}" if first else "" if talking or previous == row else f"  {row.name}")
-        previous = row
-    return names
-
-
-def _legend(rows: Rows, top: float, right: float) -> tuple[Markup, int]:
-    """Swatches in as many lines as it takes, then what the figure leaves out."""
-    parts: list[Markup] = []
-    x, line = MARGIN, 0
-    for kind, time in durations(rows).items():
-        words = f"{kind.letter} {kind.word}, {time}"
-        width = 22 + len(words) * 6.2 + 14
-        if x > MARGIN and x + width > right:
-            x, line = MARGIN, line + 1
-        y = top + line * _LINE
-        parts.append(element("rect", x=x, y=y, width=16, height=12, rx=3, fill=kind.fill))
-        parts.append(element("text", words, x=x + 22, y=y + 10))
-        x += width
-    for note in (*notes_on_colour(rows), *notes_of(rows)):
-        line += bool(parts)
-        parts.append(element("text", note, x=MARGIN, y=top + line * _LINE + 10, font_size=11))
-    return element("g", joined(*parts), class_="legend"), line + 1

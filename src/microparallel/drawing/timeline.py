@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 
-from microparallel.drawing.heading import head_of, legend_of, notes_of
-from microparallel.drawing.lines import WIDEST, Line, Segment, flow, prose
+from microparallel.drawing.heading import head_of, notes_of
+from microparallel.drawing.legend import Entry, legend_text, of_rows
+from microparallel.drawing.lines import WIDEST, Line, Segment, prose
 from microparallel.drawing.rows import Cell, Row, Rows
 from microparallel.drawing.scale import Scale, choose_scale, round_step, unit_of
 from microparallel.text import short
@@ -30,7 +31,7 @@ def timeline(rows: Rows, width: int | None) -> list[Line]:
         *prose(head_of(rows.trace), width, style="bold", between=" · "),
         *body,
         *_axis(gutter, scale, rows.shortest, room),
-        *flow(_legend(rows, scale), "   ", width),
+        *legend_text(_legend(rows, scale), width),
         *(line for note in notes for line in prose(note, width, style="dim")),
     ]
 
@@ -95,10 +96,12 @@ def _axis(gutter: int, scale: Scale, shortest: float, room: int) -> list[Line]:
     return [[Segment(indent + "".join(marks), style="dim")], [Segment("time".ljust(gutter) + "".join(numbers))]]
 
 
-def _legend(rows: Rows, scale: Scale) -> list[Line]:
+def _legend(rows: Rows, scale: Scale) -> list[Entry]:
+    entries = [*of_rows(rows), Entry("·", "idle", quiet=True)] if rows.cells else []
+    if any(kind.letter.isalpha() for kind in rows.kinds):
+        entries.append(Entry("", rows.naming.meaning(short=scale.short_names)))
     _, unit_name = unit_of(scale.end)
-    entries = legend_of(rows, short_names=scale.short_names)
-    return [*entries, [Segment(f"time {unit_name}")]] if unit_name else entries
+    return [*entries, Entry("", f"time {unit_name}")] if unit_name else entries
 
 
 def _step(scale: Scale, unit: float, shortest: float) -> float:

@@ -86,7 +86,7 @@ EXERCISES = (
     _pp(5, "naive_pipeline", "One batch through all stages and back", "04_naive"),
     _pp(6, "gpipe", "Fill the pipeline with micro-batches, then drain it", "05_gpipe"),
     _pp(7, "one_f_one_b", "One forward, one backward", "06_1f1b", name="1f1b"),
-    _pp(8, "interleaved", "Several thin slices of the model on every rank", "07_interleaved"),
+    _pp(8, "interleaved", "Several thin stages of the model on every rank", "07_interleaved"),
     _pp(9, "zero_bubble", "Split the backward and fill the gaps", "08_zero_bubble"),
 )
 

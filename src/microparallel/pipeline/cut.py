@@ -47,7 +47,7 @@ def check_enough_layers(layers: int, stages: int) -> None:
     if stages > layers:
         raise PartitionError(
             f"{stages} stages need at least {stages} layers, and this model has {layers}; "
-            "use fewer ranks or chunks, or a deeper model"
+            "use fewer ranks or stages a rank, or a deeper model"
         )
 
 

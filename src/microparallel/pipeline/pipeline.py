@@ -49,7 +49,7 @@ class Pipeline(Member):
         balance: where to cut: "parameters" (and "auto") so that stages have equally many, "time" so that they take
             equally long on `example`, or the numbers of layers, such as [3, 4, 5, 4].
         replicas: how many pipelines there are, each on samples of its own; their gradients are summed.
-        chunks: how many stages each rank has, where the schedule leaves that open (interleaved).
+        stages_per_rank: how many stages each rank has, where the schedule leaves that open (interleaved).
         example: a batch to measure layers on, for balance="time".
         recompute: keep only what enters a stage, and compute its activations again when its backward comes
             (activation checkpointing).
@@ -81,13 +81,13 @@ class Pipeline(Member):
         balance: str | Sequence[int] = "auto",
         *,
         replicas: int = 1,
-        chunks: int | None = None,
+        stages_per_rank: int | None = None,
         example: Any = None,
         recompute: bool = False,
         bucket_cap_mb: float = 25.0,
     ) -> None:
         mesh = _mesh(comms, replicas)
-        plan = Schedule(schedule, mesh.pp, microbatches, chunks)
+        plan = Schedule(schedule, mesh.pp, microbatches, stages_per_rank)
         pieces = cut_together(layers, plan.stages, balance, example, comms)
         stages = {
             index: Stage(index, pieces[index], loss_fn, recompute)

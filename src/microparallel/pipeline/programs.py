@@ -55,7 +55,7 @@ def line_up(program: Program) -> list[list[Send | Recv]]:
 class _InTurns(Policy):
     """Ranks take turns, from the first to the last and again; in each turn a rank computes once."""
 
-    def turn_ends(self, op: Op) -> bool:
+    def pauses_after(self, op: Op) -> bool:
         """A computation ends a rank's turn."""
         return bool(halves(op))
 
@@ -90,9 +90,11 @@ class _Turns:
 class Schedule:
     """A schedule for a number of ranks, by name or as a program of somebody's own."""
 
-    def __init__(self, schedule: str | Program, ranks: int, microbatches: int, chunks: int | None = None) -> None:
+    def __init__(
+        self, schedule: str | Program, ranks: int, microbatches: int, stages_per_rank: int | None = None
+    ) -> None:
         self._ranks = ranks
-        self._options = {} if chunks is None else {"chunks": chunks}
+        self._options = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}
         if isinstance(schedule, Program):
             self._given: Program | None = _checked(schedule, ranks)
             self.microbatches = _goal(schedule).microbatches

@@ -17,7 +17,7 @@ from microparallel.program.ops import (
     Join,
     Kind,
     Lane,
-    Met,
+    MeetingOp,
     Observed,
     Op,
     OptimizerStep,
@@ -28,7 +28,7 @@ from microparallel.program.ops import (
     lane_of,
 )
 from microparallel.program.program import Collective, Goal, Groups, Program, TrainingStep
-from microparallel.program.rules import OpenSends, Rules, halves, live_activations, peak_activations
+from microparallel.program.rules import OpenSends, Rules, halves, peak_activations
 from microparallel.program.text import from_text, parse_op, to_text
 from microparallel.program.values import (
     BATCH,
@@ -87,8 +87,8 @@ __all__ = [
     "Join",
     "Kind",
     "Lane",
+    "MeetingOp",
     "Message",
-    "Met",
     "Named",
     "Observed",
     "Op",
@@ -113,7 +113,6 @@ __all__ = [
     "is_meeting",
     "lane",
     "lane_of",
-    "live_activations",
     "parse_op",
     "parse_value",
     "peak_activations",

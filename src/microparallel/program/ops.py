@@ -10,22 +10,22 @@
 | `ForwardBackward(f, b)`       | `F0.3&B1.2` | a forward and a backward as one indivisible operation                |
 | `Send(value, 1)`              | `>A0.3@1`   | start sending a value to rank 1; never stops the lane                |
 | `Recv(value, 0)`              | `<A0.3@0`   | wait for a value from rank 0                                         |
-| `Recv(value, 0, reduce=True)` | `<+C2@0`    | wait for a value from rank 0, and add it to one's own                |
+| `Recv(value, 0, reduce=True)` | `<+C2@0`    | wait for a value from rank 0, and add it to this rank's              |
 | `Add(value, into)`            | `C0:4+=P1`  | add one value to another                                             |
 | `Free(value)`                 | `!A0.3`     | forget a value                                                       |
 | `AllReduce(value, "dp")`      | `*U0@dp`    | sum a value over the ranks of one axis of the mesh                   |
 | `Broadcast(value, "dp", 0)`   | `^:w@dp/0`  | copy rank 0's value to the ranks of one axis of the mesh             |
 | `OptimizerStep()`             | `S`         | update the weights                                                   |
 | `Join()`                      | `=`         | both lanes wait here for each other                                  |
-| `Observed("backward", kind)`  | `?backward/0/backward` | something that was seen from outside, and names no values |
+| `Observed("backward", kind)`  | `?backward/0/backward` | seen from outside: it names no values |
 
-An AllReduce or a Broadcast may name its algorithm (`*U0@dp:ring`, `^:w@dp/0:tree`). Without, it is "auto": whoever runs
-or simulates it asks `collectives.resolve` which one to take.
+An AllReduce or a Broadcast may name its algorithm (`*U0@dp:ring`, `^:w@dp/0:tree`). Without a name
+it is "auto": then `collectives.resolve` chooses, for the run and for the simulator alike.
 
 A rank's operations are one list, and they do what they would do one after another. But they run on two *lanes*, one
 that computes and one that communicates: a lane keeps its order, and an operation waits for the other lane only where
-it needs a value from it (`rules.py`), or at a Join. What a group does together is asked for when its rank comes to it:
-when all that the rank computes before it has ended.
+it needs a value from it (`rules.py`), or at a Join. A rank asks for an AllReduce or a Broadcast when it comes to it:
+when all that it computes before it has ended.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class BackwardInput:
 
 @dataclass(frozen=True, slots=True)
 class BackwardWeight:
-    """Compute the gradients of a stage's weights: the half that nobody waits for."""
+    """Compute the gradients of a stage's weights: the half that no other stage waits for."""
 
     stage: int
     microbatch: int
@@ -136,7 +136,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Recv:
-    """Wait for a value; with `reduce`, add it to one's own instead of overwriting that."""
+    """Wait for a value; with `reduce`, add it to this rank's value instead of overwriting that."""
 
     value: Value
     source: int
@@ -159,7 +159,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Forget a value that nobody needs any more."""
+    """Forget a value that no later operation of this rank needs."""
 
     value: Value
 
@@ -216,13 +216,13 @@ class Join:
 class Observed:
     """Something that was seen from outside and that no program names: a module's forward, a call of a Comms.
 
-    It names no values, so only its place among the others is known. A collective is one for the ranks that have an
-    equal one.
+    It names no values, so only its place among the other operations is known. Ranks that have an equal observed
+    collective did it together.
 
     Attributes:
         name: what people call it.
         kind: what it is, in one word.
-        number: tells those apart that have the same name: pieces of one backward, one collective after another.
+        number: distinguishes operations of one name: pieces of one backward, one collective after another.
     """
 
     name: str
@@ -251,17 +251,17 @@ Op = (
     | Observed
 )
 GroupOp = AllReduce | Broadcast  # what the ranks of a group do together
-Met = GroupOp | Observed  # what ranks meet for; of what was observed, a collective
+MeetingOp = GroupOp | Observed  # what several ranks do together; an Observed only if it is a collective
 _COMMUNICATION = (Send, Recv, Add, AllReduce, Broadcast)
 
 
-def is_meeting(op: Op) -> TypeGuard[Met]:
-    """Whether ranks do it together."""
+def is_meeting(op: Op) -> TypeGuard[MeetingOp]:
+    """Whether several ranks do this operation together: none begins before all have come to it."""
     return op.kind == "collective" if isinstance(op, Observed) else isinstance(op, GroupOp)
 
 
 def lane_of(kind: Kind) -> Lane:
-    """The lane of something observed."""
+    """The lane of an `Observed` of this kind."""
     return Lane.COMPUTE if kind in _COMPUTATION else Lane.COMM
 
 

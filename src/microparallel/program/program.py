@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from microparallel.errors import ProgramError
-from microparallel.program.ops import AllReduce, Met, Observed, Op, Recv, Send, is_meeting
+from microparallel.program.ops import AllReduce, MeetingOp, Observed, Op, Recv, Send, is_meeting
 from microparallel.text import count
 
 CollectiveKind = Literal[
@@ -112,7 +112,7 @@ class TrainingStep:
 
 
 Goal = Collective | TrainingStep
-Groups = dict[tuple[int, Met], tuple[int, ...]]  # by rank and operation: the ranks that do it together
+Groups = dict[tuple[int, MeetingOp], tuple[int, ...]]  # by rank and operation: the ranks that do it together
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Program:
     """A parallel algorithm: what each rank does, in order, and what all of them are to achieve.
 
     Args:
-        name: what people call it.
+        name: such as `ring` or `1f1b`.
         goal: what must hold at the end.
         ranks: each rank's operations.
         mesh: the axes along which the ranks form a grid, with their sizes, the last one running fastest:
@@ -162,27 +162,28 @@ class Program:
 
     @property
     def sends_nothing(self) -> bool:
-        """Whether it only says what to compute: `mp.schedules.lower` adds the messages."""
+        """Whether the program only says what to compute: then `mp.schedules.lower` adds the messages."""
         return not any(isinstance(op, Send | Recv) for ops in self.ranks for op in ops)
 
     def all_reduces(self) -> list[AllReduce]:
-        """The different all-reduces that are done."""
+        """The different all-reduces of all ranks, each once."""
         return [op for op in dict.fromkeys(itertools.chain(*self.ranks)) if isinstance(op, AllReduce)]
 
     def groups(self) -> Groups:
         """Each AllReduce and Broadcast a rank does, with the ranks that take part: those on its axis that do the same.
 
-        A rank that does the same operation twice meets the others twice. An observed collective knows no axis.
+        A rank that does the same operation twice meets the others twice. An observed collective has no axis: all ranks
+        that have it take part.
         """
-        together: dict[tuple[Met, int], list[int]] = {}
+        together: dict[tuple[MeetingOp, int], list[int]] = {}
         for rank, ops in enumerate(self.ranks):
             for op in dict.fromkeys(filter(is_meeting, ops)):
-                line = 0 if isinstance(op, Observed) else self.line(rank, op.axis)
-                together.setdefault((op, line), []).append(rank)
+                first = 0 if isinstance(op, Observed) else self.first_on_axis(rank, op.axis)
+                together.setdefault((op, first), []).append(rank)
         return {(rank, op): tuple(ranks) for (op, _), ranks in together.items() for rank in ranks}
 
-    def line(self, rank: int, axis: str) -> int:
-        """The first of the ranks that stand in one line with a rank, along an axis of the mesh."""
+    def first_on_axis(self, rank: int, axis: str) -> int:
+        """The lowest of the ranks that share a row with this one along an axis of the mesh."""
         apart = 1  # how far two neighbours on an axis are apart
         for name, size in reversed(self.mesh):
             if name == axis:

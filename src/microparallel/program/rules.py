@@ -1,4 +1,8 @@
-"""The dependency rule: which values an operation needs before it can begin, and which it makes.
+"""The rules of the language: what an operation needs, what it makes, and what it must not overwrite.
+
+1. *Needs*: an operation begins when all values that it needs are there.
+2. *Makes*: when an operation has ended, the values that it makes are there.
+3. *Hazard*: a rank must not overwrite a value that it is still sending.
 
 | operation           | needs                                             | makes                              |
 |---------------------|---------------------------------------------------|------------------------------------|
@@ -16,19 +20,19 @@
 | of a named value    |                                                   | the value                          |
 | Broadcast           |                                                   | the value                          |
 | Observed            |                                                   |                                    |
-| OptimizerStep       | its stages' buckets, and those it sums for others |                                    |
-|                     | alone; of stages in none, their gradients         |                                    |
+| OptimizerStep       | all buckets that its rank sums or has stages in;  |                                    |
+|                     | gradients of stages that are in no bucket         |                                    |
 
-The first stage's input is the batch, which is always there, and its gradient is nobody's concern. The last stage makes
-its output's gradient itself, from the loss. A named value is whatever its rank says it is, so a Join stands where a
-lane must wait for one.
+- The first stage's input is the batch, which is always there; no operation needs its gradient.
+- The last stage makes its output's gradient itself, from the loss.
+- A program does not say which operations use a named value (`:loss`), so a Join stands where a lane must wait for one.
 
-The hazard: a Send carries its value as it was when it was issued, so as long as it is *open* (may still read), nobody
-may write to what it reads. An Add writes when it begins. A Recv writes from the moment it is posted; with `reduce`,
-only when the message has arrived, since that may arrive beside its place.
+A Send carries its value as it was when its rank came to the Send. As long as the Send is *open* (it may still read),
+its rank must not write to that value. An Add writes when it begins. A Recv writes from the moment it is posted; with
+`reduce`, only when the message has arrived, since the message may arrive in other memory.
 
-This is the only place where these rules are written: the walk (`walk.py`), and so the verifier, the simulator and all
-that is a policy of it, the passes and the interpreter of collectives read them here.
+These rules are written here only. The walk (`walk.py`) reads them, and with it the verifier, the simulator and every
+other policy; so do the passes of `schedules/` and the interpreter of collectives.
 """
 
 from __future__ import annotations
@@ -46,9 +50,9 @@ Compute = o.Forward | o.Backward | o.BackwardInput | o.BackwardWeight
 
 
 def halves(op: o.Op) -> tuple[Compute, ...]:
-    """The stage operations that an operation consists of: two for a pair, one for itself, else none.
+    """The stage operations that an operation consists of.
 
-    Several stages' forward is as many forwards.
+    Two for a pair, a forward for each stage of a ForwardStages, a stage operation itself, and none of any other.
     """
     if isinstance(op, o.ForwardBackward):
         return (op.forward, op.backward)
@@ -153,7 +157,7 @@ class Rules:
 
 @functools.lru_cache(maxsize=64)
 def _bucket_of(buckets: tuple[tuple[int, int], ...]) -> dict[int, int]:
-    """For each stage that is in a bucket, which one; all ranks ask for the same."""
+    """For each stage that is in a bucket, which bucket; the answer is the same for all ranks."""
     return {stage: index for index, (start, stop) in enumerate(buckets) for stage in range(start, stop)}
 
 
@@ -176,16 +180,16 @@ Sending = TypeVar("Sending")
 
 
 class OpenSends(Generic[Sending]):
-    """The sends of one rank that may still read what they carry, each with whatever stands for it.
+    """The sends of one rank that may still read what they carry, each under a key of the caller's choice.
 
-    They are kept by the memory they read, so that those in the way of a write are found without looking at all.
+    They are kept by the memory they read, so those in the way of a write are found without looking at all the others.
     """
 
     def __init__(self) -> None:
         self._reading: dict[object, dict[Sending, Value]] = {}
 
     def add(self, value: Value, sending: Sending) -> None:
-        """A send of a value has begun."""
+        """Note that a send of a value has begun."""
         for place in _memory(value):
             if place in self._reading:
                 self._reading[place][sending] = value
@@ -203,7 +207,7 @@ class OpenSends(Generic[Sending]):
         return found
 
     def close(self, value: Value, sending: Sending) -> None:
-        """A send of a value has read it."""
+        """Note that a send has read its value."""
         for place in _memory(value):
             reading = self._reading[place]
             del reading[sending]
@@ -211,7 +215,7 @@ class OpenSends(Generic[Sending]):
                 del self._reading[place]
 
     def __iter__(self) -> Iterator[Sending]:
-        """All of them, once each."""
+        """All open sends, once each."""
         return iter({sending: None for reading in self._reading.values() for sending in reading})
 
 

@@ -1,4 +1,4 @@
-"""What a value holds, in symbols instead of numbers: whose contributions, from which part, and how often.
+"""What a value holds, in symbols instead of numbers: which ranks' contributions, of which slice, and how often.
 
 A slice of a collective's tensor holds a count of contributions: `{(0, 3): 1, (2, 3): 1}` is "what rank 0 and rank 2 had
 in slice 3, once each". A sum merges counts, so a contribution that was forgotten, added twice or put in the wrong place
@@ -32,7 +32,7 @@ def at_first(goal: Collective, rank: int, index: int) -> Symbol:
 
 
 def whole(goal: Collective, ranks: int, index: int) -> Symbol:
-    """What a slice holds when it is as the goal promises, wherever that is."""
+    """What a slice holds when it is as the goal promises, on any rank that is promised it."""
     if goal.kind in ("all-reduce", "reduce", "reduce-scatter"):
         return {(rank, index): 1 for rank in range(ranks)}
     source = index if goal.root is None or goal.kind == "gather" else goal.root

@@ -6,9 +6,9 @@
 | `Grad(0, 3)`      | `G0.3` | the gradient of that output                                                      |
 | `Rest(0, 3)`      | `R0.3` | what the input half of a backward leaves for the weight half                     |
 | `Delta(0, 3)`     | `D0.3` | the gradients of stage 0's weights that micro-batch 3 gave                       |
-| `Slices(2, 3)`     | `C2`   | one of the equal slices a collective's tensor is cut into                        |
-| `Slices(2, 5)`     | `C2:5` | slices 2, 3 and 4; two chunks touch where their ranges overlap                   |
-| `Part(1)`         | `P1`   | the whole contribution of rank 1, kept apart from one's own                      |
+| `Slices(2, 3)`    | `C2`   | one of the equal slices a collective's tensor is cut into                        |
+| `Slices(2, 5)`    | `C2:5` | slices 2, 3 and 4; two such values touch where their ranges overlap             |
+| `Part(1)`         | `P1`   | the whole contribution of rank 1, kept apart from this rank's own                |
 | `Bucket(4)`       | `U4`   | the gradients of some layers                                                     |
 | `Named("loss")`   | `:loss`| anything else that ranks share: the loss, buffers, weights, a norm, …            |
 """
@@ -129,24 +129,24 @@ _N = "[0-9]{1,9}"
 _NAME = re.compile("[A-Za-z][A-Za-z0-9._-]*")
 _VALUE = re.compile(rf"([AGRD])({_N})\.({_N})|C({_N})(?::({_N}))?|P({_N})|U({_N})")
 
-# The names that our own programs use: whoever does one of these says which by the constant, so that it is the same.
+# The named values of our own programs. Builders and interpreters use these constants, so both mean the same value.
 BATCH = Named("batch")  # what comes into a pipeline: how many samples, of which shapes
-SAMPLES = Named("samples")  # how many all ranks have
+SAMPLES = Named("samples")  # how many samples all ranks have together
 BUFFERS = Named("buffers")  # such as BatchNorm's running statistics
 WEIGHTS = Named("weights")  # which ranks take part, and how much the gradients of each count
-ORDER = Named("order")  # in which gradients came in the first backward
+ORDER = Named("order")  # the order in which gradients came in the first backward
 SHARED = Named("shared")  # the gradients of parameters that several stages of one rank use
-LOSS = Named("loss")  # the mean over all samples
-NORM = Named("norm")  # of all gradients of a pipeline together
+LOSS = Named("loss")  # the mean loss over all samples
+NORM = Named("norm")  # the norm of all gradients of a pipeline together
 
 
 def tied(index: int) -> Named:
-    """The gradients of parameter `index` of those that stages on different ranks share."""
+    """The gradients of the parameter with this number, among those that stages on different ranks share."""
     return Named(f"tied{index}")
 
 
 def touch(one: Value, other: Value) -> bool:
-    """Whether two names share memory: the same name, or chunks that overlap."""
+    """Whether two names share memory: the same name, or slices that overlap."""
     if isinstance(one, Slices) and isinstance(other, Slices):
         return one.start < other.stop and other.start < one.stop
     return one == other

@@ -1,14 +1,14 @@
-"""The walk through a program: which operation can be done next, and who waits for whom?
+"""The walk through a program: which operation can be done next, and which rank waits for which?
 
 Every rank does its operations in order; the walk hands them over one by one, as soon as they can be done. What it
 leaves open is a *policy*:
 
 | policy                  | sends                   | a message is carried           | hands over to                   |
 |-------------------------|-------------------------|--------------------------------|---------------------------------|
-| verifier, order         | each of the three       | as that says                   | nobody: who waits at the end?   |
+| verifier, order         | each of the three       | as that says                   | nothing: which rank waits?      |
 | verifier, results       | buffered                | as it is sent                  | symbols (`symbols.py`)          |
 | drawing, holdings       | buffered                | as it is sent                  | symbols, remembered             |
-| line-up of a pipeline   | buffered; turns         | as it is sent                  | a list of messages              |
+| line-up of a pipeline   | buffered; rank by rank  | as it is sent                  | a list of messages              |
 | run in one process      | rendezvous              | when both sides are there      | tensors                         |
 | simulator               | rendezvous; two lanes   | when its sender's port is free | a clock                         |
 
@@ -19,12 +19,13 @@ What a Send means decides when it holds its rank up:
 - *blocking*: its rank stops until the message is carried.
 
 A Recv is posted when its rank comes to it and may write there (`rules.py`). An AllReduce or a Broadcast waits until all
-ranks that take part stand at it. Where lanes play a role, an operation waits until what it needs has been made, and a
-Join until the other lane has come to it; an AllReduce or a Broadcast is asked for when all that its rank computes
-before it has ended. Else they do not: what comes to its end one operation after another does so
-all the more when some of them overlap.
+ranks that take part have come to it.
 
-Every operation is looked at a bounded number of times: who waits is called when what it waits for has come.
+With two lanes, an operation waits until what it needs has been made, and a Join until the other lane has come to it; a
+rank asks for an AllReduce or a Broadcast when all that it computes before it has ended. Without lanes, a rank does one
+operation after another: a program that comes to its end in that way does so on two lanes, too.
+
+Every operation is looked at a bounded number of times: a cursor that waits is called when what it waits for has come.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from microparallel.program.ops import (
     Free,
     Join,
     Lane,
-    Met,
+    MeetingOp,
     Observed,
     Op,
     Recv,
@@ -68,21 +69,21 @@ class Message:
     posted: float = 0
     start: float = 0
     end: float = 0
-    carried: bool = False  # it has left, and it has arrived
+    carried: bool = False  # whether it has left and arrived
     content: Any = ()  # whatever a policy lets it carry
-    number: int = 0  # of its Send, among all
-    index: int = 0  # among those of its channel
+    number: int = 0  # of its Send, among all Sends
+    index: int = 0  # among the messages of its channel
 
 
 @dataclass(slots=True, eq=False)
 class Meeting:
     """Ranks that do an AllReduce or a Broadcast together: when each came to it."""
 
-    op: Met
+    op: MeetingOp
     ranks: tuple[int, ...]
     number: int  # of the meetings at which these ranks do the same
     arrived: dict[int, float] = field(default_factory=dict)
-    content: Any = None  # whatever a policy notes
+    content: Any = None  # whatever a policy keeps here
 
 
 @dataclass(slots=True, eq=False)
@@ -96,14 +97,14 @@ class Cursor:
     message: Message | None = None  # of the Send or Recv it stands at
     meeting: Meeting | None = None  # that it has come to
     waits_for: Message | Meeting | None = None
-    missing: Value | None = None  # what it needs and nobody has made
+    missing: Value | None = None  # a value that it needs and that its rank has not made
     twin: Cursor | None = None  # the rank's other lane
     lane: Lane | None = None
     time: float = 0  # when its last operation ended
     ready: float = 0  # since when the operation it stands at could begin
-    meetings: deque[int] = field(default_factory=deque)  # of a lane that computes: the places before which they stand
-    came: float = 0  # when the rank came to the meeting that it stands at
-    asked: deque[float] = field(default_factory=deque)  # of one that communicates: when the rank came to the next ones
+    meetings: deque[int] = field(default_factory=deque)  # computing lane: the places before which meetings stand
+    came: float = 0  # when the rank came to the meeting it stands at
+    asked: deque[float] = field(default_factory=deque)  # communicating lane: when the rank asked for the next meetings
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +113,27 @@ class Wait:
 
     rank: int
     place: int
-    deed: str
+    doing: str
     on: int
 
     def __str__(self) -> str:
-        return f"rank {self.rank} {self.deed}"
+        return f"rank {self.rank} {self.doing}"
 
 
 class Queue(Protocol):
     """Cursors that may go on, in the order in which they are to do so."""
 
     def append(self, cursor: Cursor, /) -> None:
-        """It may go on."""
+        """Let a cursor go on after those that wait here already."""
 
     def popleft(self) -> Cursor:
-        """Who goes on first."""
+        """Take the cursor that goes on next."""
 
     def __len__(self) -> int: ...
 
 
 class Policy:
-    """What a walk leaves open. This one lets each rank go on for as long as it can; time does not pass."""
+    """What a walk leaves open. This policy lets each rank go on for as long as it can; time does not pass."""
 
     lanes = False  # whether a rank's operations run on two lanes
 
@@ -140,11 +141,11 @@ class Policy:
         self.sends = sends
 
     def queue(self) -> Queue:
-        """Where those wait who may go on."""
+        """A new, empty queue for the cursors that may go on."""
         return deque()
 
-    def turn_ends(self, op: Op) -> bool:  # noqa: ARG002
-        """Whether a rank lets others go on after an operation."""
+    def pauses_after(self, op: Op) -> bool:  # noqa: ARG002
+        """Whether a rank lets the others go on after this operation."""
         return False
 
     def carry(self, message: Message) -> bool:  # noqa: ARG002
@@ -152,14 +153,15 @@ class Policy:
         return True
 
     def idle(self) -> Message | None:
-        """Nobody can go on: the next message that is carried, if there is one."""
+        """No rank can go on: the next message that is carried, if there is one."""
         return None
 
 
 class Walk:
-    """One walk through a program: iterating hands over a cursor for each operation, which stands at it.
+    """One walk through a program: iterating over it gives, for each operation, the cursor that stands at it.
 
-    The caller does the operation, and says in `cursor.time` when it ended if time passes. Then the walk goes on.
+    The caller does the operation; if time passes, it sets `cursor.time` to when the operation ended. Then the walk
+    goes on.
     """
 
     def __init__(self, program: Program, policy: Policy | None = None) -> None:
@@ -172,8 +174,8 @@ class Walk:
         # each is made once.
         self._overwrites = isinstance(program.goal, Collective)
         self._groups = program.groups()
-        self._meetings: dict[tuple[Met, int, int], Meeting] = {}
-        self._met: Counter[tuple[int, Met]] = Counter()  # how often each rank has done what a group does
+        self._meetings: dict[tuple[MeetingOp, int, int], Meeting] = {}
+        self._met: Counter[tuple[int, MeetingOp]] = Counter()  # how often each rank has done what a group does
         self._before: dict[type, Callable[[Cursor, Any], bool]] = {
             Send: self._begin_blocking_send if policy.sends == "blocking" else self._begin_send,
             Recv: self._receive,
@@ -196,17 +198,17 @@ class Walk:
             self._unmade = [{} for _ in program.ranks]
             self._rules = [Rules(program.goal, ops) for ops in program.ranks]
             self._cursors = [cursor for rank, ops in enumerate(program.ranks) for cursor in _lanes(rank, ops)]
-            self._talking = self._cursors[1::2]
+            self._communicating = self._cursors[1::2]
             self._before[Join] = self._join
             self._after[Join] = self._joined
         else:
-            self._cursors = self._talking = [Cursor(rank, ops) for rank, ops in enumerate(program.ranks)]
+            self._cursors = self._communicating = [Cursor(rank, ops) for rank, ops in enumerate(program.ranks)]
 
     def __iter__(self) -> Iterator[Cursor]:
         """Each operation as soon as it can be done."""
         queue, before, after = self._queue, self._before, self._after
-        lanes, turn_ends = self._policy.lanes, self._policy.turn_ends
-        in_turns = type(self._policy).turn_ends is not Policy.turn_ends
+        lanes, pauses_after = self._policy.lanes, self._policy.pauses_after
+        may_pause = type(self._policy).pauses_after is not Policy.pauses_after
         otherwise = self._needs if lanes else None
         make = self._make if lanes else None
         for cursor in self._cursors:
@@ -226,7 +228,7 @@ class Walk:
                     finish = after.get(kind, make)
                     if finish is not None:
                         finish(cursor, op)
-                    if in_turns and turn_ends(op):
+                    if may_pause and pauses_after(op):
                         queue.append(cursor)
                         break
             message = self._policy.idle()
@@ -274,7 +276,7 @@ class Walk:
             self._carried(message)
 
     def _receive(self, cursor: Cursor, op: Recv) -> bool:
-        """Post a receive; it can be done when its message is there, and may be written where it belongs."""
+        """Post a receive; whether its message is there and may be written to its place."""
         message = cursor.message
         if message is None:
             cursor.ready = cursor.time
@@ -299,7 +301,7 @@ class Walk:
         return self._may_overwrite(cursor, op)
 
     def _may_overwrite(self, cursor: Cursor, op: Recv | Add) -> bool:
-        """Whether nothing that this rank sends is in the way of a write; where time passes, once that has left."""
+        """Whether no open send of this rank reads what the operation writes; `cursor.ready` is when the last left."""
         open_sends = self._open_sends[cursor.rank]
         conflicts = open_sends.conflicts(op)
         for message in conflicts:
@@ -317,8 +319,8 @@ class Walk:
     def _carried(self, message: Message) -> None:
         message.carried = True
         for rank in (message.receiver, message.sender):
-            if self._talking[rank].waits_for is message:
-                self._call(self._talking[rank])
+            if self._communicating[rank].waits_for is message:
+                self._call(self._communicating[rank])
 
     def _outgoing(self, sender: int, receiver: int) -> Message:
         """The next message that a rank sends to another: one that is awaited, or a new one."""
@@ -343,7 +345,7 @@ class Walk:
 
     # ── what a group does together ──────────────────────────────────────────────────────────────────────────────
 
-    def _meet(self, cursor: Cursor, op: Met) -> bool:
+    def _meet(self, cursor: Cursor, op: MeetingOp) -> bool:
         meeting = cursor.meeting
         if meeting is None:
             if self._made and not self._is_asked_for(cursor, op):
@@ -355,15 +357,15 @@ class Walk:
             meeting.arrived[cursor.rank] = cursor.ready
             if len(meeting.arrived) == len(group):
                 for rank in group:
-                    if self._talking[rank].waits_for is meeting:
-                        self._call(self._talking[rank])
+                    if self._communicating[rank].waits_for is meeting:
+                        self._call(self._communicating[rank])
         if len(meeting.arrived) < len(meeting.ranks):
             cursor.waits_for = meeting
             return False
         return True
 
-    def _is_asked_for(self, cursor: Cursor, op: Met) -> bool:
-        """Whether what it needs has been made, and all that its rank computes before it has ended."""
+    def _is_asked_for(self, cursor: Cursor, op: MeetingOp) -> bool:
+        """Whether its rank has asked for it: the rank has made what it needs and computed all that stands before it."""
         if not cursor.asked:
             return False
         if not self._needs(cursor, op):
@@ -372,7 +374,7 @@ class Walk:
         cursor.ready = max(cursor.ready, cursor.came)
         return True
 
-    def _have_met(self, cursor: Cursor, op: Met) -> None:
+    def _have_met(self, cursor: Cursor, op: MeetingOp) -> None:
         self._met[cursor.rank, op] += 1
         cursor.meeting = None
         if self._made and not isinstance(op, Observed):
@@ -410,7 +412,7 @@ class Walk:
             self._come_to_meetings(cursor)
 
     def _come_to_meetings(self, cursor: Cursor) -> None:
-        """A lane that computes has ended an operation: what stands behind that is asked for now."""
+        """The computing lane has ended an operation: its rank now asks for the meetings that stand behind it."""
         asks = False
         while cursor.meetings and cursor.meetings[0] <= cursor.place:
             cursor.meetings.popleft()
@@ -442,39 +444,39 @@ class Walk:
         self._come_to_meetings(cursor if cursor.lane is Lane.COMPUTE else twin)
 
     def _call(self, cursor: Cursor) -> None:
-        """What somebody waited for has come."""
+        """Let a cursor go on: what it waited for has come."""
         cursor.waits_for = cursor.missing = None
         self._queue.append(cursor)
 
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def stuck(self) -> list[Cursor]:
-        """Those that have not come to their end."""
+        """The cursors that have not come to the end of their list."""
         return [cursor for cursor in self._cursors if cursor.place < len(cursor.ops)]
 
     def lost(self) -> Message | None:
-        """A message that was sent and that nobody has come to receive."""
+        """A message that was sent and that no rank has come to receive."""
         left = (message for channel in self._channels.values() for message in channel)
         return next((message for message in left if message.send is not None), None)
 
     def waits(self) -> list[Wait]:
-        """Who has not come to its end, and what each waits for."""
+        """The ranks that have not come to their end, and what each waits for."""
         return [self._wait(cursor) for cursor in self.stuck()]
 
     def _wait(self, cursor: Cursor) -> Wait:
         op, held_by = cursor.op, cursor.waits_for
-        deed, on = f"stands at {op}", cursor.rank
+        doing, on = f"stands at {op}", cursor.rank
         if isinstance(held_by, Meeting):
             on = next(rank for rank in held_by.ranks if rank not in held_by.arrived)
-            deed = f"waits for rank {on} at {op}"
+            doing = f"waits for rank {on} at {op}"
         elif isinstance(op, Send):
-            deed, on = f"sends {op.value} to rank {op.to}", op.to
+            doing, on = f"sends {op.value} to rank {op.to}", op.to
         elif isinstance(op, Recv) and held_by is cursor.message:
-            deed, on = f"waits for {op.value} from rank {op.source}", op.source
+            doing, on = f"waits for {op.value} from rank {op.source}", op.source
         elif held_by is not None and held_by.send is not None and isinstance(op, Recv | Add):
             on = held_by.receiver
-            deed = f"must not overwrite {written(op)} while it sends {held_by.send.value} to rank {on}"
-        return Wait(cursor.rank, cursor.place, deed, on)
+            doing = f"must not overwrite {written(op)} while it sends {held_by.send.value} to rank {on}"
+        return Wait(cursor.rank, cursor.place, doing, on)
 
 
 def _lanes(rank: int, ops: tuple[Op, ...]) -> tuple[Cursor, Cursor]:
@@ -490,9 +492,9 @@ def _lanes(rank: int, ops: tuple[Op, ...]) -> tuple[Cursor, Cursor]:
             dealt[which].append(op)
             if is_meeting(op):
                 meetings.append(len(dealt[Lane.COMPUTE]))
-    computing, talking = (Cursor(rank, mine, lane=which) for which, mine in dealt.items())
-    computing.twin, talking.twin = talking, computing
+    computing, communicating = (Cursor(rank, mine, lane=which) for which, mine in dealt.items())
+    computing.twin, communicating.twin = communicating, computing
     computing.meetings = meetings
     while meetings and not meetings[0]:  # nothing is computed before
-        talking.asked.append(meetings.popleft())
-    return computing, talking
+        communicating.asked.append(meetings.popleft())
+    return computing, communicating

@@ -28,7 +28,7 @@ from typing import Any
 
 from microparallel.program import BackwardInput, BackwardWeight, Free
 from microparallel.trace import Difference, Event, Trace
-from microparallel.trace.intervals import Span, outside, union
+from microparallel.trace.intervals import Interval, outside, union
 from microparallel.trace.meetings import meetings, needed
 from microparallel.trace.parts import Parts, parts
 
@@ -344,7 +344,7 @@ def _look(event: Event) -> str:
     return "receive" if event.kind == "other" else event.kind
 
 
-def _explained(times: Iterable[Span], candidates: list[tuple[float, float, int]]) -> Iterator[int | None]:
+def _explained(times: Iterable[Interval], candidates: list[tuple[float, float, int]]) -> Iterator[int | None]:
     """For each of these times, which are in order, the candidate that covers most of it."""
     waiting = sorted(candidates)
     position, active = 0, list[tuple[float, float, int]]()
@@ -357,7 +357,7 @@ def _explained(times: Iterable[Span], candidates: list[tuple[float, float, int]]
         yield None if best is None else best[1]
 
 
-def _inside(time: float, intervals: list[Span]) -> bool:
+def _inside(time: float, intervals: list[Interval]) -> bool:
     place = bisect_right(intervals, (time, math.inf)) - 1
     return place >= 0 and time <= intervals[place][1]
 

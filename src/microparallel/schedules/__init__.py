@@ -36,7 +36,7 @@ def build(name: str, ranks: int, microbatches: int | None = None, **options: Any
     """Build a training step by name: a pipeline schedule, with its sends, receives and frees, or a DDP step.
 
     Args:
-        name: `naive`, `gpipe`, `1f1b`, `interleaved` (`chunks=2`), `zb-h1`, `zb-h2`, `zbv` or `dualpipev`;
+        name: `naive`, `gpipe`, `1f1b`, `interleaved` (`stages_per_rank=2`), `zb-h1`, `zb-h2`, `zbv` or `dualpipev`;
             or `ddp` (`layers=8, buckets=4`) and `ddp-naive` (`layers=8`), with the `algorithm` of their all-reduces.
         ranks: how many ranks share the work, any number from 1.
         microbatches: into how many micro-batches a pipeline's batch is cut, any number from 1.

@@ -37,7 +37,7 @@ def ddp(layers: int, buckets: int, ranks: int, algorithm: str = AUTO) -> Program
 
     ```
     4 layers, 2 buckets
-    compute  F0 F1 F2 F3 B3 B2 B1 B0          S
+    compute  F0 F1 F2 F3 B3 B2 B1 B0                             S
     comm                       [all-reduce 3, 2][all-reduce 1, 0]
     ```
 
@@ -99,15 +99,15 @@ def data_parallel_step(
     ```
 
     Gradients are summed when those of a rank's last micro-batch have been added. Micro-batch j of rank r is
-    j × ranks + r. What else the ranks share stands where it is shared:
+    j × ranks + r. What else the ranks share stands in its place:
 
     ```
     rank 0: *:samples@dp = ^:buffers@dp/0 = F0:1.0 *:weights@dp = B0.0 *U0@dp ^:order@dp/0 *:loss@dp S
     ```
 
     While ranks may run out of data (`joining`), buffers are copied after the sums, since a rank that is `gone` comes to
-    no forward. It answers the roll call, adds nothing, and leaves its weights alone. The first rank that is not gone
-    says the order, and has the buffers that count:
+    no forward. Such a rank takes part in the sums, adds nothing, and does not update its weights. The order and the
+    buffers are those of the first rank that is not gone:
 
     ```
     rank 0:        *:weights@dp =      *U0@dp ^:order@dp/1 ^:buffers@dp/1
@@ -115,18 +115,18 @@ def data_parallel_step(
     ```
 
     Args:
-        buckets: how many there are.
-        ranks: how many replicas.
-        microbatches: of each rank, or for each rank how many; one that has none sits out.
-        overlap: whether backward goes on while a bucket travels; otherwise it waits for each.
-        sums: whether buckets are summed; a rank without others need not.
+        buckets: how many buckets there are.
+        ranks: how many replicas there are.
+        microbatches: how many each rank has, or a list with one number for each rank; a rank with none sits out.
+        overlap: whether backward goes on while a bucket is summed; otherwise it waits for each.
+        sums: whether buckets are summed; a single rank need not.
         buffers: whether one rank's buffers are copied to all: rank 0's, before the last forward, unless `joining`.
-        weights: whether the ranks first tell each other who is there, and how much each counts.
-        order: whether they share the order in which gradients came, as after the first backward.
-        samples: whether they count the samples of all.
-        loss: whether they sum the loss.
+        weights: whether the ranks first share which of them take part, and how much each one's gradients count.
+        order: whether one rank's order of gradients is copied to all, as after the first backward.
+        samples: whether the ranks sum up how many samples they have.
+        loss: whether the ranks sum the loss.
         joining: whether ranks may run out of data.
-        gone: the ranks that have.
+        gone: the ranks that have run out.
     """
     each = microbatches
     if isinstance(each, int):
@@ -169,7 +169,7 @@ def data_parallel_step(
 
 
 def _require_step(buckets: int, ranks: int, each: Sequence[int], sums: bool) -> None:
-    """Refuse what is no step."""
+    """Raise `UsageError` unless these numbers make a step."""
     if min(buckets, ranks) < 1:
         raise UsageError(f"buckets={buckets}, ranks={ranks}: at least 1 each is needed")
     if len(each) != ranks or min(each) < 0:
@@ -188,6 +188,6 @@ def _program(name: str, layers: int, ranks: int, ranges: Ranges, backward: Calla
 
 
 def _ranges(layers: int, buckets: int) -> Ranges:
-    """Neighbouring layers, as evenly as possible, beginning at the end."""
+    """Cut the layers into buckets of neighbours, as evenly as possible, from the last layer to the first."""
     bounds = [layers - index * layers // buckets for index in range(buckets + 1)]
     return tuple((start, stop) for stop, start in itertools.pairwise(bounds))

@@ -22,7 +22,7 @@ from microparallel.schedules.passes import first_microbatches
 
 
 def dualpipev(ranks: int, microbatches: int) -> Program:
-    """Rank r holds stages r and 2p−1−r, as in ZBV; in the middle, one's forward runs with the other's backward.
+    """Rank r holds stages r and 2p−1−r, as in ZBV; in the middle, one stage's forward runs with the other's backward.
 
     ```
     2 ranks, 4 micro-batches; stages 0 and 3 are on rank 0, 1 and 2 on rank 1

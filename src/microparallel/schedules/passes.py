@@ -1,4 +1,4 @@
-"""Passes from one program to another: a builder gives the order of computation, these add all the rest."""
+"""Passes: from a program to another. A builder gives the order of computation; passes add messages and frees."""
 
 from __future__ import annotations
 
@@ -117,11 +117,11 @@ def _with_frees(ops: tuple[Op, ...], rules: Rules) -> tuple[Op, ...]:
     return tuple(result)
 
 
-# Only the forwards of a training step: what a pipeline does to measure, or to answer.
+# ── only a part of a step ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def forwards_only(program: Program) -> Program:
-    """Keep a step's forwards in their order, with the messages and frees that they need.
+    """Keep a step's forwards in their order, with the messages and frees that they need: for evaluation.
 
     A forward waits for forwards alone, so whatever order was right with the backwards is right without them.
     """
@@ -129,13 +129,12 @@ def forwards_only(program: Program) -> Program:
     return lower(replace(program, name=f"{program.name}, forwards only", ranks=tuple(orders)))
 
 
-# Some schedules are drawn for a whole number of rounds: make one that is long enough, and cut off the rest.
-#
-# Micro-batches depend on each other only through the order of a rank's operations, so what is left is still right.
-
-
 def first_microbatches(ops: Iterable[Op], microbatches: int) -> tuple[Op, ...]:
-    """Only what concerns the first micro-batches; a pair that loses one half becomes its other half."""
+    """Keep the operations of the first micro-batches; a pair that loses one half becomes its other half.
+
+    Some builders write whole rounds of micro-batches and then cut off the rest. Micro-batches depend on each other only
+    through the order of a rank's operations, so what is left is still right.
+    """
     kept: list[Op] = []
     for op in ops:
         wanted = [half for half in halves(op) if half.microbatch < microbatches]

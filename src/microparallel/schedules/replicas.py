@@ -56,7 +56,7 @@ def replicate(program: Program, replicas: int, algorithm: str = AUTO, *, fewer: 
     the sums alone.
 
     ```
-    with fewer={0: None}, the second pipeline's micro-batch keeps its number, and nobody has number 0
+    with fewer={0: None}, the second pipeline's micro-batch keeps its number, and no rank has number 0
     rank 0  *U0@dp
     rank 1  *U1@dp
     rank 2  F0.1 >A0.1@3 <G0.1@3 B0.1 *U0@dp
@@ -83,14 +83,14 @@ def replicate(program: Program, replicas: int, algorithm: str = AUTO, *, fewer: 
 
 
 def _summed(theirs: Program | None, usual: Program, algorithm: str) -> Iterator[Sequence[Op]]:
-    """For each rank of a replica, its operations with the all-reduces, which are the usual ones if it has no others."""
+    """For each rank of a replica, its operations with the all-reduces; one without micro-batches has only those."""
     for ops in (theirs or usual).ranks:
         summed = with_reductions(ops, algorithm)
         yield summed if theirs else only_sums(summed)
 
 
 def only_sums(ops: Iterable[Op]) -> list[Op]:
-    """What is left to do for a rank that has no micro-batches: to take part in what others do with it together."""
+    """What a rank without micro-batches does: it takes part in the all-reduces and broadcasts of its group."""
     return [op for op in ops if isinstance(op, AllReduce | Broadcast | Join)]
 
 
@@ -107,17 +107,17 @@ def with_sums(
     buffers: Collection[int] = (),
     algorithm: str = AUTO,
 ) -> Program:
-    """The whole step of a pipeline, or of several side by side: with all that its ranks sum up.
+    """The whole step of a pipeline, or of several side by side: with everything that its ranks sum up or broadcast.
 
     ```
     1f1b, 2 ranks, 1 micro-batch, twice, with an embedding that the first and the last stage share
     rank 0  ^:batch@pp/0 = *:samples@dp = F0.0 >A0.0@1 <G0.0@1 B0.0 *U0@dp = *:tied0@pp *:loss@world
     ```
 
-    The rank that has the batch says what it looks like. Replicas count their samples, since each one's gradients count
-    for its share. In the end, when every gradient has been added up over the replicas, copies of a parameter on
-    different ranks get their sum, and all learn the loss.
-    A caller may go on with the norm of all gradients, to clip them, and give all replicas the buffers of the first:
+    The rank that has the batch sends its shapes to the others. Replicas sum their numbers of samples, since each one's
+    gradients are weighted with its share. When every gradient has been summed over the replicas, the copies of a
+    parameter on different ranks are summed, and then the loss. To clip gradients, the ranks may go on with the norm of
+    all gradients; and all replicas may get the buffers of the first:
 
     ```
     rank 0  … *:loss@world *:norm@pp ^:buffers@dp/0
@@ -127,11 +127,11 @@ def with_sums(
         program: of one pipeline.
         replicas: how many there are.
         fewer: the program of each replica that has fewer micro-batches; None for one that has none.
-        batch: the rank of a pipeline that tells the others what batch comes, if one does.
-        shared: the ranks of a pipeline several of whose stages use the same parameter: that is summed last.
+        batch: the rank of a pipeline that sends the batch's shapes to the others; None if no rank does.
+        shared: the ranks of a pipeline that have several stages with one parameter in common: it is summed last.
         ties: for each parameter that stages on different ranks share, those ranks of a pipeline.
-        samples: whether replicas count their samples.
-        norm: whether the ranks of a pipeline learn the norm of its gradients.
+        samples: whether replicas sum their numbers of samples.
+        norm: whether the ranks of a pipeline compute the norm of its gradients together.
         buffers: the ranks of a pipeline that have buffers, if these are copied to all replicas.
         algorithm: of the buckets' all-reduces.
     """
@@ -157,7 +157,7 @@ def with_sums(
 
 
 def with_reductions(ops: Sequence[Op], algorithm: str = AUTO) -> list[Op]:
-    """Add each stage's all-reduce behind its last backward, and behind what that sends: others wait for it."""
+    """Add each stage's all-reduce after its last backward and the sends that follow: another rank waits for those."""
     last: dict[int, int] = {}
     for place, op in enumerate(ops):
         for half in halves(op):

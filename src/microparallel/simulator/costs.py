@@ -19,7 +19,7 @@ from microparallel.program import (
     ForwardBackward,
     ForwardStages,
     Goal,
-    Met,
+    MeetingOp,
     Named,
     Observed,
     Op,
@@ -40,14 +40,14 @@ class Costs:
     """How long operations take, in any unit of time; one number for all stages, or a list with one for each.
 
     Args:
-        forward: a stage's forward (with several chunks a rank, one chunk's).
+        forward: a stage's forward (with several stages a rank, one stage's).
         backward_input: the half of its backward that gives the gradient of its input.
         backward_weight: the half that gives the gradients of its weights. A full backward takes both halves' time.
         forward_backward: a forward and a backward that run as one operation; their times together, if None.
         optimizer: the update of the weights.
         latency: what each message costs, however small; as long, it keeps its sender's and its receiver's port busy.
         seconds_per_byte: what each of its bytes costs.
-        add_seconds_per_byte: what it costs to add a received byte to one's own.
+        add_seconds_per_byte: what it costs to add a received byte to the rank's own.
         bytes_per_value: the size of a rank's whole tensor in a collective, of a stage's output, or of a layer's
             gradients; or a function from a value to its size. Without a function, named values (`:loss`) have none.
         transport: what carries the messages; it decides by which algorithm an AllReduce or a Broadcast runs that names
@@ -116,16 +116,16 @@ class Costs:
         """How long a rank's message takes where that was measured; else its size and its link say so."""
         return None
 
-    def together(self, op: Met, rank: int) -> float | None:  # noqa: ARG002
+    def together(self, op: MeetingOp, rank: int) -> float | None:  # noqa: ARG002
         """How long a rank and its group take for something where that was measured; else its program is simulated."""
         return None
 
-    def traffic(self, op: Met, rank: int) -> tuple[int, float] | None:  # noqa: ARG002
+    def traffic(self, op: MeetingOp, rank: int) -> tuple[int, float] | None:  # noqa: ARG002
         """How many messages and bytes a rank sends for it where that is known; else its algorithm's program says so."""
         return None
 
-    def bytes(self, op: Send | Met, goal: Goal, rank: int) -> float:  # noqa: ARG002
-        """How many bytes a rank sends, or contributes to what its group does; nobody knows of what was observed."""
+    def bytes(self, op: Send | MeetingOp, goal: Goal, rank: int) -> float:  # noqa: ARG002
+        """How many bytes a rank sends, or contributes to a collective; 0 for an observed one, of unknown size."""
         return 0 if isinstance(op, Observed) else self.size(op.value, goal)
 
     def size(self, value: Value, goal: Goal) -> float:
@@ -174,11 +174,10 @@ def _numbers(costs: Costs) -> Iterator[tuple[str, Any]]:
                 yield f"{name} of link {sender} → {receiver}", getattr(link, name)
 
 
-# What operations cost when nobody says: round numbers, so that a drawing can be counted by eye.
-
-
 def default_costs(program: Program) -> Costs:
-    """A forward and each half of a backward take 1, and so does what the program is about, if that is communication.
+    """The costs of a drawing without any: round numbers, so that times can be counted by eye.
+
+    A forward and each half of a backward take 1, and so does what the program is about, if that is communication.
 
     - In a collective every message takes 1, so each hop is one tick.
     - In a pipeline messages are free: the bubbles that are left are those of the schedule itself.

@@ -4,8 +4,8 @@
 - A Send never stops its lane. Its transfer begins when the value is there, the matching Recv has been posted, and the
   sender's port is free; it holds the port for latency + bytes × seconds per byte.
 - A Recv stops its lane until the message is there (and added, with `reduce`). A rank has one receive posted at a time,
-  so nobody competes for a receiver's port.
-- What is being sent is not overwritten: whoever writes to it waits for the transfer's end.
+  so messages never compete for a receiver's port.
+- What is being sent is not overwritten: an operation that writes to it waits for the transfer's end.
 - An AllReduce or a Broadcast begins when all ranks that take part have come to it. It takes as long as the program of
   its algorithm takes on the links between them.
 
@@ -25,8 +25,39 @@ from microparallel.errors import ProgramError
 from microparallel.program import Add, Cursor, Join, Lane, Message, Observed, Policy, Program, Recv, Send, Value, Walk
 from microparallel.program.walk import Meeting
 from microparallel.simulator.costs import Costs
-from microparallel.simulator.groups import Groups, Share
+from microparallel.simulator.groups import GroupCosts, Share
 from microparallel.trace import Event, Trace
+
+
+def simulate(program: Program, costs: Costs | None = None) -> Trace:
+    """Find out what a program would cost, without running it.
+
+    Args:
+        program: what to simulate; one that `mp.verify` accepts. One that does not come to its end is refused.
+        costs: how long operations and messages take; without it a forward and each half of a backward take 1.
+
+    Example:
+        ```python
+        trace = mp.simulate(mp.schedules.build("1f1b", 4, 8), mp.Costs(forward=1, backward_input=1, backward_weight=1))
+        print(trace.makespan, trace.bubble_fraction, trace.peak_activations)  # 33 0.2727… [4, 3, 2, 1]
+        ```
+    """
+    costs = costs or Costs()
+    costs.check(program)
+    with _no_garbage_collection():
+        return Trace(Simulation(program, costs).run(), program, simulated=True)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Switch the collector off: a simulation keeps its events, often millions, and the collector would search them."""
+    wanted = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if wanted:
+            gc.enable()
 
 
 class Simulation(Policy):
@@ -38,7 +69,7 @@ class Simulation(Policy):
         super().__init__("rendezvous")
         self._program = program
         self._costs = costs
-        self._groups = Groups(costs, program.goal, lambda *inside: Simulation(*inside).run())
+        self._groups = GroupCosts(costs, program.goal, lambda *inside: Simulation(*inside).run())
         self._link = functools.cache(costs.link)
         self._events: list[Event] = []
         self._eligible: list[tuple[float, int, Message]] = []  # transfers that can begin, by time
@@ -73,7 +104,7 @@ class Simulation(Policy):
     # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def carry(self, message: Message) -> bool:
-        """A transfer can begin; it does when its turn comes."""
+        """A transfer can begin: it does when it is the first of all that can."""
         assert message.offered is not None
         # Of transfers that can begin at the same time, a port serves first what was sent first.
         heapq.heappush(self._eligible, (max(message.offered, message.posted), message.number, message))
@@ -122,7 +153,7 @@ class Simulation(Policy):
         share: Share = of_rank[cursor.rank]
         cursor.time = end = start + share.seconds
         size = self._costs.bytes(op, self._program.goal, cursor.rank)
-        # What was observed has no value that tells meetings apart, so all are counted.
+        # An observed collective has no value that distinguishes meetings, so it brings a number of its own.
         number = op.number if isinstance(op, Observed) else meeting.number
         traffic = (share.messages, share.bytes, size, 0)
         met = (cursor.came, None, meeting.ranks, number)
@@ -133,7 +164,7 @@ class Simulation(Policy):
         if lost is not None:
             raise ProgramError(
                 f"program {self._program.name!r} loses a message: rank {lost.sender} does {lost.send}, "
-                "and nobody receives it; mp.verify says more"
+                "and no rank receives it; mp.verify says more"
             )
         hint = ", and mp.schedules.lower adds the messages that are missing" if self._program.sends_nothing else ""
         for cursor in walk.stuck():
@@ -146,37 +177,3 @@ class Simulation(Policy):
 def _arrival(message: Message, op: Recv, start: float, end: float) -> Event:
     received = (0, 0, 0, 0, None, None, (), message.index, message.sender)
     return Event(message.receiver, Lane.COMM, op, start, end, *received)
-
-
-# Find out what a program would cost.
-
-
-def simulate(program: Program, costs: Costs | None = None) -> Trace:
-    """Find out what a program would cost, without running it.
-
-    Args:
-        program: what to simulate; one that `mp.verify` accepts. One that does not come to its end is refused.
-        costs: how long operations and messages take; without it a forward and each half of a backward take 1.
-
-    Example:
-        ```python
-        trace = mp.simulate(mp.schedules.build("1f1b", 4, 8), mp.Costs(forward=1, backward_input=1, backward_weight=1))
-        print(trace.makespan, trace.bubble_fraction, trace.peak_activations)  # 33 0.2727… [4, 3, 2, 1]
-        ```
-    """
-    costs = costs or Costs()
-    costs.check(program)
-    with _no_garbage_collection():
-        return Trace(Simulation(program, costs).run(), program, simulated=True)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Events stay, and there are millions: the collector would look through all of them again and again for nothing."""
-    wanted = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if wanted:
-            gc.enable()

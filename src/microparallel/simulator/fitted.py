@@ -1,6 +1,6 @@
 """A recorded step is its program with a cost for each operation: one can ask what it would take, changed.
 
-The program is what the ranks were told, or were seen to do (`trace/recorded.py`). Simulated with the recorded costs it
+The program is what the ranks reported, or were seen to do (`trace/recorded.py`). Simulated with the recorded costs it
 takes as long as it took; with other costs, or another order, as long as it would.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from microparallel.errors import ProgramError, UsageError
-from microparallel.program import Goal, Lane, Met, Op, Program, Send, halves, is_meeting, lane
+from microparallel.program import Goal, Lane, MeetingOp, Op, Program, Send, halves, is_meeting, lane
 from microparallel.simulator.costs import Costs
 from microparallel.simulator.engine import simulate
 from microparallel.trace import Trace
@@ -43,15 +43,15 @@ class RecordedCosts(Costs):
         """How long a message takes."""
         return self.seconds.get((rank, send), 0.0)
 
-    def together(self, op: Met, rank: int) -> float:
+    def together(self, op: MeetingOp, rank: int) -> float:
         """How long a collective takes once all have come."""
         return self.seconds.get((rank, op), 0.0)
 
-    def traffic(self, op: Met, rank: int) -> tuple[int, float] | None:
+    def traffic(self, op: MeetingOp, rank: int) -> tuple[int, float] | None:
         """What a rank sends for a collective."""
         return self.counts.get((rank, op))
 
-    def bytes(self, op: Send | Met, goal: Goal, rank: int) -> float:
+    def bytes(self, op: Send | MeetingOp, goal: Goal, rank: int) -> float:
         """How many bytes a message has, or a collective."""
         del goal
         return self.sizes.get((rank, op), 0.0)
@@ -94,9 +94,9 @@ class Fitted:
         return [sum(self.seconds(rank, op) for op in ops if counts(op)) for rank, ops in enumerate(self.program.ranks)]
 
     @property
-    def collectives(self) -> dict[Met, tuple[float, float]]:
+    def collectives(self) -> dict[MeetingOp, tuple[float, float]]:
         """What ranks do together, in order: how long it takes, and how many bytes it has."""
-        found: dict[Met, list[tuple[float, float]]] = {}
+        found: dict[MeetingOp, list[tuple[float, float]]] = {}
         for rank, ops in enumerate(self.program.ranks):
             for op in filter(is_meeting, ops):
                 found.setdefault(op, []).append((self.seconds(rank, op), self.costs.sizes.get((rank, op), 0.0)))
@@ -130,16 +130,16 @@ def fit_step(trace: Trace) -> Fitted:
     """Find the program and the costs of one step; of a simulated one, those it was simulated with."""
     if not trace.events:
         raise UsageError("the trace has no events, so there is no step to simulate")
-    fitted = _fit(trace, told=True)
+    fitted = _fit(trace, reported=True)
     try:
         fitted.makespan  # noqa: B018
-    except ProgramError:  # a part of it was not recorded, so what was told does not come to its end
-        return _fit(trace, told=False)
+    except ProgramError:  # a part of it was not recorded, so what was reported does not come to its end
+        return _fit(trace, reported=False)
     return fitted
 
 
-def _fit(trace: Trace, *, told: bool) -> Fitted:
-    step = recorded_step(trace, told=told)
+def _fit(trace: Trace, *, reported: bool) -> Fitted:
+    step = recorded_step(trace, reported=reported)
     return Fitted(step.program, RecordedCosts(seconds=step.seconds, sizes=step.bytes, counts=step.traffic))
 
 

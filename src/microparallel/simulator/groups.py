@@ -1,4 +1,4 @@
-"""What the ranks of a group do together: its algorithm's program, run on the links between them."""
+"""What an AllReduce or a Broadcast costs: its algorithm's program, simulated on the links between the group's ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from microparallel.collectives import GroupKind, group_kind, program_of, resolve, sent_by
-from microparallel.program import AllReduce, Collective, Goal, GroupOp, Met, Observed, Program, Send, Slices, Value
+from microparallel.program import (
+    AllReduce,
+    Collective,
+    Goal,
+    GroupOp,
+    MeetingOp,
+    Observed,
+    Program,
+    Send,
+    Slices,
+    Value,
+)
 from microparallel.simulator.costs import Costs
 from microparallel.topology import Link
 from microparallel.trace import Event
@@ -32,8 +43,8 @@ class _Shape:
     sent: tuple[tuple[int, float], ...]  # for each rank: how many messages, and how much of the whole tensor
 
 
-class Groups:
-    """Finds out what AllReduces and Broadcasts cost: it simulates their programs, and what is alike only once.
+class GroupCosts:
+    """What AllReduces and Broadcasts cost: their programs are simulated, equal ones only once.
 
     Args:
         costs: of the whole program.
@@ -47,7 +58,7 @@ class Groups:
         self._run = run
         self._known: dict[tuple[object, ...], list[float]] = {}
 
-    def shares(self, op: Met, ranks: tuple[int, ...]) -> list[Share]:
+    def shares(self, op: MeetingOp, ranks: tuple[int, ...]) -> list[Share]:
         """The share of each rank when all begin at the same time."""
         found = self._observed(op, ranks) if isinstance(op, Observed) else self._by_algorithm(op, ranks)
         known = [self._costs.traffic(op, rank) for rank in ranks]
@@ -55,7 +66,7 @@ class Groups:
         return [share if sent is None else Share(share.seconds, *sent) for share, sent in both]
 
     def _observed(self, op: Observed, ranks: tuple[int, ...]) -> list[Share]:
-        """Nobody knows by which algorithm it ran."""
+        """An observed collective takes as long as was measured; by which algorithm it ran is not known."""
         return [Share(self._costs.together(op, rank) or 0, 0, 0) for rank in ranks]
 
     def _by_algorithm(self, op: GroupOp, ranks: tuple[int, ...]) -> list[Share]:
@@ -76,9 +87,9 @@ class Groups:
         return links.pop() if len(links) == 1 else None
 
     def _ring(self, count: int, size: float, link: Link) -> Share:
-        """Where all links are alike, all ranks do each step at the same time. So one rank's steps tell everything.
+        """Where all links are alike, all ranks do each step at the same time. So one rank's steps are enough.
 
-        A ring of a thousand ranks has millions of operations.
+        A simulation would be slow: a ring of a thousand ranks has millions of operations.
         """
         messages = 2 * (count - 1)
         adding = (count - 1) * size / count * self._costs.add_seconds_per_byte

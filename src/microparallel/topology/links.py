@@ -1,4 +1,4 @@
-"""What it costs to send a message from one rank to another."""
+"""What it costs to send a message from one rank to another; and slow ranks and links, as people write them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Link:
         return (self.latency or 0) + size * (self.seconds_per_byte or 0)
 
 
-# Ranks and links that are slower than the others, as people write them: `2=3x`, `0-1=5ms,100Mbit`.
+# ── --slow-rank 2=3x and --slow-link 0-1=5ms,100Mbit ────────────────────────────────────────────────────────────────
 
 
 _NUMBER = r"\d+(?:\.\d+)?"

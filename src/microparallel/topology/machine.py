@@ -1,4 +1,4 @@
-"""How many cores may this process use, and how many of them each rank gets."""
+"""The machine: how many cores and how much memory this process may use, and how many cores each rank gets."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def _container_cores(limit_file: Path = Path("/sys/fs/cgroup/cpu.max")) -> int |
     return None if quota == "max" else max(1, int(quota) // int(period))
 
 
-# How much memory there is, and how much of it can still be had: on the machine, and inside a container.
+# ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def total_memory(system: Path = Path("/proc/meminfo")) -> int | None:
-    """The bytes of memory this machine has; None where nobody says."""
+    """The bytes of memory this machine has; None where the system does not say."""
     return _of_the_machine(system, "MemTotal")
 
 
 def available_memory(system: Path = Path("/proc/meminfo"), container: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The bytes that programs may still take without swapping, also inside a container; None where nobody says."""
+    """The bytes that programs may still take without swapping, also inside a container; None if unknown."""
     found = [_of_the_machine(system, "MemAvailable"), _of_the_container(container)]
     amounts = [amount for amount in found if amount is not None]
     return max(0, min(amounts)) if amounts else None

@@ -11,7 +11,7 @@ from microparallel.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One rank's place in the world, and where the ranks meet."""
+    """One rank's place in the world, and the address of the store where the ranks find each other."""
 
     rank: int
     world_size: int
@@ -19,8 +19,8 @@ class Placement:
     local_world_size: int
     address: str = "127.0.0.1"
     port: int = 0
-    hosts_store: bool = True  # rank 0 opens the meeting point, unless somebody else already has
-    attempt: str = "0"  # torchrun counts restarts, so that a new world does not read the old one's notes
+    hosts_store: bool = True  # whether this rank opens the store: rank 0 does, unless torchrun's agent has one
+    attempt: str = "0"  # torchrun counts restarts, so that a new world does not read the old one's keys
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:

@@ -47,7 +47,7 @@ class Event(NamedTuple):
     """An operation that ran from `start` to `end`, on one lane of one rank.
 
     Waiting is not part of it. A receive starts when its message begins to arrive, and a collective when the last rank
-    has come: not when this rank asked for it (`issued`), and not when it had nothing left to do (`waited`).
+    has come: not when this rank asked for it (`issued`), and not when this rank began to wait for it (`waited`).
 
     ```
     rank 0  ▒▒▒▒▒issued▒▒▒▒▒▒▒▒▒waited·····start░░░░░░░░end▒▒▒▒      ▒ computes   · waits   ░ exposed communication
@@ -55,7 +55,7 @@ class Event(NamedTuple):
     ```
 
     Attributes:
-        rank: whose it is.
+        rank: the rank that did it.
         lane: what it kept busy.
         op: an operation of a program, or something `Observed`.
         start: when it began.
@@ -63,7 +63,7 @@ class Event(NamedTuple):
         messages: how many this rank sent for it.
         sent: how many bytes those were.
         bytes: of the tensor that was sent, received or reduced.
-        step: the training step it belongs to.
+        step: the number of the training step it belongs to.
         issued: of communication, when the rank asked for it; None: when it began.
         waited: of communication, since when the rank had nothing to do but to wait for it; None if it never waited.
         group: of a collective, the ranks that took part.
@@ -100,7 +100,7 @@ class Event(NamedTuple):
 
     @property
     def operation(self) -> Op:
-        """The operation of a program, where there must be one."""
+        """The operation of a program; raises `UsageError` for what was only observed."""
         if isinstance(self.op, Observed):
             raise UsageError(f"{self.op} was observed, and is no operation of a program; try view='parts'")
         return self.op
@@ -116,7 +116,7 @@ class Event(NamedTuple):
         return self.lane is Lane.COMPUTE
 
     def moved(self, by: float) -> Event:
-        """The same on a clock that shows so much more."""
+        """The same event on a clock that shows `by` more."""
         issued, waited = (None if moment is None else moment + by for moment in (self.issued, self.waited))
         return self._replace(start=self.start + by, end=self.end + by, issued=issued, waited=waited)
 

@@ -1,4 +1,4 @@
-"""A trace as JSON: a table of its events, and what is known about all of them."""
+"""A trace in a file: as JSON, which reads back, and in the Chrome trace format, which Perfetto opens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ FORMAT = 2
 _COLUMNS = ("rank", "op", "kind", *Event._fields[3:])  # an operation says itself which lane it keeps busy
 
 
-def written(trace: Trace) -> str:
-    """Everything a trace says; an operation of a program is its text, and has no kind."""
+def to_json(trace: Trace) -> str:
+    """Write a trace as JSON: a table of its events, and what is known about all of them.
+
+    An operation of a program stands there as its text, and has no kind; an observed one as its name and kind.
+    """
     head = {
         "format": FORMAT,
         "ranks": trace.ranks,
@@ -36,17 +39,17 @@ def _row(event: Event) -> list[Any]:
     return [event.rank, str(event.op), kind, *event[3:]]
 
 
-def read(text: str) -> Trace:
-    """Read a trace back; nothing that makes no sense gets through: it is a ValueError of one line."""
+def from_json(text: str) -> Trace:
+    """Read a trace back; raises `ValueError`, in one line, if any part of the text makes no sense."""
     try:
-        return _understood(json.loads(text))
+        return _trace(json.loads(text))
     except KeyError as error:
         raise ValueError(f"it has no {error}") from None
     except (TypeError, AttributeError, RecursionError) as error:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _understood(content: Any) -> Trace:
+def _trace(content: Any) -> Trace:
     if not isinstance(content, dict):
         raise ValueError(f"this is a {type(content).__name__}, not an object")
     if content["format"] not in (1, FORMAT):
@@ -75,7 +78,7 @@ def _understood(content: Any) -> Trace:
 
 
 def _old_event(row: dict[str, Any]) -> Event | None:
-    """One row of format 1: it says when something was asked for instead of when it began, and only names operations."""
+    """One row of format 1: it has the time when the rank asked, not the start, and names, not operations."""
     name, kind = row.pop("name"), row["kind"]
     row["kind"] = None if isinstance(name, str) and kind in get_args(Kind) and _parsed(name) is not None else kind
     sends = kind == "send"
@@ -115,15 +118,14 @@ def _makes_sense(event: Event, ranks: int) -> bool:
     )
 
 
-# The Chrome trace format, which Perfetto opens: one process a rank, and an arrow from each send to its receive.
-
+# ── Chrome's format ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 # Viewers draw bars of one row inside each other, so what runs at the same time needs rows of its own.
 _ROWS = ("compute", "collectives", "send", "receive and add")
 
 
 def write_chrome(trace: Trace, path: Path, seconds_per_unit: float) -> None:
-    """Write a trace; times become microseconds."""
+    """Write a trace for Perfetto: a process for each rank, an arrow from each send to its receive, times in µs."""
     scale = 1e6 * seconds_per_unit
     entries = [*_names(trace.ranks), *(_bar(event, scale) for event in trace.events), *_arrows(trace.events, scale)]
     path = path.resolve()  # a link stays one, and what it leads to is replaced

@@ -1,16 +1,16 @@
-"""Sets of time spans: put together what overlaps, and measure what is left of one set outside another."""
+"""Sets of time intervals: put together those that overlap, and find what of one set lies outside another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-Span = tuple[float, float]
+Interval = tuple[float, float]
 
 
-def union(spans: Iterable[Span]) -> list[Span]:
-    """The same times as spans that are apart and in order."""
-    merged: list[Span] = []
-    for start, end in sorted(spans):
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same times as intervals that do not overlap, in order."""
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(merged[-1][1], end))
         elif end > start:
@@ -18,16 +18,16 @@ def union(spans: Iterable[Span]) -> list[Span]:
     return merged
 
 
-def length(spans: Iterable[Span]) -> float:
-    """How long spans that are apart are together."""
-    return sum(end - start for start, end in spans)
+def length(intervals: Iterable[Interval]) -> float:
+    """How long intervals that do not overlap are together."""
+    return sum(end - start for start, end in intervals)
 
 
-def outside(spans: list[Span], others: list[Span]) -> list[Span]:
-    """What is left of `spans` where none of `others` is; both are apart and in order."""
-    left: list[Span] = []
+def outside(intervals: list[Interval], others: list[Interval]) -> list[Interval]:
+    """What is left of `intervals` where none of `others` is; neither set overlaps itself, and both are in order."""
+    left: list[Interval] = []
     first = 0
-    for start, end in spans:
+    for start, end in intervals:
         while first < len(others) and others[first][1] <= start:
             first += 1
         at, index = start, first

@@ -1,4 +1,4 @@
-"""Which communication belongs together, and when it could begin."""
+"""Which communication belongs together, when it could begin, and why a rank had to wait."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def needed(events: Sequence[Event], places: Iterable[int]) -> list[int]:
 
 
 def met(events: Sequence[Event]) -> list[Event]:
-    """Recorded events, of which each rank knows only when it asked: communication starts when all it needs has come.
+    """Give recorded communication its start: the moment when all that it needs has come.
 
-    Where a rank knows better when something started, it says so (`issued` is set), and that stays.
+    A rank records when it asked for communication, and takes that as the start. Where it knows the real start, it has
+    set `issued`, and the event stays as it is.
     """
     result = list(events)
     for places in meetings(events):
@@ -46,7 +47,7 @@ def met(events: Sequence[Event]) -> list[Event]:
     return result
 
 
-# Why did an operation begin when it did, and not earlier?
+# ── why an operation began no earlier ─────────────────────────────────────────────────────────────────────────────────
 
 
 def reasons(trace: Trace) -> dict[int, str]:

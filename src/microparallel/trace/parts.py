@@ -4,10 +4,10 @@
 rank 0  forward ▒▒▒▒ backward ▒▒▒▒▒▒▒▒▒▒▒▒ waits ····▓▓▓▓ optimizer ▒▒
                        all_reduce ─────────────────┤    │
 rank 1  forward ▒▒▒▒▒▒▒▒ backward ▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▒▓▓▓▓ optimizer ▒▒
-                                                   └ only now has everybody come: what is before it is waiting
+                                                   └ only now has every rank come: what is before it is waiting
 ```
 
-Communication that runs while the rank computes is hidden; it costs nothing that could be seen here, and is told apart.
+Communication that runs while the rank computes takes none of the step's time. It is counted apart, as `hidden`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from microparallel.trace.event import Event
-from microparallel.trace.intervals import Span, length, outside, union
+from microparallel.trace.intervals import Interval, length, outside, union
 from microparallel.trace.trace import Trace
 
 
@@ -26,8 +26,8 @@ class Parts:
 
     Attributes:
         step: from its first event's start to the end of all ranks' last.
-        forward: computing forward.
-        backward: computing backward.
+        forward: spent on forwards.
+        backward: spent on backwards.
         optimizer: updating the weights.
         communicating: nothing but communication went on: it was exposed.
         waiting: for other ranks.
@@ -62,15 +62,15 @@ def parts(trace: Trace) -> list[Parts]:
     return found
 
 
-def pieces_of(trace: Trace) -> list[dict[str, list[Span]]]:
+def pieces_of(trace: Trace) -> list[dict[str, list[Interval]]]:
     """For each rank, the times in which it computed forward, backward and the optimizer, communicated, and waited.
 
-    They are apart from each other; what is in none of them is other.
+    No two of them overlap; the time that is in none of them is other.
     """
     return [_pieces(trace, rank) for rank in range(trace.ranks)]
 
 
-def _pieces(trace: Trace, rank: int) -> dict[str, list[Span]]:
+def _pieces(trace: Trace, rank: int) -> dict[str, list[Interval]]:
     events, blocked, under_way = trace.by_rank[rank], trace.blocked[rank], trace.communicating[rank]
     # A forward inside a backward is a recomputation, and counts to the backward it is part of.
     optimizer = outside(_of(events, "optimizer"), blocked)
@@ -88,17 +88,16 @@ def _pieces(trace: Trace, rank: int) -> dict[str, list[Span]]:
     }
 
 
-def _of(events: list[Event], kind: str) -> list[Span]:
+def _of(events: list[Event], kind: str) -> list[Interval]:
     return union((event.start, event.end) for event in events if event.kind == kind)
 
 
-def _both(one: list[Span], other: list[Span]) -> list[Span]:
+def _both(one: list[Interval], other: list[Interval]) -> list[Interval]:
     """Where both are."""
     return outside(one, outside(one, other))
 
 
-# Utilisation: which share of a step each rank computes, communicates and waits.
-
+# ── utilisation: the shares of computing, communicating and waiting ───────────────────────────────────────────────────
 
 _BAR = 24  # columns; a line with its numbers then fits into 80
 _SIGNS = "█░·"

@@ -1,4 +1,4 @@
-"""A recorded step is a program already: its events are the operations, and each rank came to them in an order.
+"""The program of a recorded step: its events are the operations, in the order in which each rank came to them.
 
 ```
 recorded    forward ▒▒▒▒▒▒ backward ▒▒▒┤c0▒▒▒▒▒┤c1▒▒▒·····│▒▒▒ optimizer ▒▒▒      · blocked
@@ -9,9 +9,9 @@ What a rank does by itself is measured on its own clock, which stands still whil
 and logging are part of it. They count to the operation before them; behind a Send or a collective, to the one that
 follows. Where a rank waited for a collective before it went on, a Join stands.
 
-`DataParallel` and `Pipeline` tell the operations of their program, and those keep their names and their values. What
-was only `Observed` is in the program as that. So is what a program cannot say: an operation that a rank was told twice,
-or ranks that met although no mesh has them in one line.
+`DataParallel` and `Pipeline` report the operations of their program, and those keep their names and values. What was
+only `Observed` stays that in the program. So does what a program cannot say: an operation that a rank reported twice,
+or a collective of ranks that are on no common axis of a mesh.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ PerOperation = dict[tuple[int, Op], float]
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What ranks did in a step, and what each operation of each rank took; of those that compute, with all around it.
+    """What the ranks did in a step, and how long each operation took; Python and data count to what is computed.
 
     Attributes:
-        program: what they did; a rank does each operation once.
-        seconds: of each operation; of communication, once everybody had come.
+        program: the operations of the ranks; each rank does each operation once.
+        seconds: of each operation; of communication, since the last rank had come.
         bytes: of what was sent or reduced.
         traffic: how many messages and bytes a rank sent for a collective.
     """
@@ -67,19 +67,19 @@ class RecordedStep:
     traffic: dict[tuple[int, Op], tuple[int, float]] = field(default_factory=dict)
 
 
-def recorded_step(trace: Trace, *, told: bool = True) -> RecordedStep:
+def recorded_step(trace: Trace, *, reported: bool = True) -> RecordedStep:
     """The program of one step alone, with its costs.
 
     Args:
         trace: of the step.
-        told: whether operations keep the names and values that ranks were told; otherwise all is taken as observed.
+        reported: whether operations keep the names and values that ranks reported; otherwise all are taken as observed.
     """
-    if trace.simulated and trace.program is not None and told:
+    if trace.simulated and trace.program is not None and reported:
         return _simulated_step(trace, trace.program)
     trace = _as_recorded(trace)
     observed: set[Op] = set()
     while True:
-        step = _Step(trace, told, observed)
+        step = _Step(trace, reported, observed)
         wrong = step.misunderstood()
         if not wrong:
             return step.result()
@@ -102,14 +102,14 @@ def _simulated_step(trace: Trace, program: Program) -> RecordedStep:
 
 
 def _as_recorded(trace: Trace) -> Trace:
-    """The trace with what a recorder notes: when each rank asked for communication, and since when it waited for it."""
+    """A simulated trace with what a recorder adds: when each rank asked for communication, and since when it waited."""
     if not trace.simulated:
         return trace
     rules = Rules(TrainingStep(1, 1), ())
     made = {(event.rank, value): event.end for event in trace.events for value in rules.makes(event.op)}
     events = []
     for event, waited in zip(trace.events, trace.waits, strict=True):
-        if isinstance(event.op, Send):  # as soon as there is something to be sent, and nobody waits for it
+        if isinstance(event.op, Send):  # a rank asks for it as soon as the value is made, and does not wait for it
             asked = made.get((event.rank, event.op.value), event.asked)
             events.append(event._replace(issued=asked))
         elif waited is not None:
@@ -136,8 +136,8 @@ class OwnClock:
 class _Step:
     """All ranks of a step, with those operations taken as observed that would not mean what happened."""
 
-    def __init__(self, trace: Trace, told: bool, observed: set[Op]) -> None:
-        self._told = told
+    def __init__(self, trace: Trace, reported: bool, observed: set[Op]) -> None:
+        self._reported = reported
         self._observed = observed
         self._seconds: PerOperation = {}
         self._bytes: PerOperation = {}
@@ -148,7 +148,7 @@ class _Step:
             together = sorted(((trace.events[place], place) for place in places), key=lambda one: one[0].rank)
             if together[0][0].kind == "collective":
                 self._add_collective(together, number)
-            elif told:
+            elif reported:
                 self._add_message({event.kind: (event, place) for event, place in together})
         self._measure_collectives(trace)
         mine: list[list[tuple[Event, Op | None]]] = [[] for _ in range(trace.ranks)]
@@ -163,7 +163,7 @@ class _Step:
         return RecordedStep(program, self._seconds, self._bytes, self._traffic)
 
     def misunderstood(self) -> set[Op]:
-        """The operations for which other ranks would meet than did, and sums of gradients that nobody can tell."""
+        """The operations whose ranks in the program are not those that met; and unclear sums of gradients."""
         groups = self.program.groups()
         wrong: set[Op] = {op for (rank, op), group in groups.items() if group != self._groups[rank, op]}
         sums = {op for op in self.program.all_reduces() if isinstance(op.value, Bucket)}
@@ -184,7 +184,7 @@ class _Step:
         op = first.op
         again = any((rank, op) in self._groups for rank in group)
         rootless = isinstance(op, Broadcast) and op.root not in group
-        if not self._told or again or rootless or op in self._observed or isinstance(op, Observed):
+        if not self._reported or again or rootless or op in self._observed or isinstance(op, Observed):
             op = Observed(str(op), "collective", number)
         for event, place in together:
             self._ops[place] = op
@@ -229,10 +229,10 @@ class _Step:
     # ── one rank ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _rank(self, rank: int, mine: Sequence[tuple[Event, Op | None]], trace: Trace) -> tuple[Op, ...]:
-        """What a rank did, in the order in which it came to it; notes how long each took on its own clock."""
-        alone = trace.ranks == 1  # nobody is waited for: what is called communication is work of its own
+        """A rank's operations, in the order in which it came to them; and how long each took on its own clock."""
+        alone = trace.ranks == 1  # there is no rank to wait for: what is called communication is work of its own
         blocking = [event for event, op in mine if not alone and not isinstance(op, Send)]  # to send is work, too
-        rows = _Rows(_moments(mine, self._told), OwnClock(blocking, trace.bounds[0]))
+        rows = _Rows(_moments(mine, self._reported), OwnClock(blocking, trace.bounds[0]))
         self._seconds |= {(rank, op): seconds for op, seconds in rows.seconds.items()}
         return tuple(rows.ops)
 
@@ -244,7 +244,7 @@ class _Moment:
     at: float
     op: Op
     event: Event
-    told: bool | None = None  # of a Send, a collective, and a wait for one: whether it belongs to a program
+    reported: bool | None = None  # of a Send, a collective, a wait for one: whether it is not only observed
 
     @property
     def computes(self) -> bool:
@@ -252,7 +252,7 @@ class _Moment:
 
     @property
     def left(self) -> float:
-        """When the rank was done with it: at once with a message that nobody waited for."""
+        """When the rank was done with it: at once, if it sent a message and did not wait."""
         return self.at if isinstance(self.op, Send) and self.event.waited is None else self.event.end
 
     @property
@@ -263,18 +263,18 @@ class _Moment:
         return self.at, 1 if isinstance(self.op, Send) else 3 if isinstance(self.op, Join) else 2, self.event.start
 
 
-def _moments(mine: Sequence[tuple[Event, Op | None]], told: bool) -> list[_Moment]:
+def _moments(mine: Sequence[tuple[Event, Op | None]], reported: bool) -> list[_Moment]:
     """All of them, in order; of several waits between two collectives only the last, which is for all before it."""
     found = []
     for event, op in mine:
         if event.computes:
-            if told or event.kind != "other":
-                found.append(_Moment(event.start, event.op if told else Observed(str(event.op), event.kind), event))
+            if reported or event.kind != "other":
+                found.append(_Moment(event.start, event.op if reported else Observed(str(event.op), event.kind), event))
         elif op is not None:
-            told_of = None if isinstance(op, Recv) else not isinstance(op, Observed)
-            found.append(_Moment(event.asked, op, event, told_of))
+            in_program = None if isinstance(op, Recv) else not isinstance(op, Observed)
+            found.append(_Moment(event.asked, op, event, in_program))
             if is_meeting(op) and event.waited is not None:
-                found.append(_Moment(event.waited, Join(), event, told_of))
+                found.append(_Moment(event.waited, Join(), event, in_program))
     found.sort(key=lambda moment: moment.key)
     needed = []
     waits_later = False
@@ -289,9 +289,9 @@ def _moments(mine: Sequence[tuple[Event, Op | None]], told: bool) -> list[_Momen
 class _Rows:
     """A rank's operations, and the time on its own clock that belongs to each.
 
-    What goes on behind a collective is a piece of its own, if the rank was computing, or if nobody told what it did.
+    The time after a collective is a piece of its own if the rank was computing, or if the collective was only observed.
     Else it counts to what is computed next, as does the time in which a rank could not go on because it was sending.
-    Where nothing is computed between communication that was told, all of the time is that of the communication.
+    Where nothing is computed between reported communication, all of the time is that of the communication.
     """
 
     def __init__(self, moments: Sequence[_Moment], clock: OwnClock) -> None:
@@ -303,7 +303,7 @@ class _Rows:
         self._working: Event | None = None  # what is computed, or was last
         self._first = next((moment.event for moment in moments if moment.computes), None)
         self._pieces: Counter[tuple[str, str]] = Counter()
-        unfinished = False  # whether there are collectives that nobody has waited for
+        unfinished = False  # whether there are collectives that the rank has not waited for
         calling = False  # whether nothing was computed since it sent something, or asked for a collective
         for moment in moments:
             if moment.computes:
@@ -315,9 +315,9 @@ class _Rows:
                 self._compute(moment)
                 calling = False
             else:
-                if moment.told is not None:
+                if moment.reported is not None:
                     self._spend(moment)
-                    if calling and moment.told and not isinstance(moment.op, Send):
+                    if calling and moment.reported and not isinstance(moment.op, Send):
                         self._at = clock.at(moment.at)
                     self._op = None
                     calling = not isinstance(moment.op, Join)
@@ -340,7 +340,7 @@ class _Rows:
             self.seconds[self._op] += now - self._at
             self._at = now
             return
-        if moment.told is not False:  # then only to what was still being computed
+        if moment.reported is not False:  # then only to what was still being computed
             now = min(now, 0.0 if self._working is None else self._clock.at(self._working.end))
         if now > self._at:
             self._append(self._piece(), now - self._at)
@@ -373,7 +373,7 @@ class _Rows:
         return Observed(str(op), kind, number)
 
 
-# ── what it was for ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the goal ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _goal(program: Program) -> TrainingStep:
@@ -386,7 +386,7 @@ def _goal(program: Program) -> TrainingStep:
         ranges |= _ranges(ops)
     summed = {op.value.index for op in program.all_reduces() if isinstance(op.value, Bucket)}
     if summed != ranges.keys() or summed != set(range(len(summed))):
-        raise ProgramError("nobody can tell which gradients were summed together")
+        raise ProgramError("it is not clear which gradients were summed together")
     return TrainingStep(stages, microbatches, tuple(ranges[index] for index in range(len(ranges))))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from microparallel.errors import DataError, UsageError
 from microparallel.program import Program, peak_activations
 from microparallel.trace.event import Event
-from microparallel.trace.intervals import Span, length, outside, union
+from microparallel.trace.intervals import Interval, length, outside, union
 
 _FILE = "trace.json"  # of a folder
 
@@ -24,11 +24,11 @@ class Trace:
 
     Attributes:
         events: what the ranks did.
-        program: what they followed; None if it was recorded: then `followed` finds it out for one step.
+        program: what they followed; None if the trace was recorded: then `followed` finds it out for one step.
         ranks: how many there are; without it, as many as the program has.
         clock_error: how far apart the ranks' clocks may be, in seconds.
-        about: what was run: any words and numbers.
-        simulated: whether it only would happen.
+        about: what was run, in any words and numbers.
+        simulated: whether a simulation made the events, not a run.
     """
 
     events: list[Event]
@@ -46,7 +46,7 @@ class Trace:
 
     @cached_property
     def followed(self) -> Program:
-        """The program; of one recorded step, what its ranks were told, or were seen to do (`recorded.py`)."""
+        """The program; of one recorded step, the one its ranks reported, or were seen to follow (`recorded.py`)."""
         if self.program is not None:
             return self.program
         if len(self.steps) != 1:
@@ -71,11 +71,11 @@ class Trace:
         return [[event for event in events if event.computes] for events in self.by_rank]
 
     @cached_property
-    def blocked(self) -> list[list[Span]]:
+    def blocked(self) -> list[list[Interval]]:
         """When each rank had nothing to do but to wait for communication, or for the ranks it communicates with.
 
-        A measured rank may do something else that no event tells of. A simulated one does not: if it does not compute,
-        it waits.
+        A measured rank may do something that no event records. A simulated rank does not: if it does not compute, it
+        waits.
         """
         if self.simulated:
             return [self._idle(events) for events in self.by_rank]
@@ -83,7 +83,7 @@ class Trace:
             union((event.waited, event.end) for event in events if event.waited is not None) for events in self.by_rank
         ]
 
-    def _idle(self, events: list[Event]) -> list[Span]:
+    def _idle(self, events: list[Event]) -> list[Interval]:
         end = max((event.end for event in events), default=self.bounds[0])
         return outside([(self.bounds[0], end)], union((event.start, event.end) for event in events if event.computes))
 
@@ -95,7 +95,7 @@ class Trace:
         return [_waited(event, self.blocked[event.rank]) for event in self.events]
 
     @cached_property
-    def computing(self) -> list[list[Span]]:
+    def computing(self) -> list[list[Interval]]:
         """When each rank computed; an observed backward is blocked inside of itself, and then it does not."""
         return [
             outside(union((event.start, event.end) for event in events), blocked)
@@ -103,7 +103,7 @@ class Trace:
         ]
 
     @cached_property
-    def communicating(self) -> list[list[Span]]:
+    def communicating(self) -> list[list[Interval]]:
         """When each rank's communication went on: all it needed had come, and it had not ended."""
         return [union((event.start, event.end) for event in events if not event.computes) for events in self.by_rank]
 
@@ -121,7 +121,7 @@ class Trace:
     # ── measures ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @cached_property
-    def bounds(self) -> Span:
+    def bounds(self) -> Interval:
         """When the first rank came to something, and when the last was done."""
         if not self.events:
             return 0.0, 0.0
@@ -140,14 +140,14 @@ class Trace:
 
     @property
     def bubble(self) -> float:
-        """The time even the busiest rank does not compute, when all ranks wait for each other before the next step."""
+        """How long the busiest rank does not compute, when all ranks wait for each other before the next step."""
         return self.makespan - max(self.work)
 
     @property
     def bubble_async(self) -> float:
         """The same when each rank goes on to the next step by itself: the longest rank's own time counts."""
-        spans = [events[-1].end - events[0].start for events in self.compute if events]
-        return max(spans, default=0) - max(self.work)
+        lengths = [events[-1].end - events[0].start for events in self.compute if events]
+        return max(lengths, default=0) - max(self.work)
 
     @property
     def bubble_fraction(self) -> float:
@@ -173,13 +173,13 @@ class Trace:
     def exposed_communication(self) -> list[float]:
         """How long each rank communicates while it computes nothing: what overlap did not hide."""
         both = zip(self.communicating, self.computing, strict=True)
-        return [length(outside(talking, computing)) for talking, computing in both]
+        return [length(outside(communicating, computing)) for communicating, computing in both]
 
     @property
     def hidden_share(self) -> float:
         """The share of all ranks' communication during which they computed: 1 if all of it was hidden, 0 if none."""
-        talking = sum(length(times) for times in self.communicating)
-        return 1 - sum(self.exposed_communication) / talking if talking else 1.0
+        communicating = sum(length(times) for times in self.communicating)
+        return 1 - sum(self.exposed_communication) / communicating if communicating else 1.0
 
     @property
     def waiting(self) -> list[float]:
@@ -188,23 +188,23 @@ class Trace:
         return [self.makespan - work - exposed for work, exposed in busy]
 
     def compare(self, other: Trace) -> list[Difference]:
-        """The numbers that matter, of this trace and of another: of a prediction, and of what was measured, say."""
+        """The numbers that matter, of this trace and of another: of a prediction and of a measurement, for example."""
         return compare(self, other)
 
     # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def to_json(self) -> str:
         """Everything, as a text that `from_json` reads."""
-        from microparallel.trace.files import written
+        from microparallel.trace import files
 
-        return written(self)
+        return files.to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Trace:
         """Read a trace back; raises `ValueError`, in one line, where the text is none."""
-        from microparallel.trace.files import read
+        from microparallel.trace import files
 
-        return read(text)
+        return files.from_json(text)
 
     def to_chrome(self, path: str | Path, seconds_per_unit: float = 1.0) -> None:
         """Write a file that chrome://tracing and Perfetto open: a process for each rank, arrows for messages.
@@ -244,10 +244,10 @@ class Trace:
             raise DataError(f"{file} is no trace: {error}") from None
 
 
-def _waited(event: Event, idle: list[Span]) -> float | None:
+def _waited(event: Event, idle: list[Interval]) -> float | None:
     """Since when a simulated rank has waited for this: it is idle when the event ends.
 
-    Nobody waits for a message to leave, but for those after the last computation: then there is nothing else to do.
+    A rank waits for a message to leave only after its last computation: then there is nothing else to do.
     """
     almost = event.end - 1e-12 - 1e-9 * abs(event.end)
     place = bisect_left(idle, (almost,)) - 1
@@ -258,7 +258,7 @@ def _waited(event: Event, idle: list[Span]) -> float | None:
     return idle[place][0]
 
 
-# Two traces beside each other: the predicted and the measured, say.
+# ── two traces beside each other ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)

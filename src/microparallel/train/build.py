@@ -95,7 +95,7 @@ def _build_pipeline(
         loss_fn,
         parse_balance(_resolved(config.balance)),
         replicas=_resolved(config.dp),
-        chunks=config.chunks,
+        stages_per_rank=config.stages_per_rank,
         example=_cast(inputs, dtype) if config.balance == "time" else None,
         recompute=bool(config.recompute),
     )
@@ -153,7 +153,7 @@ def check(config: TrainConfig) -> None:
 def _require_cut(config: TrainConfig) -> None:
     """Refuse a pipeline that a model of ours has not enough layers for; the model is not made for this."""
     chosen = user_code.schedule_of(_resolved(config.schedule))
-    schedule = Schedule(chosen, _resolved(config.pp), _resolved(config.microbatches), config.chunks)
+    schedule = Schedule(chosen, _resolved(config.pp), _resolved(config.microbatches), config.stages_per_rank)
     layers = _resolved(config.depth) + (2 if config.model == "gpt" else 0)  # its embedding and its head
     balance = _resolved(config.balance)
     stand_ins = [nn.Identity() for _ in range(layers)]

@@ -63,7 +63,7 @@ MICROBATCHES = 8  # of a pipeline, unless the batch is smaller
 # The headings under which `--help` shows the settings.
 SUBJECT, STEPS, WORLD, ON_PURPOSE = "What to train", "How to train", "Where to train", "Slow on purpose"
 # Those that mean nothing without a pipeline.
-OF_PIPELINES = ("schedule", "microbatches", "chunks", "balance", "recompute")
+OF_PIPELINES = ("schedule", "microbatches", "stages_per_rank", "balance", "recompute")
 
 _LARGEST_SEED = 2**32 - 1  # the largest that Python, torch and numpy all take
 
@@ -206,7 +206,7 @@ class TrainConfig:
         within=AT_LEAST_ONE,
         may_change=True,
     )
-    chunks: int | None = setting(
+    stages_per_rank: int | None = setting(
         None,
         "Stages a rank, with --schedule interleaved.",
         WORLD,
@@ -428,9 +428,10 @@ def _check_pipeline(config: TrainConfig, batch: int) -> None:
             f"try --microbatches {share}, or --batch {(config.microbatches or 1) * dp}"
         )
     user_code.require_fitting_schedule(config.schedule or "1f1b", pp, config.microbatches, share)
-    if config.chunks is not None and (config.schedule or "").lower() != "interleaved":
+    if config.stages_per_rank is not None and (config.schedule or "").lower() != "interleaved":
         raise ConfigError(
-            f"--chunks {config.chunks} is for --schedule interleaved, and it is {config.schedule or '1f1b'}"
+            f"--stages-per-rank {config.stages_per_rank} is for --schedule interleaved, "
+            f"and it is {config.schedule or '1f1b'}"
         )
     if config.balance is not None:
         parse_balance(config.balance)

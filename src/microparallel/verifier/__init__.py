@@ -1,4 +1,4 @@
-"""Is it right? Messages match, nobody waits for ever, and the result is what the goal promises."""
+"""Is it right? Messages match, no rank waits for ever, and the result is what the goal promises."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _refuse_observed(program: Program) -> None:
             if isinstance(op, Observed):
                 raise ProgramError(
                     f"{program.name!r} cannot be verified: rank {rank} does {str(op)!r}, which was only observed, "
-                    "so nobody knows the values that it needs and makes"
+                    "so the values that it needs and makes are not known"
                 )
 
 

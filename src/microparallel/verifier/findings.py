@@ -1,4 +1,4 @@
-"""What the verifier finds, each kind with its own fields: for those who say it in other words (the graders do)."""
+"""What the verifier finds: an error for each kind, with fields, so that graders can say it in their own words."""
 
 from __future__ import annotations
 
@@ -61,14 +61,11 @@ class Unreached(ProgramError):
         self.rank, self.index, self.found, self.wanted = rank, index, found, wanted
 
 
-# Show a place in a program: a few operations of a rank, with the one that matters in brackets.
-
-
-_AROUND = 3
+_AROUND = 3  # operations that are shown before and after a place
 
 
 def show_place(program: Program, rank: int, place: int) -> str:
-    """For example `rank 2: … F2.1 [>A2.1@3] <G2.0@3 B2.0 …`."""
+    """A few operations of a rank, with one in brackets: `rank 2: … F2.1 [>A2.1@3] <G2.0@3 B2.0 …`."""
     ops = program.ranks[rank]
     first, last = max(0, place - _AROUND), min(len(ops), place + _AROUND + 1)
     words = [f"[{ops[index]}]" if index == place else str(ops[index]) for index in range(first, last)]

@@ -1,4 +1,4 @@
-"""Does every send have its receive? On each channel, in the same order, with the same content."""
+"""Does every send have its receive, and does every rank come to its end? If not, which rank waits for which?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Channel = tuple[int, int]  # sender, receiver
 
 
 def check_matching(program: Program) -> None:
-    """Raise `ProgramError` at the first message that is sent and not received, or received and not sent."""
+    """Raise `Unmatched` unless the sends and receives of each channel match, in order and in content."""
     sent: dict[Channel, list[Send]] = defaultdict(list)
     received: dict[Channel, list[Recv]] = defaultdict(list)
     for rank, ops in enumerate(program.ranks):
@@ -60,7 +60,7 @@ def _require_other(program: Program, rank: int, other: int, op: str) -> None:
         raise ProgramError(f"rank {rank} does {op}, a message to itself")
 
 
-# Can every rank come to its end? If not, who waits for whom?
+# ── deadlocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def check_order(program: Program, sends: Sends) -> None:

@@ -190,7 +190,7 @@ def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> 
 def _check_members(
     bucket: Bucket, bounds: tuple[int, int], reduced: list[set[Value]], stages_of: list[list[int]]
 ) -> None:
-    """Ranks that sum a bucket must mean the same stages by it; one that computes nothing has nothing to add to it."""
+    """Ranks that sum a bucket must mean the same stages by it, except ranks that compute nothing."""
     start, stop = bounds
     members = [rank for rank, values in enumerate(reduced) if bucket in values and stages_of[rank]]
     meant = {rank: [stage for stage in stages_of[rank] if start <= stage < stop] for rank in members}
@@ -236,6 +236,6 @@ def _check_groups(program: Program) -> None:
             raise ProgramError(f"rank {rank} does {op}: {error}") from None
         if isinstance(op, Broadcast) and op.root not in members:
             raise ProgramError(f"rank {rank} does {op}, and rank {op.root} does not take part in it")
-        other, theirs = alike.setdefault((type(op), op.value, program.line(rank, op.axis)), (rank, op))
+        other, theirs = alike.setdefault((type(op), op.value, program.first_on_axis(rank, op.axis)), (rank, op))
         if theirs != op and ((other, op) not in groups or (rank, theirs) not in groups):
             raise ProgramError(f"rank {other} does {theirs}, and rank {rank} does {op}; they would not meet")

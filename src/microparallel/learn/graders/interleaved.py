@@ -1,4 +1,4 @@
-"""Several chunks a rank: is it right, is the bubble as small as it can be, and does it run?"""
+"""Several stages a rank: is it right, is the bubble as small as it can be, and does it run?"""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from microparallel.learn.verdict import Wrong
 from microparallel.program import Program, peak_activations
 from microparallel.schedules import interleaved, lower
 from microparallel.simulator import Costs, simulate
-from microparallel.text import count as many
+from microparallel.text import count
 
-Case = tuple[int, int, int]  # ranks, micro-batches, chunks
+Case = tuple[int, int, int]  # ranks, micro-batches, stages a rank
 _CASES: list[Case] = [(2, 4, 2), (3, 6, 2), (4, 8, 2), (2, 4, 3), (2, 6, 1), (1, 3, 2), (4, 4, 2)]
 _WITH_MESSAGES = Costs(latency=0.2)
 
@@ -38,13 +38,13 @@ def check(exam: Exam) -> None:
             _require_backwards_from_the_end(case, orders)
             programs.append(_verified(case, orders))
         notes.append(f"{len(programs)} programs verified")
-    with exam.step("the bubble is that of 1F1B, divided by the chunks") as notes:
+    with exam.step("the bubble is that of 1F1B, divided by the stages a rank") as notes:
         for one in zip(_CASES, answers, programs, strict=True):
             _require_bubble(*one, notes)
     with exam.step("no rank holds more activations than its warm-up has forwards, and one") as notes:
         for one in zip(_CASES, answers, programs, strict=True):
             _require_few(*one)
-        notes.append("two ranks, two chunks: 5 and 3, of chunks half as large")
+        notes.append("two ranks, two stages each: 5 and 3, of stages half as large")
     with exam.step("also when messages take time, no rank waits longer than it must"):
         for one in zip(_CASES, answers, programs, strict=True):
             _require_few_gaps(*one)
@@ -54,8 +54,8 @@ def check(exam: Exam) -> None:
 
 
 def _named(case: Case) -> str:
-    ranks, microbatches, chunks = case
-    return f"{ranks} ranks, {microbatches} micro-batches, {chunks} chunk{'s' * (chunks > 1)}"
+    ranks, microbatches, stages_per_rank = case
+    return f"{ranks} ranks, {microbatches} micro-batches, {count(stages_per_rank, 'stage')} a rank"
 
 
 def _verified(case: Case, orders: Orders) -> Program:
@@ -66,14 +66,15 @@ def _verified(case: Case, orders: Orders) -> Program:
 
 
 def _require_complete(case: Case, orders: Orders) -> None:
-    ranks, microbatches, chunks = case
+    ranks, microbatches, stages_per_rank = case
     for rank, order in enumerate(orders):
-        own = [chunk * ranks + rank for chunk in range(chunks)]
+        own = [lap * ranks + rank for lap in range(stages_per_rank)]
         stages = sorted({split(word)[1] for word in order})
-        if stages != own and chunks > 1 and stages == [rank * chunks + chunk for chunk in range(chunks)]:
+        neighbours = [rank * stages_per_rank + lap for lap in range(stages_per_rank)]
+        if stages != own and stages_per_rank > 1 and stages == neighbours:
             raise Wrong(
                 f"{_named(case)}: rank {rank} has stages {listed(stages)}, which are neighbours: then a micro-batch "
-                f"does not go round, and nothing is gained. Slices c of rank r is stage c · p + r: {listed(own)}"
+                f"does not go round, and nothing is gained. On lap l, rank r does stage l · p + r: {listed(own)}"
             )
         if stages != own:
             raise Wrong(f"{_named(case)}: rank {rank} works on stages {listed(stages)}, and has {listed(own)}")
@@ -82,51 +83,51 @@ def _require_complete(case: Case, orders: Orders) -> None:
 
 
 def _require_rounds(case: Case, orders: Orders) -> None:
-    ranks, microbatches, chunks = case
-    program = interleaved(ranks, microbatches, chunks)
+    ranks, microbatches, stages_per_rank = case
+    program = interleaved(ranks, microbatches, stages_per_rank)
     for rank, order in enumerate(orders):
         found, expected = ([word for word in words if word[0] == "F"] for words in (order, tokens(program, rank)))
-        all_first = [f"F{chunk * ranks + rank}.{m}" for chunk in range(chunks) for m in range(microbatches)]
+        all_first = [f"F{lap * ranks + rank}.{m}" for lap in range(stages_per_rank) for m in range(microbatches)]
         if found == all_first != expected:
             raise Wrong(
-                f"{_named(case)}: rank {rank} lets all micro-batches through its first chunk before the second sees "
+                f"{_named(case)}: rank {rank} lets all micro-batches through its first stage before the second sees "
                 f"any: they come in rounds of {ranks}, one for each rank{compare(found, expected, 'rounds')}"
             )
 
 
 def _require_backwards_from_the_end(case: Case, orders: Orders) -> None:
-    ranks, _, chunks = case
+    ranks, _, stages_per_rank = case
     for rank, order in enumerate(orders):
         first = next(word for word in order if word[0] == "B")
-        last_stage = (chunks - 1) * ranks + rank
+        last_stage = (stages_per_rank - 1) * ranks + rank
         if split(first)[1] != last_stage:
             raise Wrong(
                 f"{_named(case)}: rank {rank}'s backwards begin with {first}, but a gradient begins at the last stage "
-                f"and comes to this rank's last chunk first, stage {last_stage}: count the chunks down"
+                f"and comes to this rank's last stage first, stage {last_stage}: count the laps down"
             )
 
 
 def _require_bubble(case: Case, orders: Orders, program: Program, notes: list[str]) -> None:
     """A forward takes 1, a backward 2; the bubble is what one rank waits."""
-    ranks, microbatches, chunks = case
-    work, best = 3 * microbatches * chunks, 3 * (ranks - 1)
+    ranks, microbatches, stages_per_rank = case
+    work, best = 3 * microbatches * stages_per_rank, 3 * (ranks - 1)
     bubble = simulate(program).makespan - work
     if bubble > best:
         raise Wrong(
             f"{_named(case)}: a rank waits {bubble:g} units of time, and {best} are enough: (p − 1)(F + B) for one "
-            f"chunk, with F = 1 and B = 2. {_reason(case, orders)}"
+            f"stage, with F = 1 and B = 2. {_reason(case, orders)}"
         )
     if case == (4, 8, 2):
-        notes.append(f"{_named(case)}: waits {bubble:g} of {work + bubble:g}, 1F1B would wait {best * chunks}")
+        notes.append(f"{_named(case)}: waits {bubble:g} of {work + bubble:g}, 1F1B would wait {best * stages_per_rank}")
 
 
 def _require_few_gaps(case: Case, orders: Orders, program: Program) -> None:
     """Messages that take a fifth of a forward: a warm-up that is just long enough for free ones leaves gaps."""
-    ranks, microbatches, chunks = case
-    best = simulate(lower(interleaved(ranks, microbatches, chunks)), _WITH_MESSAGES).makespan
+    ranks, microbatches, stages_per_rank = case
+    best = simulate(lower(interleaved(ranks, microbatches, stages_per_rank)), _WITH_MESSAGES).makespan
     found = simulate(program, _WITH_MESSAGES).makespan
     if found > best + 1e-6:
-        work = 3 * microbatches * chunks
+        work = 3 * microbatches * stages_per_rank
         raise Wrong(
             f"{_named(case)}: with messages that take 0.2 a rank waits {found - work:.1f} units of time, and "
             f"{best - work:.1f} are enough. {_reason(case, orders)}"
@@ -135,14 +136,14 @@ def _require_few_gaps(case: Case, orders: Orders, program: Program) -> None:
 
 def _reason(case: Case, orders: Orders) -> str:
     """Why a bubble is too large, or too much is held: the first thing that differs from the schedule."""
-    ranks, microbatches, chunks = case
-    program = interleaved(ranks, microbatches, chunks)
+    ranks, microbatches, stages_per_rank = case
+    program = interleaved(ranks, microbatches, stages_per_rank)
     for rank, order in enumerate(orders):
-        found, expected_count = (_before_first_backward(words) for words in (order, tokens(program, rank)))
-        if found != expected_count:
-            warm_up = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
+        found, wanted = (_before_first_backward(words) for words in (order, tokens(program, rank)))
+        if found != wanted:
+            warm_up = (stages_per_rank - 1) * ranks + 2 * (ranks - 1 - rank)
             return (
-                f"Rank {rank} does {many(found, 'forward')} before its first backward, and should do {expected_count}: "
+                f"Rank {rank} does {count(found, 'forward')} before its first backward, and should do {wanted}: "
                 f"a warm-up of (v − 1) p + 2 (p − 1 − r) = {warm_up} and one"
                 f"{compare(order, tokens(program, rank), 'interleaved')}"
             )
@@ -155,9 +156,9 @@ def _before_first_backward(order: list[str]) -> int:
 
 
 def _require_few(case: Case, orders: Orders, program: Program) -> None:
-    ranks, microbatches, chunks = case
+    ranks, microbatches, stages_per_rank = case
     for rank, ops in enumerate(program.ranks):
-        most = min(microbatches * chunks, (chunks - 1) * ranks + 2 * (ranks - 1 - rank) + 1)
+        most = min(microbatches * stages_per_rank, (stages_per_rank - 1) * ranks + 2 * (ranks - 1 - rank) + 1)
         found = peak_activations(ops)
         if found > most:
             raise Wrong(
