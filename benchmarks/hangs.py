@@ -46,7 +46,7 @@ KINDS = "death|stopped|wrong order|mismatched \\w+|deadlock|missing rank|straggl
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Setup:
     """What the ranks of a scenario all know."""
 
     guilty: int
@@ -58,273 +58,273 @@ class Plan:
         return torch.ones(self.size)
 
 
-def warm_up(comms: mp.Comms, plan: Plan) -> None:
+def warm_up(comms: mp.Comms, setup: Setup) -> None:
     """Steps that go well."""
-    for step in range(plan.steps):
+    for step in range(setup.steps):
         comms.flight.at_step(step)
-        comms.all_reduce(plan.tensor())
+        comms.all_reduce(setup.tensor())
 
 
 # ── wrong order ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def other_call(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    if comms.rank == plan.guilty:
-        comms.broadcast(plan.tensor())  # here
-    comms.all_reduce(plan.tensor())
+def other_call(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    if comms.rank == setup.guilty:
+        comms.broadcast(setup.tensor())  # here
+    comms.all_reduce(setup.tensor())
 
 
-def swapped_calls(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    if comms.rank == plan.guilty:
-        comms.all_gather(plan.tensor())  # here
-        comms.reduce(plan.tensor())
+def swapped_calls(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    if comms.rank == setup.guilty:
+        comms.all_gather(setup.tensor())  # here
+        comms.reduce(setup.tensor())
     else:
-        comms.reduce(plan.tensor())
-        comms.all_gather(plan.tensor())
+        comms.reduce(setup.tensor())
+        comms.all_gather(setup.tensor())
 
 
-def other_call_of_torch(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    if comms.rank == plan.guilty:
-        dist.broadcast(plan.tensor(), 0)  # here
-    dist.all_reduce(plan.tensor())
+def other_call_of_torch(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    if comms.rank == setup.guilty:
+        dist.broadcast(setup.tensor(), 0)  # here
+    dist.all_reduce(setup.tensor())
 
 
 # ── mismatches ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def other_shape(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    if comms.rank == plan.guilty:
-        comms.all_reduce(torch.ones(plan.size + 1))  # here
+def other_shape(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    if comms.rank == setup.guilty:
+        comms.all_reduce(torch.ones(setup.size + 1))  # here
     else:
-        comms.all_reduce(plan.tensor())
+        comms.all_reduce(setup.tensor())
 
 
-def other_shape_waits(comms: mp.Comms, plan: Plan) -> None:
+def other_shape_waits(comms: mp.Comms, setup: Setup) -> None:
     """A shape so much larger that gloo waits for the rest of it."""
-    warm_up(comms, plan)
-    if comms.rank == plan.guilty:
-        comms.all_gather(torch.ones(plan.size, 3))  # here
+    warm_up(comms, setup)
+    if comms.rank == setup.guilty:
+        comms.all_gather(torch.ones(setup.size, 3))  # here
     else:
-        comms.all_gather(torch.ones(plan.size))
+        comms.all_gather(torch.ones(setup.size))
     comms.barrier()
 
 
-def other_dtype(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    if comms.rank == plan.guilty:
-        comms.all_reduce(plan.tensor().to(torch.int32))  # here
+def other_dtype(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    if comms.rank == setup.guilty:
+        comms.all_reduce(setup.tensor().to(torch.int32))  # here
     else:
-        comms.all_reduce(plan.tensor())
+        comms.all_reduce(setup.tensor())
 
 
-def other_op_of_torch(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    if comms.rank == plan.guilty:
-        dist.all_reduce(plan.tensor(), op=dist.ReduceOp.MAX)  # here
+def other_op_of_torch(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    if comms.rank == setup.guilty:
+        dist.all_reduce(setup.tensor(), op=dist.ReduceOp.MAX)  # here
     else:
-        dist.all_reduce(plan.tensor())
+        dist.all_reduce(setup.tensor())
 
 
-def other_message(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    other = (plan.guilty + 1) % comms.world_size
+def other_message(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    other = (setup.guilty + 1) % comms.world_size
     if comms.rank == other:
-        comms.send_tensor(plan.tensor(), plan.guilty)
-    elif comms.rank == plan.guilty:
-        comms.recv_tensor((plan.size + 1,), other)  # here
+        comms.send_tensor(setup.tensor(), setup.guilty)
+    elif comms.rank == setup.guilty:
+        comms.recv_tensor((setup.size + 1,), other)  # here
     comms.barrier()
 
 
 # ── a rank that is missing ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def leaves_early(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    if comms.rank != plan.guilty:
-        comms.all_reduce(plan.tensor())  # here
+def leaves_early(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    if comms.rank != setup.guilty:
+        comms.all_reduce(setup.tensor())  # here
 
 
-def leaves_early_of_torch(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    if comms.rank != plan.guilty:
-        dist.all_reduce(plan.tensor())  # here
+def leaves_early_of_torch(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    if comms.rank != setup.guilty:
+        dist.all_reduce(setup.tensor())  # here
 
 
-def nobody_receives(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    if comms.rank == (plan.guilty + 1) % comms.world_size:
-        comms.send_tensor(torch.ones(1_000_000), plan.guilty)  # here
+def nobody_receives(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    if comms.rank == (setup.guilty + 1) % comms.world_size:
+        comms.send_tensor(torch.ones(1_000_000), setup.guilty)  # here
 
 
-def goes_on_elsewhere(comms: mp.Comms, plan: Plan) -> None:
+def goes_on_elsewhere(comms: mp.Comms, setup: Setup) -> None:
     """One rank of a group forgets the group's call, and goes on with a friend."""
-    friend = (plan.guilty + 1) % comms.world_size
-    pair = comms.group(sorted((plan.guilty, friend)))
+    friend = (setup.guilty + 1) % comms.world_size
+    pair = comms.group(sorted((setup.guilty, friend)))
     rest = comms.group([rank for rank in range(comms.world_size) if rank != friend])
-    warm_up(comms, plan)
-    if rest is not None and comms.rank != plan.guilty:
-        rest.all_reduce(plan.tensor())  # here
+    warm_up(comms, setup)
+    if rest is not None and comms.rank != setup.guilty:
+        rest.all_reduce(setup.tensor())  # here
     while pair is not None:
-        pair.all_reduce(plan.tensor())
+        pair.all_reduce(setup.tensor())
         time.sleep(0.01)
 
 
 # ── stragglers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sleeps(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    if comms.rank == plan.guilty:
+def sleeps(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    if comms.rank == setup.guilty:
         time.sleep(60)  # here
-    comms.all_reduce(plan.tensor())
+    comms.all_reduce(setup.tensor())
 
 
-def computes(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
+def computes(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
     matrix = torch.rand(300, 300)
-    while comms.rank == plan.guilty:
+    while comms.rank == setup.guilty:
         matrix = matrix @ matrix / matrix.norm()  # here
     comms.barrier()
 
 
-def computes_of_torch(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    while comms.rank == plan.guilty:
+def computes_of_torch(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    while comms.rank == setup.guilty:
         sorted(range(100_000), key=lambda number: -number)  # here
     dist.barrier()
 
 
-def is_late_with_a_message(comms: mp.Comms, plan: Plan) -> None:
+def is_late_with_a_message(comms: mp.Comms, setup: Setup) -> None:
     """And the one who waits for it keeps the others waiting."""
-    warm_up(comms, plan)
-    other = (plan.guilty + 1) % comms.world_size
-    if comms.rank == plan.guilty:
+    warm_up(comms, setup)
+    other = (setup.guilty + 1) % comms.world_size
+    if comms.rank == setup.guilty:
         time.sleep(60)  # here
-        comms.send_tensor(plan.tensor(), other)
+        comms.send_tensor(setup.tensor(), other)
     if comms.rank == other:
-        comms.recv_tensor((plan.size,), plan.guilty)
+        comms.recv_tensor((setup.size,), setup.guilty)
     if comms.rank == (other + 1) % comms.world_size:
-        comms.recv_tensor((plan.size,), other)
+        comms.recv_tensor((setup.size,), other)
 
 
-def is_late_for_ddp(comms: mp.Comms, plan: Plan) -> None:
+def is_late_for_ddp(comms: mp.Comms, setup: Setup) -> None:
     """Torch's own DDP waits in C++, for calls that nobody waits for in Python."""
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(plan.size, 1))
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(setup.size, 1))
     for _ in range(3):
-        model(torch.ones(1, plan.size)).sum().backward()
-    if comms.rank == plan.guilty:
+        model(torch.ones(1, setup.size)).sum().backward()
+    if comms.rank == setup.guilty:
         time.sleep(60)  # here
-    model(torch.ones(1, plan.size)).sum().backward()
+    model(torch.ones(1, setup.size)).sum().backward()
 
 
-def times_out(comms: mp.Comms, plan: Plan) -> None:
+def times_out(comms: mp.Comms, setup: Setup) -> None:
     """A call with a limit of its own: whoever waits says why."""
-    warm_up(comms, plan)
-    if comms.rank == plan.guilty:
+    warm_up(comms, setup)
+    if comms.rank == setup.guilty:
         time.sleep(60)  # here
-    comms.all_reduce(plan.tensor(), async_op=True).wait(timeout=LIMIT)
+    comms.all_reduce(setup.tensor(), async_op=True).wait(timeout=LIMIT)
 
 
 # ── deadlocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def all_receive(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    comms.recv_tensor((plan.size,), (comms.rank + 1) % comms.world_size)  # here
-    comms.send_tensor(plan.tensor(), (comms.rank - 1) % comms.world_size)
+def all_receive(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    comms.recv_tensor((setup.size,), (comms.rank + 1) % comms.world_size)  # here
+    comms.send_tensor(setup.tensor(), (comms.rank - 1) % comms.world_size)
 
 
-def all_receive_of_torch(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    dist.recv(plan.tensor(), (comms.rank + 1) % comms.world_size)  # here
-    dist.send(plan.tensor(), (comms.rank - 1) % comms.world_size)
+def all_receive_of_torch(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    dist.recv(setup.tensor(), (comms.rank + 1) % comms.world_size)  # here
+    dist.send(setup.tensor(), (comms.rank - 1) % comms.world_size)
 
 
-def all_send(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
+def all_send(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
     tensor = comms.empty(1_000_000)  # in shared memory, where a send waits until it has been read
     comms.send_tensor(tensor, (comms.rank + 1) % comms.world_size)  # here
     comms.recv_tensor((1_000_000,), (comms.rank - 1) % comms.world_size)
 
 
-def message_against_collective(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
-    if comms.rank == plan.guilty:
-        comms.recv_tensor((plan.size,), (plan.guilty + 1) % comms.world_size)  # here
+def message_against_collective(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
+    if comms.rank == setup.guilty:
+        comms.recv_tensor((setup.size,), (setup.guilty + 1) % comms.world_size)  # here
     comms.barrier()
-    if comms.rank == (plan.guilty + 1) % comms.world_size:
-        comms.send_tensor(plan.tensor(), plan.guilty)
+    if comms.rank == (setup.guilty + 1) % comms.world_size:
+        comms.send_tensor(setup.tensor(), setup.guilty)
 
 
-def groups_in_two_orders(comms: mp.Comms, plan: Plan) -> None:
+def groups_in_two_orders(comms: mp.Comms, setup: Setup) -> None:
     one, other = comms.group(range(comms.world_size)), comms.group(range(comms.world_size))
     assert one is not None and other is not None
-    warm_up(comms, plan)
-    if comms.rank == plan.guilty:
+    warm_up(comms, setup)
+    if comms.rank == setup.guilty:
         one, other = other, one
-    one.all_reduce(plan.tensor())  # here
-    other.all_reduce(plan.tensor())
+    one.all_reduce(setup.tensor())  # here
+    other.all_reduce(setup.tensor())
 
 
 # ── deaths ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def is_killed(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
+def is_killed(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
     comms.barrier()  # here
-    if comms.rank == plan.guilty:
+    if comms.rank == setup.guilty:
         os.kill(os.getpid(), signal.SIGKILL)
-    comms.all_reduce(plan.tensor())
+    comms.all_reduce(setup.tensor())
 
 
-def is_killed_of_torch(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
+def is_killed_of_torch(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
     dist.barrier()  # here
-    if comms.rank == plan.guilty:
+    if comms.rank == setup.guilty:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(plan.tensor())
+    dist.all_reduce(setup.tensor())
 
 
-def exits(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
+def exits(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
     comms.barrier()  # here
-    if comms.rank == plan.guilty:
+    if comms.rank == setup.guilty:
         os._exit(7)
-    comms.all_reduce(plan.tensor())
+    comms.all_reduce(setup.tensor())
 
 
-def is_stopped(comms: mp.Comms, plan: Plan) -> None:
-    warm_up(comms, plan)
+def is_stopped(comms: mp.Comms, setup: Setup) -> None:
+    warm_up(comms, setup)
     comms.barrier()  # here
-    if comms.rank == plan.guilty:
+    if comms.rank == setup.guilty:
         os.kill(os.getpid(), signal.SIGSTOP)
-    comms.all_reduce(plan.tensor())
+    comms.all_reduce(setup.tensor())
 
 
 # ── plain torch programs, started by nobody we know ─────────────────────────────────────────────────────────────────
 
 
-def script_computes(rank: int, plan: Plan) -> None:
-    dist.all_reduce(plan.tensor())
-    while rank == plan.guilty:
+def script_computes(rank: int, setup: Setup) -> None:
+    dist.all_reduce(setup.tensor())
+    while rank == setup.guilty:
         time.sleep(0.01)  # here
-    dist.all_reduce(plan.tensor())
+    dist.all_reduce(setup.tensor())
 
 
-def script_receives(rank: int, plan: Plan) -> None:
-    dist.all_reduce(plan.tensor())
-    dist.recv(plan.tensor(), (rank + 1) % dist.get_world_size())  # here
+def script_receives(rank: int, setup: Setup) -> None:
+    dist.all_reduce(setup.tensor())
+    dist.recv(setup.tensor(), (rank + 1) % dist.get_world_size())  # here
 
 
-def script_is_stopped(rank: int, plan: Plan) -> None:
-    dist.all_reduce(plan.tensor())  # here
-    if rank == plan.guilty:
+def script_is_stopped(rank: int, setup: Setup) -> None:
+    dist.all_reduce(setup.tensor())  # here
+    if rank == setup.guilty:
         os.kill(os.getpid(), signal.SIGSTOP)
-    dist.all_reduce(plan.tensor())
+    dist.all_reduce(setup.tensor())
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,29 +396,29 @@ class Verdict:
     wrong: str  # empty: all is as it should be
 
 
-def plan_of(scenario: Scenario, seed: int) -> Plan:
+def setup_of(scenario: Scenario, seed: int) -> Setup:
     """Who is guilty, and what happens before."""
     chance = random.Random(f"{seed} {scenario}")
-    return Plan(chance.randrange(scenario.ranks), chance.randrange(1, 40), chance.randrange(2, 2000))
+    return Setup(chance.randrange(scenario.ranks), chance.randrange(1, 40), chance.randrange(2, 2000))
 
 
 def run(scenario: Scenario, seed: int, pool: mp.Pool) -> Verdict:
     """Let it happen, and look at what is said about it."""
-    plan = plan_of(scenario, seed)
+    setup = setup_of(scenario, seed)
     if scenario.transport == "script":
-        sentence, seconds = ask_about_script(scenario, plan)
+        sentence, seconds = ask_about_script(scenario, setup)
     else:
-        sentence, seconds = _launch(scenario, plan, pool)
-    return Verdict(sentence, seconds, _what_is_wrong(scenario, plan, sentence, seconds))
+        sentence, seconds = _launch(scenario, setup, pool)
+    return Verdict(sentence, seconds, _what_is_wrong(scenario, setup, sentence, seconds))
 
 
-def _launch(scenario: Scenario, plan: Plan, pool: mp.Pool) -> tuple[str, float]:
+def _launch(scenario: Scenario, setup: Setup, pool: mp.Pool) -> tuple[str, float]:
     warm = _ddp_once if scenario.function is is_late_for_ddp else _nothing
     pool.run(warm, scenario.ranks, transport=scenario.transport)  # what has to be imported is no hang
     start = time.monotonic()
     limit = 2 * LIMIT if scenario.function is times_out else LIMIT
     try:
-        pool.run(scenario.function, scenario.ranks, plan, transport=scenario.transport, timeout=limit)
+        pool.run(scenario.function, scenario.ranks, setup, transport=scenario.transport, timeout=limit)
     except mp.errors.LaunchError as error:
         found = re.search(rf"^\s*((?:{KINDS}): .*)$", str(error), re.MULTILINE)
         return (found.group(1) if found else str(error)), time.monotonic() - start
@@ -433,9 +433,9 @@ def _ddp_once(_: mp.Comms) -> None:
     torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))(torch.ones(1, 2)).sum().backward()
 
 
-def _what_is_wrong(scenario: Scenario, plan: Plan, sentence: str, seconds: float) -> str:
+def _what_is_wrong(scenario: Scenario, setup: Setup, sentence: str, seconds: float) -> str:
     circle = " → ".join(map(str, (*range(scenario.ranks), 0)))
-    begins = f"{scenario.kind}: {circle}: " if scenario.everybody else f"{scenario.kind}: rank {plan.guilty} "
+    begins = f"{scenario.kind}: {circle}: " if scenario.everybody else f"{scenario.kind}: rank {setup.guilty} "
     if not sentence.startswith(begins):
         return f"it should begin with {begins!r}"
     if not re.search(rf"{Path(__file__).name}:{line_of(scenario.function)}\b", sentence):
@@ -452,9 +452,9 @@ def line_of(function: Callable[..., Any]) -> int:
 # ── programs of their own ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def ask_about_script(scenario: Scenario, plan: Plan) -> tuple[str, float]:
+def ask_about_script(scenario: Scenario, setup: Setup) -> tuple[str, float]:
     """Start the ranks as any launcher would, and ask about one of them when it has waited for long enough."""
-    with _started(scenario, plan) as processes:
+    with _started(scenario, setup) as processes:
         deadline = time.monotonic() + 50
         while time.monotonic() < deadline:
             folder = folders.folder_of_process(processes[0].pid)
@@ -469,12 +469,12 @@ def ask_about_script(scenario: Scenario, plan: Plan) -> tuple[str, float]:
 
 
 @contextlib.contextmanager
-def _started(scenario: Scenario, plan: Plan) -> Any:
+def _started(scenario: Scenario, setup: Setup) -> Any:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": str(scenario.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    arguments = ["--script", scenario.function.__name__, str(plan.guilty), str(plan.steps), str(plan.size)]
+    arguments = ["--script", scenario.function.__name__, str(setup.guilty), str(setup.steps), str(setup.size)]
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, *arguments],
@@ -496,7 +496,7 @@ def _run_script(name: str, guilty: str, steps: str, size: str) -> None:
 
     register()  # torch does it by itself where the package is installed
     dist.init_process_group("microparallel")
-    globals()[name](dist.get_rank(), Plan(int(guilty), int(steps), int(size)))
+    globals()[name](dist.get_rank(), Setup(int(guilty), int(steps), int(size)))
 
 
 # ── what it costs ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 import microparallel as mp
-from microparallel.reader import ends_with_its_reader
+from microparallel.broken_pipe import quiet_broken_pipe
 
 
 def show(comms: mp.Comms, options: argparse.Namespace) -> dict[str, mp.Trace]:
@@ -41,7 +41,7 @@ def show(comms: mp.Comms, options: argparse.Namespace) -> dict[str, mp.Trace]:
     return traces
 
 
-@ends_with_its_reader()
+@quiet_broken_pipe()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=256, help="of each layer (default 256)")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import microparallel as mp
-from microparallel.reader import ends_with_its_reader
+from microparallel.broken_pipe import quiet_broken_pipe
 from microparallel.train.data import digits
 
 
@@ -34,7 +34,7 @@ def largest_difference(one: nn.Module, other: nn.Module) -> float:
     return max((a - b).abs().max().item() for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-@ends_with_its_reader()
+@quiet_broken_pipe()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="training steps (default 60)")

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 import microparallel as mp
-from microparallel.reader import ends_with_its_reader
+from microparallel.broken_pipe import quiet_broken_pipe
 from microparallel.train.data import digits
 
 LAYERS = 16
@@ -28,7 +28,7 @@ def count_gradients(*parts: nn.Module) -> list[int]:
     return [sum(parameter.grad is not None for parameter in part.parameters()) for part in parts]
 
 
-@ends_with_its_reader()
+@quiet_broken_pipe()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60, help="training steps (default 60)")

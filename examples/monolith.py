@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from microparallel.reader import ends_with_its_reader
+from microparallel.broken_pipe import quiet_broken_pipe
 from microparallel.train.data import digits
 
 LAYERS, PIXELS, CLASSES = 16, 64, 10
@@ -40,7 +40,7 @@ def build_network(width: int, init: str) -> nn.Sequential:
     return network
 
 
-@ends_with_its_reader()
+@quiet_broken_pipe()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=400, help="training steps (default 400)")

@@ -17,7 +17,7 @@ import time
 import torch
 
 import microparallel as mp
-from microparallel.reader import ends_with_its_reader
+from microparallel.broken_pipe import quiet_broken_pipe
 
 SIZES = [4 * 4**power for power in range(12)]  # bytes: 4 B, 16 B, 64 B, ... 16 MiB
 
@@ -52,7 +52,7 @@ def readable(size: float) -> str:
     return f"{size / 2**10:.0f} KiB" if size < 2**20 else f"{size / 2**20:.0f} MiB"
 
 
-@ends_with_its_reader()
+@quiet_broken_pipe()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40, help="throws and returns of each size (default 40)")

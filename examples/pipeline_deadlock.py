@@ -26,8 +26,8 @@ import torch
 from torch import nn
 
 import microparallel as mp
+from microparallel.broken_pipe import quiet_broken_pipe
 from microparallel.program import Act, Backward, Forward, Free, Grad, Op, Program, Recv, Send, Wait
-from microparallel.reader import ends_with_its_reader
 from microparallel.verifier.order import find_circle
 
 SHAPE = (4, 16)  # of what crosses from stage to stage: samples, width
@@ -187,7 +187,7 @@ def foresee(program: Program) -> bool:
     return False
 
 
-@ends_with_its_reader()
+@quiet_broken_pipe()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fix", action="store_true", help="send without waiting, and keep the requests")

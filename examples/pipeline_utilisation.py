@@ -29,8 +29,8 @@ from torch.nn import functional
 
 import microparallel as mp
 from microparallel.analyze.gpu_meter import GpuMeter
+from microparallel.broken_pipe import quiet_broken_pipe
 from microparallel.program import Lane, lane
-from microparallel.reader import ends_with_its_reader
 from microparallel.topology import available_cores
 from microparallel.trace.parts import shares, utilisation_table
 
@@ -144,7 +144,7 @@ def show(trace: mp.Trace, percent: float | None, problem: str | None) -> None:
     print()
 
 
-@ends_with_its_reader()
+@quiet_broken_pipe()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4, help="stages, one on each rank (default 4)")

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 import microparallel as mp
-from microparallel.reader import ends_with_its_reader
+from microparallel.broken_pipe import quiet_broken_pipe
 from microparallel.train.data import digits
 
 TORCHRUN = "WORLD_SIZE" in os.environ  # it started this process, as one of its ranks
@@ -102,7 +102,7 @@ def run(options: argparse.Namespace, path: Path) -> None:
         print(check_saved_model(path, options.width, expected))
 
 
-@ends_with_its_reader()
+@quiet_broken_pipe()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, help="processes (default 4); torchrun brings its own")

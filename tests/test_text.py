@@ -8,10 +8,13 @@ from microparallel.text import (
     did_you_mean,
     nearest,
     one_of,
+    parse_ranges,
     parse_sizes,
     short,
     show_age,
     show_percent,
+    show_ranges,
+    show_ranks,
     show_seconds,
     show_size,
     time_unit,
@@ -98,3 +101,19 @@ def test_the_nearest_name_is_offered():
     assert did_you_mean("zzz", known) == "choose one of ring, tree, halving-doubling"
     assert did_you_mean("zzz", known, "see --help") == "see --help"
     assert nearest("e", known) is None  # too little to guess from
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [((0,), "0"), ((0, 1, 2), "0-2"), ((0, 2, 3, 7), "0,2-3,7"), ((3, 1), "3,1")]
+)
+def test_ranges_of_ranks(ranks, text):
+    assert show_ranges(ranks) == text
+    assert parse_ranges(text) == ranks
+
+
+def test_a_text_that_was_cut_has_the_ranks_before_the_cut():
+    assert parse_ranges("0-3,7…#0123abcd") == (0, 1, 2, 3, 7)
+
+
+def test_ranks_by_number():
+    assert [show_ranks(ranks) for ranks in ([2], [0, 1], range(3))] == ["rank 2", "ranks 0, 1", "ranks 0, 1, 2"]

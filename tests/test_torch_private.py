@@ -283,9 +283,9 @@ def test_torch_asks_a_work_who_sent_its_message():
     assert torch_private.CalledWork()._source_rank() == -1
 
 
-# ── and nobody else uses one ────────────────────────────────────────────────────────────────────────────────────────
+# ── no other file uses one ──────────────────────────────────────────────────────────────────────────────────────────
 
-# Objects of torch's that our code holds, whatever the variable is called.
+# Objects of torch's that our code holds, whatever the variable's name is.
 TORCHS = (torch.Tensor, nn.Module, torch.UntypedStorage, torch.optim.Optimizer, dist.ProcessGroup, dist.Work)
 # Private names of Python's own.
 PYTHONS = {"_current_frames", "_exit", "_fields", "_getframe", "_replace", "_run_exitfuncs", "_shutdown"}
@@ -456,7 +456,7 @@ def test_it_stands_on_torch_and_errors_alone():
 
 
 def test_frames_are_read_only_to_say_where_a_call_came_from():
-    """What a function does never depends on who calls it; these files name a line to the user."""
+    """What a function does never depends on its caller; these files name a line to the user."""
     attributes = {"f_back", "f_code", "f_globals", "f_locals", "f_lineno"}
     reads = {
         path.name
@@ -465,4 +465,4 @@ def test_frames_are_read_only_to_say_where_a_call_came_from():
         if isinstance(node, ast.Attribute) and node.attr in attributes | {"stack", "extract_stack", "currentframe"}
         if node.attr in attributes or dotted(node.value) in ("inspect", "traceback")
     }
-    assert reads == {"place.py", "ranks.py", "sitting.py"}
+    assert reads == {"exam.py", "place.py", "ranks.py"}

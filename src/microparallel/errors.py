@@ -7,22 +7,22 @@ MicroparallelError
 │   ├── DataError                a file or dataset that is missing, empty or of the wrong kind
 │   ├── PartitionError           a model that cannot be cut that way
 │   └── ProgramError             a program that is not well-formed, or does not do what it says
-├── LaunchError                  a world of ranks that did not come to its end
+├── LaunchError                  ranks could not be started, or did not all finish
 │   ├── RankFailed               .rank raised, exited or was killed; the traceback is in the text
-│   └── RanksTimedOut            .ranks had not finished in time; the text says where each stood
-├── CommsError                   a conversation between ranks that broke off
+│   └── RanksTimedOut            .ranks had not finished in time; the text says at which line each was
+├── CommsError                   communication between ranks that failed
 │   ├── PeerLost                 .ranks went away during .call
 │   ├── Mismatch                 ranks made different calls, or the same call with different tensors
 │   ├── CommsTimeout             a call waited longer than its timeout; .ranks are those known to be missing
-│   └── TransportError           bytes that could not be moved; `Comms` makes one of the above of it, with its call
+│   └── TransportError           bytes that could not be moved; `Comms` raises one of the above instead, with its call
 │       ├── TransportTimeout     a transfer was not complete in time (TimeoutError)
-│       ├── PeerGone             .ranks are gone, and with them what was to come from them (ConnectionError)
-│       └── AddressInUse         another program has the port at which the ranks were to meet
-├── StageError                   a stage that raised, or returned something else than its dry run
+│       ├── PeerGone             .ranks are gone, and a transfer needs them (ConnectionError)
+│       └── AddressInUse         another program uses the port of the ranks' store
+├── StageError                   a stage of a pipeline that raised, or returned something else than in its dry run
 ├── GradientError                gradients that are missing or not finite, where that was to be an error
 └── CheckpointError              a checkpoint that cannot be written or read
 KeyboardInterrupt
-└── Interrupted                  Ctrl-C, after which every rank came to its own end: .results
+└── Interrupted                  Ctrl-C, after which every rank returned from its function: .results
 ```
 """
 
@@ -81,7 +81,7 @@ class ProgramError(UsageError):
 
 
 class LaunchError(MicroparallelError):
-    """A world of ranks did not come to its end."""
+    """Ranks could not be started, or did not all finish."""
 
 
 class RankFailed(LaunchError):
@@ -90,8 +90,8 @@ class RankFailed(LaunchError):
     Attributes:
         rank: which one.
         reason: what happened to it, in a line.
-        traceback: the rank's own, when it raised.
-        refusal: the text of the `UsageError` it raised, if it was one: then the caller's request was wrong.
+        traceback: the rank's own, if it raised.
+        refusal: the text of the error, if the rank raised a `UsageError`: then the caller's request was wrong.
     """
 
     def __init__(self, rank: int, reason: str, traceback: str = "", refusal: str | None = None) -> None:
@@ -108,12 +108,12 @@ class RanksTimedOut(LaunchError, TimeoutError):
 
     def __init__(self, ranks: Sequence[int], message: str, places: Mapping[int, str] | None = None) -> None:
         self.ranks = tuple(ranks)
-        self.places = dict(places or {})  # where each rank stood, in a line
+        self.places = dict(places or {})  # at which line each rank was, as text
         super().__init__(message)
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, after which every rank came to its own end; `.results` holds what they returned."""
+    """Ctrl-C, after which every rank returned from its function; `.results` holds what they returned."""
 
     def __init__(self, results: list[Any]) -> None:
         self.results = results
@@ -121,7 +121,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class CommsError(MicroparallelError, RuntimeError):
-    """A conversation between ranks broke off."""
+    """Communication between ranks failed."""
 
 
 class PeerLost(CommsError):
@@ -138,7 +138,7 @@ class Mismatch(CommsError):
 
 
 class CommsTimeout(CommsError, TimeoutError):
-    """A call waited longer than its timeout; `.ranks` did not make it, as far as that is known."""
+    """A call waited longer than its timeout; `.ranks` are those known not to have made the call."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         self.ranks = tuple(ranks)
@@ -146,11 +146,11 @@ class CommsTimeout(CommsError, TimeoutError):
 
 
 class TransportError(CommsError):
-    """Bytes could not be moved. A transport knows no calls: whoever made the call adds its name."""
+    """Bytes could not be moved. A transport knows no calls: `Comms` raises an error that names the call instead."""
 
 
 class TransportTimeout(TransportError, TimeoutError):
-    """A transfer was not complete in time; `.ranks` have not called for it, as far as that is known."""
+    """A transfer was not complete in time; `.ranks` are those known not to have started their part of it."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         self.ranks = tuple(ranks)
@@ -166,7 +166,7 @@ class PeerGone(TransportError, ConnectionError):
 
 
 class AddressInUse(TransportError):
-    """Another program has the port at which the ranks were to meet."""
+    """Another program uses the port of the ranks' store."""
 
 
 class StageError(MicroparallelError, RuntimeError):
@@ -177,7 +177,7 @@ class StageError(MicroparallelError, RuntimeError):
 
 
 class GradientError(MicroparallelError, RuntimeError):
-    """Gradients are missing or not finite, and the caller wanted to know: names the step, ranks and parameters."""
+    """Gradients are missing or not finite, and the caller asked for an error: names the step, ranks and parameters."""
 
 
 class CheckpointError(MicroparallelError):

@@ -2,9 +2,9 @@
 
     batch: int | None = setting(None, "Samples a step.", within=AT_LEAST_ONE, example=32)
 
-What reads the declaration: the dataclass itself when it is made (`check_all`), a TOML file, the flags of the command
-line (`cli/flags.py`), and through those `--help` and the reference in the documentation. Neither torch nor typer is
-needed.
+The declaration is read by the dataclass itself when it is made (`check_all`), by the reader of TOML files, by the flags
+of the command line (`cli/flags.py`), and through those by `--help` and the reference in the documentation. Neither
+torch nor typer is needed.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Setting:
         shown: what `--help` says of a default that is not the field's own, such as one that depends on the model.
         metavar: what `--help` calls the value; otherwise its type is named.
         flag: how it is called on the command line, where that does not follow from its name.
-        parse: makes the value from the text of its flag, where it is a tuple; it is told the text, and the flag.
-        several: the flag may be given several times; the values are kept with blanks between them.
+        parse: makes the value from the text of its flag, where it is a tuple; its arguments are the text and the flag.
+        several: whether the flag may be given several times; the values are joined by blanks.
         choices: the only values there are.
         within: the numbers that are right.
         example: a value that would be right, which errors suggest; otherwise the default.
-        check: raises a `ConfigError` for a value that is wrong in another way; it is told the value, and how the user
-            gave it.
-        may_change: whether a run that goes on may be told another value.
+        check: raises a `ConfigError` for a value that is wrong in another way; its arguments are the value and the text
+            by which the user gave it.
+        may_change: whether a run that is continued may get another value.
     """
 
     help: str = ""
@@ -92,13 +92,13 @@ class Setting:
 
     @property
     def meaning(self) -> str:
-        """What it is, for `--help`."""
+        """What `--help` says about it."""
         return self.help or f"{one_of(self.choices)}."
 
 
 @dataclass(frozen=True)
 class Declared:
-    """A setting with what its field says of it."""
+    """A setting, with the name, type and default of its field."""
 
     name: str
     kind: type  # int, float, str, bool or tuple
@@ -113,7 +113,7 @@ class Declared:
 
     @property
     def shown(self) -> str | None:
-        """The default, for people; None where there is none to show."""
+        """The default, as `--help` shows it; None where there is none to show."""
         if self.setting.shown is not None or self.default is None or self.kind is bool:
             return self.setting.shown
         if self.kind is tuple:
@@ -121,7 +121,7 @@ class Declared:
         return f"{self.default:g}" if self.kind is float else str(self.default)
 
     def given(self, value: Any) -> str:
-        """The setting as somebody gave it on the command line."""
+        """The setting as a user gives it on the command line: `--save-every 10`."""
         return f"{self.flag} {value}"
 
 

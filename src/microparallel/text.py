@@ -15,7 +15,7 @@ from microparallel.errors import UsageError
 
 _SIZES = ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_MINUTES = 120  # seconds, from which on an age is told in minutes
+_MINUTES = 120  # seconds, from which on an age is shown in minutes
 
 # What people write behind a number of bytes.
 _UNITS = {"": 1, "b": 1}
@@ -59,7 +59,7 @@ def show_seconds(time: float) -> str:
 
 
 def show_age(time: float) -> str:
-    """How long ago something was, or for how long it has lasted, as one says it: `0.4 s`, `12 s`, `3 min`."""
+    """How long ago something was, or for how long it has lasted: `0.4 s`, `12 s`, `3 min`."""
     if time < 9.95:
         return f"{max(0.0, time):.1f} s"
     return f"{time:.0f} s" if time < _MINUTES else f"{time / 60:.0f} min"
@@ -102,6 +102,33 @@ def _parse_size(text: str, place: str) -> int:
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def show_ranks(ranks: Iterable[int]) -> str:
+    """Ranks by number: `rank 2`, `ranks 0, 1`."""
+    listed = list(ranks)
+    return f"{'rank' if len(listed) == 1 else 'ranks'} {', '.join(map(str, listed))}"
+
+
+def show_ranges(ranks: Iterable[int]) -> str:
+    """Many ranks in short, in their order: `0-3,7`."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][1] + 1:
+            parts[-1][1] = rank
+        else:
+            parts.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+
+
+def parse_ranges(text: str) -> tuple[int, ...]:
+    """The ranks that `show_ranges` has written; of a text that was cut (`0-3,7…`), those before the cut."""
+    ranks: list[int] = []
+    for part in text.partition("…")[0].split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            ranks += range(int(first), int(last if last.isdigit() else first) + 1)
+    return tuple(ranks)
+
+
 def one_of(names: Iterable[str]) -> str:
     """Names to choose from: `adam, adamw or sgd`."""
     *first, last = names
@@ -109,7 +136,7 @@ def one_of(names: Iterable[str]) -> str:
 
 
 def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice that somebody who wrote `name` probably meant: spelled nearly so, or with the name as a part."""
+    """The choice that a user who wrote `name` probably meant: spelled nearly so, or with the name as a part."""
     known = list(choices)
     near = difflib.get_close_matches(name, known, n=1)
     if not near and len(name) >= 3:

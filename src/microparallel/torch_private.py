@@ -1,7 +1,7 @@
 """torch's private names, each with what breaks without it: no other file uses one.
 
 A name of torch's is private if it begins with an underscore, or if such a name is on the way to it: `torch._C.…`,
-`torch.utils._pytree`, `tensor._version`. torch may rename it in any release without a word. So each has a function
+`torch.utils._pytree`, `tensor._version`. torch may rename it in any release without notice. So each has a function
 here, under a name that says what it is for, and `tests/test_torch_private.py` tests that function: if a new torch fails
 there, this file is the only one to change. Methods that torch calls by a private name are here, too: the classes at the
 end lead such calls to methods of ours with names of their own.
@@ -25,8 +25,8 @@ from torch.distributed import distributed_c10d
 from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree
 
-# Without it: whatever a model takes or returns could only be a tensor, not a tuple or dictionary of tensors. Pipelines
-# could not cut such batches nor send them from stage to stage, and DataParallel would not find what needs a gradient.
+# Without it: a model could take and return single tensors only, not tuples or dictionaries of tensors. Pipelines could
+# not cut such batches nor send them from stage to stage, and DataParallel would not find what needs a gradient.
 pytree = _pytree
 
 Engine = Callable[..., Any]
@@ -40,8 +40,8 @@ _naming = threading.Lock()
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Let the backward that is running call this when all gradients are there, before it returns.
 
-    Without it: nobody would know when the last bucket is complete if parameters are unused, so DataParallel would need
-    a call of its own after `loss.backward()`; and recordings would not show what torch's DDP waits for in backward.
+    Without it: DataParallel would not know when the last bucket is complete if parameters are unused, and would need a
+    call of its own after `loss.backward()`; and traces would not show what torch's DDP waits for in backward.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
@@ -49,8 +49,8 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 def number_of_backward() -> int | None:
     """The number of the backward in which the calling thread is; None outside of one.
 
-    Without it: a recording could not tell a call that backward began, and waits for, from the program's own; and where
-    ranks fill the cores, a thread of ours would interrupt a backward that could have finished first.
+    Without it: `mp.record` could not tell a call that backward began, and waits for, from the program's own; and where
+    ranks use all cores, a thread of ours would interrupt a backward that could have finished first.
     """
     number = torch._C._current_graph_task_id()
     return None if number == -1 else int(number)
@@ -59,8 +59,8 @@ def number_of_backward() -> int | None:
 def backward_engine() -> Engine:
     """The function through which all of `torch.autograd` starts a backward.
 
-    Without it, and `replace_backward_engine`: recordings would miss the backward of what has no module, and that of
-    modules would cost several times as much (hooks on everything a module returns, and a callback at the end).
+    Without it, and `replace_backward_engine`: traces would miss the backward of what has no module, and recording that
+    of modules would cost several times as much (hooks on everything a module returns, and a callback at the end).
     """
     engine: Engine = _autograd._engine_run_backward
     return engine
@@ -88,15 +88,15 @@ def hooks_of_gradient(tensor: torch.Tensor) -> Collection[Any]:
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Whether anybody waits for a tensor's gradient.
+    """Whether a hook waits for a tensor's gradient.
 
-    Without it: zero-bubble pipelines could not put the gradients of weights off where that is safe, only never.
+    Without it: zero-bubble pipelines would not know where they may compute the gradients of weights later.
     """
     return bool(tensor._backward_hooks) or bool(hooks_of_gradient(tensor))
 
 
 def what_arrives_at(edge: GradientEdge) -> Any:
-    """The shape and dtype that the gradient has which flows along an edge of autograd's graph.
+    """The shape and dtype of the gradient that flows along an edge of autograd's graph.
 
     Without it: split backward could not undo broadcasting, as the engine does between two nodes.
     """
@@ -111,7 +111,7 @@ def hooks_of_saved(node: Node) -> list[Any]:
     """
     hooks = []
     for name in _names_of_saved(type(node)):
-        with contextlib.suppress(RuntimeError):  # freed already: running it will say so better than we can
+        with contextlib.suppress(RuntimeError):  # freed already: torch's error will say so when the node runs
             saved = getattr(node, name)
             for tensor in saved if isinstance(saved, tuple | list) else (saved,):
                 hooks.append(getattr(tensor, "unpack_hook", None))
@@ -139,9 +139,9 @@ Hooks = dict[int, Any]
 
 
 def forward_pre_hooks_of_all_modules() -> Hooks:
-    """Torch's own dictionary of the hooks that every module calls before its forward.
+    """The dictionary, torch's own, of the hooks that every module calls before its forward.
 
-    Without it: a recording would have to listen to all modules inside a model, some microseconds each.
+    Without it: `mp.record` would need a hook on every module inside a model, some microseconds each.
     """
     return torch_modules._global_forward_pre_hooks
 
@@ -149,7 +149,7 @@ def forward_pre_hooks_of_all_modules() -> Hooks:
 def forward_hooks_of(module: nn.Module) -> tuple[Hooks, Hooks]:
     """A module's own dictionaries of what it calls after its forward, and which of these even after an error.
 
-    Without them: a recording would register a hook for each forward, which takes as long as all the rest of it.
+    Without them: `mp.record` would register a hook for each forward, which takes as long as the rest of recording.
     """
     always: Any = module._forward_hooks_always_called
     return module._forward_hooks, always
@@ -174,15 +174,15 @@ def buffers_of(module: nn.Module) -> MutableMapping[str, torch.Tensor | None]:
 def load_for_optimizers() -> None:
     """Import what a process's first optimizer imports.
 
-    Without it: ranks that are forked from a process that has imported torch would each spend a second on that.
+    Without it: ranks that are forked from a process that has imported torch would each need a second for that.
     """
     import torch._dynamo  # noqa: F401
 
 
 def leave_uncompiled(function: Any) -> None:
-    """Keep `torch.compile` from compiling a function and all it calls when a model that it compiles gets here.
+    """Keep `torch.compile` from compiling a function, and all that it calls, when a compiled model calls it.
 
-    Without it: compiled DDP models fail in our backend. `torch.compiler.disable` would import for a second first.
+    Without it: compiled DDP models fail in our backend. `torch.compiler.disable` would import for a second.
     """
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
@@ -208,7 +208,7 @@ def next_group_is_called(name: str) -> Iterator[None]:
 
 
 def store_of_the_world() -> dist.Store:
-    """The store through which the world has met.
+    """The store of the world, through which its ranks found each other.
 
     Without it: ranks of a world that another program has made could not agree on a folder for their flight recorders.
     """
@@ -218,7 +218,7 @@ def store_of_the_world() -> dist.Store:
 def nccl_group(
     device: torch.device, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A process group with NCCL, which torch has not on its list.
+    """A process group with NCCL that torch does not list among its groups.
 
     Without it, and `gloo_group`: a mixed group ("cpu:microparallel,cuda:nccl") could not carry tensors of a GPU.
     """
@@ -227,7 +227,7 @@ def nccl_group(
 
 
 def nccl_options(world_ranks: Sequence[int], timeout: timedelta) -> Any:
-    """How NCCL works in a group of these ranks.
+    """NCCL's options for a group of these ranks.
 
     Without it: tensors of a GPU in a mixed group would wait for half an hour, whatever timeout the program asked for.
     """
@@ -240,7 +240,7 @@ def nccl_options(world_ranks: Sequence[int], timeout: timedelta) -> Any:
 def gloo_group(
     device: torch.device, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A process group with gloo, which torch has not on its list."""
+    """A process group with gloo that torch does not list among its groups."""
     backend = dist.ProcessGroupGloo(store, rank, len(world_ranks), timeout)
     return _group_with(dist.ProcessGroup.BackendType.GLOO, backend, device, store, rank, len(world_ranks))
 
@@ -287,19 +287,19 @@ def end_coalescing(group: dist.ProcessGroup, device: torch.device) -> dist.Work:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What carries a device's tensors in a process group of torch's own.
+    """The backend that carries a device's tensors in a process group of torch's own.
 
     Without it: torch could not ask a mixed group whether NCCL can split or shrink, and `barrier` would fail there.
     """
     return group._get_backend(device)
 
 
-# torch declares several forms of each method. With a base that is Any, ours can say what they take in one.
+# torch declares several signatures for each method. With a base that is Any, our methods can have one.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
 class CalledProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group written in Python: what torch calls by a private name arrives under a name of ours.
+    """A process group written in Python: methods that torch calls by a private name call one of ours.
 
     Without these methods, and `CalledWork`, torch would ask its own base class, which has no backend: every group would
     fail as soon as it is named, and `barrier`, FSDP and `batch_isend_irecv` at their first call.
@@ -344,7 +344,7 @@ class CalledWork(dist.Work):
     """A work written in Python; see `CalledProcessGroup`."""
 
     def source_rank(self) -> int:
-        """Who sent the message; -1 where there is none, or nobody knows."""
+        """The rank that sent the message; -1 where there is none, or it is not known."""
         return -1
 
     def _source_rank(self) -> int:

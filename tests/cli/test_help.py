@@ -56,7 +56,10 @@ def test_a_verb_is_imported_only_when_it_is_called(arguments):
     imported = result.stderr.split()
     ours = {name for name in imported if name.startswith("microparallel.") and "topology" not in name}
     page = {"microparallel.cli.front_page"} if arguments == ["--help"] else set()
-    assert ours == {"microparallel.cli", "microparallel.cli.app", "microparallel.errors", "microparallel.reader"} | page
+    assert (
+        ours
+        == {"microparallel.cli", "microparallel.cli.app", "microparallel.errors", "microparallel.broken_pipe"} | page
+    )
     assert not {"torch", "numpy", "typer.rich_utils", "rich.markdown", "rich.traceback"} & set(imported)
 
 

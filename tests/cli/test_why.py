@@ -16,7 +16,7 @@ from microparallel.observe.flight import Flight
 RANK = """
 import sys, time
 from pathlib import Path
-from microparallel.flight import Flight
+from microparallel.observe.flight import Flight
 flight = Flight.open(Path(sys.argv[1]), int(sys.argv[2]), 2, 2)
 log = flight.group([0, 1])
 log.collective("all_reduce(float32[4])", "all_reduce(float32[4])").ends()
@@ -150,7 +150,7 @@ def test_no_line_is_wider_than_the_terminal(world, width):
 OURS = """
 import sys
 from pathlib import Path
-from microparallel.flight import Flight
+from microparallel.observe.flight import Flight
 flight = Flight.open(Path(sys.argv[1]), 0, 1, 1)
 exec(compile("flight.group([0]).collective('barrier()', 'barrier()').waits()", sys.argv[2], "exec"))
 print("ready", flush=True)

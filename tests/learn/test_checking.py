@@ -150,7 +150,7 @@ def test_forged_answers_are_not_believed(check):
 
 
 def test_a_referee_that_cannot_start_ranks_is_replaced(checker, check):
-    from microparallel.learn.checking import descendants
+    from microparallel.observe.processes import descendants
 
     assert check(solution(), SHORT).passed
     for pid in descendants(checker._referee._process.pid):

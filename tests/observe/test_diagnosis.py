@@ -1,8 +1,8 @@
-"""What the ranks' last words say, by hand: each kind of fault, and worlds in which nothing is wrong."""
+"""The diagnosis of flight files that were written by hand: each kind of fault, and worlds in which nothing is wrong."""
 
 import pytest
 
-from microparallel.observe.diagnosis import diagnose, in_words
+from microparallel.observe.diagnosis import diagnose, show_findings
 from microparallel.observe.flight_file import Record, Snapshot
 from microparallel.observe.place import Place
 
@@ -72,7 +72,7 @@ def test_nothing_is_wrong_with_a_world_that_makes_progress():
     assert world.why() == []
     world.call(0, "barrier()", ago=0.4)  # the others will come
     assert world.why() == []
-    assert world.why(patience=0.1)[0].kind == "straggler"
+    assert world.why(longer_than=0.1)[0].kind == "straggler"
 
 
 def test_a_straggler():
@@ -97,7 +97,7 @@ def test_a_straggler_that_gives_no_stack_is_known_by_what_it_said():
     assert "it is doing F1.3; it has made no call; rank 0 waits for it" in world.only().text
 
 
-def test_a_chain_of_those_who_wait_is_followed_to_its_end():
+def test_a_chain_of_waiting_ranks_is_followed_to_its_end():
     world = World(4)
     world.message(0, "recv", 1, line=1)
     world.message(1, "recv", 2, line=2)
@@ -207,7 +207,7 @@ def test_messages_of_as_many_bytes_in_another_shape_fit():
     assert world.why() == []
 
 
-def test_messages_from_anybody_are_not_counted():
+def test_receives_from_any_rank_are_not_counted():
     world = World(2)
     world.message(0, "send", 1, "float32[4]", done=True)
     world.message(0, "send", 1, "float32[2]", done=True)
@@ -216,7 +216,7 @@ def test_messages_from_anybody_are_not_counted():
     assert world.why() == []
 
 
-def test_an_old_mismatch_that_everybody_survived_comes_last():
+def test_an_old_mismatch_that_every_rank_survived_comes_last():
     world = World(3)
     for rank in range(3):
         world.call(rank, "all_reduce(int32[4])" if rank == 1 else "all_reduce(float32[4])", done=True, outcome="well")
@@ -275,21 +275,21 @@ def test_receives_that_were_posted_are_no_deadlock():
     assert (world.only().kind, world.only().ranks) == ("straggler", (0,))
 
 
-def test_a_message_that_was_sent_makes_nobody_guilty():
+def test_a_rank_that_has_sent_its_message_is_not_blamed():
     world = World(2)
     world.message(0, "send", 1, waits=False)
     world.message(1, "recv", 0)
     assert (world.only().kind, world.only().ranks) == ("transfer", (1,))
 
 
-def test_everybody_is_in_the_same_call():
+def test_all_ranks_are_in_the_same_call():
     world = World(2)
     world.call(0, "barrier()")
     world.call(1, "barrier()")
     assert (world.only().kind, world.only().ranks) == ("transfer", (0, 1))
 
 
-def test_who_receives_from_anybody_is_helped_by_any():
+def test_any_rank_can_complete_a_receive_from_any():
     world = World(3)
     world.message(0, "recv", None)
     world.message(1, "recv", 0)
@@ -309,7 +309,7 @@ def test_a_death():
     assert "ranks 0, 1 wait for it" in finding.text
 
 
-def test_those_who_were_ended_because_another_died_come_after_it():
+def test_ranks_that_were_ended_because_another_died_come_after_it():
     world = World(3)
     world.call(0, "barrier()")
     for rank in range(3):
@@ -328,12 +328,12 @@ def test_a_death_inside_the_call():
     assert "died (exit code 7); it was in barrier() (a.py:4); rank 0 waits for it in barrier() (a.py:3)" in finding.text
 
 
-def test_the_one_who_raised_is_guilty_not_those_who_followed():
+def test_the_rank_that_raised_is_blamed_not_those_that_failed_after_it():
     world = World(3)
     for rank in (0, 2):
         world.call(rank, "barrier()", outcome="failed", end=NOW - 1)
-        world.about[rank] = {"ending": "broke off", "state": "ended", "last_words": "PeerLost: rank 1 went away"}
-    world.about[1] = {"ending": "raised", "last_words": "ValueError: no", "end_place": Place("/b/model.py", 31)}
+        world.about[rank] = {"ending": "broke off", "state": "ended", "end_reason": "PeerLost: rank 1 went away"}
+    world.about[1] = {"ending": "raised", "end_reason": "ValueError: no", "end_place": Place("/b/model.py", 31)}
     finding = world.only()
     assert (finding.kind, finding.ranks, str(finding.place)) == ("death", (1,), "model.py:31")
     assert finding.text.startswith("death: rank 1 raised ValueError: no (model.py:31); ranks 0, 2 wait for it")
@@ -386,7 +386,7 @@ def test_what_no_longer_fits_into_a_file_is_not_held_against_its_rank():
     assert [finding.kind for finding in world.why()] == ["transfer"]
 
 
-def test_two_independent_faults_are_both_told():
+def test_two_independent_faults_are_both_found():
     world = World(5)
     world.message(0, "recv", 1)
     world.message(1, "recv", 0)
@@ -404,6 +404,6 @@ def test_many_findings_are_cut():
     world = World(8)
     for rank in range(8):
         world.about[rank] = {"state": "ended"}
-    assert in_words(world.why()).count("\n") == 4
-    assert in_words(world.why()).endswith("and 4 more; see `microparallel why`")
-    assert in_words([]) == ""
+    assert show_findings(world.why()).count("\n") == 4
+    assert show_findings(world.why()).endswith("and 4 more; see `microparallel why`")
+    assert show_findings([]) == ""

@@ -150,7 +150,7 @@ def test_a_rank_shows_its_stack_and_goes_on(runtime):
     with mp.connect(transport="gloo"):
         (world,) = worlds(runtime)
         (one,) = gather(world)
-        assert one.answers and one.here.function == "test_a_rank_shows_its_stack_and_goes_on"
+        assert one.dumps_stack and one.user_place.function == "test_a_rank_shows_its_stack_and_goes_on"
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
@@ -163,7 +163,7 @@ def test_a_signal_that_the_user_has_taken_is_not_sent(runtime):
             for _ in range(32):
                 comms.barrier()
             (one,) = gather(world)
-            assert not one.answers and one.stack == ()
+            assert not one.dumps_stack and one.stack == ()
         finally:
             comms.close()
             os.kill(os.getpid(), signal.SIGUSR1)
@@ -263,7 +263,7 @@ EXITING = """
 import sys
 from pathlib import Path
 from microparallel.errors import PeerLost
-from microparallel.flight import Flight
+from microparallel.observe.flight import Flight
 flight = Flight.open(Path(sys.argv[1]), 0, 2, 2)
 {}
 """
@@ -283,4 +283,4 @@ flight = Flight.open(Path(sys.argv[1]), 0, 2, 2)
 def test_how_a_process_ends_is_written_down(tmp_path, line, ending, words):
     subprocess.run([sys.executable, "-c", EXITING.format(line), tmp_path], stderr=subprocess.DEVNULL, check=False)
     one = read(Path(tmp_path) / "rank-0.flight")
-    assert (one.ending, one.last_words) == (ending, words)
+    assert (one.ending, one.end_reason) == (ending, words)

@@ -68,7 +68,7 @@ def test_receives_may_be_posted_early_where_messages_do_not_wait(subjects, name,
 
 def test_without_a_common_order_nccls_rules_stop_some_schedules(subjects):
     """Why there is line.py: messages that stand together are not enough."""
-    with pytest.raises(ProgramError, match=r"stands still: rank 0 stands at exchange 4 .*; rank 1 stands at exchange"):
+    with pytest.raises(ProgramError, match=r"stands still: rank 0 is in exchange 4 .*; rank 1 is in exchange"):
         failures(Schedule("zb-h2", 2, 4), subjects["mlp"], nccl_rules_transports(2))
 
 

@@ -1,4 +1,4 @@
-"""What every transport raises: a type for what went wrong, so that nobody above reads its text."""
+"""What every transport raises: a type for each failure, so that no other module reads an error's text."""
 
 import ast
 import contextlib
@@ -51,7 +51,7 @@ def test_what_torch_raises_in_a_store():
     with pytest.raises(mp.errors.AddressInUse), TRANSLATED:
         dist.TCPStore("127.0.0.1", store.port, 1, is_master=True)
     with pytest.raises(mp.errors.TransportTimeout), TRANSLATED:
-        store.wait(["nobody sets this"], timedelta(seconds=0.01))
+        store.wait(["no rank sets this"], timedelta(seconds=0.01))
 
 
 def test_only_a_socket_of_the_store_has_an_address_that_may_be_in_use():
@@ -61,12 +61,12 @@ def test_only_a_socket_of_the_store_has_an_address_that_may_be_in_use():
 
 
 @pytest.mark.parametrize("make_transports", [in_process_transports, nccl_rules_transports])
-def test_in_one_process_nobody_else_runs_while_a_rank_waits(make_transports):
+def test_in_one_process_no_other_rank_runs_while_one_waits(make_transports):
     with pytest.raises(mp.errors.TransportTimeout, match="rank 0"):
         make_transports(2)[0].irecv(torch.zeros(1), 1).wait()
 
 
-# ── nobody above the transports looks for words in an error's text ──────────────────────────────────────────────
+# ── no module above the transports looks into an error's text ───────────────────────────────────────────────────────
 
 
 def matches_on_text(tree):
@@ -91,7 +91,7 @@ def _is_error(annotation):
 
 
 def _decisions(body, errors):
-    told = set()  # names that hold an error's text
+    texts = set()  # names that hold an error's text
 
     def is_text(node):
         for part in ast.walk(node):
@@ -100,13 +100,13 @@ def _decisions(body, errors):
                     return True
                 case ast.Attribute(attr="args" | "reason" | "traceback", value=ast.Name(id=name)) if name in errors:
                     return True
-                case ast.Name(id=name) if name in told:
+                case ast.Name(id=name) if name in texts:
                     return True
         return False
 
     for node in (node for statement in body for node in ast.walk(statement)):
         if isinstance(node, ast.Assign) and is_text(node.value):
-            told |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            texts |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         by_value = (ast.In, ast.NotIn, ast.Eq, ast.NotEq)
         if isinstance(node, ast.Compare) and any(isinstance(sign, by_value) for sign in node.ops) and is_text(node):
             yield node.lineno

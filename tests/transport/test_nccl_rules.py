@@ -32,8 +32,8 @@ def test_send_then_receive_on_both_sides_deadlocks():
     with pytest.raises(mp.errors.CommsError) as refusal:
         work.wait()
     assert str(refusal.value) == (
-        "deadlock under NCCL's rules: rank 0 stands at exchange 1 (send of 3 × float32 to rank 1); "
-        "rank 1 stands at exchange 1 (send of 3 × float32 to rank 0)"
+        "deadlock under NCCL's rules: rank 0 is in exchange 1 (send of 3 × float32 to rank 1); "
+        "rank 1 is in exchange 1 (send of 3 × float32 to rank 0)"
     )
     assert not any(map(torch.any, received))
 
@@ -55,7 +55,7 @@ def test_the_same_as_one_exchange_ends():
 
 @pytest.mark.parametrize(("make_transports", "arrived"), [(in_process_transports, 2.0), (nccl_rules_transports, 1.0)])
 def test_tags_are_ignored(make_transports, arrived):
-    """Whoever asks for the second message by its tag gets the first."""
+    """A rank that asks for the second message by its tag gets the first."""
     sender, receiver = make_transports(2)
     sender.isend(torch.full((3,), 1.0), 1, tag=1)
     sender.isend(torch.full((3,), 2.0), 1, tag=2)
@@ -208,7 +208,7 @@ class Ungrouped(CountingTransport):
 @pytest.mark.parametrize("name", ["ring", "direct", "gather-add", "recursive-doubling", "halving-doubling"])
 def test_without_exchanges_programs_deadlock(name):
     transports = [Ungrouped(transport) for transport in nccl_rules_transports(4)]
-    with pytest.raises(mp.errors.ProgramError, match=r"stands still: rank 0 stands at exchange 1 \(send of .* to rank"):
+    with pytest.raises(mp.errors.ProgramError, match=r"stands still: rank 0 is in exchange 1 \(send of .* to rank"):
         mp.run_in_process(build(name, 4), [torch.zeros(8) for _ in range(4)], transports)
 
 
@@ -217,8 +217,8 @@ def test_a_program_that_stands_still_names_where():
     with pytest.raises(mp.errors.ProgramError) as refusal:
         mp.run_in_process(program, [torch.zeros(2), torch.zeros(2)], nccl_rules_transports(2))
     assert str(refusal.value) == (
-        "program 'wrong' stands still: rank 0 stands at exchange 1 (receive of 2 × float32 from rank 1); "
-        "rank 1 stands at exchange 1 (receive of 2 × float32 from rank 0)"
+        "program 'wrong' stands still: rank 0 is in exchange 1 (receive of 2 × float32 from rank 1); "
+        "rank 1 is in exchange 1 (receive of 2 × float32 from rank 0)"
     )
     with pytest.raises(mp.errors.ProgramError, match="rank 0 waits for C0 from rank 1; rank 1 waits for C0 from"):
         mp.run_in_process(program, [torch.zeros(2), torch.zeros(2)])

@@ -11,9 +11,9 @@ import torch
 
 from microparallel.errors import CommsError, PeerGone
 from microparallel.transport.shared_memory import regions
-from microparallel.transport.shared_memory.peers import Peers
+from microparallel.transport.shared_memory.peers import Peers, RankStatus
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
-from microparallel.transport.shared_memory.segment import Status, create
+from microparallel.transport.shared_memory.segment import create
 
 LARGE = 2**18  # floats: a megabyte
 
@@ -30,7 +30,7 @@ def sockets():
 
 @pytest.fixture
 def status():
-    return Status(create(8192)[1])
+    return RankStatus(create(8192)[1])
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_peers_forget_what_is_gone_and_need_no_descriptors(own, theirs):
     assert (open_descriptors(), maps()) == (held[0] + 1, held[1] + 2)  # torch's own descriptor; the map of each
     del tensor
     gc.collect()
-    own.tell_what_is_gone()
+    own.announce_gone()
     theirs.refresh()
     assert (open_descriptors(), maps()) == held
     with pytest.raises(CommsError, match="not handed over"):
@@ -122,14 +122,14 @@ def test_peers_forget_what_is_gone_and_need_no_descriptors(own, theirs):
 
 
 def test_others_may_keep_what_is_gone_here(own):
-    """torch hands moved memory to whoever asks, such as the receiver of a queue."""
+    """torch gives moved memory to other processes, such as the receiver of a queue."""
     tensor = torch.ones(LARGE)
     assert moved(own, tensor)
     descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
     elsewhere = torch.UntypedStorage._new_shared_fd_cpu(os.dup(descriptor), size)
     del tensor
     gc.collect()
-    own.tell_what_is_gone()
+    own.announce_gone()
     assert torch.tensor(elsewhere, dtype=torch.uint8).any()
 
 
@@ -145,13 +145,13 @@ def test_a_process_that_was_forked_takes_nothing_from_its_parent(own):
     assert tensors[0].all()
 
 
-def test_news_is_read_in_order_by_whoever_is_late(own, theirs):
+def test_a_rank_that_is_late_reads_notices_in_order(own, theirs):
     first, second = torch.ones(LARGE), torch.zeros(LARGE)
     assert moved(own, first)
     del first
     gc.collect()
     assert moved(own, second)
-    own.tell_what_is_gone()
+    own.announce_gone()
     number, _ = own.find(second)
     assert not theirs.bytes_of(number).any()
 
@@ -178,7 +178,7 @@ def test_without_room_tensors_are_copied_as_before(own, monkeypatch, statvfs):
     assert not moved(own, torch.zeros(LARGE))
 
 
-def test_a_peer_that_is_gone_is_told_nothing(own, sockets):
+def test_a_peer_that_is_gone_gets_no_notice(own, sockets):
     sockets[1].close()
     assert not moved(own, torch.zeros(LARGE))
 
@@ -186,16 +186,16 @@ def test_a_peer_that_is_gone_is_told_nothing(own, sockets):
 def test_memory_that_was_not_handed_over(theirs, sockets, status):
     with pytest.raises(CommsError, match="not handed over"):
         theirs.bytes_of(1)
-    status.tell()
-    with pytest.raises(CommsError, match="not handed over what it told of"):
+    status.count_notice()
+    with pytest.raises(CommsError, match="not handed over memory that it announced"):
         theirs.bytes_of(1)
-    status.tell()
+    status.count_notice()
     sockets[0].close()
     with pytest.raises(PeerGone, match="rank 0 went away"):
         theirs.bytes_of(1)
 
 
-def test_news_that_nobody_has_read_does_not_hide_that_a_peer_is_gone(own, sockets):
+def test_unread_notices_do_not_hide_that_a_peer_is_gone(own, sockets):
     segments = {rank: create(8192)[1] for rank in range(2)}
     peers = Peers(1, range(2), segments, {0: sockets[1]})
     assert moved(own, torch.zeros(LARGE))

@@ -14,7 +14,7 @@ import microparallel as mp
 from microparallel.transport.shared_memory import SharedMemoryTransport
 from microparallel.transport.shared_memory import segment as arena
 from microparallel.transport.shared_memory import transport as transport_module
-from microparallel.transport.shared_memory.mailbox import SLOTS
+from microparallel.transport.shared_memory.channel import SLOTS
 from microparallel.transport.shared_memory.segment import Arena, create
 
 
@@ -122,7 +122,7 @@ def test_what_lies_elsewhere_is_copied_at_once():
     assert everywhere(2, talk)[1] == [1.0] * 4
 
 
-def test_a_message_of_another_size_is_an_error_and_leaves_the_line_clear():
+def test_a_message_of_another_size_is_an_error_and_does_not_block_the_next():
     def talk(transport):
         if transport.rank == 0:
             transport.isend(torch.zeros(3), 1).wait()
@@ -163,7 +163,7 @@ def test_tensors_give_their_memory_back():
         assert list(transport._arena._free) != before  # the view still lives
         del view
         gc.collect()
-        transport._arena.give_back(transport._arena.take(64), 64)  # whoever needs memory next takes back what was left
+        transport._arena.give_back(transport._arena.take(64), 64)  # the next `take` frees what was left
         return list(transport._arena._free) == before
 
     assert everywhere(1, fill) == [True]
@@ -216,7 +216,7 @@ def test_nothing_is_left_open():
     assert (descriptors(), mappings()) == before
 
 
-def test_tags_out_of_turn_around_the_row_of_slots():
+def test_tags_taken_early_around_the_row_of_slots():
     """A slot is filled again as soon as its message is taken; the receiver must not take the new one for the old."""
     rounds = 40
 
@@ -254,12 +254,12 @@ def test_garbage_may_be_collected_while_memory_is_taken():
     _, segment = create(2**20)
     pieces = Arena(segment.map, 0, 2**20)
     start = pieces.take(4096)
-    pieces._free[0] = Garbage(pieces, (start, 4096))  # whoever looks through the free pieces sets it off
+    pieces._free[0] = Garbage(pieces, (start, 4096))  # looking through the free pieces triggers it
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(pieces.take, 64).result(timeout=10) == 0
 
 
-def test_a_rank_that_only_offers_waits_for_those_who_read(monkeypatch):
+def test_a_rank_that_only_offers_waits_for_ranks_that_read(monkeypatch):
     """However far behind the others are, a bounded part of the memory is in use."""
     monkeypatch.setattr(transport_module, "_MOST_STAGED", 100_000)
     most = []

@@ -1,4 +1,4 @@
-"""Joining a world that somebody else has started."""
+"""Joining a world whose ranks another program has started."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import microparallel as mp
 from microparallel.topology.placement import Placement
-from microparallel.world.connect import saying_who_is_missing, who_is_missing
+from microparallel.world.connect import report_missing_ranks, show_missing_ranks
 
 SCRIPT = """
 import torch, microparallel as mp
@@ -88,7 +88,7 @@ def test_torchrun_variables(run_ranks):
 
 @pytest.mark.parametrize("transport", ["gloo", "shm"])
 def test_survivors_learn_which_rank_was_killed_in_which_call(run_ranks, transport):
-    """No parent watches here: the ranks find out by themselves, and agree on who was first."""
+    """There is no parent here: the ranks find out by themselves, and agree on which was lost first."""
     shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     script = LOSING_ONE.replace("TRANSPORT", transport)
     first, killed, last = run_ranks([{"RANK": str(rank), **shared} for rank in range(3)], script)
@@ -137,29 +137,29 @@ def meeting():
     return placement
 
 
-def test_who_is_missing(meeting):
+def test_missing_ranks(meeting):
     place = r"127.0.0.1:\d+"
-    assert re.fullmatch(rf"ranks 1-3 of 4 ranks did not come to {place} yet", who_is_missing(meeting(0, 0)))
-    assert re.fullmatch(rf"ranks 1,3 of 4 ranks did not come to {place} yet", who_is_missing(meeting(0, 2)))
-    assert who_is_missing(meeting(2)) == ""  # rank 0 says so
-    assert re.fullmatch(rf"rank 3 of 4 ranks did not come to {place} yet", who_is_missing(meeting(0, 1)))
-    assert who_is_missing(meeting(0, 3)) == ""
+    assert re.fullmatch(rf"ranks 1-3 of 4 ranks did not come to {place} yet", show_missing_ranks(meeting(0, 0)))
+    assert re.fullmatch(rf"ranks 1,3 of 4 ranks did not come to {place} yet", show_missing_ranks(meeting(0, 2)))
+    assert show_missing_ranks(meeting(2)) == ""  # rank 0 says so
+    assert re.fullmatch(rf"rank 3 of 4 ranks did not come to {place} yet", show_missing_ranks(meeting(0, 1)))
+    assert show_missing_ranks(meeting(0, 3)) == ""
 
 
-def test_nobody_at_the_meeting_point():
-    found = who_is_missing(Placement(1, 2, 0, 1, "127.0.0.1", free_port()))
-    assert re.fullmatch(r"nobody answers at 127.0.0.1:\d+, where rank 0 opens the meeting", found)
+def test_no_process_listens_where_rank_0_should():
+    found = show_missing_ranks(Placement(1, 2, 0, 1, "127.0.0.1", free_port()))
+    assert re.fullmatch(r"no process answers at 127.0.0.1:\d+, where rank 0 listens", found)
 
 
 def test_a_rank_that_waits_long_says_for_whom_and_is_silent_when_they_have_come(meeting, capfd):
-    with saying_who_is_missing(meeting(0, 0), after=0.01):
+    with report_missing_ranks(meeting(0, 0), after=0.01):
         said = ""
         while "ranks 1-3" not in said:  # the test's own timeout ends this
             said += capfd.readouterr().err
     assert re.match(r"microparallel: rank 0 has been waiting for \d+ s: ranks 1-3 of 4 ranks did not come to ", said)
-    with saying_who_is_missing(meeting(0, 0, 1, 2, 3), after=0.01):
+    with report_missing_ranks(meeting(0, 0, 1, 2, 3), after=0.01):
         pass
-    assert "microparallel roll call" not in [thread.name for thread in threading.enumerate()]
+    assert "microparallel missing ranks" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize(

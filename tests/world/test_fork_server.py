@@ -18,25 +18,25 @@ def fork_server():
         yield fork_server
 
 
-def who(comms):
+def process_of(comms):
     return comms.rank, os.getpid(), os.getppid()
 
 
 def test_ranks_are_children_that_stay_and_can_be_replaced(fork_server):
     with mp.Pool(fork_server) as pool:
-        first = pool.run(who, 2, device="cpu")
+        first = pool.run(process_of, 2, device="cpu")
         assert [rank for rank, _, _ in first] == [0, 1]
         assert {parent for _, _, parent in first} == {os.getpid()}
-        assert pool.run(who, 2, device="cpu") == first
+        assert pool.run(process_of, 2, device="cpu") == first
         pool.replace_ranks()
-        second = pool.run(who, 2, device="cpu")
+        second = pool.run(process_of, 2, device="cpu")
     assert not {pid for _, pid, _ in first} & {pid for _, pid, _ in second}
 
 
 def test_several_threads_may_start_ranks_at_once(fork_server):
     def run(_):
         with mp.Pool(fork_server) as pool:
-            return [rank for rank, _, _ in pool.run(who, 2, device="cpu")]
+            return [rank for rank, _, _ in pool.run(process_of, 2, device="cpu")]
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(run, range(4))) == [[0, 1]] * 4
@@ -82,4 +82,4 @@ def test_a_fork_server_that_has_ended_says_so():
     fork_server = ForkServer([])
     fork_server.close()
     with mp.Pool(fork_server) as pool, pytest.raises(mp.errors.LaunchError, match="has ended"):
-        pool.run(who, 1, device="cpu")
+        pool.run(process_of, 1, device="cpu")

@@ -1,4 +1,4 @@
-"""Ranks that start and stop cleanly, whatever happens to them."""
+"""Ranks start and end cleanly, also when one raises, exits or is killed."""
 
 import os
 import signal

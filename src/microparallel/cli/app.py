@@ -12,8 +12,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from microparallel import __version__
+from microparallel.broken_pipe import quiet_broken_pipe
 from microparallel.errors import MicroparallelError, RankFailed, UsageError
-from microparallel.reader import ends_with_its_reader
 from microparallel.topology import DO_NOT_SPIN
 
 # Each verb is a module of this package, and its line in the help the first one of the verb's own help.
@@ -101,7 +101,7 @@ def main() -> NoReturn:
     """Run the command line. Exit code 0: fine; 1: the work failed; 2: the call was wrong; 130: interrupted."""
     os.environ.setdefault(*DO_NOT_SPIN)
     try:
-        with ends_with_its_reader():
+        with quiet_broken_pipe():
             code = typer.main.get_command(app).main(sys.argv[1:], prog_name="microparallel", standalone_mode=False)
     except KeyboardInterrupt:
         code = 130

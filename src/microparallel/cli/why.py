@@ -142,15 +142,15 @@ def _row(one: Snapshot) -> dict[str, Any]:
 
 def _place(one: Snapshot) -> Place | None:
     """Where a rank is, as far as that is known: in its call, in its code, or where its last call was."""
-    place = one.here if one.current is None else one.current.place
+    place = one.user_place if one.current is None else one.current.place
     return one.last.place if place is None and one.last is not None else place
 
 
 def _state(one: Snapshot) -> str:
     if one.ending in ("finished", "closed", "raised", "broke off"):
-        return f"{one.ending} ({one.last_words})" if one.last_words else one.ending
+        return f"{one.ending} ({one.end_reason})" if one.end_reason else one.ending
     if one.state == "ended" or one.ending == "exited":
-        return f"died ({one.last_words or one.exit})" if one.last_words or one.exit else "died"
+        return f"died ({one.end_reason or one.exit})" if one.end_reason or one.exit else "died"
     if one.state == "running":
         return "running" if one.current is None else "waits"
     return one.state

@@ -13,7 +13,7 @@ import torch
 
 from microparallel.comms.group import Group
 from microparallel.errors import CommsError, CommsTimeout, PeerGone, PeerLost, TransportError, TransportTimeout
-from microparallel.observe import Watched
+from microparallel.observe import ObservedCall
 from microparallel.observe.flight_recorder import Entry, NoEntry
 
 HEADER_BYTES = 1024
@@ -111,7 +111,7 @@ class named_failures:  # used as a block, as those of contextlib are
 
     __slots__ = ("_call", "_entry", "_transport")
 
-    def __init__(self, call: Call, transport: Group, entry: Entry | NoEntry | Watched) -> None:
+    def __init__(self, call: Call, transport: Group, entry: Entry | NoEntry | ObservedCall) -> None:
         self._call = call
         self._transport = transport
         self._entry = entry

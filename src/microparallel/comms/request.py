@@ -12,7 +12,7 @@ from microparallel.comms.calls import Call, describe_content, named_failures
 from microparallel.comms.checking import Checker
 from microparallel.comms.group import Group
 from microparallel.errors import UsageError
-from microparallel.observe import Activity, Observer, Watched, watch
+from microparallel.observe import Activity, ObservedCall, Observer, observe_call
 from microparallel.observe.flight_recorder import Entry, NoEntry
 from microparallel.program import Op
 from microparallel.program.ops import Kind, Observed
@@ -34,7 +34,7 @@ class Request(Generic[Result]):
         works: Sequence[Work],
         finish: Callable[[], Result],
         transport: Group,
-        entry: Entry | NoEntry | Watched,
+        entry: Entry | NoEntry | ObservedCall,
     ) -> None:
         self._call = call
         self._entry = entry
@@ -123,7 +123,7 @@ class Conversation:
 
     def _begin(
         self, call: Call, operation: Op | None = None, tensor: torch.Tensor | None = None
-    ) -> Entry | NoEntry | Watched:
+    ) -> Entry | NoEntry | ObservedCall:
         """Write down that this rank makes a call, and tell the observers."""
         if self._closed:
             raise UsageError(f"{call}: this Comms has been closed; connect again, or close it later")
@@ -137,12 +137,12 @@ class Conversation:
         observers = self.observers
         if not observers:
             return entry
-        return watch(entry, observers, activity_of(call, self._transport, operation, tensor))
+        return observe_call(entry, observers, activity_of(call, self._transport, operation, tensor))
 
     def _go_on(
         self,
         call: Call,
-        entry: Entry | NoEntry | Watched,
+        entry: Entry | NoEntry | ObservedCall,
         start: Callable[[], Sequence[Work]],
         finish: Callable[[], Result],
     ) -> Request[Result]:
@@ -150,7 +150,11 @@ class Conversation:
         with named_failures(call, self._transport, entry):
             works = start()
         entry.started()
-        if isinstance(entry, Watched) and len(works) == 1 and (then := getattr(works[0], "then", None)) is not None:
+        if (
+            isinstance(entry, ObservedCall)
+            and len(works) == 1
+            and (then := getattr(works[0], "then", None)) is not None
+        ):
             then(entry.completes)
         return Request(call, works, finish, self._transport, entry)
 

@@ -23,7 +23,7 @@ from microparallel.topology import available_cores
 from microparallel.torch_private import at_end_of_backward, number_of_backward
 from microparallel.transport.base import SeparateMessages, Work
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
-from microparallel.transport.shared_memory.works import Conduct, SharedMemoryExchange
+from microparallel.transport.shared_memory.works import CallState, SharedMemoryExchange
 from microparallel.transport.torch_distributed import make_group
 
 # Seconds for which a backward may compute on after its last call before a thread runs what it has called.
@@ -81,9 +81,9 @@ class SharedMemoryGroup(ProgramGroup):
         """Start receiving into a contiguous tensor."""
         return self.transport.irecv(tensor, source, tag)
 
-    def irecv_from_anybody(self, tensor: torch.Tensor, tag: int = 0) -> Work:
+    def irecv_from_any(self, tensor: torch.Tensor, tag: int = 0) -> Work:
         """Start receiving from whoever sends first."""
-        return self.transport.irecv_from_anybody(tensor, tag)
+        return self.transport.irecv_from_any(tensor, tag)
 
     def exchange(self, tag: int = 0) -> SeparateMessages:
         """Open an exchange; each of its messages starts at once, by itself."""
@@ -135,17 +135,17 @@ class SharedMemoryGroup(ProgramGroup):
 
     def _run(self, plan: Plan, blocks: Blocks, op: str = "sum", movable: torch.Tensor | None = None) -> Turn:
         call = getattr(self._call, "text", plan.name)
-        conduct = Conduct(call)
-        exchanges = _Exchanges(self.transport, conduct)
+        state = CallState(call)
+        exchanges = _Exchanges(self.transport, state)
         combine = COMBINE[op]
 
         # Who meets everybody in the first block knows after it whether anybody copies. If not, blocks gain nothing.
         def in_blocks() -> bool:
-            return conduct.copied or not plan.all_meet
+            return state.copied or not plan.all_meet
 
         def run(deadline: float | None) -> None:
-            self.transport.peers.begin(call, conduct.signature)
-            self.transport.exchange_news()
+            self.transport.peers.begin(call, state.signature)
+            self.transport.exchange_notices()
             if movable is not None:  # now, when nobody else may use it
                 self.transport.move_what_comes_again(movable)
             for pieces in blocks(plan.slices, in_blocks):
@@ -192,14 +192,14 @@ class SharedMemoryGroup(ProgramGroup):
 class _Exchanges:
     """Where the interpreter gets its exchanges from: all of one collective, which they name."""
 
-    def __init__(self, transport: SharedMemoryTransport, conduct: Conduct) -> None:
+    def __init__(self, transport: SharedMemoryTransport, state: CallState) -> None:
         self.rank = transport.rank
         self.world_size = transport.world_size
         self._transport = transport
-        self._conduct = conduct
+        self._state = state
 
     def exchange(self, tag: int = 0) -> SharedMemoryExchange:  # noqa: ARG002
-        return SharedMemoryExchange(self._transport, self._conduct)
+        return SharedMemoryExchange(self._transport, self._state)
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         return self._transport.isend(tensor, to, tag)

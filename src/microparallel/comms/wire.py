@@ -10,7 +10,7 @@ import torch
 
 from microparallel.errors import UsageError
 from microparallel.text import did_you_mean
-from microparallel.transport.torch_distributed import Reduction
+from microparallel.transport.torch_distributed import ReduceOpName
 
 if TYPE_CHECKING:
     from microparallel.comms.comms import Comms
@@ -86,7 +86,7 @@ def read_headers(headers: torch.Tensor) -> list[tuple[torch.dtype, torch.Size]]:
 # How ranks' tensors are combined: the operations, and the dtypes they are computed in.
 
 
-REDUCTIONS = (*get_args(Reduction), "mean")
+REDUCTIONS = (*get_args(ReduceOpName), "mean")
 
 # Some dtypes the backends cannot add: these stand in. Narrower integers wrap around when they are cast back, exactly
 # as if they had been added in their own dtype, and any non-zero count is True.
@@ -127,7 +127,7 @@ def stand_in(dtype: torch.dtype) -> torch.dtype:
     return _STAND_INS.get(dtype, dtype)
 
 
-def wire_reduction(op: str) -> Reduction:
+def wire_reduction(op: str) -> ReduceOpName:
     """What the ranks compute together; a mean is a sum that each then divides."""
     return "sum" if op == "mean" else op  # type: ignore[return-value]
 

@@ -16,7 +16,7 @@ from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.bucket import FlatBucket, split
 from microparallel.errors import GradientError, UsageError
-from microparallel.observe import Activity, Observer, Told
+from microparallel.observe import Activity, Observation, Observer
 from microparallel.program import ORDER, WEIGHTS, AllReduce, Backward, Broadcast, Bucket, Program
 from microparallel.schedules import data_parallel_step
 from microparallel.torch_private import at_end_of_backward
@@ -71,7 +71,7 @@ class WatchedBackward:
         self._missing = list(sizes)
         self._microbatch = microbatch
         self._at = 0
-        self._told: Told | None = None
+        self._told: Observation | None = None
         self.goes_on()
 
     def arrives(self, bucket: int) -> None:
@@ -85,7 +85,7 @@ class WatchedBackward:
         """The backward of the next bucket begins, if there is one."""
         if self._told is None and self._at < len(self._missing):
             operation = Backward(len(self._missing) - 1 - self._at, self._microbatch)
-            self._told = Told(self._observers, Activity(operation)).__enter__()
+            self._told = Observation(self._observers, Activity(operation)).__enter__()
 
     def ends(self) -> None:
         """The backward of this bucket has ended, and it may leave."""

@@ -12,7 +12,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.errors import UsageError
-from microparallel.observe import Activity, Told
+from microparallel.observe import Activity, Observation
 from microparallel.program import Broadcast
 
 
@@ -86,7 +86,7 @@ def broadcast_buffers(buffers: Iterable[torch.Tensor], comms: Comms, source: int
     with_contents = filled(buffers)
     if not with_contents:
         return
-    with Told(comms.observers, Activity(operation)):
+    with Observation(comms.observers, Activity(operation)):
         for device in dict.fromkeys(buffer.device for buffer in with_contents):
             here = [buffer for buffer in with_contents if buffer.device == device]
             _broadcast_together(here, comms, source, operation)

@@ -21,7 +21,7 @@ from microparallel.comms import Comms
 from microparallel.data_parallel.reducer import Reducer, WatchedBackward
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicate, require_same_model
 from microparallel.errors import UsageError
-from microparallel.observe import Activity, Told
+from microparallel.observe import Activity, Observation
 from microparallel.program import BUFFERS, Broadcast, ForwardStages, Program
 from microparallel.schedules import data_parallel_step
 from microparallel.torch_private import at_end_of_backward, pytree
@@ -163,7 +163,7 @@ class DataParallel(nn.Module):
         if not self.comms.observers or not stages:
             return self.module(*inputs, **named_inputs)
         number = microbatch * self.comms.world_size + self.comms.rank
-        with Told(self.comms.observers, Activity(ForwardStages(0, stages, number))):
+        with Observation(self.comms.observers, Activity(ForwardStages(0, stages, number))):
             return self.module(*inputs, **named_inputs)
 
     def _broadcast_buffers_before_forward(self) -> None:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,11 +25,11 @@ from typing import Any
 from microparallel.errors import CommsError
 from microparallel.learn.catalogue import Exercise
 from microparallel.learn.verdict import Step, Verdict
+from microparallel.observe.processes import descendants
 
 _SECONDS = 60.0  # for one check
 _TAG = "MICROPARALLEL_EXAM"  # every process of a check has it in its environment
 _KEEP = 4000  # characters of what was printed, from its beginning and from its end
-_MOST_GENERATIONS = 200  # of processes that leave children behind
 
 
 class Checker:
@@ -196,45 +196,6 @@ class _Output:
 
 def _import_path() -> list[str]:
     return [str(Path(folder).absolute()) for folder in sys.path]
-
-
-# ── ending processes, also those that the learner's code has started and hidden ─────────────────────────────────────
-
-
-def end_children(keep: Container[int] = ()) -> None:
-    """End every child of this process but those to keep.
-
-    For a process that takes orphans, such as the referee: when a child ends, its own children become ours, and are
-    ended in the next round.
-    """
-    me = os.getpid()
-    for _ in range(_MOST_GENERATIONS):
-        found = [pid for pid, parent in _parents().items() if parent == me and pid not in keep]
-        if not found:
-            return
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-
-
-def descendants(ancestor: int) -> list[int]:
-    """All processes below one; those whose parent has ended are no longer found this way."""
-    parents = _parents()
-    found = [ancestor]
-    for pid in found:
-        found += [child for child, parent in parents.items() if parent == pid]
-    return found[1:]
-
-
-def _parents() -> dict[int, int]:
-    """Every process and its parent."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            found[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-    return found
 
 
 def _end_everything_tagged(tag: str) -> None:

@@ -6,6 +6,7 @@ After each request it ends the ranks, and whatever else the learner's code has s
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -14,17 +15,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from microparallel.errors import LaunchError, RankFailed, RanksTimedOut
 from microparallel.learn.catalogue import find_exercise
-from microparallel.learn.checking import end_children
 from microparallel.learn.verdict import Step, Verdict, Wrong
+from microparallel.observe.processes import children
 
 _LONGEST = 4000  # characters of a message
+_MOST_GENERATIONS = 200  # of processes that leave children behind
 
 
 def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
@@ -49,7 +51,7 @@ def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
         fork_server.close()
 
 
-def _serve(request: dict[str, Any], pool: Any, answers: IO[str], keep: Sequence[int]) -> None:
+def _serve(request: dict[str, Any], pool: Any, answers: IO[str], keep: Container[int]) -> None:
     """Judge the file that a request names; every line of the answer has the request's number."""
 
     def answer(**message: Any) -> None:
@@ -58,8 +60,24 @@ def _serve(request: dict[str, Any], pool: Any, answers: IO[str], keep: Sequence[
 
     verdict = judge(request["exercise"], Path(request["file"]), pool, lambda step: answer(step=asdict(step)))
     if sys.platform == "linux":
-        end_children(keep)
+        _end_children(keep)
     answer(verdict=verdict.to_dict())
+
+
+def _end_children(keep: Container[int]) -> None:
+    """End every child of this process but those to keep.
+
+    This process adopts orphans: when a child ends, its own children become ours, and are ended in the next round.
+    """
+    for _ in range(_MOST_GENERATIONS):
+        found = [pid for pid in children(os.getpid()) if pid not in keep]
+        if not found:
+            return
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
 
 
 def judge(name: str, file: Path, pool: Any, on_step: Callable[[Step], None] = lambda _: None) -> Verdict:

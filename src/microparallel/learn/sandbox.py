@@ -40,7 +40,7 @@ _COMMS = (
 # fmt: on
 _OURS = [
     "microparallel.world.launch.launch",
-    "microparallel.world.pool.Pool.__init__",
+    "microparallel.world.launch.Pool.__init__",
     "microparallel.comms.wire.write_headers",
     "microparallel.comms.wire.read_headers",
     "microparallel.comms.in_process.all_reduce_in_process",

@@ -1,5 +1,5 @@
-"""The one hook: an observer is told when an operation of its rank begins, waits and ends."""
+"""See what a rank does: observers, which are told of every operation, and the flight recorder with its diagnosis."""
 
-from microparallel.observe.observer import NOBODY, Activity, Observer, Told, Watched, watch
+from microparallel.observe.observer import UNOBSERVED, Activity, Observation, ObservedCall, Observer, observe_call
 
-__all__ = ["NOBODY", "Activity", "Observer", "Told", "Watched", "watch"]
+__all__ = ["UNOBSERVED", "Activity", "Observation", "ObservedCall", "Observer", "observe_call"]

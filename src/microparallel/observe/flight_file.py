@@ -1,16 +1,17 @@
-"""How a rank's flight file is laid out: fixed places, so that it can be read while it is written, or after its writer.
+"""A rank's flight file: what it says (`Snapshot`, `Record`), how it is laid out, and how it is read.
 
 ```
   0     head     who writes this: magic, version, process, rank, world, host, when it began
-  512   step     the number of the training step; -1 where nobody counts
-  1024  doing    what the rank does now, in its own words
-  2048  end      how it ended: in order, or with which error; what its parent knows of its exit
+  512   step     the number of the training step; -1 where steps are not counted
+  1024  doing    what the rank does now, as text
+  2048  end      how it ended: in order, or with which error; the exit status that its parent has seen
   4096  groups   64 × 256 bytes: the ranks of the groups that the records name
   20480 records  256 × 512 bytes, used in turn
 ```
 
-Whatever is longer than a machine word begins with a number that is 0 while the rest is being written. So a rank that
-was killed in the middle leaves a gap, never half a record.
+Everything has a fixed place, so that the file can be read while its rank writes, and after the rank has died. Each item
+longer than a machine word begins with a number that is 0 while the rest is being written: a rank that was killed in the
+middle leaves a gap, never half a record.
 """
 
 from __future__ import annotations
@@ -23,17 +24,142 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from microparallel.observe.place import Place, best_of, worth
-from microparallel.observe.processes import exit_in_words
+from microparallel.observe.place import Place, most_relevant, relevance
+from microparallel.observe.processes import show_exit
+from microparallel.text import parse_ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One call of one rank.
+
+    Ranks are numbered as in the world. Times are those of the machine's monotonic clock; None is for what has not
+    happened yet.
+    """
+
+    number: int  # counts this rank's records
+    kind: str  # collective, send or recv
+    text: str  # as the user wrote it
+    agreement: str  # the part of the call that must be the same on all ranks that make it together
+    group: tuple[int, ...]
+    group_name: str
+    sequence: int  # from 1: of the group's collectives, or of the messages to or from this peer
+    begin: float
+    started: float | None = None  # when the call had been made, and only waiting for it remains
+    wait: float | None = None
+    end: float | None = None
+    outcome: str = "open"
+    peer: int | None = None
+    tag: int = 0
+    size: int = 0
+    place: Place | None = None
+    begun_in_main: bool = True
+    waits_in_main: bool = True
+
+    @property
+    def name(self) -> str:
+        """The call without its arguments."""
+        return self.text.partition("(")[0]
+
+    @property
+    def waits(self) -> bool:
+        """Whether a thread of the rank is in this call: it waits for it, or has not returned from making it."""
+        return self.end is None and (self.wait is not None or self.started is None)
+
+    @property
+    def in_main(self) -> bool:
+        """Whether the thread that waits, or else made the call, is the main thread."""
+        return self.begun_in_main if self.wait is None else self.waits_in_main
+
+    @property
+    def since(self) -> float:
+        """When the waiting began."""
+        return self.begin if self.wait is None else self.wait
+
+    @property
+    def channel(self) -> tuple[str, str, int | None, int]:
+        """What `sequence` counts: the group's collectives, or messages to, or from, one peer under one tag."""
+        return (self.group_name, self.kind, self.peer, self.tag)
+
+    def __str__(self) -> str:
+        # A call's text numbers ranks within its group, which may differ from their numbers in the world.
+        renumbered = self.group != tuple(range(len(self.group)))
+        group = f" in the group {', '.join(map(str, self.group))}" if renumbered else ""
+        return f"{self.text}{group}" + (f" ({self.place})" if self.place is not None else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One rank, as it was when its file was read.
+
+    Attributes:
+        state: of the process: running, stopped, ended, or unknown (on another machine, or it left no file).
+        exit: how the process ended, as text, where that is known.
+        ending: running, finished (its function returned), closed (it left the world), exited, raised, broke off (with
+            an error that follows from another rank's).
+        end_reason: the error with which it ended, or its exit code.
+        stack: of its main thread, innermost first; empty where it could not be asked.
+    """
+
+    rank: int
+    world_size: int
+    pid: int = 0
+    parent: int = 0
+    host: str = ""
+    world: str = ""
+    began: float = 0.0  # wall clock
+    now: float = 0.0  # monotonic clock
+    state: str = "running"
+    exit: str = ""
+    ending: str = "running"
+    end_reason: str = ""
+    end_place: Place | None = None
+    step: int | None = None
+    doing: str = ""
+    doing_since: float | None = None
+    dumps_stack: bool = False
+    start_ticks: int = 0
+    records: tuple[Record, ...] = ()
+    stack: tuple[Place, ...] = ()
+
+    def with_state(self, state: str, exit_text: str) -> Snapshot:
+        """The same snapshot, with the state of the process."""
+        return replace(self, state=state, exit=self.exit or exit_text)
+
+    @property
+    def last(self) -> Record | None:
+        """The newest call."""
+        return max(self.records, key=lambda record: record.number, default=None)
+
+    @property
+    def current(self) -> Record | None:
+        """The call that the rank's main thread is in, or that timed out or failed if it has made none since."""
+        waiting = [record for record in self.records if record.waits]
+        in_main = [record for record in waiting if record.in_main]
+        everything_elsewhere = not any(record.in_main or record.begun_in_main for record in self.records)
+        candidates = in_main or (waiting if everything_elsewhere else [])
+        if candidates:
+            return max(candidates, key=lambda record: record.number)
+        last = self.last
+        return last if last is not None and last.outcome in ("timed out", "failed") else None
+
+    @property
+    def user_place(self) -> Place | None:
+        """The line of the user's code that the rank's stack shows; None if it shows none."""
+        place = most_relevant(self.stack)
+        return place if place is not None and relevance(place.file) > 0 else None
+
+
+# ── the layout ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MAGIC = b"mpflight"
 VERSION = 1
 
 # magic, version, pid, rank, world size, parent's pid, the process's start in clock ticks, wall clock, monotonic clock,
-# whether it answers the signal, host, world
+# whether it dumps its stack on the signal, host, world
 HEAD = struct.Struct("<8sIiiiiQddi64s128s")
-ANSWERS = struct.Struct("<i")
-ANSWERS_AT = struct.calcsize("<8sIiiiiQdd")
+DUMPS_STACK = struct.Struct("<i")
+DUMPS_STACK_AT = struct.calcsize("<8sIiiiiQdd")
 
 STEP_AT = 512
 STEP = struct.Struct("<q")
@@ -78,7 +204,7 @@ if NUMBER.size + RECORD.size > RECORD_BYTES or HEAD.size > STEP_AT:
 
 
 def cut(text: str, size: int) -> bytes:
-    """A text in so many bytes; one that is too long keeps its beginning, and something that tells it from others."""
+    """A text in at most `size` bytes; one that is too long keeps its beginning, and gets a checksum as its end."""
     content = text.encode("utf-8", "replace")
     if len(content) <= size:
         return content
@@ -89,139 +215,15 @@ def cut(text: str, size: int) -> bytes:
 
 
 def uncut(content: bytes) -> str:
-    """The text back."""
+    """The text that `cut` has encoded."""
     return content.rstrip(b"\0").decode("utf-8", "replace")
 
 
-# What a flight file says, once it has been read: the last calls of one rank, and how the rank is.
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One call of one rank.
-
-    Ranks are numbered as in the world. Times are those of the machine's monotonic clock; None is for what has not
-    happened.
-    """
-
-    number: int  # of this rank's records
-    kind: str  # collective, send or recv
-    text: str  # as the user wrote it
-    agreement: str  # what the ranks that make it together must all say
-    group: tuple[int, ...]
-    group_name: str
-    sequence: int  # from 1: of the group's collectives, or of the messages to or from this peer
-    begin: float
-    started: float | None = None  # when the call had been made, and what remains is to wait for it
-    wait: float | None = None
-    end: float | None = None
-    outcome: str = "open"
-    peer: int | None = None
-    tag: int = 0
-    size: int = 0
-    place: Place | None = None
-    begun_in_main: bool = True
-    waits_in_main: bool = True
-
-    @property
-    def name(self) -> str:
-        """The call without its arguments."""
-        return self.text.partition("(")[0]
-
-    @property
-    def waits(self) -> bool:
-        """Whether a thread stands in this call: it waits for it, or has not even come back from making it."""
-        return self.end is None and (self.wait is not None or self.started is None)
-
-    @property
-    def in_main(self) -> bool:
-        """Whether that is the main thread."""
-        return self.begun_in_main if self.wait is None else self.waits_in_main
-
-    @property
-    def since(self) -> float:
-        """When the waiting began."""
-        return self.begin if self.wait is None else self.wait
-
-    @property
-    def channel(self) -> tuple[str, str, int | None, int]:
-        """What its sequence counts: the group's collectives, or messages one way to or from one peer under one tag."""
-        return (self.group_name, self.kind, self.peer, self.tag)
-
-    def __str__(self) -> str:
-        # A call counts ranks within its group, which need not be how the world counts them.
-        renumbered = self.group != tuple(range(len(self.group)))
-        group = f" in the group {', '.join(map(str, self.group))}" if renumbered else ""
-        return f"{self.text}{group}" + (f" ({self.place})" if self.place is not None else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """One rank, as it was when somebody looked.
-
-    Attributes:
-        state: of the process: running, stopped, ended, or unknown (on another machine, or it left no file).
-        exit: how the process ended, in words, where that is known.
-        ending: running, finished (its function returned), closed (it left the world), exited, raised, broke off (with
-            an error that follows from another rank's).
-        last_words: what it said at its end.
-        stack: where its main thread stands, innermost first; empty where it could not be asked.
-    """
-
-    rank: int
-    world_size: int
-    pid: int = 0
-    parent: int = 0
-    host: str = ""
-    world: str = ""
-    began: float = 0.0  # wall clock
-    now: float = 0.0  # monotonic clock
-    state: str = "running"
-    exit: str = ""
-    ending: str = "running"
-    last_words: str = ""
-    end_place: Place | None = None
-    step: int | None = None
-    doing: str = ""
-    doing_since: float | None = None
-    answers: bool = False
-    start_ticks: int = 0
-    records: tuple[Record, ...] = ()
-    stack: tuple[Place, ...] = ()
-
-    def with_state(self, state: str, exit_words: str) -> Snapshot:
-        """The same, with what is known of the process."""
-        return replace(self, state=state, exit=self.exit or exit_words)
-
-    @property
-    def last(self) -> Record | None:
-        """The newest call."""
-        return max(self.records, key=lambda record: record.number, default=None)
-
-    @property
-    def current(self) -> Record | None:
-        """The call that holds this rank up: its main thread stands in it, or gave up in it and has made none since."""
-        waiting = [record for record in self.records if record.waits]
-        in_main = [record for record in waiting if record.in_main]
-        everything_elsewhere = not any(record.in_main or record.begun_in_main for record in self.records)
-        candidates = in_main or (waiting if everything_elsewhere else [])
-        if candidates:
-            return max(candidates, key=lambda record: record.number)
-        last = self.last
-        return last if last is not None and last.outcome in ("timed out", "failed") else None
-
-    @property
-    def here(self) -> Place | None:
-        """Where it is in the user's code: by its stack, if that has anything of the user's."""
-        place = best_of(self.stack)
-        return place if place is not None and worth(place.file) > 0 else None
-
-
-# Read a flight file: while its rank writes on, or after the rank has gone.
+# ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def read(path: Path) -> Snapshot | None:
-    """What a rank has written; None if this is no flight file, or has only just been made."""
+    """What a rank has written, also while it writes; None if this is no flight file, or has only just been made."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), FILE_BYTES, access=mmap.ACCESS_READ) as memory:
             return _snapshot(memory)
@@ -233,8 +235,8 @@ def _snapshot(memory: mmap.mmap) -> Snapshot | None:
     magic, version, *head = HEAD.unpack_from(memory, 0)
     if magic != MAGIC or version != VERSION:
         return None
-    pid, rank, world_size, parent, ticks, began, clock, answers, host, world = head
-    # Machines count their time from when they were started; what they share is the time of day.
+    pid, rank, world_size, parent, ticks, began, clock, dumps_stack, host, world = head
+    # Monotonic clocks of two machines begin at different times; only the time of day is common to them.
     elsewhere = uncut(host) != socket.gethostname()
     shift = began - clock - (time.time() - time.monotonic()) if elsewhere else 0.0
     (step,) = STEP.unpack_from(memory, STEP_AT)
@@ -250,14 +252,14 @@ def _snapshot(memory: mmap.mmap) -> Snapshot | None:
         world=uncut(world),
         began=began,
         now=time.monotonic(),
-        exit=exit_in_words(exit_status[1]) if exit_status else "",
+        exit=show_exit(exit_status[1]) if exit_status else "",
         ending=ENDINGS[ending],
-        last_words=uncut(words),
+        end_reason=uncut(words),
         end_place=Place(uncut(file), line) if line else None,
         step=None if step < 0 else step,
         doing=uncut(doing),
         doing_since=doing_since + shift if doing_since else None,
-        answers=bool(answers),
+        dumps_stack=bool(dumps_stack),
         start_ticks=ticks,
         records=_records(memory, shift),
     )
@@ -305,22 +307,13 @@ def _groups(memory: mmap.mmap) -> dict[int, tuple[str, tuple[int, ...]]]:
         fields = _whole(memory, GROUPS_AT + slot * GROUP_BYTES, GROUP)
         if fields is not None:
             number, name = fields[0], uncut(fields[1])
-            groups[number - 1] = name, _from_ranges(name.partition("#")[0])
+            groups[number - 1] = name, parse_ranges(name.partition("#")[0])
     return groups
 
 
 def _whole(memory: mmap.mmap, at: int, what: struct.Struct) -> tuple[Any, ...] | None:
-    """What lies there after its number, if it is whole: the number is the same after the rest was read, and not 0."""
+    """The item at this place; None if the rank was writing it: its number is 0, or changed while it was read."""
     (before,) = NUMBER.unpack_from(memory, at)
     fields = what.unpack_from(memory, at + NUMBER.size)
     (after,) = NUMBER.unpack_from(memory, at)
     return (before, *fields) if before == after != 0 else None
-
-
-def _from_ranges(text: str) -> tuple[int, ...]:
-    ranks: list[int] = []
-    for part in text.partition("…")[0].split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            ranks += range(int(first), int(last if last.isdigit() else first) + 1)
-    return tuple(ranks)

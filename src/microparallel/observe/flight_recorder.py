@@ -1,7 +1,7 @@
 """The flight recorder: a rank writes its last calls into a small memory-mapped file, as it makes them.
 
-What was written stays readable whatever becomes of the rank, since the file belongs to the system once it is mapped. To
-write costs some microseconds and never waits for anything.
+What was written stays readable even if the rank is killed, since the kernel keeps the pages of a mapped file. Writing
+an entry takes some microseconds and never waits: no lock, no system call.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from types import FrameType
 from microparallel.observe import flight_file
 from microparallel.observe.place import Place, caller
 from microparallel.observe.processes import start_ticks
+from microparallel.text import show_ranges
 
 _write_number = flight_file.NUMBER.pack_into
 _read_number = flight_file.NUMBER.unpack_from
@@ -35,15 +36,15 @@ _cut = flight_file.cut
 
 _COLLECTIVE, _SEND, _RECV = range(3)
 _WELL, _TIMED_OUT, _FAILED = 1, 2, 3
-_ONCE_IN = 16  # calls
+_FEW = 16  # calls
 
 
 class FlightRecorder:
-    """One process's file. Groups of ranks get a log each, which they make their records in.
+    """Writes one process's flight file. Each group of ranks gets a `GroupLog`, which writes the records of its calls.
 
     Args:
-        path: where; a file that is there already is replaced.
-        rank: this process's, in the world.
+        path: of the file; one that exists already is replaced.
+        rank: of this process, in the world.
         world_size: how many ranks there are.
         world: a name that all ranks of this world share.
     """
@@ -55,48 +56,48 @@ class FlightRecorder:
         self.pid = os.getpid()
         self._memory: mmap.mmap | bytearray = _create(path)
         self._numbers = itertools.count(1)
-        self._words = itertools.count(1)
+        self._activities = itertools.count(1)
         self._groups = itertools.count(0)
-        self._alike: Counter[tuple[int, ...]] = Counter()
+        self._groups_of: Counter[tuple[int, ...]] = Counter()  # how many groups of the same ranks there were
         self._main = threading.main_thread().ident
-        self.now_and_then: Callable[[], None] = _nothing  # is called once in a while, as calls are recorded
+        self.every_few_calls: Callable[[], None] = _nothing  # called for every 16th call that is recorded
         host, named = _cut(socket.gethostname(), 64), _cut(world, 128)
         head = (self.pid, rank, world_size, os.getppid(), start_ticks(self.pid), time.time(), _now(), 0, host, named)
         flight_file.STEP.pack_into(self._memory, flight_file.STEP_AT, -1)
         flight_file.HEAD.pack_into(self._memory, 0, flight_file.MAGIC, flight_file.VERSION, *head)
 
     def group(self, world_ranks: Sequence[int]) -> GroupLog:
-        """A log for the calls of a group; all its ranks make theirs in the same order, so they number them alike."""
+        """A log for the calls of a group. Its ranks make them in the same order, so all number them alike."""
         members = tuple(world_ranks)
-        self._alike[members] += 1
+        self._groups_of[members] += 1
         number = next(self._groups)
-        name = f"{in_ranges(members)}#{self._alike[members]}"
+        name = f"{show_ranges(members)}#{self._groups_of[members]}"
         at = flight_file.GROUPS_AT + number % flight_file.GROUPS * flight_file.GROUP_BYTES
         self._put(at, number + 1, flight_file.GROUP, _cut(name, flight_file.GROUP.size))
         return GroupLog(self, members, number)
 
     def at_step(self, step: int) -> None:
-        """Training has come to this step."""
+        """Write down the training step that the rank has come to."""
         flight_file.STEP.pack_into(self._memory, flight_file.STEP_AT, step)
 
-    def doing(self, words: str) -> None:
-        """What the rank does from now on, between its calls."""
-        self._put(flight_file.DOING_AT, next(self._words), flight_file.DOING, _now(), _cut(words, 256))
+    def doing(self, activity: str) -> None:
+        """Write down what the rank does from now on, between its calls."""
+        self._put(flight_file.DOING_AT, next(self._activities), flight_file.DOING, _now(), _cut(activity, 256))
 
-    def ends(self, kind: str, words: str = "", place: Place | None = None) -> None:
-        """How it ends: the first word counts, unless it was only that its function has returned."""
+    def ends(self, kind: str, reason: str = "", place: Place | None = None) -> None:
+        """Write down how the rank ends. Only the first end is kept, unless that was "finished"."""
         before = flight_file.BYTE.unpack_from(self._memory, flight_file.END_AT + flight_file.NUMBER.size)[0]
         if before <= flight_file.ENDINGS.index("finished"):
             file, line = (place.file.encode()[-128:], place.line) if place is not None else (b"", 0)
-            what = (flight_file.ENDINGS.index(kind), line, file, _cut(words, 600))
+            what = (flight_file.ENDINGS.index(kind), line, file, _cut(reason, 600))
             self._put(flight_file.END_AT, 1, flight_file.END, *what)
 
-    def answers(self, yes: bool) -> None:
-        """Whether it may be asked for its stack."""
-        flight_file.ANSWERS.pack_into(self._memory, flight_file.ANSWERS_AT, yes)
+    def dumps_stack(self, yes: bool) -> None:
+        """Write down whether this process dumps its stack when it gets the signal (`processes.StackDumper`)."""
+        flight_file.DUMPS_STACK.pack_into(self._memory, flight_file.DUMPS_STACK_AT, yes)
 
     def forget(self) -> None:
-        """Let go of the file; what is recorded from now on is lost."""
+        """Close the file; what is recorded from now on is lost."""
         memory, self._memory = self._memory, bytearray(flight_file.FILE_BYTES)
         if isinstance(memory, mmap.mmap):
             memory.close()
@@ -109,7 +110,7 @@ class FlightRecorder:
 
 
 class GroupLog:
-    """The calls of this rank in one group."""
+    """Writes the calls of this rank in one group."""
 
     def __init__(self, recorder: FlightRecorder, world_ranks: tuple[int, ...], number: int) -> None:
         self.recorder = recorder
@@ -119,17 +120,17 @@ class GroupLog:
         self._messages: dict[tuple[int, int | None, int], Iterator[int]] = {}
 
     def collective(self, text: str, agreement: str, size: int = 0) -> Entry:
-        """The rank begins a call that all ranks of the group make."""
+        """Write down that the rank begins a call that all ranks of the group make."""
         return Entry(
             self.recorder, (next(self._collectives), self._number, -1, 0, _COLLECTIVE), text, agreement, size, _frame(1)
         )
 
     def send(self, text: str, agreement: str, peer: int, tag: int = 0, size: int = 0) -> Entry:
-        """The rank begins to send to a rank of the group."""
+        """Write down that the rank begins to send to a rank of the group."""
         return self._message(_SEND, text, agreement, peer, tag, size)
 
     def recv(self, text: str, agreement: str, peer: int | None, tag: int = 0, size: int = 0) -> Entry:
-        """The rank begins to receive from a rank of the group; None: from any."""
+        """Write down that the rank begins to receive from a rank of the group; None: from any."""
         return self._message(_RECV, text, agreement, peer, tag, size)
 
     def _message(self, kind: int, text: str, agreement: str, peer: int | None, tag: int, size: int) -> Entry:
@@ -138,27 +139,27 @@ class GroupLog:
         if numbers is None:
             numbers = self._messages[channel] = itertools.count(1)
         other = -1 if peer is None else self.world_ranks[peer]
-        # A tag is whatever the user chose; records have room for 32 bits of it.
+        # The user chooses tags freely; a record has room for 32 bits.
         what = (next(numbers), self._number, other, tag & 0x7FFFFFFF, kind)
         return Entry(self.recorder, what, text, agreement, size, _frame(2))
 
 
 class Entry:
-    """One call, in the file: it is told how the call goes on."""
+    """One call in the file. `Comms` calls its methods as the call goes on."""
 
-    __slots__ = ("_again", "_at", "_number", "_recorder")
+    __slots__ = ("_at", "_content", "_number", "_recorder")
 
     def __init__(
         self, recorder: FlightRecorder, what: tuple[int, ...], text: str, agreement: str, size: int, frame: FrameType
     ):
         self._recorder = recorder
         file, line = caller(frame)
-        self._again = what, text, agreement, size, file, line, _now()
+        self._content = what, text, agreement, size, file, line, _now()
         self._write(_thread() == recorder._main)
 
     def _write(self, in_main: bool) -> None:
         recorder = self._recorder
-        what, text, agreement, size, file, line, begin = self._again
+        what, text, agreement, size, file, line, begin = self._content
         memory = recorder._memory
         self._number = number = next(recorder._numbers)
         self._at = at = flight_file.RECORDS_AT + number % flight_file.RECORDS * flight_file.RECORD_BYTES
@@ -167,34 +168,34 @@ class Entry:
         _write_number(memory, at, 0)
         _write_record(memory, at + 8, *what, 0, in_main, in_main, line, size, begin, 0.0, 0.0, 0.0, shown, agreed, file)
         _write_number(memory, at, number)
-        if not number % _ONCE_IN:
-            recorder.now_and_then()
+        if not number % _FEW:
+            recorder.every_few_calls()
 
     @property
     def place(self) -> tuple[bytes, int]:
         """The file, as much of its end as a record holds, and the line of the user's code that made the call."""
-        return self._again[4], self._again[5]
+        return self._content[4], self._content[5]
 
     def started(self) -> None:
-        """The call has been made; what remains is to wait for it."""
+        """The call has been made; only waiting for it remains."""
         if _read_number(self._recorder._memory, self._at)[0] == self._number:
             _write_time(self._recorder._memory, self._at + flight_file.STARTED_AT, _now())
 
     def waits(self) -> None:
-        """A thread has nothing else to do but to wait for it."""
+        """The calling thread waits for the call from now on."""
         recorder = self._recorder
         in_main = _thread() == recorder._main
         if _read_number(recorder._memory, self._at)[0] != self._number:
-            self._write(in_main)  # so many calls ago that its place has been taken
+            self._write(in_main)  # its place in the file holds a later call by now
         _write_byte(recorder._memory, self._at + flight_file.WAITS_IN_MAIN_AT, in_main)
         _write_time(recorder._memory, self._at + flight_file.WAIT_AT, _now())
 
     def ends(self) -> None:
-        """It has ended well."""
+        """The call has ended well."""
         self._end(_WELL)
 
     def fails(self, timed_out: bool) -> None:
-        """It has ended with an error."""
+        """The call has ended with an error."""
         self._end(_TIMED_OUT if timed_out else _FAILED)
 
     def _end(self, outcome: int) -> None:
@@ -205,7 +206,7 @@ class Entry:
 
 
 class NoLog:
-    """A log that keeps nothing."""
+    """The log of a rank without a flight recorder: writes nothing."""
 
     def collective(self, text: str, agreement: str, size: int = 0) -> NoEntry:  # noqa: ARG002
         """As `GroupLog.collective`."""
@@ -221,9 +222,9 @@ class NoLog:
 
 
 class NoEntry:
-    """A call that nobody writes down."""
+    """A call of a rank without a flight recorder: writes nothing."""
 
-    place = None  # nobody looked
+    place = None  # not looked up
 
     def started(self) -> None:
         """As `Entry.started`."""
@@ -239,18 +240,7 @@ class NoEntry:
 
 
 def _nothing() -> None:
-    """There is nothing to do."""
-
-
-def in_ranges(ranks: Sequence[int]) -> str:
-    """Numbers in short, as in `0-3,7`; their order is kept."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][1] + 1:
-            parts[-1][1] = rank
-        else:
-            parts.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+    """Do nothing."""
 
 
 def _create(path: Path) -> mmap.mmap:
@@ -268,7 +258,7 @@ def _create(path: Path) -> mmap.mmap:
 
 
 def write_exit(path: Path, status: int) -> None:
-    """A parent writes into its child's file how the child ended: a negative status is the signal that killed it."""
+    """Write into a rank's file how its process ended, which only its parent knows; -9 means killed by signal 9."""
     with path.open("r+b") as file:
         file.seek(flight_file.EXIT_AT)
         file.write(flight_file.NUMBER.pack(1) + flight_file.EXIT.pack(status))

@@ -1,4 +1,4 @@
-"""Where flight files lie, and how long.
+"""The folders of flight files: where they are, how long they stay, and how all ranks of a world are read at once.
 
 ```
 runs/20250131-093000-mlp/flight/          of a training run
@@ -7,7 +7,7 @@ $XDG_RUNTIME_DIR/microparallel-1000/      of everything else: one folder for eac
     rank-0.flight  rank-0.stack  rank-1.flight …
 ```
 
-The last rank to leave in order takes the folder with it. What a rank left that died stays for a day.
+The last rank to leave in order removes the folder. The files of ranks that died stay for a day.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pathlib import Path
 
 from microparallel.observe import processes
 from microparallel.observe.flight_file import Snapshot, read
-from microparallel.observe.processes import ask, state_of
+from microparallel.observe.processes import ask_for_stack, state_of
 
 FOLDER_VARIABLE = "MICROPARALLEL_FLIGHT_DIR"
 _A_DAY = 24 * 3600.0
 
 
 def private_folder() -> Path:
-    """The folder of this user for worlds that have none of their own; nobody else may read it.
+    """The folder of this user for worlds that have none of their own; no other user may read it.
 
     Raises:
-        OSError: somebody else has made a folder of that name.
+        OSError: another user has made a folder of that name.
     """
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     base = Path(runtime) if runtime and os.access(runtime, os.W_OK) else Path(tempfile.gettempdir())
@@ -53,17 +53,17 @@ def new_world() -> str:
 
 
 def flight_file(folder: Path, rank: int) -> Path:
-    """A rank's own."""
+    """The flight file of a rank."""
     return folder / f"rank-{rank}.flight"
 
 
 def flight_files(folder: Path) -> list[Path]:
-    """Those of all ranks that have one here."""
+    """The flight files of all ranks that have one in this folder."""
     return sorted(folder.glob("rank-*.flight"))
 
 
 def remove(folder: Path) -> None:
-    """Take all flight files away, and the folder unless there is something else in it."""
+    """Remove all flight files, and the folder unless it holds other files."""
     for path in (*folder.glob("rank-*.flight"), *folder.glob("rank-*.stack")):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_if_all_left(folder: Path, ranks_here: int) -> None:
-    """Take the files away if every rank of this machine has left in order."""
+    """Remove the files if every rank of this machine has left the world in order."""
     snapshots = [read(path) for path in flight_files(folder)]
     left = sum(snapshot is not None and snapshot.ending == "closed" for snapshot in snapshots)
     if left == len(snapshots) >= ranks_here:
@@ -79,7 +79,7 @@ def remove_if_all_left(folder: Path, ranks_here: int) -> None:
 
 
 def remove_old(folder: Path) -> None:
-    """Take away what dead worlds left more than a day ago."""
+    """Remove the flight files of worlds that ended more than a day ago."""
     for world in folder.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - world.stat().st_mtime > _A_DAY and not is_running(world):
@@ -87,7 +87,7 @@ def remove_old(folder: Path) -> None:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether any rank of this world still runs here."""
+    """Whether any rank of this world still runs on this machine."""
     found = (read(path) for path in flight_files(folder))
     return any(one is not None and processes.state_of(one.pid, one.start_ticks)[0] != "ended" for one in found)
 
@@ -107,7 +107,7 @@ def folder_of_process(pid: int) -> Path | None:
 
 def running_worlds() -> list[Path]:
     """The folders of all worlds of this user that run now, the newest first."""
-    mapped = {path.parent for pid in processes.mine() if (path := processes.flight_file_of(pid)) is not None}
+    mapped = {path.parent for pid in processes.of_this_user() if (path := processes.flight_file_of(pid)) is not None}
     worlds = {folder for folder in mapped | set(_kept()) if folder.is_dir() and is_running(folder)}
     return sorted(worlds, key=_began, reverse=True)
 
@@ -128,33 +128,32 @@ def read_world(folder: Path) -> dict[Path, Snapshot]:
     return {path: one for path, one in found.items() if newest is not None and one.world == newest.world}
 
 
-# Look at all ranks of a world at once: their files, their processes, and the stacks of those that are in no call.
+# ── all ranks of a world ────────────────────────────────────────────────────────────────────────────────────────────
+
+_TIMEOUT = 2.0  # seconds for all ranks together
 
 
-_PATIENCE = 2.0  # seconds for everything
-
-
-def gather(folder: Path, *, expect_end: Collection[int] = (), here: int | None = None) -> list[Snapshot]:
-    """One snapshot of each rank, in rank order.
+def gather(folder: Path, *, expect_end: Collection[int] = (), asking: int | None = None) -> list[Snapshot]:
+    """One snapshot of each rank, in rank order: its file, its process, and its stack if it is in no call.
 
     Args:
         folder: where their flight files are.
-        expect_end: ranks whose connections have gone: their processes may take a moment to be seen to have ended.
-        here: the rank that asks, which knows where it is.
+        expect_end: ranks whose connections are closed: the system may take a moment to show that they have ended.
+        asking: the rank that calls this, whose stack is not asked for.
     """
-    deadline = time.monotonic() + _PATIENCE
+    deadline = time.monotonic() + _TIMEOUT
     found = look(folder)
     while any(_seems_well(one) for one in found.values() if one.rank in expect_end) and _left(deadline) > 1.0:
         time.sleep(0.01)
         found = look(folder)
     for path, one in found.items():
-        if _seems_well(one) and one.answers and one.current is None and one.rank != here:
-            found[path] = replace(one, stack=ask(path, one.pid, min(0.5, _left(deadline))))
+        if _seems_well(one) and one.dumps_stack and one.current is None and one.rank != asking:
+            found[path] = replace(one, stack=ask_for_stack(path, one.pid, min(0.5, _left(deadline))))
     return _with_absent(list(found.values()))
 
 
 def look(folder: Path) -> dict[Path, Snapshot]:
-    """What the ranks have written, and how their processes are."""
+    """What the ranks have written, with the states of their processes."""
     host = socket.gethostname()
     return {
         path: one.with_state(*(state_of(one.pid, one.start_ticks) if one.host == host else ("unknown", "")))

@@ -1,13 +1,13 @@
-"""Who wants to know what a rank does: an `Observer` is told when each operation begins, waits and ends.
+"""The one hook: an `Observer` is told when each operation of a rank begins, waits and ends.
 
-Three tell: a Comms of its calls, `DataParallel` and `Pipeline` of the operations of the program they follow. All of
-them tell the observers of their world (`comms.observers`), in the thread that does the operation. Nothing else watches:
-the recorder of `mp.record`, the hook tracker and the log of a graded exercise are observers.
+A Comms tells its observers (`comms.observers`) of its calls, `DataParallel` and `Pipeline` tell them of the operations
+of the program they follow, in the thread that does the operation. The recorder of `mp.record`, the hook tracker and the
+log of a graded exercise are observers.
 
-The flight recorder is not one of them: a call's entry is written first, and `Watched` joins it with the observers, if
-there are any. It is always there, so every call would need an `Activity` to hand to it, and three more calls. Measured
-for an all-reduce of 4 KiB: to write an entry takes 2.8 µs, and 4.3 µs with one observer that does nothing. Two ranks
-need 75 µs for the whole call in shared memory, so as an observer the recorder would cost 2 % of every small call.
+The flight recorder is not one of them: a call's entry is written first, and `ObservedCall` joins it with the observers,
+if there are any. The recorder is always on, so as an observer it would need an `Activity` and three more calls for each
+call. Measured for an all-reduce of 4 KiB: writing an entry takes 2.8 µs, and 4.3 µs with one observer that does
+nothing. Two ranks need 75 µs for the whole call in shared memory, so that would cost 2 % of every small call.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from microparallel.program import Observed, Op
 
 
 class Activity:
-    """One operation of this rank that has begun. Observers are handed the same object each time.
+    """One operation of this rank that has begun. An observer gets the same object when it begins, waits and ends.
 
     Attributes:
         op: an operation of the program that is followed, or something `Observed`.
@@ -30,8 +30,8 @@ class Activity:
         group: of a collective, the ranks of the world that take part.
         peer: of a message, the other rank of the world; None where it may come from any.
         place: the user's file and line that led here.
-        arrived: of a message that has come, when it began to arrive, on `time.perf_counter`; None if nobody knows.
-        tensor: of an all-reduce, the tensor that was handed over.
+        arrived: of a message that has come, when it began to arrive, on `time.perf_counter`; None if that is not known.
+        tensor: of an all-reduce, the tensor that the caller handed over.
     """
 
     __slots__ = ("arrived", "bytes", "group", "op", "peer", "place", "tensor")
@@ -62,14 +62,14 @@ class Observer(Protocol):
         """The rank begins an operation."""
 
     def waits(self, activity: Activity) -> None:
-        """The rank has nothing left to do but to wait for it."""
+        """The rank waits for the operation from now on."""
 
     def ends(self, activity: Activity) -> None:
-        """It has ended, well or not."""
+        """The operation has ended, well or with an error."""
 
 
-class Told:
-    """`with` this around an operation: observers are told that it begins, and that it has ended, whatever happens."""
+class Observation:
+    """`with` this around an operation: observers are told that it begins, and that it has ended, also with an error."""
 
     __slots__ = ("_observers", "activity")
 
@@ -77,13 +77,13 @@ class Told:
         self._observers = tuple(observers)
         self.activity = activity
 
-    def __enter__(self) -> Told:
+    def __enter__(self) -> Observation:
         for observer in self._observers:
             observer.begins(self.activity)
         return self
 
     def waits(self) -> None:
-        """The rank has nothing left to do but to wait for it."""
+        """Tell the observers that the rank waits for the operation from now on."""
         for observer in self._observers:
             observer.waits(self.activity)
 
@@ -92,11 +92,11 @@ class Told:
             observer.ends(self.activity)
 
 
-NOBODY = Told((), Activity(Observed("nothing", "other")))  # where there are no observers
+UNOBSERVED = Observation((), Activity(Observed("nothing", "other")))  # where there are no observers
 
 
-class Watched:
-    """A call that observers are told of and the flight recorder writes down; to its callers it is the entry."""
+class ObservedCall:
+    """A call that observers are told of and the flight recorder writes down. Callers use it as they use an `Entry`."""
 
     __slots__ = ("_activity", "_entry", "_observers")
 
@@ -108,26 +108,26 @@ class Watched:
             observer.begins(activity)
 
     def started(self) -> None:
-        """The call has been made; what remains is to wait for it."""
+        """The call has been made; only waiting for it remains."""
         self._entry.started()
 
     def waits(self) -> None:
-        """A thread has nothing else to do but to wait for it."""
+        """The calling thread waits for the call from now on."""
         self._entry.waits()
         for observer in self._observers:
             observer.waits(self._activity)
 
     def completes(self) -> None:
-        """It is complete, before anybody has waited for it: the thread that ran it says so."""
+        """The call is complete, and no thread has waited for it yet: the thread that ran it calls this."""
         self._tell_end()
 
     def ends(self) -> None:
-        """It has ended well."""
+        """The call has ended well."""
         self._entry.ends()
         self._tell_end()
 
     def fails(self, timed_out: bool) -> None:
-        """It has ended with an error."""
+        """The call has ended with an error."""
         self._entry.fails(timed_out)
         self._tell_end()
 
@@ -137,7 +137,7 @@ class Watched:
             observer.ends(self._activity)
 
 
-def watch(entry: Entry | NoEntry, observers: Sequence[Observer], activity: Activity) -> Watched:
+def observe_call(entry: Entry | NoEntry, observers: Sequence[Observer], activity: Activity) -> ObservedCall:
     """Tell observers that a call begins, which the flight recorder has written down already."""
     activity.place = entry.place or caller(sys._getframe(1))
-    return Watched(entry, observers, activity)
+    return ObservedCall(entry, observers, activity)

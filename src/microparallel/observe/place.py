@@ -1,4 +1,4 @@
-"""Where in the user's code? The nearest line that is neither ours nor a library's."""
+"""Find the line of the user's code that led to a call: the nearest one that is neither ours nor a library's."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from types import FrameType, TracebackType
 from typing import NamedTuple
 
 _PACKAGE = Path(__file__).parent.parent
-# What the rest of us calls to communicate. A line of these says nothing about who wanted it.
-_BENEATH = tuple(f"{_PACKAGE / name}/" for name in ("comms", "transport", "flight", "world", "cli"))
+# The packages through which all others communicate: their lines do not show which part of the program made a call.
+_BENEATH = tuple(f"{_PACKAGE / name}/" for name in ("comms", "transport", "torch_backend", "observe", "world", "cli"))
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
 _PYTHON = tuple({f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib")})
 
-# How well a file answers the question: the user's best, then our own training loop, then what has no file at all.
+# How much a file tells the user: most if it is the user's own, then our training loop, then code without a file.
 _BEST = 3
 _OURS = 2
 _NO_FILE = 1
-_known: dict[str, tuple[int, bytes]] = {}
+_known: dict[str, tuple[int, bytes]] = {}  # of each file: its relevance, and the end of its name
 
 
 class Place(NamedTuple):
@@ -34,22 +34,22 @@ class Place(NamedTuple):
 
     @property
     def short(self) -> str:
-        """As in `data.py:41`."""
+        """File and line: `data.py:41`."""
         return f"{Path(self.file).name}:{self.line}"
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is in microparallel itself: no code of the user's led there."""
-        return worth(self.file) == _OURS
+        """Whether the line is in microparallel itself, so no code of the user's led there."""
+        return relevance(self.file) == _OURS
 
     @property
-    def in_words(self) -> str:
-        """As in `load (data.py:41)`."""
+    def with_function(self) -> str:
+        """Function, file and line: `load (data.py:41)`."""
         return f"{self.function} ({self})" if self.function and not self.function.startswith("<") else str(self)
 
 
-def worth(file: str) -> int:
-    """How well a file tells its user where things happen: 3 is the user's own, 0 the inside of a library."""
+def relevance(file: str) -> int:
+    """How much a line of this file tells the user: 3 for the user's own file, 0 for a library's."""
     if file.startswith(_BENEATH):
         return 0
     if file.startswith(f"{_PACKAGE}/"):
@@ -62,13 +62,13 @@ def worth(file: str) -> int:
 
 
 def caller(frame: FrameType | None) -> tuple[bytes, int]:
-    """The file, as much of its end as a record holds, and the line of the user's code that led to this frame."""
+    """The file (as much of its end as a record holds) and the line of the user's code that led to this frame."""
     best, found = 0, (b"", 0)
     while frame is not None:
         file = frame.f_code.co_filename
         known = _known.get(file)
         if known is None:
-            known = _known[file] = worth(file), file.encode("utf-8", "replace")[-124:]
+            known = _known[file] = relevance(file), file.encode("utf-8", "replace")[-124:]
         if known[0] > best:
             best, found = known[0], (known[1], frame.f_lineno)
             if best == _BEST:
@@ -77,10 +77,10 @@ def caller(frame: FrameType | None) -> tuple[bytes, int]:
     return found
 
 
-def best_of(places: Iterable[Place]) -> Place | None:
-    """The user's innermost line among places that are given from the inside out."""
+def most_relevant(places: Iterable[Place]) -> Place | None:
+    """The user's innermost line among places that are given innermost first."""
     innermost_first = list(places)
-    return max(innermost_first, key=lambda place: worth(place.file), default=None)
+    return max(innermost_first, key=lambda place: relevance(place.file), default=None)
 
 
 def where_raised(traceback: TracebackType | None) -> Place | None:
@@ -90,7 +90,7 @@ def where_raised(traceback: TracebackType | None) -> Place | None:
         code = traceback.tb_frame.f_code
         places.append(Place(code.co_filename, traceback.tb_lineno, code.co_name))
         traceback = traceback.tb_next
-    return best_of(reversed(places))
+    return most_relevant(reversed(places))
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')

@@ -1,8 +1,8 @@
-"""What the system says about a process: whether it runs, is stopped or has ended, and which flight file it writes.
+"""What the system knows of a process: whether it runs, its children, its flight file; and its stack, on a signal.
 
-It is read from /proc rather than asked of psutil, which knows neither how a process ended that nobody has waited for,
-nor which signals a process handles, nor, on macOS, which files it has mapped. Where there is no /proc, a process is
-said to run as long as there is one of its number.
+This reads /proc rather than use psutil, which knows neither how a process ended that its parent has not waited for, nor
+which signals a process handles, nor, on macOS, which files it has mapped. Where there is no /proc, a process counts as
+running as long as there is one of its number.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from typing import IO
 from microparallel.observe.place import Place, read_stack
 
 _PROC = Path("/proc")
-ENDED_STATUS = 1000  # no process ends with this one
+ENDED_STATUS = 1000  # stands for "ended by its parent" in a flight file; no process ends with this status
 ENDED_BY_PARENT = "ended by its parent"
 
 
 def start_ticks(pid: int) -> int:
-    """When a process began, in the system's own count: tells it from a later one of the same number. 0: unknown."""
+    """When a process began, in clock ticks: tells it from a later process of the same number. 0: unknown."""
     fields = _fields(pid)
     return int(fields[19]) if fields else 0
 
 
 def state_of(pid: int, ticks: int = 0) -> tuple[str, str]:
-    """How a process is (running, stopped, ended), and how it ended as far as the system still knows."""
+    """The state of a process (running, stopped, ended), and how it ended where the system still knows."""
     fields = _fields(pid)
     if fields is None:
         return ("running" if not _PROC.is_dir() and _exists(pid) else "ended"), ""
     if ticks and int(fields[19]) != ticks:
         return "ended", ""  # another process has its number now
     if fields[0] in "ZX":
-        return "ended", exit_in_words(os.waitstatus_to_exitcode(int(fields[49]))) if int(fields[49]) else ""
+        return "ended", show_exit(os.waitstatus_to_exitcode(int(fields[49]))) if int(fields[49]) else ""
     return ("stopped" if fields[0] in "Tt" else "running"), ""
 
 
-def exit_in_words(status: int) -> str:
-    """An exit status as `subprocess` gives it, or as a parent writes it down."""
+def show_exit(status: int) -> str:
+    """An exit status, as `subprocess` gives it or a flight file holds it: `exit code 1`, `SIGKILL`."""
     if status == ENDED_STATUS:
         return ENDED_BY_PARENT
     if status >= 0:
@@ -72,24 +72,29 @@ def flight_file_of(pid: int) -> Path | None:
     return None
 
 
+def children(pid: int) -> list[int]:
+    """The processes whose parent is this one."""
+    return _children_of_all().get(pid, [])
+
+
 def descendants(pid: int) -> list[int]:
-    """The children of a process, then theirs, and so on."""
-    children = _children()
+    """The children of a process, then theirs, and so on; processes whose parent has ended are not found."""
+    children_of = _children_of_all()
     found = [pid]
     for one in found:
-        found += children.get(one, [])
+        found += children_of.get(one, [])
     return found[1:]
 
 
-def mine() -> Iterator[int]:
-    """All processes of this user."""
+def of_this_user() -> Iterator[int]:
+    """The numbers of all processes of this user."""
     for folder in _PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if folder.stat().st_uid == os.getuid():
                 yield int(folder.name)
 
 
-def _children() -> dict[int, list[int]]:
+def _children_of_all() -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for folder in _PROC.glob("[0-9]*"):
         fields = _fields(int(folder.name))
@@ -101,7 +106,8 @@ def _children() -> dict[int, list[int]]:
 def _fields(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat after the name: 0 is the state, 1 the parent, 19 the start, 49 the exit status."""
     try:
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        # A process may choose its name, also one that is not UTF-8.
+        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
 
@@ -112,26 +118,25 @@ def _exists(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True
 
 
-# Ask a rank for its stack with a signal: it answers into a file of its own, even from inside C code.
+# ── the stack of another process ────────────────────────────────────────────────────────────────────────────────────
 
-
-SIGNAL = signal.SIGUSR1
-_MOST = 2**20  # bytes of answers that are kept
+SIGNAL = signal.SIGUSR1  # on which a rank dumps its stack into a file, even from inside C code
+_MOST = 2**20  # bytes of dumps that are kept
 _BOTTOMS = (b" in <module>", b" in _run_module_as_main", b"  ...")  # last lines of what faulthandler writes
-_SILENCE = 15  # looks without anything new, after which an answer is complete
+_QUIET_LOOKS = 15  # looks at a file without anything new, after which a dump is complete
 
 
 def stack_file(flight_file: Path) -> Path:
-    """Where a rank leaves its answers."""
+    """The file into which a rank dumps its stack."""
     return flight_file.with_suffix(".stack")
 
 
-class Answers:
-    """From now on this process answers; unless its user has other plans for the signal."""
+class StackDumper:
+    """From now on this process dumps its stack on the signal, unless the user's program handles the signal itself."""
 
     def __init__(self, flight_file: Path) -> None:
         self._file: IO[bytes] | None = None
@@ -140,12 +145,12 @@ class Answers:
             faulthandler.register(SIGNAL, file=self._file, all_threads=False)
 
     @property
-    def given(self) -> bool:
-        """Whether it answers."""
+    def active(self) -> bool:
+        """Whether this process dumps its stack: the user's program may have taken the signal since."""
         return self._file is not None and signal.getsignal(SIGNAL) == signal.SIG_DFL
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop dumping, and close the file."""
         if self._file is not None:
             if signal.getsignal(SIGNAL) == signal.SIG_DFL:
                 faulthandler.unregister(SIGNAL)
@@ -153,31 +158,28 @@ class Answers:
             self._file = None
 
 
-def ask(flight_file: Path, pid: int, patience: float) -> tuple[Place, ...]:
-    """The stack of the main thread of a rank that answers, innermost first; empty if it gives none."""
+def ask_for_stack(flight_file: Path, pid: int, timeout: float) -> tuple[Place, ...]:
+    """The stack of a rank's main thread, innermost first; empty if the rank does not dump it."""
     if not catches(pid, SIGNAL):
         return ()  # the signal would end it
-    answers = stack_file(flight_file)
+    path = stack_file(flight_file)
     with contextlib.suppress(OSError):
-        start = answers.stat().st_size
-        if start > _MOST:
-            os.truncate(answers, 0)
-            start = 0
-        os.kill(pid, SIGNAL)
-        return read_stack(_answer(answers, start, time.monotonic() + patience))
+        if path.stat().st_size > _MOST:
+            os.truncate(path, 0)
+        with path.open("rb") as file:
+            return dumped_stack(pid, SIGNAL, file, timeout)
     return ()
 
 
-def _answer(file: Path, start: int, deadline: float) -> str:
-    """What comes until the stack has come to its bottom, or nothing more comes."""
-    content, silence = b"", 0
-    with file.open("rb") as answers:
-        while time.monotonic() < deadline and silence < _SILENCE:
-            answers.seek(start)
-            more = answers.read()
-            silence = silence + 1 if more == content != b"" else 0
-            content = more
-            if content.rstrip().endswith(_BOTTOMS):
-                break
-            time.sleep(0.003)
-    return content.decode("utf-8", "replace")
+def dumped_stack(pid: int, number: signal.Signals, file: IO[bytes], timeout: float) -> tuple[Place, ...]:
+    """Send a process the signal on which it dumps its stack into this file, and read the dump, innermost line first."""
+    start = os.fstat(file.fileno()).st_size
+    os.kill(pid, number)
+    deadline = time.monotonic() + timeout
+    dump, quiet_looks = b"", 0
+    while time.monotonic() < deadline and quiet_looks < _QUIET_LOOKS and not dump.rstrip().endswith(_BOTTOMS):
+        time.sleep(0.003)
+        more = os.pread(file.fileno(), _MOST, start)
+        quiet_looks = quiet_looks + 1 if more == dump != b"" else 0
+        dump = more
+    return read_stack(dump.decode("utf-8", "replace"))

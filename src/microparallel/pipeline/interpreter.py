@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from microparallel.errors import ProgramError, StageError, UsageError
-from microparallel.observe import NOBODY, Activity, Observer, Told
+from microparallel.observe import UNOBSERVED, Activity, Observation, Observer
 from microparallel.pipeline.stage import Boundary, Pass, Stage
 from microparallel.program import (
     Act,
@@ -296,12 +296,12 @@ class Interpreter:
             raise ProgramError(f"{op}: this rank has nobody to sum {op.value} with")
         return self._reductions[op.value]
 
-    def _told(self, op: Op, size: int = 0, peer: int | None = None) -> Told:
+    def _told(self, op: Op, size: int = 0, peer: int | None = None) -> Observation:
         """`with` this around an operation, so that the observers are told of it."""
         if not self._observers:
-            return NOBODY
+            return UNOBSERVED
         other = None if peer is None else self._world_ranks[peer]
-        return Told(self._observers, Activity(self._as_told(op), size=size, peer=other))
+        return Observation(self._observers, Activity(self._as_told(op), size=size, peer=other))
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -14,7 +14,7 @@ from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
 from microparallel.comms.wire import gather_json
 from microparallel.errors import TransportError, UsageError
-from microparallel.observe import Activity, Told
+from microparallel.observe import Activity, Observation
 from microparallel.pipeline.cut import cut_together
 from microparallel.pipeline.interpreter import Interpreter, Microbatch, Worker
 from microparallel.pipeline.layers import NamedLayer
@@ -291,7 +291,7 @@ class Pipeline(Member):
         operation = Broadcast(BATCH, "pp", self.mesh.rank(self.replica, self._homes[0]))
         activity = Activity(operation, group=tuple(self._row.world_ranks))
         try:
-            with Told(self.comms.observers if self.mesh.pp > 1 else (), activity) as told:
+            with Observation(self.comms.observers if self.mesh.pp > 1 else (), activity) as told:
                 told.waits()
                 return self._shapes[training].agree(inputs, self._schedule.microbatches, allow_fewer)
         except TransportError as error:

@@ -3,7 +3,6 @@
 from microparallel.topology.links import Link, parse_slow_links, parse_slow_ranks
 from microparallel.topology.machine import (
     DO_NOT_SPIN,
-    MOST_RANKS_PER_CORE,
     available_cores,
     available_memory,
     require_cores,
@@ -16,7 +15,6 @@ from microparallel.topology.placement import ALONE, Placement, find_placement
 __all__ = [
     "ALONE",
     "DO_NOT_SPIN",
-    "MOST_RANKS_PER_CORE",
     "Link",
     "Mesh",
     "Placement",

@@ -359,7 +359,7 @@ class MicroparallelGroup(CallingGroup):
         call = words.as_message(None, sends=False, size=tensor.nbytes)
         wire = plain(tensor)
         entry = self._group.log.recv(call.text, describe(tensor), None, tag, tensor.nbytes)
-        work = self._group.irecv_from_anybody(wire, tag)
+        work = self._group.irecv_from_any(wire, tag)
         return self._receiving(call, entry, work, wire, tensor)
 
     def _receiving(

@@ -15,7 +15,7 @@ from microparallel.comms.request import activity_of
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.work_queue import Turn
 from microparallel.errors import TransportTimeout
-from microparallel.observe import Watched, watch
+from microparallel.observe import ObservedCall, observe_call
 from microparallel.observe.flight_recorder import Entry, NoEntry
 from microparallel.torch_backend.tensors import seconds
 from microparallel.torch_private import CalledWork, at_end_of_backward, number_of_backward
@@ -30,8 +30,8 @@ class StartedWork(CalledWork):
         self._group = group
         self._call = call
         observers = group.flight.observers
-        self._entry: Entry | NoEntry | Watched | None = (  # until it has ended
-            watch(entry, observers, activity_of(call, group)) if observers else entry
+        self._entry: Entry | NoEntry | ObservedCall | None = (  # until it has ended
+            observe_call(entry, observers, activity_of(call, group)) if observers else entry
         )
         self._result = result
 

@@ -1,4 +1,8 @@
-"""What a transport promises: start moving a tensor, and let the caller wait until it has arrived."""
+"""What every transport can do: start moving a tensor, and let the caller wait until it has arrived.
+
+`Transport` is one rank's connection to the other ranks of a group, `Work` a transfer that was started, and `Exchange`
+several messages that are started together.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +12,22 @@ import torch
 
 
 class Work(Protocol):
-    """A transfer under way."""
+    """A transfer that was started."""
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the transfer is complete.
 
         Raises:
-            TransportTimeout: when `timeout` seconds have passed (None: the transport's own patience).
-            PeerGone: when a rank that it needs is gone.
+            TransportTimeout: when `timeout` seconds have passed (None: the transport's own timeout).
+            PeerGone: when a rank that the transfer needs is gone.
         """
 
 
 class Complete:
-    """Work that was done at once: a message that was copied, say."""
+    """Work that was complete when it was returned, such as a send that copied its message."""
 
     def poll(self) -> bool:
-        """Say so."""
+        """Whether the transfer is complete: always."""
         return True
 
     def wait(self, timeout: float | None = None) -> None:
@@ -34,21 +38,21 @@ COMPLETE = Complete()
 
 
 class Loan(Protocol):
-    """A tensor of another rank to look at: a copy that was received, or the peer's own memory."""
+    """A tensor of another rank that this rank only reads: a copy that was received, or the peer's own memory."""
 
     @property
     def work(self) -> Work:
-        """What to wait for before the tensor is there."""
+        """The transfer to wait for before `tensor` is read."""
 
     @property
     def tensor(self) -> torch.Tensor:
         """The other rank's tensor."""
 
     def keep(self) -> None:
-        """Make sure that the tensor stays as it is even if the other rank goes on."""
+        """Copy the tensor, unless it is a copy, so that it stays as it is when the other rank goes on."""
 
     def give_back(self) -> None:
-        """It is no longer needed: the other rank may change it."""
+        """Tell the other rank that it may change its tensor."""
 
 
 class Exchange(Protocol):
@@ -66,17 +70,17 @@ class Exchange(Protocol):
         """Add a contiguous tensor to receive into."""
 
     def borrow(self, like: torch.Tensor, source: int) -> Loan:
-        """Add a tensor to receive that is only looked at, such as one that is added to another."""
+        """Add a receive of a tensor that is only read, such as one that is added to another."""
 
     def close(self) -> None:
-        """Nothing more comes: whatever has not started yet starts now. Before that, wait for none of it."""
+        """Start all messages that have not started yet. No message may be waited for before this call."""
 
 
 class Transport(Protocol):
-    """A way to move tensors between the ranks of one group.
+    """One rank's connection to the other ranks of a group.
 
-    Messages between two ranks with the same tag arrive in the order they were sent. The tensor belongs to the
-    transport until its `Work` has been waited for.
+    Messages between two ranks with the same tag arrive in the order they were sent. The caller must not change a tensor
+    that it has handed over before it has waited for the tensor's `Work`.
     """
 
     @property
@@ -98,17 +102,17 @@ class Transport(Protocol):
 
 
 class ReceivedCopy:
-    """A tensor on loan, where peers' memory is out of reach: a copy."""
+    """The loan of a transport that cannot read its peers' memory: a copy that was received."""
 
     def __init__(self, exchange: Exchange, like: torch.Tensor, source: int) -> None:
         self.tensor = torch.empty_like(like)
         self.work = exchange.irecv(self.tensor, source)
 
     def keep(self) -> None:
-        """It is a copy."""
+        """Nothing to do: the tensor is a copy already."""
 
     def give_back(self) -> None:
-        """The other rank knows already: its message has left."""
+        """Nothing to do: the other rank sent the copy, and does not wait for it."""
 
 
 class SeparateMessages:
@@ -131,4 +135,4 @@ class SeparateMessages:
         return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
-        """Everything has started already."""
+        """Nothing to do: every message has started already."""

@@ -1,4 +1,4 @@
-"""Count what a rank puts on the wire."""
+"""Count the messages and bytes that a rank sends."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from microparallel.transport.base import Exchange, Loan, Transport, Work
 
 @dataclass
 class Counts:
-    """What a rank has sent."""
+    """How many messages a rank has sent, and how many bytes."""
 
     messages_sent: int = 0
     bytes_sent: int = 0
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor is being sent."""
+        """Count one message with this tensor."""
         self.messages_sent += 1
         self.bytes_sent += tensor.nbytes
 
 
 class CountingTransport:
-    """Another transport, with a count of the messages and the bytes that this rank sends through it.
+    """Wraps another transport, and counts the messages and bytes that this rank sends through it.
 
     Args:
         transport: what moves the tensors.
-        counts: what to add to; several transports may have one.
+        counts: where to add them up; several transports may share one.
 
     Example:
         ```python
@@ -51,7 +51,7 @@ class CountingTransport:
 
     @property
     def bytes_sent(self) -> int:
-        """How many bytes it has sent."""
+        """How many bytes this rank has sent."""
         return self.counts.bytes_sent
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
@@ -60,7 +60,7 @@ class CountingTransport:
         return self._transport.isend(tensor, to, tag)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Start receiving; its sender counts the message."""
+        """Start receiving; the rank that sends the message counts it."""
         return self._transport.irecv(tensor, source, tag)
 
     def exchange(self, tag: int = 0) -> CountingExchange:
@@ -68,19 +68,19 @@ class CountingTransport:
         return CountingExchange(self._transport.exchange(tag), self.counts)
 
     def __getattr__(self, name: str) -> Any:
-        # Whatever else a transport can do, such as collectives of its own, passes uncounted.
+        # Everything else that the wrapped transport can do, such as its own collectives, is not counted.
         return getattr(self._transport, name)
 
 
 class CountingExchange:
-    """An exchange of another transport, whose sends are counted."""
+    """Wraps an exchange of another transport, and counts its sends."""
 
     def __init__(self, exchange: Exchange, counts: Counts) -> None:
         self._exchange = exchange
         self._counts = counts
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
-        """Count a message, and add it."""
+        """Count a message, and add it to the exchange."""
         self._counts.add(tensor)
         return self._exchange.isend(tensor, to)
 
@@ -89,9 +89,9 @@ class CountingExchange:
         return self._exchange.irecv(tensor, source)
 
     def borrow(self, like: torch.Tensor, source: int) -> Loan:
-        """Add a receive of something to look at."""
+        """Add a receive of a tensor that is only read."""
         return self._exchange.borrow(like, source)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Start all messages that have not started yet."""
         self._exchange.close()

@@ -13,7 +13,7 @@ from microparallel.transport.base import COMPLETE, Complete, SeparateMessages, W
 
 
 class Pollable(Work, Protocol):
-    """Work that can be asked whether it is complete: ranks that take turns never wait, they let others go on."""
+    """Work that can be asked whether it is complete: a rank that shares its thread with others never waits."""
 
     def poll(self) -> bool:
         """Complete the transfer if that is possible now, and say whether it is complete."""
@@ -21,12 +21,12 @@ class Pollable(Work, Protocol):
 
 @dataclass
 class Channels:
-    """What has been sent and not yet received, for each (sender, receiver, tag)."""
+    """The messages that were sent and not yet received, for each (sender, receiver, tag)."""
 
     messages: dict[tuple[int, int, int], deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))
 
 
-class Awaited:
+class PendingReceive:
     """A receive that is complete when its message has been sent."""
 
     def __init__(self, tensor: torch.Tensor, messages: deque[torch.Tensor], description: str) -> None:
@@ -36,14 +36,14 @@ class Awaited:
         self._done = False
 
     def poll(self) -> bool:
-        """Take the message if it is there."""
+        """Take the message if it has been sent, and say whether this receive is complete."""
         if not self._done and self._messages:
             self._tensor.copy_(self._messages.popleft())
             self._done = True
         return self._done
 
     def wait(self, timeout: float | None = None) -> None:  # noqa: ARG002
-        """Take the message; nobody else runs while this rank waits, so it must be there."""
+        """Take the message. No other rank runs while this one waits, so the message must have been sent before."""
         if not self.poll():
             raise TransportTimeout(f"{self}, and it has not been sent")
 
@@ -60,17 +60,17 @@ class InProcessTransport:
         self._channels = channels
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Complete:
-        """Send a copy."""
+        """Send a copy of the tensor."""
         self._channels.messages[self.rank, to, tag].append(tensor.clone())
         return COMPLETE
 
-    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Awaited:
-        """Receive into a tensor, on whatever device it is."""
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> PendingReceive:
+        """Start receiving into a tensor, which may be on any device."""
         description = f"rank {self.rank} waits for a message from rank {source}"
-        return Awaited(tensor, self._channels.messages[source, self.rank, tag], description)
+        return PendingReceive(tensor, self._channels.messages[source, self.rank, tag], description)
 
     def exchange(self, tag: int = 0) -> SeparateMessages:
-        """Open an exchange; copies wait for nobody, so its messages need no company."""
+        """Open an exchange; each send is a copy that waits for no receiver, so its messages start one by one."""
         return SeparateMessages(self, tag)
 
 

@@ -1,6 +1,6 @@
-"""NCCL's rules for messages, kept strictly in one process: what hangs on GPUs is an error here, with the reason.
+"""A transport in one process that keeps NCCL's rules for messages: what would hang on GPUs is an error here.
 
-- **No tags.** The first send from rank a to rank b meets the first receive of rank b from rank a, whatever they mean.
+- **No tags.** The first send from rank a to rank b meets the first receive of rank b from rank a.
 - **No buffers.** A send ends when it is received, and until then its tensor must not be written to.
 - **One stream for each rank.** Its exchanges run one after another: the messages of an exchange run side by side, and
   the next exchange begins when all of them have ended. A message outside an exchange is an exchange of its own.
@@ -10,7 +10,7 @@ So two ranks that each send and then receive wait for ever:
 ```
 rank 0: [send to 1] [receive from 1]        rank 0: [send to 1, receive from 1]
 rank 1: [send to 0] [receive from 0]        rank 1: [send to 0, receive from 0]
-        both stand at their first exchange          as one exchange, both end
+        both wait in their first exchange           as one exchange, both end
 ```
 
 NCCL calls an exchange a group (`ncclGroupStart`, `ncclGroupEnd`), and torch `batch_isend_irecv`.
@@ -59,7 +59,7 @@ class Streams:
         self.advance()
 
     def advance(self) -> None:
-        """Move every message of which both ends run, and begin exchanges, until nothing more can happen."""
+        """Move every message whose send and receive both run, and begin exchanges, until nothing more can move."""
         moving = True
         while moving:
             moving = any(self._deliver(rank) for rank in range(len(self._queues)))
@@ -75,7 +75,7 @@ class Streams:
         return [transfer for transfer in queue[0] if not transfer.done] if queue else []
 
     def _deliver(self, sender: int) -> bool:
-        """Deliver what a rank is sending to those that are receiving it; says whether there was anything."""
+        """Deliver what a rank is sending to the ranks that are receiving it; returns whether anything was delivered."""
         delivered = False
         for send in self._running(sender):
             if not send.sends:
@@ -86,15 +86,15 @@ class Streams:
                 delivered = True
         return delivered
 
-    def standing(self, rank: int) -> str:
-        """Where a rank stands, in words."""
+    def position(self, rank: int) -> str:
+        """Which exchange a rank is in, for an error message."""
         running = ", ".join(map(str, self._running(rank)))
         if not running:
             return f"rank {rank} has nothing under way after {self._ended[rank]} exchanges"
-        return f"rank {rank} stands at exchange {self._ended[rank] + 1} ({running})"
+        return f"rank {rank} is in exchange {self._ended[rank] + 1} ({running})"
 
     def __str__(self) -> str:
-        return "; ".join(self.standing(rank) for rank in range(len(self._queues)))
+        return "; ".join(self.position(rank) for rank in range(len(self._queues)))
 
 
 class StreamWork:
@@ -106,16 +106,16 @@ class StreamWork:
         self._streams = streams
 
     def poll(self) -> bool:
-        """Say whether the exchange has ended."""
+        """Whether the exchange has ended."""
         return all(transfer.done for transfer in self.transfers)
 
     def wait(self, timeout: float | None = None) -> None:  # noqa: ARG002
-        """Return if the exchange has ended; nobody else runs while this rank waits, so otherwise it never will."""
+        """Return if the exchange has ended. No other rank runs while this one waits, so otherwise it never will."""
         if not self.poll():
             raise TransportTimeout(f"deadlock under NCCL's rules: {self._streams}")
 
     def __str__(self) -> str:
-        return self._streams.standing(self._rank)
+        return self._streams.position(self._rank)
 
 
 class StreamExchange:

@@ -1,9 +1,7 @@
-"""Make a torch process group of some ranks, which nobody else needs to know about.
+"""Move tensors with torch.distributed: gloo (TCP) for the CPU, NCCL for GPUs.
 
-torch, too, can make a group with its members alone. But it names the group after how many groups each member is already
-in, and members that are in different numbers of groups then wait for each other for ever. Here a group is named after
-its members, and after how many groups of the same members its parent has made before: all members come to that name by
-themselves.
+`TorchTransport` takes contiguous tensors on a device that the backend carries; `Comms` sees to both. What torch raises
+becomes an error of ours here (`translate`), and nowhere else. `make_group` makes torch's groups of some ranks.
 """
 
 from __future__ import annotations
@@ -24,36 +22,7 @@ from microparallel.errors import AddressInUse, MicroparallelError, PeerGone, Tra
 from microparallel.torch_private import next_group_is_called
 from microparallel.transport.base import Loan, ReceivedCopy, Work
 
-
-class _Family:
-    """The name of a group, and how many groups were made inside it, by their members."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.made: Counter[tuple[int, ...]] = Counter()
-
-
-_families: WeakKeyDictionary[dist.ProcessGroup, _Family] = WeakKeyDictionary()
-
-
-def make_group(parent: dist.ProcessGroup, world_ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """Make a group of some of the parent's ranks, who all call this; ranks are numbered as in the world."""
-    members = tuple(world_ranks)
-    family = _families.setdefault(parent, _Family("microparallel"))
-    family.made[members] += 1
-    name = f"{family.name}/{'-'.join(map(str, members))}#{family.made[members]}"
-    with next_group_is_called(name):
-        group: dist.ProcessGroup = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
-    _families[group] = _Family(name)
-    return group
-
-
-# Move tensors with torch.distributed: gloo (TCP) for the CPU, NCCL for GPUs.
-#
-# Tensors handed to this module are contiguous and on a device the backend carries; `Comms` sees to that.
-
-
-Reduction = Literal["sum", "min", "max", "product"]
+ReduceOpName = Literal["sum", "min", "max", "product"]
 
 _REDUCE_OPS = {
     "sum": dist.ReduceOp.SUM,
@@ -67,13 +36,16 @@ _BATCHED = frozenset({"cuda"})
 _FIRST_LOSS = "microparallel/first-loss"
 
 
+# ── torch's errors ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def translate(error: RuntimeError) -> TransportError:
     """torch's error as one of ours.
 
-    torch's type says who failed: DistNetworkError a socket of the store, DistStoreError a key that nobody has set,
-    DistBackendError NCCL, and a bare RuntimeError gloo. Only the first can be about an address. How it failed stands in
-    the text alone: a socket that cannot listen and one that nobody answers have the same type, and so have gloo's
-    timeouts and its lost connections. No other place reads it.
+    torch's type says which part failed: DistNetworkError a socket of the store, DistStoreError a key that no rank has
+    set, DistBackendError NCCL, and a bare RuntimeError gloo. Only the first can be about an address. How it failed
+    stands in the text alone: a socket that cannot listen and one that cannot connect have the same type, and so have
+    gloo's timeouts and its lost connections. No other function reads an error's text.
     """
     reason = str(error).partition("\n")[0]
     said = reason.lower()
@@ -96,12 +68,15 @@ class Translated:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # What has a type of ours was raised by our own backend beneath torch.
+        # An error with a type of ours was raised by our own backend beneath torch.
         if isinstance(error, RuntimeError) and not isinstance(error, MicroparallelError):
             raise self._translation(error) from error
 
 
 TRANSLATED = Translated()
+
+
+# ── transfers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class TorchWork:
@@ -117,7 +92,7 @@ class TorchWork:
         return self._work is None or self._work.is_completed()
 
     def then(self, callback: Callable[[], None]) -> None:
-        """Call this when it is complete, in a thread of torch's, where torch can say so; else never."""
+        """Let a thread of torch's call this when the transfer is complete; never, where torch has no such thread."""
         if self._work is not None and all(tensor.device.type == "cpu" for tensor in self._tensors):
             with contextlib.suppress(RuntimeError):  # not every backend has futures
                 self._work.get_future().then(lambda _: callback())
@@ -166,7 +141,7 @@ class TorchExchange:
         return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
-        """Start what was put into the batch."""
+        """Start the messages of the batch."""
         if self._batch:
             self._works = self._transport.start_batch(self._batch)
 
@@ -181,10 +156,10 @@ class TorchExchange:
 
 
 class TorchTransport:
-    """One torch process group as a transport, which also knows collectives of its own.
+    """One torch process group as a transport, which has collectives of its own, too.
 
-    Ranks are numbered within the group. `carries` names the device types whose tensors need no staging,
-    `batched` those on which the messages of an exchange must start together.
+    Ranks are numbered within the group. `carries` names the device types whose tensors need not be copied to another
+    device first, `batched` those on which the messages of an exchange must start together.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: dist.Store | None, carries: frozenset[str]) -> None:
@@ -199,7 +174,7 @@ class TorchTransport:
 
     @property
     def _translated(self) -> Translated:
-        return Translated(self._failure)  # kept by no transport: groups end with the last reference to them
+        return Translated(self._failure)  # new each time: kept, it would keep the group alive
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> TorchWork:
         """Start sending a contiguous tensor."""
@@ -225,31 +200,31 @@ class TorchTransport:
         return [TorchWork(work, self._translated, *tensors) for work in works]
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> TorchWork:
-        """Start copying the source's tensor over everybody else's."""
+        """Start copying the source's tensor over the tensor of every other rank."""
         with self._translated:
             work = dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
         return TorchWork(work, self._translated, tensor)
 
     def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, source: int) -> TorchWork:
-        """Start handing the source's inputs out, one to each rank, all of one size."""
+        """Start sending the source's inputs, one to each rank, all of one size."""
         with self._translated:
             work = dist.scatter(output, inputs, group=self.group, group_src=source, async_op=True)
         return TorchWork(work, self._translated, output, *(inputs or ()))
 
     def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, to: int) -> TorchWork:
-        """Start collecting everybody's tensor on one rank."""
+        """Start collecting every rank's tensor on one rank."""
         with self._translated:
             work = dist.gather(tensor, outputs, group=self.group, group_dst=to, async_op=True)
         return TorchWork(work, self._translated, tensor, *(outputs or ()))
 
     def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> TorchWork:
-        """Start collecting everybody's tensor on every rank."""
+        """Start collecting every rank's tensor on every rank."""
         with self._translated:
             work = dist.all_gather(outputs, tensor, group=self.group, async_op=True)
         return TorchWork(work, self._translated, tensor, *outputs)
 
     def reduce(self, tensor: torch.Tensor, to: int, op: str) -> TorchWork:
-        """Start combining everybody's tensor on one rank; what the others' tensors hold afterwards is undefined."""
+        """Start combining every rank's tensor on one rank; what the others' tensors hold afterwards is undefined."""
         with self._translated:
             work = dist.reduce(tensor, op=_REDUCE_OPS[op], group=self.group, group_dst=to, async_op=True)
         return TorchWork(work, self._translated, tensor)
@@ -261,7 +236,7 @@ class TorchTransport:
         return TorchWork(work, self._translated, output, *inputs)
 
     def native_all_reduce(self, tensor: torch.Tensor, op: str) -> TorchWork:
-        """Start combining everybody's tensor, in place, on every rank."""
+        """Start combining every rank's tensor, in place, on every rank."""
         with self._translated:
             work = dist.all_reduce(tensor, op=_REDUCE_OPS[op], group=self.group, async_op=True)
         return TorchWork(work, self._translated, tensor)
@@ -277,17 +252,17 @@ class TorchTransport:
         return subgroup
 
     def _failure(self, error: RuntimeError) -> TransportError:
-        """torch's error as one of ours; whether a peer is gone, its connection tells better than the text does."""
+        """torch's error as one of ours. Whether a peer is gone is read from its connection, not from the text."""
         failure = translate(error)
         if type(failure) is TransportError and (lost := self._lost_peers()):
             return PeerGone(lost)
         return failure
 
     def _lost_peers(self) -> list[int]:
-        """Find the ranks whose connection has gone, after a call has failed.
+        """Find the ranks whose connection is closed, after a call has failed.
 
-        The first rank to notice a loss writes it down in the store. Later ones also see connections that were closed
-        by ranks which merely gave up after that loss, so they believe the note rather than their own probe.
+        The first rank to notice a loss writes the lost ranks into the store. Later ones also see connections that were
+        closed by ranks which merely gave up after that loss, so they believe the store rather than their own probe.
         """
         lost = [peer for peer in range(self.world_size) if peer != self.rank and not self._answers(peer)]
         if not lost or self._store is None:
@@ -301,7 +276,7 @@ class TorchTransport:
         return lost
 
     def _answers(self, peer: int) -> bool:
-        # gloo refuses at once to send on a connection that has been closed. Nobody receives the probe: after a failed
+        # gloo refuses at once to send on a connection that has been closed. No rank receives the probe: after a failed
         # call the group is not used again.
         try:
             dist.isend(torch.zeros(1, device="cpu"), group=self.group, group_dst=peer, tag=_PROBE_TAG)
@@ -315,7 +290,7 @@ class TorchTransport:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of the group, and of the groups made from it.
+        """Drop the references to the group, and to the groups made from it.
 
         A group's threads end with the last reference to it. One that is still held when Python ends is torn down too
         late, and may take the process with it.
@@ -325,3 +300,35 @@ class TorchTransport:
         self._subgroups.clear()
         self._store = None
         self.__dict__.pop("group", None)
+
+
+# ── groups of some ranks ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Family:
+    """The name of a group, and how many groups of the same members were made inside it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.made: Counter[tuple[int, ...]] = Counter()
+
+
+_families: WeakKeyDictionary[dist.ProcessGroup, _Family] = WeakKeyDictionary()
+
+
+def make_group(parent: dist.ProcessGroup, world_ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """Make a group of some of the parent's ranks. All of these ranks call this, and no others; numbers are the world's.
+
+    torch, too, can make a group with its members alone. But torch names the group after how many groups each member is
+    in, and members that are in different numbers of groups then wait for each other for ever. Here a group is named
+    after its members, and after how many groups of the same members its parent has made before: every member computes
+    that name by itself.
+    """
+    members = tuple(world_ranks)
+    family = _families.setdefault(parent, _Family("microparallel"))
+    family.made[members] += 1
+    name = f"{family.name}/{'-'.join(map(str, members))}#{family.made[members]}"
+    with next_group_is_called(name):
+        group: dist.ProcessGroup = dist.new_group(list(members), backend=backend, use_local_synchronization=True)
+    _families[group] = _Family(name)
+    return group

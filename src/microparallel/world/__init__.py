@@ -1,7 +1,6 @@
-"""Start ranks, join them, and turn one rank's failure into everybody's error."""
+"""Start ranks, join a world of ranks, and turn one rank's failure into an error of all."""
 
 from microparallel.world.connect import connect
-from microparallel.world.launch import launch
-from microparallel.world.pool import Pool
+from microparallel.world.launch import Pool, launch
 
 __all__ = ["Pool", "connect", "launch"]

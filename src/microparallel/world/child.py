@@ -1,6 +1,6 @@
-"""One rank: the program that `launch` and `Pool` start in a fresh process.
+"""One rank: the program that `launch` and `Pool` run in each process that they start.
 
-It reads jobs from its parent, runs each in a world of its own and reports what came of it.
+It reads jobs from its parent, runs each in a new world, and sends back the result or the error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-# How long a rank that has finished keeps its connections open for the others. After that, a rank which still waits for
-# it learns that it has gone.
+# Seconds for which a rank that has finished keeps its connections open. After that, ranks which still wait for it get
+# an error.
 LINGER = 1.0
 
 
@@ -31,52 +31,52 @@ class Job:
     rank: int
     world_size: int
     port: int
-    name: str  # tells the worlds apart that meet in one store
+    name: str  # of the world: several use one store
     transport: str
     device: str
     timeout: float
     check: bool
-    call: bytes  # the function with its arguments
+    call: bytes  # the function with its arguments, pickled
     flight_folder: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class AllDone:
-    """The parent's word that every rank has finished, so that connections may be closed."""
+    """The parent's message that every rank has finished, so that connections may be closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """What a rank's function returned."""
+    """What a rank's function returned, pickled."""
 
     result: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """What a rank's function raised. A secondary error merely follows from another rank's; see also `RankFailed`."""
+    """What a rank's function raised. A secondary error follows from the failure of another rank; see `RankFailed`."""
 
     reason: str
     traceback: str
     secondary: bool = False
     refusal: str | None = None
     lost: tuple[int, ...] = ()
-    died: bool = False  # the parent's word for a process that is no more
+    died: bool = False  # set by the parent, for a process that has ended
 
 
-def main(parent_fd: int, lifeline_fd: int, answers_fd: int) -> None:
-    """Run jobs until the parent hangs up."""
+def main(parent_fd: int, lifeline_fd: int, stacks_fd: int) -> None:
+    """Run jobs until the parent closes its connection."""
     from microparallel.world import rank_process
 
-    # Ctrl-C before the job has begun ends the process without a word; the parent has the word.
+    # Ctrl-C before the job has begun ends the process silently; the parent prints the error.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    rank_process.answer_whereabouts_in(answers_fd)
+    rank_process.dump_stack_on_signal(stacks_fd)
     threading.Thread(target=_end_with_parent, args=(lifeline_fd,), daemon=True).start()
     parent = Connection(parent_fd)
     while True:
         try:
             message = pickle.loads(parent.recv_bytes())
-        except (EOFError, OSError):  # the parent has hung up
+        except (EOFError, OSError):  # the parent has closed its connection
             return
         if isinstance(message, Job):
             _run(message, parent)
@@ -100,11 +100,11 @@ def _run(job: Job, parent: Connection) -> None:
     except SystemExit as error:
         if comms is not None:
             comms.flight.ends_with(error)
-        # torch's threads must be gone before Python ends: otherwise they now and then take the process with them.
+        # torch's threads must end before Python does: otherwise they sometimes crash the process.
         with contextlib.suppress(Exception):
             _leave(comms)
         sys.exit(error.code if error.code is not None else 0)
-    except BaseException as error:  # the parent decides what to do about it
+    except BaseException as error:  # the parent decides what to do with it
         if comms is not None:
             comms.flight.ends_with(error)
         report = Raised(
@@ -117,9 +117,9 @@ def _run(job: Job, parent: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         parent.send_bytes(pickle.dumps(report))
-        parent.poll(LINGER)  # the parent's next word says that all ranks are done
+        parent.poll(LINGER)  # the parent's next message says that all ranks are done
     except OSError:
-        sys.exit(1)  # the parent has hung up: another rank failed, and it is about to end this one
+        sys.exit(1)  # the parent has closed the connection: another rank failed, and this one is about to be ended
     _leave(comms)
 
 
@@ -156,7 +156,7 @@ def _join(job: Job) -> Any:
 
 @functools.cache
 def _store(port: int) -> Any:
-    """The way to the parent's store, opened once: torch asks the name server who 127.0.0.1 is, each time."""
+    """The connection to the parent's store, opened once: torch looks 127.0.0.1 up at the name server each time."""
     import torch.distributed as dist
 
     return dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -183,10 +183,10 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)
     except Exception as worse:
-        return f"(its text cannot be had: {type(worse).__name__})"
+        return f"(its text cannot be shown: {type(worse).__name__})"
 
 
 def _end_with_parent(lifeline_fd: int) -> None:
-    """Wait for the pipe whose other end only the parent holds; when it closes, nobody needs this rank any more."""
+    """Wait until the parent has ended: then its end of this pipe is closed, and the rank ends, too."""
     os.read(lifeline_fd, 1)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # this rank and whatever it has started
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # this rank and all processes that it has started

@@ -1,4 +1,4 @@
-"""Say who is missing, while a rank waits for its world to be complete."""
+"""Join the world that this process belongs to, and say which ranks are missing while it is not complete."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,9 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
+
+# Functions of this module have the world as a default argument. Imported while there is a world (making an optimizer
+# does that), they would keep it alive: its threads would outlive `close()`, and sometimes crash the process at its end.
 import torch.distributed.nn.functional
 
 from microparallel._torch_entry import register
@@ -25,8 +27,8 @@ from microparallel.comms.group import Group
 from microparallel.comms.torch_group import TorchGroup
 from microparallel.errors import AddressInUse, CommsTimeout, TransportTimeout, UsageError
 from microparallel.observe.flight import Flight, agreed_folder
-from microparallel.observe.flight_recorder import in_ranges
-from microparallel.text import count
+from microparallel.settings import DEVICES, TRANSPORTS
+from microparallel.text import count, show_ranges
 from microparallel.topology import threads_per_rank
 from microparallel.topology.placement import Placement, find_placement
 from microparallel.torch_backend.calling import using
@@ -35,82 +37,16 @@ from microparallel.torch_private import store_of_the_world
 from microparallel.transport.shared_memory import futex, this_machine
 from microparallel.transport.torch_distributed import TRANSLATED
 
-_SOON = 10.0  # seconds of waiting that are worth a word; then twice as many, and so on
-_LOOK = 5.0  # seconds that finding out may take
+DEFAULT_TIMEOUT = 1800.0  # seconds
+_REPORT_AFTER = 10.0  # seconds of waiting for other ranks after which they are named; then twice as many, and so on
+_CONNECT_TIMEOUT = 5.0  # seconds that finding out which ranks are missing may take
 
-
-@contextlib.contextmanager
-def saying_who_is_missing(placement: Placement, after: float = _SOON) -> Iterator[None]:
-    """Within this block, this rank meets the others; if it takes long, a line on stderr says for whom it waits."""
-    if placement.world_size == 1:
-        yield
-        return
-    met = threading.Event()
-    thread = threading.Thread(
-        target=_say_now_and_then, args=(placement, after, met), name="microparallel roll call", daemon=True
-    )
-    thread.start()
-    try:
-        yield
-    finally:
-        met.set()
-        thread.join(_LOOK)
-
-
-def _say_now_and_then(placement: Placement, pause: float, met: threading.Event) -> None:
-    begun = time.monotonic()
-    while not met.wait(pause):
-        pause *= 2
-        with contextlib.suppress(Exception):  # a word that cannot be said must not hurt the rank
-            found = who_is_missing(placement)
-            if found and not met.is_set():
-                waited = f"rank {placement.rank} has been waiting for {time.monotonic() - begun:.0f} s"
-                print(f"microparallel: {waited}: {found}", file=sys.stderr, flush=True)
-
-
-def who_is_missing(placement: Placement) -> str:
-    """In words, whom the world lacks; empty if nobody, or if a lower rank is there to say so."""
-    place = f"{placement.address}:{placement.port}"
-    try:
-        socket.create_connection((placement.address, placement.port), timeout=_LOOK).close()
-    except OSError:
-        return f"nobody answers at {place}, where rank 0 opens the meeting" if placement.local_rank == 0 else ""
-    store = notes_of(placement, _LOOK, is_master=False)
-    missing = [rank for rank in range(placement.world_size) if not store.check([f"can/{rank}"])]
-    if not missing or any(rank not in missing for rank in range(placement.rank)):
-        return ""
-    ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {in_ranges(missing)}"
-    return f"{ranks} of {count(placement.world_size, 'rank')} did not come to {place} yet"
-
-
-def notes_of(placement: Placement, timeout: float, *, is_master: bool) -> dist.Store:
-    """The notes that the ranks of a world leave for each other where they meet."""
-    store = dist.TCPStore(
-        placement.address,
-        placement.port,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
-    return dist.PrefixStore(f"microparallel/{placement.attempt}", store)
-
-
-# Join the world this process belongs to.
-
-
-# Its functions have the world as a default argument. Imported while there is a world (making an optimizer does that),
-# they would hold it for ever: its threads would outlive `close()`, and now and then crash the process as Python ends.
-
-
-TRANSPORTS = ("auto", "shm", "gloo", "nccl")
-DEVICES = ("auto", "cpu", "cuda")
-DEFAULT_TIMEOUT = 1800.0
-
-# Of worlds that other people's programs have made, and end.
-_flights: WeakKeyDictionary[dist.ProcessGroup, Flight] = WeakKeyDictionary()
-
-# What torch calls them. With NCCL, gloo stands beside it: it carries CPU tensors, and the headers of checked mode.
+# torch's names for our transports. With NCCL, gloo stands beside it: it carries CPU tensors, and the headers of checked
+# mode.
 _BACKENDS = {"shm": "microparallel", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+
+# The flights of worlds that other programs have made, and will end.
+_flights: WeakKeyDictionary[dist.ProcessGroup, Flight] = WeakKeyDictionary()
 
 
 def connect(
@@ -136,8 +72,8 @@ def connect(
     if dist.is_initialized():
         return _adopt(placement, device, check)
     _use_fair_share_of_cores(placement)
-    with _meeting_errors(placement, timeout), saying_who_is_missing(placement):
-        store = _meet(placement, timeout)
+    with _explaining_errors(placement, timeout), report_missing_ranks(placement):
+        store = _store_of(placement, timeout)
         return join(placement, store, transport=transport, device=device, timeout=timeout, check=check)
 
 
@@ -151,16 +87,16 @@ def join(
     check: bool = False,
     flight_folder: Path | None = None,
 ) -> Comms:
-    """Become a rank of the world whose ranks meet in this store; the request is known to be possible.
+    """Become a rank of the world whose ranks share this store; `require_possible` has accepted transport and device.
 
-    Flight files go into the folder that the ranks agree on, unless whoever started them has chosen one.
+    Flight files go into `flight_folder`, or into a folder that the ranks agree on through the store.
     """
     chosen = _choose_transport(transport, device, placement, store)
     chosen_device = _choose_device(device, chosen, placement)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
     if chosen == "shm" and "microparallel" not in dist.Backend.backend_list:
-        register()  # a package that is merely on the path was not announced to torch
+        register()  # torch finds the backend by itself only if this package is installed
     folder = agreed_folder(store) if flight_folder is None else flight_folder
     flight = Flight.open(folder, placement.rank, placement.world_size, placement.local_world_size)
     try:
@@ -179,14 +115,14 @@ def join(
 
 
 def _adopt(placement: Placement, device: str, check: bool) -> Comms:
-    """Talk through the process group that the caller's program has already made, and leave it to its owner."""
+    """Use the process group that the caller's program has already made; closing the Comms does not end it."""
     backend = "nccl" if "nccl" in str(dist.get_backend_config()) else "gloo"
     chosen_device, flight = _choose_device(device, backend, placement), _adopted_flight(placement)
     return _comms_of_the_world(placement, chosen_device, check, None, flight, owned=False)
 
 
 def _adopted_flight(placement: Placement) -> Flight:
-    """The recorder for a world that somebody else has made, and ends."""
+    """The flight of a world that another program has made, and will end."""
     world: Any = dist.group.WORLD
     if isinstance(world, MicroparallelGroup):
         return world.shared_memory.flight
@@ -194,7 +130,7 @@ def _adopted_flight(placement: Placement) -> Flight:
         folder = agreed_folder(store_of_the_world())
         flight = Flight.open(folder, placement.rank, placement.world_size, placement.local_world_size)
         _flights[world] = flight
-        finalize(world, flight.close).atexit = False  # it ends with the process by itself
+        finalize(world, flight.close).atexit = False  # at the end of the process the flight closes itself
     return _flights[world]
 
 
@@ -219,7 +155,7 @@ def _comms_of_the_world(
         group = torch_group = TorchGroup(world, store, carries, flight)
         leave, forget = (lambda: _leave_world(torch_group)), torch_group.forget
 
-    def leave_and_land() -> None:
+    def leave_and_close_flight() -> None:
         try:
             leave()
         finally:
@@ -230,19 +166,19 @@ def _comms_of_the_world(
         device=device,
         local_rank=placement.local_rank,
         check=check,
-        on_close=leave_and_land if owned else forget,
+        on_close=leave_and_close_flight if owned else forget,
     )
 
 
 def _carried_by(world: dist.ProcessGroup) -> frozenset[str]:
-    """The devices whose tensors a group takes as they are."""
+    """The devices whose tensors a group moves without copying them to another device first."""
     backends = str(dist.get_backend_config(world)).split(",")
     able = {"cpu:gloo": "cpu", "cpu:microparallel": "cpu", "cuda:nccl": "cuda"}
     return frozenset(able[backend] for backend in backends if backend in able)
 
 
 def _nothing() -> None:
-    """The group is its owner's to leave."""
+    """Do nothing: the program that made the group ends it."""
 
 
 def _leave_world(transport: TorchGroup) -> None:
@@ -250,33 +186,18 @@ def _leave_world(transport: TorchGroup) -> None:
     transport.forget()
 
 
-def _meet(placement: Placement, timeout: float) -> dist.Store:
-    if placement.world_size == 1 and placement.port == 0:
-        return dist.HashStore()
-    return notes_of(placement, timeout, is_master=placement.hosts_store)
+def _use_fair_share_of_cores(placement: Placement) -> None:
+    # torchrun sets OMP_NUM_THREADS=1 unless the user has set it; then the rank takes its share of the cores instead.
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if placement.world_size > 1 and (chosen is None or (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ)):
+        torch.set_num_threads(threads_per_rank(placement.local_world_size))
 
 
-@contextmanager
-def _meeting_errors(placement: Placement, timeout: float) -> Iterator[None]:
-    place = f"{placement.address}:{placement.port}"
-    try:
-        with TRANSLATED:
-            yield
-    except AddressInUse as error:
-        raise UsageError(
-            f"port {placement.port} on {placement.address} is in use by another program; "
-            "choose a free one with MASTER_PORT (or torchrun's --master-port)"
-        ) from error
-    except TransportTimeout as error:
-        raise CommsTimeout(
-            f"rank {placement.rank} waited {timeout:g} s at {place} "
-            f"for the other {count(placement.world_size - 1, 'rank')}; "
-            "were all of them started, and can they reach that address?"
-        ) from error
+# ── choosing a transport and a device ───────────────────────────────────────────────────────────────────────────────
 
 
 def require_possible(transport: str, device: str, placement: Placement) -> None:
-    """Refuse a transport or a device that this machine cannot offer, with the reason."""
+    """Raise a `UsageError` for a transport or a device that cannot work on this machine, with the reason."""
     if transport not in TRANSPORTS:
         raise UsageError(f"there is no transport {transport!r}; choose one of {', '.join(TRANSPORTS)}")
     if device not in DEVICES:
@@ -292,7 +213,7 @@ def require_possible(transport: str, device: str, placement: Placement) -> None:
 
 
 def _choose_transport(transport: str, device: str, placement: Placement, store: dist.Store) -> str:
-    """What the user chose, or what every rank can do: machines may differ, and all ranks must choose alike."""
+    """The transport that the user chose, or the best that every rank can use: all ranks must choose the same."""
     nccl = transport in ("auto", "nccl") and not _obstacle_to_nccl(placement)
     shm = transport in ("auto", "shm") and not futex.why_not() and device != "cuda"
     store.set(f"can/{placement.rank}", f"{'nccl' if nccl else ''},{this_machine() if shm else ''}")
@@ -323,8 +244,85 @@ def _choose_device(device: str, backend: str, placement: Placement) -> torch.dev
     return torch.device("cpu")
 
 
-def _use_fair_share_of_cores(placement: Placement) -> None:
-    # torchrun sets OMP_NUM_THREADS=1 unless its user has set it; a share of the cores is what a user would want.
-    chosen = os.environ.get("OMP_NUM_THREADS")
-    if placement.world_size > 1 and (chosen is None or (chosen == "1" and "TORCHELASTIC_RUN_ID" in os.environ)):
-        torch.set_num_threads(threads_per_rank(placement.local_world_size))
+# ── the store through which ranks find each other ───────────────────────────────────────────────────────────────────
+
+
+def _store_of(placement: Placement, timeout: float) -> dist.Store:
+    if placement.world_size == 1 and placement.port == 0:
+        return dist.HashStore()
+    return _open_store(placement, timeout, is_master=placement.hosts_store)
+
+
+def _open_store(placement: Placement, timeout: float, *, is_master: bool) -> dist.Store:
+    """The TCP store of a world, which rank 0 serves (`is_master`) and the others connect to."""
+    store = dist.TCPStore(
+        placement.address,
+        placement.port,
+        is_master=is_master,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout),
+    )
+    return dist.PrefixStore(f"microparallel/{placement.attempt}", store)
+
+
+@contextlib.contextmanager
+def _explaining_errors(placement: Placement, timeout: float) -> Iterator[None]:
+    place = f"{placement.address}:{placement.port}"
+    try:
+        with TRANSLATED:
+            yield
+    except AddressInUse as error:
+        raise UsageError(
+            f"port {placement.port} on {placement.address} is in use by another program; "
+            "choose a free one with MASTER_PORT (or torchrun's --master-port)"
+        ) from error
+    except TransportTimeout as error:
+        raise CommsTimeout(
+            f"rank {placement.rank} waited {timeout:g} s at {place} "
+            f"for the other {count(placement.world_size - 1, 'rank')}; "
+            "were all of them started, and can they reach that address?"
+        ) from error
+
+
+@contextlib.contextmanager
+def report_missing_ranks(placement: Placement, after: float = _REPORT_AFTER) -> Iterator[None]:
+    """While this rank waits in this block for the others to join, a thread prints on stderr which are missing."""
+    if placement.world_size == 1:
+        yield
+        return
+    joined = threading.Event()
+    thread = threading.Thread(
+        target=_report_repeatedly, args=(placement, after, joined), name="microparallel missing ranks", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        joined.set()
+        thread.join(_CONNECT_TIMEOUT)
+
+
+def _report_repeatedly(placement: Placement, pause: float, joined: threading.Event) -> None:
+    begun = time.monotonic()
+    while not joined.wait(pause):
+        pause *= 2
+        with contextlib.suppress(Exception):  # an error in here must not end the rank
+            found = show_missing_ranks(placement)
+            if found and not joined.is_set():
+                waited = f"rank {placement.rank} has been waiting for {time.monotonic() - begun:.0f} s"
+                print(f"microparallel: {waited}: {found}", file=sys.stderr, flush=True)
+
+
+def show_missing_ranks(placement: Placement) -> str:
+    """Which ranks have not joined yet, as a sentence; empty if none, or if a lower rank is there to say so."""
+    place = f"{placement.address}:{placement.port}"
+    try:
+        socket.create_connection((placement.address, placement.port), timeout=_CONNECT_TIMEOUT).close()
+    except OSError:
+        return f"no process answers at {place}, where rank 0 listens" if placement.local_rank == 0 else ""
+    store = _open_store(placement, _CONNECT_TIMEOUT, is_master=False)
+    missing = [rank for rank in range(placement.world_size) if not store.check([f"can/{rank}"])]
+    if not missing or any(rank not in missing for rank in range(placement.rank)):
+        return ""
+    ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {show_ranges(missing)}"
+    return f"{ranks} of {count(placement.world_size, 'rank')} did not come to {place} yet"

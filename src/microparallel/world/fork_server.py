@@ -1,20 +1,19 @@
-"""A process that has imported torch already and forks ranks, which start in a moment where others need seconds.
+"""A fork server: a process that has imported torch already and forks ranks, so that they start at once.
 
     parent ──── "start" ────▶ fork server
        │                         │ fork
-       │                     in between   ends at once, so that its child goes to the next ancestor who takes orphans
+       │                     in between   ends at once, so that its child becomes the parent's, which adopts orphans
        │                         │ fork
-       └──── adopts ────────▶ the rank    a child of the parent, who can wait for it as for any other
+       └──── adopts ────────▶ the rank    a child of the parent, which can wait for it as for any other
 
 The parent asks with one message: a program as `python -c` takes it, the variables of the rank's environment and its
 folder, together with its output, its errors and the files it shares with its parent. What it costs: Linux only, and no
-CUDA, whose driver does not survive a fork. Whoever checks the same small thing again and again uses it: the exercises
-of the course, and the tests of this library.
+CUDA, whose driver does not survive a fork. The checks of the course's exercises use it, and the tests of this library.
 
-The fork server of `multiprocessing` is as quick, but its forks import the script that started them once more, which
-runs a script without a main guard again, and a process has only one of it, which cannot be closed and has imported what
-its first user asked for. Its forks are its own children, too: the number of a rank that died is free at once, and may
-be another process's by the time the pool ends what that rank had started.
+The fork server of `multiprocessing` is as quick, but does not fit. Its forks import the script that started them, which
+runs a script without a main guard a second time. A process has only one of it, which cannot be closed and has imported
+what its first user asked for. And its forks are its own children: the system may give the number of a rank that died to
+another process before the pool has ended what that rank had started.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ from typing import Any, NoReturn
 
 from microparallel.errors import LaunchError
 
-# What every rank needs, and what a process's first optimizer imports, which takes as long again.
+# What every rank imports, and what a process's first optimizer imports, which takes as long again.
 NEEDED = ("microparallel.world.connect", "microparallel.models", "microparallel.torch_private:load_for_optimizers")
 _TAKE_ORPHANS, _DOES_IT_TAKE_ORPHANS = 36, 37  # PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER
-# Held by the thread that asks a fork server: answers come in the order of questions, and taking orphans is a property
-# of the whole process.
+# Held by the thread that asks a fork server for a rank: answers come in the order of requests, and adopting orphans is
+# a property of the whole process.
 _asking = threading.Lock()
 
 
@@ -58,7 +57,7 @@ def can_fork() -> bool:
 
 
 class ForkServer:
-    """Starts ranks by forking a process that has imported `modules`; one may name a function of it to call, too.
+    """Starts ranks by forking a process that has imported `modules`; `module:function` also calls a function of it.
 
     Several threads of the parent may use it at once.
     """
@@ -80,14 +79,14 @@ class ForkServer:
         theirs.close()
 
     @classmethod
-    def of_process(cls, talks: socket.socket, process: Fork) -> ForkServer:
-        """One that is there already: a process that runs `serve` at the other end of a socket."""
+    def of_process(cls, connection: socket.socket, process: Fork) -> ForkServer:
+        """Use a fork server that runs already: a process that runs `serve` at the other end of this socket."""
         server = cls.__new__(cls)
-        server._socket, server._process = talks, process
+        server._socket, server._process = connection, process
         return server
 
     def fork(self, command: Sequence[str], *, pass_fds: Sequence[int], env: dict[str, str], **_: object) -> Fork:
-        """What `subprocess.Popen` does for a rank, without a new interpreter."""
+        """Start a rank as `subprocess.Popen` does, but by forking the fork server."""
         files = [1, 2, *pass_fds]
         request = {"program": command[-1], "places": files, "environment": env, "folder": str(Path.cwd())}
         with _asking, _adopting_orphans():
@@ -97,17 +96,17 @@ class ForkServer:
             except OSError:
                 pid = b""
             if not pid:
-                raise LaunchError("the process that ranks are forked from has ended; its error stands above")
+                raise LaunchError("the process that ranks are forked from has ended; its error is printed above")
             self._socket.recv(100)  # the process in between has ended, so the rank is a child of this process
         return Fork(int(pid))
 
     @property
     def pid(self) -> int:
-        """The process that forks."""
+        """The number of the process that forks."""
         return self._process.pid
 
     def close(self) -> None:
-        """Let the process that forks end."""
+        """End the process that forks."""
         self._socket.close()
         self._process.wait()
 
@@ -121,21 +120,21 @@ class ForkServer:
 
 
 class Fork:
-    """A process that was forked for us: as much of `subprocess.Popen` as it takes to watch over a rank."""
+    """A process that a fork server has forked, with those methods of `subprocess.Popen` that a `RankProcess` needs."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """How it ended; None while it runs."""
+        """The exit status of the process; None while it runs."""
         if self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
     def wait(self, timeout: float = float("inf")) -> int:
-        """Wait until it has ended."""
+        """Wait until the process has ended; returns its exit status."""
         deadline = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > deadline:
@@ -144,14 +143,14 @@ class Fork:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal, if it still runs."""
+        """Send the process a signal, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[None]:
-    """Be the parent of what a descendant leaves behind when it ends; afterwards as before."""
+    """Within this block, processes whose parent ends become children of this process, if they descend from it."""
     before = _takes_orphans()
     take_orphans(True)
     try:
@@ -161,7 +160,7 @@ def _adopting_orphans() -> Iterator[None]:
 
 
 def take_orphans(wanted: bool) -> None:
-    """Say whether this process becomes the parent of what its descendants leave behind."""
+    """Whether this process shall become the parent of its descendants whose own parent has ended."""
     ctypes.CDLL(None).prctl(_TAKE_ORPHANS, int(wanted), 0, 0, 0)
 
 
@@ -175,7 +174,7 @@ def _takes_orphans() -> bool:
 
 
 def serve(parent: socket.socket, modules: Sequence[str]) -> None:
-    """Import what ranks will need, and fork one for every message until the parent hangs up."""
+    """Import what ranks will need, and fork one for every message until the parent closes the socket."""
     for module in modules:
         name, _, function = module.partition(":")
         imported = importlib.import_module(name)
@@ -184,7 +183,7 @@ def serve(parent: socket.socket, modules: Sequence[str]) -> None:
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
         sys.exit(f"only a process with a single thread may be forked, and after importing {modules} this has {threads}")
-    gc.freeze()  # so that ranks do not copy what they share with this process by merely looking at it
+    gc.freeze()  # so that the garbage collector of a rank does not write to, and so copy, memory that it shares
     program = _wait_for_work(parent)
     if program is not None:
         sys.modules["__main__"] = types.ModuleType("__main__")
@@ -192,10 +191,10 @@ def serve(parent: socket.socket, modules: Sequence[str]) -> None:
 
 
 def run_and_end(function: Callable[[], Any]) -> NoReturn:
-    """Run a function as all that a process does, and end the process without taking its interpreter apart.
+    """Run a function as all that a process does, and end the process without Python's clean-up.
 
-    A fork shares its memory with its parent as long as it does not write there. An interpreter that ends frees every
-    object of every module, torch's among them, and so copies all of that memory: 0.3 s for a rank that did nothing.
+    A fork shares its memory with its parent as long as it does not write there. Python's clean-up frees every object of
+    every module, torch's too, and so copies all of that memory: 0.3 s for a rank that did nothing.
     """
     code = 0
     try:
@@ -208,7 +207,7 @@ def run_and_end(function: Callable[[], Any]) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         code = 1
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -216,7 +215,7 @@ def run_and_end(function: Callable[[], Any]) -> NoReturn:
 
 
 def _wait_for_work(parent: socket.socket) -> str | None:
-    """Fork for every message that comes. Returns in a rank, with its program, and when the parent has ended."""
+    """Fork a rank for every message. Returns the program in a rank, and None here when the parent has ended."""
     with contextlib.suppress(ConnectionError):  # the parent has ended, with or without having read the last answer
         while True:
             message, files, _, _ = socket.recv_fds(parent, 2**20, 8)
@@ -240,7 +239,7 @@ def _wait_for_work(parent: socket.socket) -> str | None:
 
 
 def _prepare(files: list[int], program: str, places: list[int], environment: dict[str, str], folder: str) -> str:
-    """Make this process what a fresh one would have been: its folder, its environment, its files in their places."""
+    """Give this process what `subprocess.Popen` would have: folder, environment, and files under their numbers."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""Where does a rank stand that does not answer? Ask it with a signal, and read the stack it dumps."""
+"""One rank's process, as its parent sees it: started, sent jobs, asked where it stands, and ended."""
 
 from __future__ import annotations
 
@@ -11,59 +11,26 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from microparallel.observe.place import best_of, read_stack
-from microparallel.observe.processes import state_of
+from microparallel.observe.place import Place, most_relevant
+from microparallel.observe.processes import dumped_stack, state_of
 from microparallel.topology import DO_NOT_SPIN, threads_per_rank
 from microparallel.world.fork_server import ForkServer
 
-SIGNAL = signal.SIGUSR2
+_SIGNAL = signal.SIGUSR2  # on which a rank dumps its stack; the flight recorder's, SIGUSR1, may be turned off
 _COMMS = str(Path(__file__).parent.parent / "comms" / "comms.py")
 
 
-def answer_whereabouts_in(file: IO[bytes] | int) -> None:
-    """From now on, dump this process's stack into the file whenever the signal comes, even from inside C code."""
-    faulthandler.register(SIGNAL, file=file, all_threads=False)
-
-
-def ask_whereabouts(pid: int, file: IO[bytes], patience: float = 1.0) -> str:
-    """Ask a process where it stands, and put the answer in one line."""
-    start = os.fstat(file.fileno()).st_size
-    os.kill(pid, SIGNAL)
-    deadline = time.monotonic() + patience
-    dump = b""
-    while time.monotonic() < deadline:
-        dump = os.pread(file.fileno(), 1 << 20, start)
-        if dump.endswith(b"\n") and dump.count(b"\n") > 1:
-            break
-        time.sleep(0.01)
-    return summarise_whereabouts(dump.decode(errors="replace"))
-
-
-def summarise_whereabouts(dump: str) -> str:
-    """The caller's innermost line in a dumped stack, and the call of ours it is waiting in."""
-    frames = read_stack(dump)
-    place = best_of(frames)
-    if place is None:
-        return "gave no answer (stopped, or not yet started)"
-    at = f"{place.function} at {place.file}:{place.line}"
-    calls = [frame.function for frame in frames if frame.file == _COMMS]
-    return f"in {calls[-1]}, called by {at}" if calls else f"in {at}"
-
-
-# One rank's process, seen from its parent.
-
-
 class RankProcess:
-    """A fresh Python process that runs jobs, in a process group of its own so that it ends with all it has started."""
+    """A Python process that runs jobs, in a process group of its own, so that it ends with all it has started."""
 
     def __init__(self, lifeline_fd: int, ranks: int, fork_server: ForkServer | None = None) -> None:
         self.connection, theirs = multiprocessing.Pipe()
-        self._answers = tempfile.TemporaryFile()  # noqa: SIM115  (closed by kill)
-        fds = (theirs.fileno(), lifeline_fd, self._answers.fileno())
+        self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  (closed by kill)
+        fds = (theirs.fileno(), lifeline_fd, self._stacks.fileno())
         # The child finds modules where its parent found them.
         path = [str(Path(folder).absolute()) for folder in sys.path]
         program = f"import sys; sys.path[:] = {path!r}; from microparallel.world.child import main; main{fds}"
@@ -78,13 +45,13 @@ class RankProcess:
             )
         except BaseException:
             self.connection.close()
-            self._answers.close()
+            self._stacks.close()
             raise
         finally:
             theirs.close()
 
     def send(self, message: bytes) -> None:
-        """Send a message; a process that has died is noticed by who waits for its answer."""
+        """Send a message. That the process has died is noticed where its answer is waited for, not here."""
         with contextlib.suppress(OSError):
             self.connection.send_bytes(message)
 
@@ -100,20 +67,20 @@ class RankProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """How it ended, as `subprocess` gives it; None if it runs."""
+        """How the process ended, as `subprocess` gives it; None while it runs."""
         status: int | None = self._process.poll()
         return status
 
     def where(self) -> str:
-        """Where the process stands, in one line."""
+        """Which line the process is at, or how it ended, in one line."""
         if not self.alive:
             return self.how_it_ended()
         if state_of(self._process.pid)[0] == "stopped":
             return "is stopped (SIGSTOP, or a debugger)"
-        return ask_whereabouts(self._process.pid, self._answers)
+        return show_stack(dumped_stack(self._process.pid, _SIGNAL, self._stacks, timeout=1.0))
 
     def how_it_ended(self) -> str:
-        """Why there will be no answer, in words that follow "rank 2 …"."""
+        """How the process ended without a result, in words that follow "rank 2 …"."""
         self.wait(5.0)
         code = self.exit_status
         if code is None:
@@ -127,13 +94,13 @@ class RankProcess:
         }.get(signal.Signals(-code), "")
         return f"was killed by {name}{hint}"
 
-    def wait(self, patience: float) -> None:
-        """Wait for the process to end, but not for long."""
+    def wait(self, timeout: float) -> None:
+        """Wait until the process has ended, or the timeout is over."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience)
+            self._process.wait(timeout)
 
-    def hang_up(self) -> None:
-        """Let an idle process know that there is nothing more to do."""
+    def disconnect(self) -> None:
+        """Close the connection, on which an idle process ends."""
         self.connection.close()
 
     def signal(self, number: signal.Signals) -> None:
@@ -146,7 +113,7 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        self._answers.close()
+        self._stacks.close()
 
 
 def _environment(ranks: int) -> dict[str, str]:
@@ -162,3 +129,21 @@ def _environment(ranks: int) -> dict[str, str]:
         if name.startswith(("TORCHELASTIC_", "SLURM_")) or name in ("GROUP_RANK", "ROLE_RANK"):
             del environment[name]
     return environment
+
+
+# ── where a rank stands ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def dump_stack_on_signal(file_descriptor: int) -> None:
+    """From now on, let this process dump its stack into a file when the parent's signal comes, even inside C code."""
+    faulthandler.register(_SIGNAL, file=file_descriptor, all_threads=False)
+
+
+def show_stack(stack: Sequence[Place]) -> str:
+    """The innermost line of the user's in a stack, and the method of Comms that it waits in."""
+    place = most_relevant(stack)
+    if place is None:
+        return "gave no answer (stopped, or not yet started)"
+    at = f"{place.function} at {place.file}:{place.line}"
+    calls = [one.function for one in stack if one.file == _COMMS]
+    return f"in {calls[-1]}, called by {at}" if calls else f"in {at}"

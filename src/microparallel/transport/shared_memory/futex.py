@@ -1,7 +1,7 @@
-"""Sleep until another process changes a number: Linux's futex, reached without a compiler.
+"""Sleep until another process changes a number: Linux's futex, called without a compiler.
 
-`wait` goes to sleep only if the number still is what the caller last saw; the kernel looks and falls asleep in one
-step, so that a `wake` in between is never missed. Both calls are full memory barriers, on every processor.
+`wait` puts the calling thread to sleep only if the number still is what the caller last saw; the kernel compares and
+sleeps in one step, so that a `wake` in between is never missed. Both calls are full memory barriers.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 _NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE = 0, 1
-_EVERYBODY = 2**31 - 1
+_ALL_THREADS = 2**31 - 1
 
 
 def why_not() -> str:
-    """Why this machine has no futex that we know how to call; empty when it has."""
+    """Why this library cannot use a futex on this machine; empty where it can."""
     if sys.platform != "linux":
         return f"it needs Linux, and this is {sys.platform}"
     if platform.machine() not in _NUMBERS:
@@ -54,12 +54,12 @@ def wait(address: int, seen: int, timeout: float) -> None:
 
 
 def wake(address: int) -> None:
-    """Wake everybody who sleeps on this address."""
-    _quick_call(_NUMBER, address, _WAKE, _EVERYBODY, None, None, 0)
+    """Wake all threads, of all processes, that sleep on the number at this address."""
+    _quick_call(_NUMBER, address, _WAKE, _ALL_THREADS, None, None, 0)
 
 
-# Whoever spins takes the core from whoever it waits for, unless there are enough cores. On x86 stores become visible in
-# the order they were made, so a number that was seen to change vouches for what was written before it.
+# A thread that spins reads a number without a memory barrier. On x86 stores become visible in the order they were made,
+# so a thread that sees the number change also sees what was written before it; other processors do not promise that.
 SPINNING_IS_SAFE = platform.machine() == "x86_64"
 
 

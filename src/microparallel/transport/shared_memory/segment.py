@@ -1,19 +1,18 @@
-"""Memory that several processes see: an anonymous file, mapped by all who were handed its descriptor.
+"""Memory that several processes share: an anonymous file, mapped by all processes that were given its descriptor.
 
-It has no name that another program could guess, and the kernel takes it back when the last process that maps it is
-gone, however that process ended. The file is as large as it may ever become; only pages that are touched take memory.
+Each rank makes one such `Segment`; its `Arena` hands out pieces of it for tensors. The file has no name that another
+program could guess, and the kernel frees it when the last process that maps it has ended, however it ended. The file is
+as large as it may ever become; only pages that are touched take memory.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
-import json
 import mmap
 import os
 import threading
 from collections import deque
-from typing import Any
 
 import torch
 
@@ -32,10 +31,6 @@ class Segment:
         self.longs = memoryview(self.map).cast("Q")
         self.bytes = torch.frombuffer(self.map, dtype=torch.uint8)
 
-    def address_of_word(self, index: int) -> int:
-        """Where a 32-bit number lies in this process."""
-        return self.address + 4 * index
-
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where in the segment a tensor lies; None when it lies elsewhere."""
         offset = tensor.data_ptr() - self.address
@@ -49,28 +44,27 @@ def create(size: int) -> tuple[int, Segment]:
     return descriptor, Segment(descriptor, size)
 
 
-# Hand out pieces of a segment, and take them back.
-
+# ── pieces of a segment ─────────────────────────────────────────────────────────────────────────────────────────────
 
 _LINE = 64  # pieces begin on cache lines of their own
 _GIVE_BACK = 32 * 2**20  # larger pieces are returned to the system when they are free, smaller ones kept warm
-MARGIN = 64 * 2**20  # what is left to everybody else
+MARGIN = 64 * 2**20  # bytes of memory that are left to other programs
 
 
 class Arena:
-    """The part of a segment that tensors live in: first fit, neighbours joined when they are free."""
+    """The part of a segment that tensors live in: first fit, and free neighbours are joined. Any thread may call it."""
 
     def __init__(self, memory: mmap.mmap, start: int, stop: int) -> None:
         self._memory = memory
         self._free = [(start, stop)]  # in order, never adjacent
         self._touched = start  # memory above this was never used
-        self._left: deque[tuple[int, int]] = deque()
+        self._to_free: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
 
     def take(self, size: int) -> int:
-        """Where a piece of at least this many bytes begins; it is the caller's until `give_back`."""
+        """Reserve at least this many bytes, until `give_back`; returns where they begin."""
         size = _rounded(size)
-        self._take_back_what_was_left()
+        self._free_what_was_left()
         with self._lock:
             for index, (start, stop) in enumerate(self._free):
                 if stop - start >= size:
@@ -84,7 +78,7 @@ class Arena:
         raise _too_little(size, sum(stop - start for start, stop in self._free))
 
     def give_back(self, start: int, size: int) -> None:
-        """Take a piece back."""
+        """Free a piece that `take` has reserved."""
         size = _rounded(size)
         stop = start + size
         with self._lock:
@@ -102,23 +96,23 @@ class Arena:
                 self._memory.madvise(mmap.MADV_REMOVE, first, last - first)
 
     def leave(self, start: int, size: int) -> None:
-        """Leave a piece to be taken back soon.
+        """Let the next `take` free a piece.
 
-        Python may collect garbage at any moment, in a thread that holds our lock, too. So whatever it calls then must
-        not wait for that lock.
+        Python's garbage collector calls this, at any moment and in any thread, also in one that holds `_lock`. So this
+        must not wait for `_lock`.
         """
-        self._left.append((start, size))
+        self._to_free.append((start, size))
 
-    def _take_back_what_was_left(self) -> None:
-        while self._left:
+    def _free_what_was_left(self) -> None:
+        while self._to_free:
             try:
-                start, size = self._left.popleft()
-            except IndexError:  # another thread has taken it
+                start, size = self._to_free.popleft()
+            except IndexError:  # another thread has freed it
                 return
             self.give_back(start, size)
 
     def _require_memory(self, fresh: int, size: int) -> None:
-        """Pages that are touched for the first time must exist: without them the kernel would end the process."""
+        """Raise if there is no memory for pages that were never touched: the kernel would kill the process."""
         if fresh > 2**20:
             available = available_memory()
             if available is not None and fresh > available - MARGIN:
@@ -134,71 +128,3 @@ def _too_little(size: int, available: int) -> CommsError:
         f"shared memory for {size:,} bytes is needed, and {available:,} bytes are available; "
         "send less at once, or choose transport='gloo', which needs none"
     )
-
-
-# A rank's last words: at the beginning of its segment, where the others can still read them when it is gone.
-
-
-STATUS_BYTES = 4096
-_WELL, _CLOSED, _FAILED = 0, 1, 2
-_TEXT = 64
-
-
-class Status:
-    """How a rank is doing: well, closed, or failed with the reason."""
-
-    def __init__(self, segment: Segment) -> None:
-        self._segment = segment
-
-    @property
-    def closed(self) -> bool:
-        """Whether the rank has left in an orderly way."""
-        return self._segment.words[0] == _CLOSED
-
-    @property
-    def called(self) -> int:
-        """How many collectives the rank has called, modulo 2³²; it may not have run them."""
-        return self._segment.words[2]
-
-    def has_called(self, number: int) -> bool:
-        """Whether the rank has called the collective of this number."""
-        return (self.called - number) % 2**32 < 2**31
-
-    def call(self) -> int:
-        """Count one more; returns its number."""
-        self._segment.words[2] = number = (self.called + 1) % 2**32
-        return number
-
-    @property
-    def told(self) -> int:
-        """How many pieces of news the rank has sent to all others (`regions.py`), modulo 2³²."""
-        return self._segment.words[3]
-
-    def tell(self) -> None:
-        """Count one more."""
-        self._segment.words[3] = (self.told + 1) % 2**32
-
-    def close(self) -> None:
-        """Leave."""
-        if self._segment.words[0] == _WELL:
-            self._segment.words[0] = _CLOSED
-
-    def fail(self, account: dict[str, Any]) -> None:
-        """Leave word of what went wrong; the first word counts."""
-        if self._segment.words[0] != _WELL:
-            return
-        text = json.dumps(account).encode()[: STATUS_BYTES - _TEXT]
-        self._segment.map[_TEXT : _TEXT + len(text)] = text
-        self._segment.words[1] = len(text)
-        self._segment.words[0] = _FAILED
-
-    def account(self) -> dict[str, Any] | None:
-        """What went wrong on that rank, if it said so."""
-        if self._segment.words[0] != _FAILED:
-            return None
-        text = self._segment.map[_TEXT : _TEXT + self._segment.words[1]]
-        try:
-            account = json.loads(text)
-        except ValueError:  # cut off, or half-written by a rank that died over it
-            return {}
-        return account if isinstance(account, dict) else {}

@@ -1,7 +1,15 @@
 """Move tensors between ranks of one machine by reading each other's memory.
 
-A send tells the receiver where the tensor lies; the receiver copies it, or adds it to its own, straight from there. A
-tensor that does not live in its rank's segment, nor in memory that was moved (`regions.py`), is copied there first.
+A send posts where the tensor lies; the receiver copies it, or adds it to its own tensor, straight from there. A tensor
+that lies neither in its rank's segment nor in memory that was moved (`regions.py`) is copied into the segment first.
+
+    works.py       transfers that were started: a tensor that was offered, borrowed, or is to be received
+    channel.py     the slots in which a sender posts its messages
+    futex.py       sleep until a number in shared memory changes
+    peers.py       which ranks are gone, and which made another call
+    segment.py     the memory itself, and its pieces
+    regions.py     tensors that were moved to where peers can read them
+    rendezvous.py  how the ranks get each other's segments
 """
 
 from __future__ import annotations
@@ -15,30 +23,38 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 
 from microparallel.errors import CommsError, TransportTimeout
 from microparallel.topology import available_cores, total_memory
 from microparallel.transport.shared_memory import futex
-from microparallel.transport.shared_memory.mailbox import CHANNEL_BYTES, COPY, LANES, POSTED, SEGMENT, SLOTS, Channel
-from microparallel.transport.shared_memory.meeting import Store, exchange_descriptors
-from microparallel.transport.shared_memory.peers import Peers
+from microparallel.transport.shared_memory.channel import CHANNEL_BYTES, COPY, LANES, POSTED, SEGMENT, SLOTS, Channel
+from microparallel.transport.shared_memory.peers import STATUS_BYTES, Peers, RankStatus
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
-from microparallel.transport.shared_memory.segment import STATUS_BYTES, Arena, Segment, Status, create
-from microparallel.transport.shared_memory.works import Borrowed, Copy, Inbox, Received, ReceivedFromAnybody, Sent
+from microparallel.transport.shared_memory.rendezvous import exchange_descriptors
+from microparallel.transport.shared_memory.segment import Arena, Segment, create
+from microparallel.transport.shared_memory.works import (
+    Borrowed,
+    Copy,
+    PendingReceives,
+    Received,
+    ReceivedFromAny,
+    Sent,
+)
 
-_SPINS = 300  # looks before going to sleep, some microseconds; only where every rank has a core
+_SPINS = 300  # reads before a thread sleeps, some microseconds; only where every rank has a core
 _MOST = 2**38  # bytes of addresses where the machine does not say how much memory it has
 _MOST_STAGED = 64 * 2**20  # bytes of copies for collectives that others have not read
-_GLANCE = 0.0002  # seconds between two looks at several ranks
-_NAP = 0.05  # seconds of sleep before looking whether the peer is still there
+_POLL_INTERVAL = 0.0002  # seconds between two looks at all ranks
+_LIVENESS_INTERVAL = 0.05  # seconds of sleep between two looks whether the peer is still there
 
 
 class SharedMemoryTransport:
-    """One rank's mailboxes in its own segment, and its view of those of all others."""
+    """One rank's connection to the others: its own segment and channels, and those of all other ranks."""
 
     carries = frozenset({"cpu"})
 
-    def __init__(self, store: Store, rank: int, world_ranks: Sequence[int], timeout: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: float) -> None:
         self.rank = rank
         self.world_ranks = tuple(world_ranks)
         self.world_size = ranks = len(world_ranks)
@@ -47,31 +63,31 @@ class SharedMemoryTransport:
         size = control + (total_memory() or _MOST)  # of addresses: memory is taken as it is touched
         descriptor, self._segment = create(size)
         try:
-            met = exchange_descriptors(store, rank, ranks, descriptor, timeout)
+            found = exchange_descriptors(store, rank, ranks, descriptor, timeout)
         finally:
             os.close(descriptor)
         self._arena = Arena(self._segment.map, control, size)
         self._segments = {rank: self._segment}
-        for peer, (_, theirs) in met.items():
+        for peer, (_, theirs) in found.items():
             self._segments[peer] = Segment(theirs, size)
             os.close(theirs)
-        connections = {peer: connection for peer, (connection, _) in met.items()}
+        connections = {peer: connection for peer, (connection, _) in found.items()}
         self.peers = Peers(rank, self.world_ranks, self._segments, connections)
-        statuses = {member: Status(segment) for member, segment in self._segments.items()}
+        statuses = {member: RankStatus(segment) for member, segment in self._segments.items()}
         self._regions = OwnRegions(connections, statuses[rank])
         self._their_regions = {peer: TheirRegions(peer, connections[peer], statuses[peer]) for peer in connections}
         self._out = [[_channel(self._segment, peer, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._in = [[_channel(self._segments[peer], rank, lane) for peer in range(ranks)] for lane in range(LANES)]
         self._staged: list[deque[Sent]] = [deque() for _ in range(LANES)]  # copies that may not have been read yet
-        self._reclaiming = threading.Lock()
-        self._inboxes: dict[tuple[int, int], Inbox] = defaultdict(Inbox)
+        self._reclaiming = threading.Lock()  # held by the thread that frees copies
+        self._pending: dict[tuple[int, int], PendingReceives] = defaultdict(PendingReceives)  # by source and tag
         self._spins = _SPINS if futex.SPINNING_IS_SAFE and ranks <= available_cores() else 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in this rank's segment; its memory is free again when the tensor is gone."""
         size = math.prod(shape) * dtype.itemsize
         start = self._arena.take(size)
-        # torch holds on to the buffer as long as the tensor, or a view of it, lives.
+        # torch keeps the buffer alive as long as the tensor, or a view of it.
         buffer = memoryview(self._segment.map)[start : start + max(1, size)]
         weakref.finalize(buffer, self._arena.leave, start, size)
         return torch.frombuffer(buffer, dtype=torch.uint8)[:size].view(dtype).view(tuple(shape))
@@ -79,21 +95,21 @@ class SharedMemoryTransport:
     # ── collectives: messages in order ──────────────────────────────────────────────────────────────────────────
 
     def offer(self, tensor: torch.Tensor, to: int, signature: int = 0, copy: Copy | None = None) -> Sent:
-        """Offer a contiguous tensor for a collective, or its copy; it must stay as it is until it was waited for."""
+        """Offer a contiguous tensor, or its copy, for a collective; wait for it before you change the tensor."""
         return self._post(0, tensor, to, 0, signature, copy)
 
-    def exchange_news(self) -> None:
-        """Learn which moved tensors of the others are gone, and tell which of this rank's are."""
-        self._regions.tell_what_is_gone()
+    def exchange_notices(self) -> None:
+        """Send notices of this rank's moved tensors that are gone, and read those of the other ranks."""
+        self._regions.announce_gone()
         for regions in self._their_regions.values():
             regions.refresh()
 
     def move_what_comes_again(self, tensor: torch.Tensor) -> None:
-        """Move a large tensor to where peers can read it, if the user wants that and collectives have met it before."""
+        """Move a large tensor to where peers can read it, if the user asked for that and it was all-reduced before."""
         self._regions.move_what_comes_again(tensor)
 
     def borrow(self, source: int, timeout: float | None = None) -> Borrowed:
-        """Look at the next tensor that a rank offers, where it lies; give it back soon."""
+        """Wait for the next tensor that a rank offers, and return it where it lies; the caller gives it back."""
         channel = self._in[0][source]
         number = channel.count
         self._wait_for_post(channel, number, source, timeout)
@@ -117,19 +133,19 @@ class SharedMemoryTransport:
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Received:
         """Start receiving into a contiguous tensor."""
-        inbox = self._inboxes[source, tag]
-        received = Received(self, tensor, source, tag, inbox)
-        inbox.waiting.append(received)
+        pending = self._pending[source, tag]
+        received = Received(self, tensor, source, tag, pending)
+        pending.receives.append(received)
         return received
 
-    def irecv_from_anybody(self, tensor: torch.Tensor, tag: int = 0) -> ReceivedFromAnybody:
-        """Start receiving into a contiguous tensor whatever comes first."""
-        return ReceivedFromAnybody(self, tensor, tag)
+    def irecv_from_any(self, tensor: torch.Tensor, tag: int = 0) -> ReceivedFromAny:
+        """Start receiving into a contiguous tensor the first message that any rank sends."""
+        return ReceivedFromAny(self, tensor, tag)
 
-    def take_from_anybody(self, into: torch.Tensor, tag: int, deadline: float) -> int:
-        """Wait for a message with this tag from any rank, and copy it; returns who sent it.
+    def take_from_any(self, into: torch.Tensor, tag: int, deadline: float) -> int:
+        """Wait for a message with this tag from any rank, and copy it; returns the rank that sent it.
 
-        Nobody can sleep on several numbers at once, so this looks round, and rests for a moment in between.
+        A thread cannot sleep on several futexes at once, so this one polls the channels of all ranks.
         """
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         while True:
@@ -142,11 +158,11 @@ class SharedMemoryTransport:
                         return source
             self.peers.require_any_alive()
             if time.monotonic() > deadline:
-                raise TransportTimeout("timed out waiting for a message of any rank")
-            time.sleep(_GLANCE)
+                raise TransportTimeout("timed out waiting for a message from any rank")
+            time.sleep(_POLL_INTERVAL)
 
     def take_message(self, into: torch.Tensor, source: int, tag: int, deadline: float) -> float:
-        """Wait for the next message with this tag, and copy it; returns when the waiting was over."""
+        """Wait for the next message with this tag, and copy it; returns the time at which it had arrived."""
         channel = self._in[1][source]
         while True:
             with channel.lock:
@@ -165,12 +181,14 @@ class SharedMemoryTransport:
             _as_bytes(into).copy_(self._segments[source].bytes[offset : offset + size])
         channel.take_number(number)
         if size != room:
-            raise CommsError(f"rank {source} sent {size} bytes, and {room} were expected; both ends must mean the same")
+            raise CommsError(
+                f"rank {source} sent {size} bytes, and {room} were expected; send and receive tensors of the same size"
+            )
 
     # ── sending and waiting ─────────────────────────────────────────────────────────────────────────────────────
 
     def copy(self, tensor: torch.Tensor) -> Copy | None:
-        """Copy a tensor for a collective; None if peers can read it where it lies, or there is nothing in it."""
+        """Copy a tensor into the segment for a collective; None if peers can read it where it lies, or it is empty."""
         return None if self._regions.find(tensor) else self._copy_into_segment(tensor, lane=0)
 
     def _copy_into_segment(self, tensor: torch.Tensor, lane: int) -> Copy | None:
@@ -183,10 +201,11 @@ class SharedMemoryTransport:
         return copy
 
     def let_others_catch_up(self) -> None:
-        """Wait while much of earlier rounds has not been read: a rank that only broadcasts would fill the memory.
+        """Wait while the peers have much to read of earlier rounds: a rank that only broadcasts would fill the memory.
 
-        Whoever is behind needs nothing of the round that begins here. So this may be called between rounds of
-        collectives, and not within one, nor between messages: there, both may be sending before they receive.
+        Peers that are behind need nothing of the round that begins here, so this may be called between two rounds of
+        collectives. It must not be called within a round, nor between messages: there, two ranks may both send before
+        they receive, and would wait for each other.
         """
         staged = self._staged[0]
         while staged and sum(sent.size for sent in staged) > _MOST_STAGED:
@@ -210,7 +229,7 @@ class SharedMemoryTransport:
         return sent
 
     def _place(self, tensor: torch.Tensor, copy: Copy | None) -> tuple[int, int]:
-        """Where the peers find a tensor: in which memory, and how far from its beginning."""
+        """Where the peers find a tensor: in which memory, and at which offset."""
         if copy is not None:
             return COPY, copy.start
         offset = self._segment.offset_of(tensor)
@@ -220,7 +239,7 @@ class SharedMemoryTransport:
         return (SEGMENT, 0) if region is None else (SEGMENT + region[0], region[1])
 
     def _reclaim(self, lane: int) -> None:
-        """Take back the copies of tensors that have been read."""
+        """Free the copies that the peers have read."""
         staged = self._staged[lane]
         with self._reclaiming:
             while staged and staged[0].taken():
@@ -228,42 +247,42 @@ class SharedMemoryTransport:
 
     def _wait_for_post(self, channel: Channel, number: int, source: int, timeout: float | None) -> None:
         wanted = number % 2**32
-        for _ in range(self._patience()):
+        for _ in range(self._spin_count()):
             if channel.posted() != wanted:
                 return
         if channel.posted() == wanted:
             deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
             self._sleep_until_changed(channel.posted_address(), channel.posted, wanted, source, deadline)
 
-    def _patience(self) -> int:
-        """How often to look before going to sleep: in the background not at all, since somebody computes meanwhile."""
+    def _spin_count(self) -> int:
+        """How often to read before sleeping; 0 in a background thread, since the main thread computes meanwhile."""
         return self._spins if threading.current_thread() is threading.main_thread() else 0
 
     def _sleep_until_changed(
         self, address: int, look: Callable[[], int], seen: int, peer: int, deadline: float
     ) -> None:
-        """Sleep until a number is no longer what was seen; now and then look whether the peer is still there."""
-        for _ in range(self._patience()):
+        """Sleep until a number is no longer `seen`; raise if the peer is gone, or at the deadline."""
+        for _ in range(self._spin_count()):
             if look() != seen:
                 return
         while look() == seen:
-            futex.wait(address, seen, _NAP)
+            futex.wait(address, seen, _LIVENESS_INTERVAL)
             if look() == seen:
                 self.peers.require_alive(peer)
                 if time.monotonic() > deadline:
                     raise TransportTimeout(f"timed out waiting for rank {peer}")
 
     def wait_until_taken(self, channel: Channel, slot: int, to: int, timeout: float | None) -> None:
-        """Sleep until a message has been read."""
+        """Sleep until the receiver has read a message."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         self._sleep_until_changed(channel.state_address(slot), lambda: channel.state(slot), POSTED, to, deadline)
 
     def close(self) -> None:
-        """Leave the group. What the others still read stays where it is until they let go of it."""
+        """Leave the group. Memory that other ranks still map stays until they unmap it."""
         self.peers.close()
         for staged in self._staged:
             staged.clear()
-        self._inboxes.clear()
+        self._pending.clear()
         for regions in self._their_regions.values():
             regions.close()
 

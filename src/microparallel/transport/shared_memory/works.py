@@ -1,4 +1,8 @@
-"""What is under way over shared memory: a tensor that was offered, one that is looked at, a message to come."""
+"""Transfers over shared memory that were started: tensors offered to a peer, borrowed from one, or to be received.
+
+`Sent` and `Received` are messages between two ranks. A collective program sends and receives through a
+`SharedMemoryExchange`, which reads peers' tensors where they lie (`Lent`) or copies them (`Fetched`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from microparallel.transport.base import COMPLETE, Work
-from microparallel.transport.shared_memory.mailbox import POSTED, SLOTS, Channel
+from microparallel.transport.shared_memory.channel import POSTED, SLOTS, Channel
 from microparallel.transport.shared_memory.segment import Arena
 
 if TYPE_CHECKING:
@@ -20,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Copy:
-    """A tensor's copy in the segment: free again when nobody holds it, its maker or whoever was offered it."""
+    """A tensor's copy in the segment, with a count of its holders: its maker, and each rank that it was offered to."""
 
     def __init__(self, arena: Arena, size: int) -> None:
         self.start = arena.take(size)
@@ -30,12 +34,12 @@ class Copy:
         self._lock = threading.Lock()
 
     def hold(self) -> None:
-        """One more needs it."""
+        """Count one more holder."""
         with self._lock:
             self._holders += 1
 
     def let_go(self) -> None:
-        """One fewer needs it."""
+        """Count one holder fewer; without holders the copy's memory is free."""
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
@@ -43,7 +47,7 @@ class Copy:
 
 
 class Sent:
-    """A tensor that was offered to a rank."""
+    """A tensor that was offered to a rank, and that rank may not have read yet."""
 
     def __init__(
         self,
@@ -65,31 +69,31 @@ class Sent:
         self._copy = copy
 
     def poll(self) -> bool:
-        """Whether the tensor may be changed."""
+        """Whether the caller may change the tensor."""
         return self.copied or self.taken()
 
     def taken(self) -> bool:
-        """Whether it has been read: its slot says so, or serves a later message."""
+        """Whether the receiver has read it: its slot says so, or holds a later message."""
         return self._channel.count - self._number > SLOTS or self._channel.state(self._slot) != POSTED
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the tensor may be changed: when it was copied, at once, else when it has been read."""
+        """Return when the caller may change the tensor: at once if it was copied, else when it has been read."""
         if not self.copied:
             self.wait_until_taken(timeout)
         self._tensor = None
 
     def wait_until_taken(self, timeout: float | None = None) -> None:
-        """Return when it has been read."""
+        """Return when the receiver has read it."""
         if not self.taken():
             self._transport.wait_until_taken(self._channel, self._slot, self._to, timeout)
 
     @property
     def size(self) -> int:
-        """How many bytes of the segment it takes."""
+        """How many bytes of the segment its copy takes."""
         return 0 if self._copy is None else self._copy.size
 
     def let_go(self) -> None:
-        """The copy has been read."""
+        """The receiver has read the copy: give it up."""
         if self._copy is not None:
             self._copy.let_go()
 
@@ -111,43 +115,43 @@ class Borrowed:
         self._channel.take(self._slot)
 
 
-class Inbox:
-    """The receives from one rank with one tag that have been called for and not completed, in order."""
+class PendingReceives:
+    """The receives from one rank with one tag that were started and are not complete, in order."""
 
     def __init__(self) -> None:
-        self.waiting: deque[Received] = deque()
-        self.lock = threading.Lock()
+        self.receives: deque[Received] = deque()
+        self.lock = threading.Lock()  # held by the thread that completes receives
 
 
 class Received:
-    """A message to come. Messages of one sender arrive in order, so waiting for a later one takes the earlier first."""
+    """A receive that was started. Messages come in order, so waiting for a later one completes the earlier."""
 
     def __init__(
-        self, transport: SharedMemoryTransport, into: torch.Tensor, source: int, tag: int, inbox: Inbox
+        self, transport: SharedMemoryTransport, into: torch.Tensor, source: int, tag: int, pending: PendingReceives
     ) -> None:
         self._transport = transport
         self._into = into
         self._source = source
         self._tag = tag
-        self._inbox = inbox
+        self._pending = pending
         self._complete = False
-        self.arrived = 0.0  # when it was there to be copied, by time.perf_counter
+        self.arrived = 0.0  # when the message could be copied, by time.perf_counter
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the message is in the tensor."""
         deadline = time.monotonic() + (self._transport.timeout if timeout is None else timeout)
-        with self._inbox.lock:
+        with self._pending.lock:
             while not self._complete:
-                first = self._inbox.waiting.popleft()
+                first = self._pending.receives.popleft()
                 first.arrived = self._transport.take_message(first._into, first._source, first._tag, deadline)
                 first._complete = True
 
 
-class ReceivedFromAnybody:
-    """A message to come, from whoever sends first."""
+class ReceivedFromAny:
+    """A receive that was started, of the first message that any rank sends."""
 
     def __init__(self, transport: SharedMemoryTransport, into: torch.Tensor, tag: int) -> None:
-        self.source = -1  # who it was, once it is here
+        self.source = -1  # the rank that sent it, once it is complete
         self._transport = transport
         self._into = into
         self._tag = tag
@@ -156,10 +160,10 @@ class ReceivedFromAnybody:
         """Return when the message is in the tensor."""
         if self.source < 0:
             deadline = time.monotonic() + (self._transport.timeout if timeout is None else timeout)
-            self.source = self._transport.take_from_anybody(self._into, self._tag, deadline)
+            self.source = self._transport.take_from_any(self._into, self._tag, deadline)
 
 
-# An exchange over shared memory: what a collective program sends, receives and borrows.
+# ── exchanges, for collective programs ──────────────────────────────────────────────────────────────────────────────
 
 
 @functools.lru_cache(maxsize=4096)
@@ -168,44 +172,49 @@ def signature_of(call: str) -> int:
     return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little")
 
 
-class Conduct:
-    """What a call's messages have in common, and what was seen of them."""
+class CallState:
+    """What all messages of one collective call share.
+
+    Attributes:
+        signature: a number for the call's text, which each message carries.
+        copied: whether this rank, or one that it has received from, had to copy its tensor.
+    """
 
     def __init__(self, call: str) -> None:
         self.signature = signature_of(call)
-        self.copied = False  # whether this rank, or one that it heard from, had to copy its tensor
+        self.copied = False
 
 
 class SharedMemoryExchange:
-    """Messages of one call; each carries the call's signature, so that ranks which mean different ones notice."""
+    """Messages of one call; each carries the call's signature, so that ranks which make different calls notice."""
 
-    def __init__(self, transport: SharedMemoryTransport, conduct: Conduct) -> None:
+    def __init__(self, transport: SharedMemoryTransport, call: CallState) -> None:
         self._transport = transport
-        self._conduct = conduct
+        self._call = call
         self._copies: dict[tuple[int, int], Copy | None] = {}
         transport.let_others_catch_up()
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
-        """Offer a tensor; one that must be copied is copied once, for all who are offered it."""
+        """Offer a tensor; one that must be copied is copied once, for all ranks that it is offered to."""
         place = (tensor.data_ptr(), tensor.numel())
         if place not in self._copies:
             self._copies[place] = self._transport.copy(tensor)
         copy = self._copies[place]
         if copy is not None:
-            self._conduct.copied = True
-        sent = self._transport.offer(tensor, to, self._conduct.signature, copy)
+            self._call.copied = True
+        sent = self._transport.offer(tensor, to, self._call.signature, copy)
         return COMPLETE if sent.copied else sent
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Fetched:
-        """Copy what a rank offers, when that is waited for."""
-        return Fetched(self._transport, tensor, source, self._conduct)
+        """Copy the tensor that a rank offers, once `Fetched.wait` is called."""
+        return Fetched(self._transport, tensor, source, self._call)
 
     def borrow(self, like: torch.Tensor, source: int) -> Lent:
-        """Look at what a rank offers, where it lies."""
-        return Lent(self._transport, like, source, self._conduct)
+        """Read the tensor that a rank offers where it lies."""
+        return Lent(self._transport, like, source, self._call)
 
     def close(self) -> None:
-        """Offers are out already; copies are theirs now."""
+        """All tensors are offered: from now on only the receivers hold the copies."""
         for copy in self._copies.values():
             if copy is not None:
                 copy.let_go()
@@ -213,18 +222,18 @@ class SharedMemoryExchange:
 
 
 class Lent:
-    """A peer's tensor, in the peer's memory, from the moment that it was waited for."""
+    """A peer's tensor in the peer's memory; `tensor` is the peer's once `wait` has returned."""
 
-    def __init__(self, transport: SharedMemoryTransport, like: torch.Tensor, source: int, conduct: Conduct) -> None:
+    def __init__(self, transport: SharedMemoryTransport, like: torch.Tensor, source: int, call: CallState) -> None:
         self.tensor = like
         self._transport = transport
         self._source = source
-        self._conduct = conduct
+        self._call = call
         self._borrowed: Borrowed | None = None
 
     @property
     def work(self) -> Lent:
-        """Itself is what to wait for."""
+        """The transfer to wait for: this object."""
         return self
 
     def wait(self, timeout: float | None = None) -> None:
@@ -232,30 +241,30 @@ class Lent:
         like = self.tensor
         borrowed = self._transport.borrow(self._source, timeout)
         same_size = borrowed.bytes.numel() == like.numel() * like.element_size()
-        if borrowed.signature != self._conduct.signature or not same_size:
+        if borrowed.signature != self._call.signature or not same_size:
             self._transport.peers.disagree(borrowed.signature, self._source)
         if borrowed.copied:
-            self._conduct.copied = True
+            self._call.copied = True
         self.tensor = borrowed.bytes.view(like.dtype)
         self._borrowed = borrowed
 
     def keep(self) -> None:
-        """Copy it, and let the peer go on."""
+        """Copy the tensor, and tell the peer that it may change its own."""
         self.tensor = self.tensor.clone()
         self.give_back()
 
     def give_back(self) -> None:
-        """The peer may change its tensor."""
+        """Tell the peer that it may change its tensor."""
         if self._borrowed is not None:
             self._borrowed.give_back()
             self._borrowed = None
 
 
 class Fetched(Lent):
-    """A peer's tensor that is copied when it is waited for."""
+    """A peer's tensor that `wait` copies into a tensor of this rank."""
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the copy is there."""
+        """Return when the peer's tensor has been copied."""
         mine = self.tensor
         super().wait(timeout)
         mine.copy_(self.tensor)

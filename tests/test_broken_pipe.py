@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from microparallel.reader import ends_with_its_reader
+from microparallel.broken_pipe import quiet_broken_pipe
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 
 
 def run_without_reader(*command, **environment):
-    """Run Python with a standard output that nobody reads; returns its exit code and what it said to standard error."""
+    """Run Python with a standard output that has no reader; returns its exit code and its standard error."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -29,9 +29,9 @@ def run_without_reader(*command, **environment):
 
 PROGRAM = """
 import sys
-from microparallel.reader import ends_with_its_reader
+from microparallel.broken_pipe import quiet_broken_pipe
 
-@ends_with_its_reader()
+@quiet_broken_pipe()
 def main():
     {body}
 
@@ -51,9 +51,9 @@ def test_what_prints_nothing_ends_as_it_would():
 
 
 def test_other_errors_are_shown(capsys):
-    with pytest.raises(SystemExit, match="it failed"), ends_with_its_reader():
+    with pytest.raises(SystemExit, match="it failed"), quiet_broken_pipe():
         sys.exit("it failed")
-    with pytest.raises(BrokenPipeError), ends_with_its_reader():
+    with pytest.raises(BrokenPipeError), quiet_broken_pipe():
         raise BrokenPipeError("another pipe, to a rank")
 
 
@@ -65,7 +65,7 @@ def test_a_verb_ends_quietly(verb):
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_every_lab_does_so(path):
     [main] = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", "") == "main"]
-    assert [ast.unparse(decorator) for decorator in main.decorator_list] == ["ends_with_its_reader()"]
+    assert [ast.unparse(decorator) for decorator in main.decorator_list] == ["quiet_broken_pipe()"]
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
-"""Hand every rank's segment to every other rank, over private sockets.
+"""How the ranks of one machine find each other: each gives its segment to every other, over a private socket.
 
-Each rank listens on a socket whose name is long and random, and writes the name into the store where the ranks meet. A
-pair of ranks then has one connection: each end says who it is and hands over a descriptor. The names live in the kernel
-alone, so that nothing is left behind however a rank ends, and strangers who come are sent away. The connections stay: a
-rank that dies, in whatever way, closes them, and the others notice.
+Each rank listens on a socket whose name is long and random, and writes the name into torch's store. Each pair of ranks
+then makes one connection, over which both send their rank and the descriptor of their segment. Processes of other users
+are refused. The names are the kernel's, not files, so nothing is left behind however a rank ends. The connections stay
+open: when a process dies, the kernel closes them, and the other ranks notice.
 """
 
 from __future__ import annotations
@@ -16,38 +16,30 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+
+import torch.distributed as dist
 
 from microparallel.errors import CommsError, TransportTimeout
+from microparallel.text import show_ranks
 
 _HELLO = struct.Struct("II")  # rank, how many ranks it expects
 
 
-class Store(Protocol):
-    """Where ranks leave notes for each other before they can talk; torch's stores are such."""
-
-    def set(self, key: str, value: str) -> None:
-        """Leave a note."""
-
-    def get(self, key: str) -> bytes:
-        """Wait for a note, and read it."""
-
-
 def this_machine() -> str:
-    """The same text for processes that can meet: the machine since it was started, and its network as they see it."""
+    """A text that is the same for all processes that can reach each other's sockets: machine, boot and network."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {Path('/proc/self/ns/net').stat().st_ino}"
 
 
 def exchange_descriptors(
-    store: Store, rank: int, ranks: int, descriptor: int, timeout: float
+    store: dist.Store, rank: int, ranks: int, descriptor: int, timeout: float
 ) -> dict[int, tuple[socket.socket, int]]:
-    """Give our descriptor to all others; returns each peer's connection and descriptor."""
+    """Give this rank's descriptor to all others; returns each peer's connection and descriptor."""
     with _listening(store, rank) as listener:
         listener.settimeout(timeout)
         peers: dict[int, tuple[socket.socket, int]] = {}
         for peer in range(rank):  # the higher rank of a pair connects to the lower
-            peers[peer] = _visit(store, peer, rank, ranks, descriptor, timeout)
+            peers[peer] = _connect(store, peer, rank, ranks, descriptor, timeout)
         while len(peers) < ranks - 1:
             connection = _accept(listener, sorted(set(range(ranks)) - {rank} - peers.keys()), timeout)
             connection.settimeout(timeout)
@@ -57,7 +49,7 @@ def exchange_descriptors(
             try:
                 peer, theirs = _receive(connection, ranks, None)
                 _send(connection, rank, ranks, descriptor)
-            except ConnectionError:  # whoever came has gone, and may come again
+            except ConnectionError:  # the peer closed the connection, and may connect again
                 connection.close()
                 continue
             peers[peer] = (connection, theirs)
@@ -70,12 +62,11 @@ def _accept(listener: socket.socket, missing: list[int], timeout: float) -> sock
     try:
         return listener.accept()[0]
     except TimeoutError as error:
-        names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        raise TransportTimeout(f"{names} did not come to the meeting within {timeout:g} s") from error
+        raise TransportTimeout(f"{show_ranks(missing)} did not connect within {timeout:g} s") from error
 
 
 @contextmanager
-def _listening(store: Store, rank: int) -> Iterator[socket.socket]:
+def _listening(store: dist.Store, rank: int) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         name = f"microparallel-{secrets.token_hex(16)}"
         listener.bind(_address(name))
@@ -88,13 +79,13 @@ def _address(name: str) -> str:
     return f"\0{name}"  # a name that begins with zero is the kernel's, not a file's
 
 
-def _visit(
-    store: Store, peer: int, rank: int, ranks: int, descriptor: int, timeout: float
+def _connect(
+    store: dist.Store, peer: int, rank: int, ranks: int, descriptor: int, timeout: float
 ) -> tuple[socket.socket, int]:
-    """Connect to a lower rank.
+    """Connect to a lower rank, and exchange descriptors with it.
 
-    A group of the same ranks may have met under the same name before, and its notes may still be in the store. So
-    nobody at home means that the new note is yet to come.
+    A group of the same ranks may have had the same name before, and the names of its sockets may still be in the store.
+    So a socket that does not exist means that the lower rank has not written its new name yet.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -123,10 +114,10 @@ def _receive(connection: socket.socket, ranks: int, expected: int | None) -> tup
         raise CommsError("the socket of another rank belongs to another user; ranks must run as the same one")
     message, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
     if len(message) != _HELLO.size or len(descriptors) != 1:
-        raise ConnectionResetError("another rank went away while the ranks were meeting")
+        raise ConnectionResetError("another rank closed its connection before it had sent its descriptor")
     rank, their_ranks = _HELLO.unpack(message)
     if their_ranks != ranks or not 0 <= rank < ranks or (expected is not None and rank != expected):
-        raise CommsError(f"a rank {rank} of {their_ranks} came to a meeting of {ranks} ranks")
+        raise CommsError(f"a rank {rank} of {their_ranks} connected to a group of {ranks} ranks")
     return rank, descriptors[0]
 
 

@@ -1,12 +1,10 @@
-"""Mailboxes in a segment: each rank writes what it has for each peer into its own segment, and peers look there.
-
-A channel leads from one rank to another. It is a row of slots in the sender's segment, used in turn:
+"""A channel carries messages from one rank to another: a row of slots in the sender's segment, used in turn.
 
     posted │ slot 0: state place offset bytes … │ slot 1 │ …
 
-The sender fills a slot, marks it POSTED and counts up `posted`; the receiver, who waits on `posted`, reads the tensor
-where it lies in the sender's memory and marks the slot TAKEN; the sender may wait on that mark before it uses the
-tensor again. Each number has one writer at a time, and is a futex: whoever waits for it sleeps in the kernel.
+The sender fills a slot, marks it POSTED and counts up `posted`. The receiver waits on `posted`, reads the tensor where
+it lies in the sender's memory, and marks the slot TAKEN. The sender may wait on that mark before it uses the tensor
+again. Each number has one writer at a time, and is a futex: a thread that waits for it sleeps in the kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ _WORDS, _LONGS = CHANNEL_BYTES // 4, CHANNEL_BYTES // 8
 
 
 class Channel:
-    """One direction between two ranks, as its sender or its receiver sees it: numbers in the sender's segment."""
+    """Messages from one rank to another: the sender and the receiver each have such an object for the same slots."""
 
     def __init__(self, segment: Segment, start: int) -> None:
         self._words = segment.words
@@ -34,15 +32,15 @@ class Channel:
         self._first_long = start // 8
         self._address = segment.address + start
         self.count = 0  # how many messages this process has posted, or taken without a gap
-        self._out_of_turn: set[int] = set()  # the numbers of those that it has taken beyond that
-        self.lock = threading.Lock()  # among the threads of this process
+        self._taken_early: set[int] = set()  # the numbers of messages that this process has taken beyond `count`
+        self.lock = threading.Lock()  # held by the thread of this process that posts or takes
 
     # A slot's 64 bytes: state and tag (32 bits each), then place, offset, size and signature (64 bits each).
 
     def post(self, tag: int, place: int, offset: int, size: int, signature: int) -> int:
         """Offer a message; returns its slot, whose state must not be POSTED."""
         slot = self.count % SLOTS
-        self.count += 1  # first: who looks at the slot's state from now on must know that it serves another message
+        self.count += 1  # first: a thread that reads the slot's state from now on must know that the message is another
         word, long = self._first_word + 16 * (slot + 1), self._first_long + 8 * (slot + 1)
         self._longs[long + 1], self._longs[long + 2] = place, offset
         self._longs[long + 3], self._longs[long + 4] = size, signature
@@ -57,7 +55,7 @@ class Channel:
         return self._words[self._first_word]
 
     def posted_address(self) -> int:
-        """Where to sleep until more are posted."""
+        """The address to sleep on until more messages are posted."""
         return self._address
 
     def state(self, slot: int) -> int:
@@ -65,35 +63,35 @@ class Channel:
         return self._words[self._first_word + 16 * (slot + 1)]
 
     def state_address(self, slot: int) -> int:
-        """Where to sleep until a slot's state changes."""
+        """The address to sleep on until a slot's state changes."""
         return self._address + 64 * (slot + 1)
 
     def tag(self, slot: int) -> int:
-        """What a message is for."""
+        """The tag of the message in a slot."""
         return self._words[self._first_word + 16 * (slot + 1) + 1]
 
     def read(self, slot: int) -> tuple[int, int, int, int]:
-        """What was posted: place, offset, size, signature."""
+        """What the sender wrote into a slot: place, offset, size, signature."""
         long = self._first_long + 8 * (slot + 1)
         return self._longs[long + 1], self._longs[long + 2], self._longs[long + 3], self._longs[long + 4]
 
     def find(self, tag: int, posted: int) -> int | None:
-        """The number of the first message with a tag that has not been taken.
+        """The number of the first message with this tag that this process has not taken; None if there is none.
 
-        A slot's state does not tell: the sender may have filled a slot again as soon as its message was taken.
+        The slots' states do not show it: the sender may have filled a slot again as soon as its message was taken.
         """
         number = self.count
         while number % 2**32 != posted:
-            if number not in self._out_of_turn and self.tag(number % SLOTS) == tag:
+            if number not in self._taken_early and self.tag(number % SLOTS) == tag:
                 return number
             number += 1
         return None
 
     def take_number(self, number: int) -> None:
-        """Take a message, in turn or not."""
-        self._out_of_turn.add(number)
-        while self.count in self._out_of_turn:
-            self._out_of_turn.remove(self.count)
+        """Take a message, which need not be the next one."""
+        self._taken_early.add(number)
+        while self.count in self._taken_early:
+            self._taken_early.remove(self.count)
             self.count += 1
         self.take(number % SLOTS)
 
