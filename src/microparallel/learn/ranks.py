@@ -321,7 +321,7 @@ class _Request:
             return self._request.wait(timeout)
 
 
-def _in_exam(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _of_exam(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of Comms for a learner: it may be refused, and the log writes it down."""
     signature = inspect.signature(original)
 
@@ -343,4 +343,4 @@ def _in_exam(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name, _method in inspect.getmembers(Comms, inspect.isfunction):
     if not _name.startswith("_"):
-        setattr(ExamComms, _name, _in_exam(_name, _method))
+        setattr(ExamComms, _name, _of_exam(_name, _method))
