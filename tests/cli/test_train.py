@@ -112,7 +112,7 @@ def test_shortcuts_and_what_a_resumed_run_may_change(train, microparallel):
     for flags, words in [
         (["--average-every", 4], "--average-every 4 would change a run that began with 2"),
         (["--strategy", "ddp"], "--average-every 2 is for --strategy averaging, and it is ddp"),
-        (["--ranks", 1], "one rank has nobody to average with"),
+        (["--ranks", 1], "one rank has no other rank to average with"),
     ]:
         result = microparallel("train", *longer, *flags)
         assert result.returncode == 2

@@ -203,7 +203,7 @@ def test_a_rank_that_waits_for_another_is_not_to_blame(warm_ranks, tmp_path):
 def test_a_check_that_never_ends_is_stopped(tmp_path):
     file = tmp_path / RING.file
     file.write_text("while True: pass\n")
-    with Checker(patience=0.5) as checker:
+    with Checker(timeout=0.5) as checker:
         verdict = checker.check(RING, file)
     assert not verdict.passed
     assert "did not come to an end" in verdict.message

@@ -7,10 +7,9 @@ from microparallel import collectives
 from microparallel.learn.catalogue import find_exercise
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders import buckets, comms, ring_all_reduce
-from microparallel.learn.graders._collectives import program_of
-from microparallel.learn.graders._common_dp import contribution
+from microparallel.learn.graders._collectives import contribution, program_of
 from microparallel.learn.graders._during_backward import program_of as program_of_passes
-from microparallel.learn.graders._pipeline_steps import suspects, take_steps
+from microparallel.learn.graders._pipeline_steps import microbatch_suspects, take_steps
 from microparallel.learn.holes import solved
 from microparallel.program import Collective, Free, Join, OptimizerStep, Recv, Send, halves
 from microparallel.schedules import ddp, gpipe, lower, one_f_one_b
@@ -65,7 +64,7 @@ def test_what_no_program_can_say_makes_none(exam):
     ("name", "function", "schedule"), [("1f1b", "one_f_one_b_step", one_f_one_b), ("gpipe", "gpipe_step", gpipe)]
 )
 def test_a_pipeline_s_step(exam, name, function, schedule):
-    _, [program] = take_steps(exam(name), 3, 10, 5, steps=1, function=function, suspects=suspects)
+    _, [program] = take_steps(exam(name), 3, 10, 5, steps=1, function=function, suspects=microbatch_suspects)
     for mine, wanted in zip(program.ranks, lower(schedule(3, 5)).ranks, strict=True):
         assert list(mine) == [*(op for op in wanted if not isinstance(op, Free)), OptimizerStep()]
 

@@ -65,7 +65,7 @@ def test_ten_thousand_bars_of_one_step_are_painted_once_each(shown, run):
     elements = []
     for bars in (5_000, 10_000):
         browser = shown(replace(run, trace=bars_of_one_step(bars)))
-        assert browser.value("timeline.step.spans.length") == bars
+        assert browser.value("timeline.step.bars.length") == bars
         assert bars <= browser.value("painted") < bars + 200  # a rectangle for each, and the axis and the ranks' names
         elements.append(browser.value("document.querySelectorAll('*').length"))
     assert elements[0] == elements[1]  # bars are no elements of the page

@@ -117,7 +117,7 @@ def long_recording(events, steps):
 
 
 @pytest.mark.parametrize("steps", [1, 10, 100])
-def test_ten_thousand_spans_are_less_than_two_megabytes(run, steps):
+def test_ten_thousand_bars_are_less_than_two_megabytes(run, steps):
     page = report_page(replace(run, trace=long_recording(10_000, steps)))
     assert len(page.encode()) < 2_000_000
     assert len(data_of(page)["measured"]["steps"]) == steps
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_left_out_and_counted(run, steps):
     assert len(page.encode()) < 2_000_000
     measured = data_of(page)["measured"]
     assert measured["recorded_steps"] == steps
-    shown = sum(len(step["spans"]) for step in measured["steps"])
+    shown = sum(len(step["bars"]) for step in measured["steps"])
     assert shown < len(trace.events)
     assert measured["steps"][0]["left_out"] == (0 if steps > 1 else len(trace.events) - shown)
     assert measured["typical"] in [step["step"] for step in measured["steps"]]

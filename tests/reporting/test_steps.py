@@ -14,8 +14,8 @@ COLUMNS = ("rank", "kind", "name", "start", "end", "begun", "waited", "bytes", "
 def written(trace):
     names, places = Table(), Table()
     step = StepView(trace).written(names, places)
-    step["spans"] = [dict(zip(COLUMNS, row, strict=True)) for row in step["spans"]]
-    for event in step["spans"]:
+    step["bars"] = [dict(zip(COLUMNS, row, strict=True)) for row in step["bars"]]
+    for event in step["bars"]:
         event["name"], event["kind"] = names.texts[event["name"]], KINDS[event["kind"]]
         event["place"] = None if event["place"] is None else places.texts[event["place"]]
     return step
@@ -36,13 +36,13 @@ def test_a_straggler_is_named():
     assert exposed[:4] == [0, 6e6, 7e6, EXPOSED]
     assert theirs[:4] == [1, 6e6, 7e6, EXPOSED]
     assert waiting[5] == 1  # for rank 1
-    cause = step["spans"][waiting[4]]
+    cause = step["bars"][waiting[4]]
     assert (cause["rank"], cause["name"], cause["last"], cause["begun"]) == (0, "all_reduce", 1, 6e6)
 
 
 def test_a_receive_waits_for_its_sender(pipeline):
     step = written(pipeline)
-    by_name = {event["name"]: event for event in step["spans"]}
+    by_name = {event["name"]: event for event in step["bars"]}
     send, receive = by_name[">A0.0@1"], by_name["<A0.0@0"]
     assert send["meeting"] == receive["meeting"]
     assert (receive["last"], receive["begun"], receive["place"]) == (0, 4000, "model.py:90")
@@ -72,12 +72,12 @@ def test_collectives_outside_backward_are_no_arrivals():
 
 def test_what_runs_at_the_same_time_stands_in_rows():
     events = [span(0, "collective", f"all_reduce {n}", n, n + 2.5, group=(0,), number=n) for n in range(4)]
-    assert [event["row"] for event in written(recorded(1, events))["spans"]] == [0, 1, 2, 0]
+    assert [event["row"] for event in written(recorded(1, events))["bars"]] == [0, 1, 2, 0]
 
 
 def test_the_halves_of_a_backward_have_their_own_colours():
     events = [span(0, "backward", name, n, n + 1) for n, name in enumerate(("I0.3", "W0.3", "B0.3", "Waiter"))]
-    kinds = [event["kind"] for event in written(recorded(1, events))["spans"]]
+    kinds = [event["kind"] for event in written(recorded(1, events))["bars"]]
     assert kinds == ["input half", "weight half", "backward", "backward"]
 
 

@@ -97,7 +97,7 @@ def test_replicas_in_one_process_agree_with_plain_training(subject, device):
 
 def test_replicas_that_average_wrongly_are_found_out(monkeypatch):
     """Means of means: right for equal shares only."""
-    right = mp.data_parallel.replicas.average_gradients
+    right = mp.course.replicas.average_gradients
 
     def means_of_means(models, weights, average):
         right(models, [1 / len(models)] * len(models), average)

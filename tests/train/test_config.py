@@ -144,7 +144,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"accumulate": 65}, "--accumulate 65: of --batch 64 there are only 64 samples .* or --batch 65"),
     ({"accumulate": 2, "ranks": 2, "strategy": "hooks"}, "--accumulate 2: --strategy hooks computes a step at once"),
     ({"average_every": 0, "ranks": 2}, "--average-every 0: must be at least 1"),
-    ({"average_every": 4}, "--average-every 4: one rank has nobody to average with; try --ranks 2"),
+    ({"average_every": 4}, "--average-every 4: one rank has no other rank to average with; try --ranks 2"),
     ({"average_every": 4, "ranks": 2, "strategy": "ddp"}, "--average-every 4 is for --strategy averaging, .* is ddp"),
     ({"strategy": "averaging", "ranks": 2}, "--strategy averaging needs .* try --average-every 4"),
     ({"seed": -1}, "--seed -1: .* from 0 to"),

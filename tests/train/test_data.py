@@ -1,13 +1,14 @@
-"""The digits are whole, and a user's dataset is checked before training starts."""
+"""The digits are whole, a user's dataset is checked before training starts, and text is cut into windows."""
 
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
-from microparallel.errors import DataError
-from microparallel.train.data import CollatedData, TensorData, digits, from_user
+from microparallel.errors import DataError, UsageError
+from microparallel.train.data import CollatedData, TensorData, digits, from_user, text
 
 
 @pytest.fixture
@@ -115,3 +116,123 @@ def test_a_mistyped_name(write_module):
     write_module("def make_dataset(): pass")
     with pytest.raises(DataError, match=r"module my_module has no 'make_datasets'; did you mean 'make_dataset'\?"):
         from_user("my_module:make_datasets")
+
+
+# ── text ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bytes_of(data):
+    """Put the text back together: all inputs, and the last target."""
+    inputs, targets = data.batch(range(len(data)))
+    return bytes(inputs.flatten().tolist()) + bytes(targets[-1, -1:].tolist())
+
+
+def test_windows_meet_and_targets_are_one_byte_later(tmp_path):
+    content = bytes(range(1, 102))  # 101 bytes: 20 windows of 5 and the last target
+    (tmp_path / "a.txt").write_bytes(content)
+    split = text(tmp_path / "a.txt", context=5)
+    assert (len(split.training), len(split.validation)) == (18, 2)
+    assert bytes_of(split.training) == content[:91]
+    assert bytes_of(split.validation) == content[90:]
+    inputs, targets = split.training.batch([0, 17])
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert inputs.is_contiguous()
+    assert targets.is_contiguous()
+    assert inputs[1].tolist() == list(content[85:90])
+    assert targets[1].tolist() == list(content[86:91])
+    one_input, one_target = split.training[17]
+    assert torch.equal(one_input, inputs[1])
+    assert torch.equal(one_target, targets[1])
+    assert split.training.windows.dtype == torch.uint8
+    assert split.training.batch([])[0].shape == (0, 5)
+
+
+@pytest.mark.parametrize("extra", range(6))
+def test_every_length(tmp_path, extra):
+    (tmp_path / "a.txt").write_text("x" * (11 + extra))
+    split = text(str(tmp_path / "a.txt"), context=5)
+    assert len(split.training) + len(split.validation) == (10 + extra) // 5
+
+
+def test_a_folder_in_the_order_of_its_paths(tmp_path):
+    for name in ["b/one.txt", "a.txt", "c.txt", ".hidden/x", ".hidden_too", "__pycache__/x.py", "b/.h"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{name:-^20}")
+    (tmp_path / "binary").write_bytes(b"\x00\x01")
+    (tmp_path / "latin1").write_bytes("Grüße".encode("latin1"))
+    (tmp_path / "gone").symlink_to(tmp_path / "nothing")
+    split = text(tmp_path, context=1)
+    expected = f"{'a.txt':-^20}{'b/one.txt':-^20}{'c.txt':-^20}".encode()
+    assert bytes_of(split.training) + bytes_of(split.validation)[1:] == expected
+    assert "3 files, 2 not UTF-8 left out" in split.description
+    assert "60 bytes" in split.description
+
+
+def test_the_standard_library_when_nothing_is_named():
+    split = text()
+    assert len(split.training) > 10_000
+    assert "standard library" in split.description
+    assert split.training[0][0].shape == (64,)
+
+
+def test_utf8_beyond_ascii_is_fine(tmp_path):
+    (tmp_path / "a.txt").write_text("Größe 猫 🐈" * 5, encoding="utf-8")
+    assert len(text(tmp_path / "a.txt", context=4).training) > 0
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "is empty"),
+        (b"abc\xff" + b"d" * 100, "not UTF-8 text: byte 3 is 0xff"),
+        (b"abcd\x00" + b"d" * 100, "not UTF-8 text: byte 4 is 0x00"),
+        (b"a\x00\xff", "byte 1 is 0x00"),
+        (b"abcdefgh", r"8 bytes are fewer than two windows of context=4, which take 9"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path, content, words):
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=words) as caught:
+        text(tmp_path / "a.txt", context=4)
+    assert "a.txt" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_path_that_does_not_exist(tmp_path):
+    with pytest.raises(DataError, match=r"nowhere\.txt does not exist: check the path"):
+        text(tmp_path / "nowhere.txt")
+
+
+def test_folders_that_cannot_be_used(tmp_path):
+    with pytest.raises(DataError, match="no files"):
+        text(tmp_path)
+    (tmp_path / "binary").write_bytes(b"\xff")
+    with pytest.raises(DataError, match="none of its 1 files is UTF-8"):
+        text(tmp_path)
+
+
+def test_neither_file_nor_folder():
+    with pytest.raises(DataError, match="/dev/null is neither a file nor a folder"):
+        text("/dev/null")
+
+
+@pytest.mark.parametrize("inside_a_folder", [False, True])
+def test_no_permission(tmp_path, monkeypatch, inside_a_folder):
+    def denied(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "a.txt").write_text("hello")
+    monkeypatch.setattr(Path, "read_bytes", denied)  # file modes do not stop root, who may be running this
+    with pytest.raises(DataError, match=r"a\.txt cannot be read \(Permission denied\): check its permissions"):
+        text(tmp_path if inside_a_folder else tmp_path / "a.txt")
+
+
+def test_impossible_context():
+    with pytest.raises(UsageError, match="context=0"):
+        text(context=0)
+
+
+def test_no_standard_library_sources(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(DataError, match="no sources"):
+        text()

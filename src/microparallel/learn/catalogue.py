@@ -21,7 +21,7 @@ _IN_REPOSITORY = _HERE.parents[2] / "exercises"
 
 @dataclass(frozen=True, slots=True)
 class Exercise:
-    """One of them: a file with a hole in it, three hints and a solution."""
+    """A file with a hole in it, three hints and a solution."""
 
     name: str
     track: str  # the folder it lies in
@@ -36,24 +36,24 @@ class Exercise:
 
     @property
     def solution(self) -> Path:
-        """The file without it; what the learner gets is made of this one (see holes.py)."""
+        """The file without the hole; what the learner gets is made of this one (see holes.py)."""
         return exercises_folder() / "solutions" / self.track / self.file
 
     @property
     def hints(self) -> list[str]:
-        """Three of them, each saying more than the one before."""
+        """Three hints, each saying more than the one before."""
         text = (exercises_folder() / "hints" / self.track / self.file).with_suffix(".md").read_text("utf-8")
         return [hint.strip() for hint in text.split("\n---\n")]
 
     @property
     def on_deadlocks(self) -> str:
-        """The page that says how ranks come to wait for each other: the exercise's own lesson, if it does."""
+        """The page that says how ranks come to wait for each other: the exercise's own lesson, if it is about that."""
         another = _ON_DEADLOCKS[0] if self.track == "data_parallel" else _ON_DEADLOCKS[-1]
         return f"docs/{self.lesson if self.lesson in _ON_DEADLOCKS else another}.md"
 
     @property
     def grader(self) -> str:
-        """The module that checks it."""
+        """The module that checks this exercise."""
         return f"microparallel.learn.graders.{self.file[3:].removesuffix('.py')}"
 
 
@@ -92,7 +92,7 @@ EXERCISES = (
 
 
 def find_exercise(name: str) -> Exercise:
-    """The exercise of that name; its file's name and its path will do too."""
+    """The exercise of that name, or whose file has that name or path."""
     wanted = name.casefold().replace("_", "-")
     for exercise in EXERCISES:
         if wanted in (exercise.name, exercise.file[3:-3].replace("_", "-")) or Path(name).name == exercise.file:

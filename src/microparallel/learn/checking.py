@@ -1,7 +1,8 @@
-"""Have a learner's file checked, at arm's length: its code runs in processes that end when the time is up.
+"""The runner's side of a check: start a referee, ask it about a learner's file, and end all it has started.
 
-Whatever the file does (loop for ever, exit, print without end, ask for all memory), the runner only reads what the
-referee says, keeps a little of what was printed, and in the end removes every process that the check has started.
+Whatever the learner's file does (loop for ever, exit, print without end, ask for all memory), the runner only reads the
+referee's answers from a pipe and keeps a little of what was printed. When the time is up, or the runner closes, it ends
+every process that the check has started, also those that hide.
 """
 
 from __future__ import annotations
@@ -26,40 +27,40 @@ from microparallel.learn.catalogue import Exercise
 from microparallel.learn.verdict import Step, Verdict
 from microparallel.observe.processes import descendants
 
-_PATIENCE = 60.0
+_SECONDS = 60.0  # for one check
 _TAG = "MICROPARALLEL_EXAM"  # every process of a check has it in its environment
 _KEEP = 4000  # characters of what was printed, from its beginning and from its end
 
 
 class Checker:
-    """Checks files; a referee that has been started is kept for the next one, since importing torch takes seconds."""
+    """Checks files. The referee of one file is kept for the next, since importing torch takes seconds."""
 
-    def __init__(self, patience: float = _PATIENCE) -> None:
-        self._patience = patience
+    def __init__(self, timeout: float = _SECONDS) -> None:
+        self._timeout = timeout
         self._referee: _Referee | None = None
-        self._over = False
+        self._closed = False
 
-    def check(self, exercise: Exercise, file: Path, tell: Callable[[Step], None] = lambda _: None) -> Verdict:
-        """Check a file; `tell` hears of each step as it is done."""
+    def check(self, exercise: Exercise, file: Path, on_step: Callable[[Step], None] = lambda _: None) -> Verdict:
+        """Check a file; `on_step` is called with each step of the grader as it is done."""
         start = time.monotonic()
-        verdict = self._ask(exercise, file, tell, start + self._patience)
-        if verdict is None:  # a referee that was there has been ended meanwhile, by whomever
-            verdict = self._ask(exercise, file, tell, start + self._patience)
+        verdict = self._ask(exercise, file, on_step, start + self._timeout)
+        if verdict is None:  # a referee that was kept has been ended since, perhaps by the learner's code: ask another
+            verdict = self._ask(exercise, file, on_step, start + self._timeout)
         if verdict is None:
             words = "the process that judges was disturbed or ended while your code ran: did your code do that?"
             verdict = Verdict(exercise.name, passed=False, message=words)
         verdict.seconds = time.monotonic() - start
         return verdict
 
-    def _ask(self, exercise: Exercise, file: Path, tell: Callable[[Step], None], deadline: float) -> Verdict | None:
+    def _ask(self, exercise: Exercise, file: Path, on_step: Callable[[Step], None], deadline: float) -> Verdict | None:
         """One referee's verdict; None if it ended without one."""
-        if self._over:
+        if self._closed:
             raise CommsError("this checker is closed")
         if self._referee is None or not self._referee.alive:
             self._end_referee()
             self._referee = _Referee()
         referee = self._referee
-        verdict = referee.ask(exercise.name, file, tell, deadline)
+        verdict = referee.ask(exercise.name, file, on_step, deadline)
         if verdict is not None:
             verdict.printed = referee.printed()
             return verdict
@@ -69,8 +70,8 @@ class Checker:
         return Verdict(exercise.name, passed=False, message="the check did not come to an end and was stopped")
 
     def close(self) -> None:
-        """End everything that was started, for good."""
-        self._over = True
+        """End all processes that were started; nothing can be checked after this."""
+        self._closed = True
         self._end_referee()
 
     def _end_referee(self) -> None:
@@ -88,7 +89,7 @@ class Checker:
 
 
 class _Referee:
-    """The process that judges, seen from the runner."""
+    """The process that judges, as the runner sees it: a pipe for requests, one for answers, one that says we live."""
 
     def __init__(self) -> None:
         self._tag = secrets.token_hex(8)
@@ -114,8 +115,8 @@ class _Referee:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, name: str, file: Path, note: Callable[[Step], None], deadline: float) -> Verdict | None:
-        """The verdict; None if none has come by then, or if what came was not the referee's."""
+    def ask(self, name: str, file: Path, on_step: Callable[[Step], None], deadline: float) -> Verdict | None:
+        """The verdict; None if none has come by the deadline, or if what came was not the referee's."""
         self._output.forget()
         number = secrets.token_hex(8)
         request = json.dumps({"number": number, "exercise": name, "file": str(file.resolve())}) + "\n"
@@ -128,7 +129,7 @@ class _Referee:
                     return None
                 if "verdict" in message:
                     return Verdict.from_dict(message["verdict"])
-                note(Step(**message["step"]))
+                on_step(Step(**message["step"]))
         return None
 
     def printed(self) -> str:
@@ -159,7 +160,7 @@ class _Referee:
 
 
 class _Output:
-    """What the learner's code prints: all of it is read, and a little is kept."""
+    """What the learner's code prints: a thread reads all of it, and keeps a little."""
 
     def __init__(self, pipe: Any) -> None:
         self._pipe = pipe
@@ -198,7 +199,7 @@ def _import_path() -> list[str]:
 
 
 def _end_everything_tagged(tag: str) -> None:
-    """End processes that the learner's code has started and hidden: they inherit the environment."""
+    """End all processes that have this tag in their environment, which children inherit."""
     mark = f"{_TAG}={tag}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,11 @@
-"""An exam in one process: load the learner's file for every rank, and let the grader try it on threads."""
+"""An exam: what a grader may do with a learner's file, and how what goes wrong there is put into words.
+
+```
+grader          exam.run(body, ranks, …)                        in the referee's process
+  └── process   run_on_threads: loads the file, a thread a rank, the sandbox around them
+        └── rank      body(learner, comms, …): calls the learner's functions
+```
+"""
 
 from __future__ import annotations
 
@@ -18,144 +25,24 @@ from typing import Any
 
 from microparallel.comms import Comms
 from microparallel.errors import LaunchError, RankFailed, RanksTimedOut
-from microparallel.learn.guards import Guards, trusted
 from microparallel.learn.log import RECEIVES, SENDS, Called, Row, waited_for
 from microparallel.learn.ranks import POINT_TO_POINT, ExamComms, Over, ThreadGroup, World
+from microparallel.learn.requirements import listed
+from microparallel.learn.sandbox import Sandbox, trusted
 from microparallel.learn.verdict import NotAllowed, Step, Wrong
-from microparallel.learn.words import listed
 from microparallel.program.walk import Wait
 from microparallel.world import Pool
 
-_LONGEST = 4000  # characters of an error
-_GRACE_OF_SITTING = 0.5  # seconds for a rank to fail after another
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A rank that raised, or was still busy when the time was up (then there is no error)."""
-
-    rank: int
-    line: int | None  # of the learner's file, the innermost
-    kind: str = ""
-    text: str = ""
-    traceback: str = ""
-
-
-@dataclass(frozen=True)
-class Sitting:
-    """What came of it: what each rank returned and did; and what went wrong, if something did."""
-
-    results: list[Any]
-    rows: list[Row]
-    failure: Failure | None = None
-    stuck: Sequence[Wait] = ()
-    finished: Sequence[int] = ()
-
-
-class Learner:
-    """The learner's module, by the names that the exercise asks for."""
-
-    def __init__(self, module: types.ModuleType, file: str) -> None:
-        self._module = module
-        self.file = file
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            found = getattr(self._module, name)
-        except AttributeError:
-            raise Wrong(f"{Path(self.file).name} has no {name}: was it renamed or removed?") from None
-        if not callable(found):
-            raise Wrong(f"{name} should be a function, and is {found!r:.80}")
-        return found if isinstance(found, type) else functools.partial(_call, name, found)
-
-
-def _call(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a learner's function as the exercise says; other parameters are the learner's mistake, not the grader's."""
-    try:
-        inspect.signature(function).bind(*arguments, **named)
-    except TypeError as error:
-        raise Wrong(f"{name} cannot be called as the exercise says: {error}; were its parameters changed?") from None
-    return function(*arguments, **named)
-
-
-def sit(
-    _: Comms, body: Callable[..., Any], file: str, ranks: int, allowed: Sequence[str], patience: float, *arguments: Any
-) -> Sitting:
-    """Run a grader's `body(learner, comms, *arguments)` on every rank: a thread each, of this process."""
-    world, guarded = World(ranks), contextlib.ExitStack()
-    guards = guarded.enter_context(Guards())
-    guarded.enter_context(trusted())  # this thread
-
-    def take_part(rank: int) -> None:
-        try:
-            comms = ExamComms(ThreadGroup(rank, ranks, world), file, allowed)
-            result = body(Learner(_load(file), file), comms, *arguments)
-            if refused := guards.refused + comms.refused:  # and the learner's code caught it
-                raise NotAllowed(refused[0])
-            world.ends(rank, result)
-        except Over:
-            pass
-        except BaseException as error:
-            world.fails(rank, error)
-
-    threads = [threading.Thread(target=take_part, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    in_time, finished, rows = world.join(patience), sorted(world.results), [log.row for log in world.logs]
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-    failure = None if in_time else _still_busy(world, threads, file)
-    if world.failures:
-        for thread in threads:  # nobody waits any more: of all that fail the first rank is named, whoever came first
-            thread.join(_GRACE_OF_SITTING)
-        rank = min(world.failures)
-        failure = _raised(rank, world.failures[rank], file)
-    if failure is not None or world.stuck:
-        _KEPT.append(guarded)
-        return Sitting([], rows, failure, world.stuck, finished)
-    with guarded:
-        return Sitting([world.results[rank] for rank in range(ranks)], rows)
-
-
-_KEPT: list[contextlib.ExitStack] = []  # guards of ranks that may still run; the process ends soon
-
-
-def _still_busy(world: World, threads: Sequence[threading.Thread], file: str) -> Failure:
-    """The first rank that is busy, and where its thread is; ranks that wait for it are not to blame."""
-    rank = world.busy[0]
-    frame = sys._current_frames().get(threads[rank].ident or 0)
-    lines = [line for found, line in traceback.walk_stack(frame) if found.f_code.co_filename == file]
-    return Failure(rank, lines[0] if lines else None)
-
-
-def _raised(rank: int, error: BaseException, file: str) -> Failure:
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
-    text = str(error)[:_LONGEST]
-    written = "".join(traceback.format_exception(error))[-_LONGEST:]
-    return Failure(rank, lines[-1] if lines else None, type(error).__name__, text, written)
-
-
-def _load(file: str) -> types.ModuleType:
-    """Run the file as a module of its own, under a name that is not `__main__`."""
-    linecache.checkcache(file)
-    module = types.ModuleType("exercise")
-    module.__file__ = file
-    sys.modules["exercise"] = module
-    exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)  # bytes: they say in which encoding they are
-    return module
-
-
-# An exam: what a grader may do with a learner's file, and how what goes wrong there is put into words.
-
-
-_PATIENCE = 12.0
+_SECONDS = 12.0  # for one run
 _GRACE = 5.0  # seconds more for a process that does not even notice that its time is up
+_GRACE_OF_RANKS = 0.5  # seconds for a rank to fail after another
+_LONGEST = 4000  # characters of an error
 _NOT_PYTHON = ("SyntaxError", "IndentationError", "TabError")
 _LET_RETURN = "let your function return, and do not end the process"
 
 
 class Stuck(Wrong):
-    """Ranks that wait for ever, as the verifier would put it; and those that have finished."""
+    """Ranks wait for ever: for what each of them waits, and which ranks have finished."""
 
     def __init__(self, words: str, waits: Sequence[Wait], finished: Sequence[int]) -> None:
         super().__init__(words)
@@ -166,25 +53,25 @@ class Exam:
     """One learner's file, and the ranks to try it on."""
 
     def __init__(
-        self, file: Path, pool: Pool, tell: Callable[[Step], None] = lambda _: None, on_deadlocks: str = ""
+        self, file: Path, pool: Pool, on_step: Callable[[Step], None] = lambda _: None, on_deadlocks: str = ""
     ) -> None:
         self.file = file
         self._on_deadlocks = f"; see the deadlock in {on_deadlocks}" if on_deadlocks else ""
         self.source = _read(file)
         self.rows: list[Row] = []  # what each rank did in the last run
         self._pool = pool
-        self._tell = tell
+        self._on_step = on_step
 
     @contextlib.contextmanager
     def step(self, title: str) -> Iterator[list[str]]:
-        """One thing to look at; what is put into the list is shown beside it."""
+        """One thing that the grader looks at; the learner sees its title, and what is put into the list beside it."""
         notes: list[str] = []
         passed = False
         try:
             yield notes
             passed = True
         finally:
-            self._tell(Step(title, passed, "; ".join(notes)))
+            self._on_step(Step(title, passed, "; ".join(notes)))
 
     def run(
         self,
@@ -192,7 +79,7 @@ class Exam:
         ranks: int,
         *arguments: Any,
         allowed: Sequence[str] = POINT_TO_POINT,
-        timeout: float = _PATIENCE,
+        timeout: float = _SECONDS,
     ) -> list[Any]:
         """Run a grader's `body(learner, comms, *arguments)` on that many ranks, threads of one process.
 
@@ -205,7 +92,7 @@ class Exam:
         """
         named = (body, str(self.file), ranks, allowed, timeout, *arguments)
         try:
-            [sitting] = self._pool.run(sit, 1, *named, device="cpu", timeout=timeout + _GRACE)
+            [attempt] = self._pool.run(run_on_threads, 1, *named, device="cpu", timeout=timeout + _GRACE)
         except RankFailed as failure:
             if failure.traceback:
                 raise  # the grader's own fault
@@ -213,17 +100,17 @@ class Exam:
             raise Wrong(f"the process of your ranks {ended}: {_LET_RETURN}") from None
         except RanksTimedOut:
             raise Wrong(f"your code was still busy after {timeout:g} s, where nothing could stop it") from None
-        self.rows = sitting.rows
-        if sitting.failure is None and not sitting.stuck:
-            return list(sitting.results)
-        self._pool.replace_ranks()  # some of them may still be busy
-        if sitting.failure is not None:
-            raise self._failed(sitting.failure, timeout)
-        raise Stuck(self._deadlock(sitting), sitting.stuck, sitting.finished)
+        self.rows = attempt.rows
+        if attempt.failure is None and not attempt.stuck:
+            return list(attempt.results)
+        self._pool.replace_ranks()  # some of its threads may still be busy
+        if attempt.failure is not None:
+            raise self._failed(attempt.failure, timeout)
+        raise Stuck(self._deadlock(attempt), attempt.stuck, attempt.finished)
 
     def run_on_processes(self, body: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
         """Run a grader's own `body(comms, *arguments)` on real ranks; nothing of the learner's runs there."""
-        return self._pool.run(body, ranks, *arguments, device="cpu", timeout=_PATIENCE, check=True)
+        return self._pool.run(body, ranks, *arguments, device="cpu", timeout=_SECONDS, check=True)
 
     # ── words ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -246,8 +133,8 @@ class Exam:
         code = f"\n  {lines[line - 1].strip()}" if line <= len(lines) else ""
         return Wrong(f"rank {rank} stopped in line {line} with {kind}: {text.strip()}{code}")
 
-    def _deadlock(self, sitting: Sitting) -> str:
-        waiting, finished = [waited_for(sitting.rows, wait) for wait in sitting.stuck], sitting.finished
+    def _deadlock(self, attempt: Attempt) -> str:
+        waiting, finished = [waited_for(attempt.rows, wait) for wait in attempt.stuck], attempt.finished
         lines = [f"  {_in_words(call, finished)}" for call in waiting]
         if all(call.call in SENDS for call in waiting):
             head = f"deadlock: {_who(waiting)} in send, and nobody receives{self._on_deadlocks}"
@@ -287,3 +174,121 @@ def _in_words(call: Called, finished: Sequence[int]) -> str:
     if call.call in SENDS:
         return f"rank {call.rank} waits in send{at} until rank {call.peer} receives{gone}"
     return f"rank {call.rank} waits in receive{at} for rank {call.peer} to send{gone}"
+
+
+# ── in the process of the ranks ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that raised, or was still busy when the time was up (then there is no error)."""
+
+    rank: int
+    line: int | None  # of the learner's file, the innermost
+    kind: str = ""
+    text: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What came of one run: what each rank returned and did; and what went wrong, if something did."""
+
+    results: list[Any]
+    rows: list[Row]
+    failure: Failure | None = None
+    stuck: Sequence[Wait] = ()  # ranks that wait for ever
+    finished: Sequence[int] = ()  # ranks that had come to their end by then
+
+
+class Learner:
+    """The learner's module, by the names that the exercise asks for."""
+
+    def __init__(self, module: types.ModuleType, file: str) -> None:
+        self._module = module
+        self.file = file
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            found = getattr(self._module, name)
+        except AttributeError:
+            raise Wrong(f"{Path(self.file).name} has no {name}: was it renamed or removed?") from None
+        if not callable(found):
+            raise Wrong(f"{name} should be a function, and is {found!r:.80}")
+        return found if isinstance(found, type) else functools.partial(_call, name, found)
+
+
+def _call(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Call a learner's function as the exercise says; other parameters are the learner's mistake, not the grader's."""
+    try:
+        inspect.signature(function).bind(*arguments, **named)
+    except TypeError as error:
+        raise Wrong(f"{name} cannot be called as the exercise says: {error}; were its parameters changed?") from None
+    return function(*arguments, **named)
+
+
+def run_on_threads(
+    _: Comms, body: Callable[..., Any], file: str, ranks: int, allowed: Sequence[str], timeout: float, *arguments: Any
+) -> Attempt:
+    """Run a grader's `body(learner, comms, *arguments)` on every rank: a thread each, of this process."""
+    world, entered = World(ranks), contextlib.ExitStack()
+    sandbox = entered.enter_context(Sandbox())
+    entered.enter_context(trusted())  # this thread
+
+    def run_rank(rank: int) -> None:
+        try:
+            comms = ExamComms(ThreadGroup(rank, ranks, world), file, allowed)
+            result = body(Learner(_load(file), file), comms, *arguments)
+            if refused := sandbox.refused + comms.refused:  # the learner's code caught the refusal
+                raise NotAllowed(refused[0])
+            world.ends(rank, result)
+        except Over:  # another rank has failed, and is named below
+            pass
+        except BaseException as error:
+            world.fails(rank, error)
+
+    threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    in_time, finished, rows = world.join(timeout), sorted(world.results), [log.row for log in world.logs]
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    failure = None if in_time else _still_busy(world, threads, file)
+    if world.failures:
+        for thread in threads:  # a failure ends all waits; of the ranks that fail, the lowest one is named
+            thread.join(_GRACE_OF_RANKS)
+        rank = min(world.failures)
+        failure = _raised(rank, world.failures[rank], file)
+    if failure is not None or world.stuck:
+        _KEPT.append(entered)
+        return Attempt([], rows, failure, world.stuck, finished)
+    with entered:
+        return Attempt([world.results[rank] for rank in range(ranks)], rows)
+
+
+_KEPT: list[contextlib.ExitStack] = []  # sandboxes of ranks that may still run; the process ends soon
+
+
+def _still_busy(world: World, threads: Sequence[threading.Thread], file: str) -> Failure:
+    """The first rank that is busy, and where its thread is; ranks that wait for it are not to blame."""
+    rank = world.busy[0]
+    frame = sys._current_frames().get(threads[rank].ident or 0)
+    lines = [line for found, line in traceback.walk_stack(frame) if found.f_code.co_filename == file]
+    return Failure(rank, lines[0] if lines else None)
+
+
+def _raised(rank: int, error: BaseException, file: str) -> Failure:
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
+    text = str(error)[:_LONGEST]
+    written = "".join(traceback.format_exception(error))[-_LONGEST:]
+    return Failure(rank, lines[-1] if lines else None, type(error).__name__, text, written)
+
+
+def _load(file: str) -> types.ModuleType:
+    """Run the file as a module of its own, under a name that is not `__main__`."""
+    linecache.checkcache(file)
+    module = types.ModuleType("exercise")
+    module.__file__ = file
+    sys.modules["exercise"] = module
+    exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)  # bytes: they say in which encoding they are
+    return module

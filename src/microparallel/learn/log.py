@@ -1,8 +1,8 @@
 """What the ranks of an exam did, in order: an observer of their calls, of which a grader makes a program.
 
-A row has a moment for everything a rank was seen to do. A grader's own stages and hooks tell operations of the program
-language (`Forward`, `Backward`); the exam's Comms tells calls, whose values have no names yet: which slice or which
-activation it was that a rank sent is for the grader to say, who knows the exercise.
+A rank's row has a moment for everything that its observer was told. A grader's own stages and hooks tell it operations
+of the program language (`Forward`, `Backward`). The exam's Comms tells it calls, whose values have no names yet: which
+slice or which activation a rank sent is for the grader to say, which knows the exercise.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ RECEIVES = ("recv_tensor", "irecv")
 
 @dataclass(slots=True, eq=False)
 class Called:
-    """A call: what it was, on which rank and line of the learner's file, with whom, and with what."""
+    """A call of comms: on which rank and line of the learner's file, with which peer, and with which tensor."""
 
     call: str
     rank: int
     line: int
     place: int  # in the rank's row
     peer: int = -1
-    agreement: str = ""  # what the other end of a message, or every rank of a call of all, must say too
+    agreement: str = ""  # what the other end of a message, or every rank of a collective, must say too
     address: int = 0  # of the tensor's first number, which tells what part of what it is
     asynchronous: bool = False
     waits_in: int = 0  # the line where it is waited for
@@ -40,7 +40,7 @@ class Called:
 
     @property
     def bytes(self) -> int:
-        """How large it was."""
+        """How large the tensor was."""
         return 0 if self.content is None else self.content.nbytes
 
 
@@ -62,7 +62,7 @@ class Log:
 
     def __init__(self, numbers: Iterator[int]) -> None:
         self.row: Row = []
-        self.watched: torch.Tensor | None = None  # to be looked at in every moment
+        self.watched: torch.Tensor | None = None  # copied at every moment, if the grader sets it
         self.call: Called  # the one that is being made, as the exam knows it
         self._numbers = numbers
         self._calls: dict[Activity, Called] = {}
@@ -74,11 +74,11 @@ class Log:
         self._note("begins", self.call if isinstance(activity.op, Observed) else activity.op)
 
     def waits(self, activity: Activity) -> None:
-        """Write down that it waits for a call."""
+        """Write down that the rank waits for a call."""
         self._note("waits", self._calls[activity])
 
     def waits_again(self, call: Called) -> None:
-        """Write down that it waits for a call that has ended."""
+        """Write down that the rank waits for a call that has ended."""
         self._note("waits", call)
 
     def ends(self, activity: Activity) -> None:

@@ -1,8 +1,9 @@
-"""The ranks of an exam: threads of one process, whose sends wait until they are asked for.
+"""The ranks of an exam: threads of one process, whose sends wait until the receiver asks for the message.
 
-The Comms that a learner's code is given is a real one; what carries its messages is here. A send is complete when its
-receive has begun, as that of every large message is: what would hang one day with a larger model hangs here. All
-waiting goes through one lock, so that it is known when nobody can go on, at once and without a clock.
+The Comms that a learner's code is given is a real one; this file carries its messages. A send is complete when its
+receive has begun, as with every large message: an answer that would hang one day with a larger model hangs here. All
+waiting goes through one lock (`World`), so the last rank that begins to wait sees, at once and without a clock, that no
+rank can go on.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from microparallel.comms.group import Group
 from microparallel.comms.interpreter import COMBINE
 from microparallel.comms.wire import as_bytes
 from microparallel.errors import Mismatch
-from microparallel.learn.guards import trusted
 from microparallel.learn.log import Called, Log
+from microparallel.learn.requirements import shown
+from microparallel.learn.sandbox import trusted
 from microparallel.learn.verdict import NotAllowed, Wrong
-from microparallel.learn.words import shown
 from microparallel.observe.flight import Flight
 from microparallel.program.walk import Wait
 from microparallel.transport.base import Work
 
 POINT_TO_POINT = ("send_tensor", "recv_tensor", "isend", "irecv")
-Message = tuple[Called, torch.Tensor]  # as it was when it was sent
+Message = tuple[Called, torch.Tensor]  # the tensor as it was when it was sent
 
 
 class Over(BaseException):
@@ -50,34 +51,34 @@ class NoTensor(Wrong):
 
 
 class World:
-    """What the ranks share: messages, calls of all, and who waits for what. Everything is guarded by one lock."""
+    """What the ranks share: messages, collectives, and which rank waits for what. One lock guards everything."""
 
     def __init__(self, ranks: int) -> None:
         numbers = itertools.count()
         self.logs = [Log(numbers) for _ in range(ranks)]
         self.sent: dict[tuple[int, int], list[Message]] = defaultdict(list)  # by sender and receiver
         self.asked_for: dict[tuple[int, int], list[Message]] = defaultdict(list)
-        self.calls: dict[int, list[Message]] = defaultdict(list)  # of all ranks, by rank
+        self.collectives: dict[int, list[Message]] = defaultdict(list)  # by rank
         self.results: dict[int, Any] = {}
         self.failures: dict[int, BaseException] = {}
         self.stuck: list[Wait] = []
-        self.busy: list[int] = []  # ranks that had not come to their end when the time was up, and waited for nobody
+        self.busy: list[int] = []  # ranks that had not come to their end when the time was up, and waited for no rank
         self._ranks = ranks
         self._waiting: dict[int, tuple[Called, Callable[[], int | None]]] = {}
         self._changed = threading.Condition()
 
     def add(self, to: list[Message], message: Message) -> int:
-        """Add to what others may wait for; returns how many that makes."""
+        """Add to a list that other ranks may wait for, and wake them; returns how long the list is now."""
         with self._changed:
             to.append(message)
             self._changed.notify_all()
             return len(to)
 
     def wait(self, call: Called, missing: Callable[[], int | None]) -> None:
-        """Wait, in a rank's thread, until no rank is missing."""
+        """Wait, in a rank's thread, until `missing` names no rank; raises `Over` when another rank has failed."""
         with self._changed:
             self._waiting[call.rank] = (call, missing)
-            self._look_around()
+            self._find_deadlock()
             while missing() is not None:
                 if self.failures or self.stuck:
                     raise Over
@@ -85,19 +86,19 @@ class World:
             del self._waiting[call.rank]
 
     def ends(self, rank: int, result: Any) -> None:
-        """A rank has come to its end."""
+        """Keep what a rank returned at its end."""
         with self._changed:
             self.results[rank] = result
-            self._look_around()
+            self._find_deadlock()
 
     def fails(self, rank: int, error: BaseException) -> None:
-        """A rank has raised."""
+        """Keep what a rank raised, and end the waits of all others."""
         with self._changed:
             self.failures[rank] = error
             self._changed.notify_all()
 
-    def _look_around(self) -> None:
-        """See whether everybody waits, and nobody can go on."""
+    def _find_deadlock(self) -> None:
+        """See whether all ranks wait, or have ended, and none can go on: then they are stuck."""
         on = {rank: missing() for rank, (_, missing) in self._waiting.items()}
         if len(on) + len(self.results) == self._ranks and None not in on.values():
             stuck = [(self._waiting[rank][0], missing) for rank, missing in sorted(on.items()) if missing is not None]
@@ -105,7 +106,7 @@ class World:
         self._changed.notify_all()
 
     def join(self, timeout: float) -> bool:
-        """Wait, in the main thread, until all have come to their end, one has failed, or nobody can go on."""
+        """Wait, in the main thread, until all ranks have ended, one has failed, or none can go on; False if in vain."""
         with self._changed:
             in_time = self._changed.wait_for(
                 lambda: len(self.results) == self._ranks or bool(self.failures or self.stuck), timeout
@@ -117,7 +118,7 @@ class World:
 
 
 class _Transfer:
-    """Something under way; `finish` is done when nobody is missing any more."""
+    """A message or a collective under way; `finish` is called when no rank is missing any more."""
 
     def __init__(
         self, world: World, call: Called, missing: Callable[[], int | None], finish: Callable[[], Any] = lambda: None
@@ -126,24 +127,24 @@ class _Transfer:
         self._reads: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def reading(self, tensor: torch.Tensor, before: torch.Tensor) -> _Transfer:
-        """Refuse to be waited for when the tensor is not what it was."""
+        """Refuse, in `wait`, a tensor that was changed meanwhile."""
         self._reads = tensor, before
         return self
 
     def wait(self, timeout: float | None = None) -> None:  # noqa: ARG002
-        """Come back when it is complete, however long that takes: whether it ever can be is known."""
+        """Return when it is complete, however long that takes: a wait that can never end is found by `World`."""
         if self._reads and not torch.equal(*map(as_bytes, self._reads)):  # of bytes, since nan is not equal to itself
-            deed, what, why = _SENT if self._call.peer >= 0 else _REDUCED
+            verb, request, why = _SENT if self._call.peer >= 0 else _REDUCED
             raise Wrong(
-                f"the tensor that rank {self._call.rank} began to {deed} in line {self._call.line} was changed before "
-                f"the {what} was waited for: {why}"
+                f"the tensor that rank {self._call.rank} began to {verb} in line {self._call.line} was changed before "
+                f"the {request} was waited for: {why}"
             )
         self._world.wait(self._call, self._missing)
         self._finish()
 
 
 _SENT = "send", "send", "the receiver may get the new numbers; wait first, or send a clone"
-_REDUCED = "all-reduce", "request", "who writes into it meanwhile spoils the sum; wait first"
+_REDUCED = "all-reduce", "request", "a write into it meanwhile spoils the sum; wait first"
 
 
 class ThreadGroup:
@@ -162,10 +163,10 @@ class ThreadGroup:
         self.observer.call.agreement = call
 
     def run_in_background(self) -> None:
-        """Nothing needs help: what is under way is complete when it is waited for."""
+        """Do nothing: a transfer here is completed by the rank that waits for it."""
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:  # noqa: ARG002
-        """Start sending; complete when the receiver has asked for it."""
+        """Start sending; the send is complete when the receiver has asked for the message."""
         call, before, channel = self.observer.call, tensor.clone(), (self.rank, to)
         number = self.world.add(self.world.sent[channel], (call, before))
 
@@ -175,7 +176,7 @@ class ThreadGroup:
         return _Transfer(self.world, call, missing).reading(tensor, before)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:  # noqa: ARG002
-        """Start receiving; complete when that many have been sent."""
+        """Start receiving; the n-th receive is complete when the source has sent n messages."""
         call, channel = self.observer.call, (source, self.rank)
         number = self.world.add(self.world.asked_for[channel], (call, tensor))
 
@@ -191,36 +192,36 @@ class ThreadGroup:
         return _Transfer(self.world, call, missing, finish)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
-        """Start copying the source's tensor over everybody else's."""
-        return self._together(tensor, lambda everybody: tensor.copy_(everybody[source]))
+        """Start copying the source's tensor over those of all other ranks."""
+        return self._together(tensor, lambda tensors: tensor.copy_(tensors[source]))
 
     def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Work:  # noqa: ARG002
-        """Start combining everybody's tensor, in the order of ranks: the algorithm would only round otherwise.
+        """Start combining all ranks' tensors, in the order of ranks: the algorithm would only round otherwise.
 
-        The tensor changes when it is waited for: so whoever reads too early always sees the old numbers, and whoever
-        writes too early is always found.
+        The tensor changes when the learner's code waits: so code that reads it too early always sees the old numbers,
+        and code that writes to it too early is always found.
         """
 
-        def combine(everybody: list[torch.Tensor]) -> None:
-            tensor.copy_(everybody[0])
-            for other in everybody[1:]:
+        def combine(tensors: list[torch.Tensor]) -> None:
+            tensor.copy_(tensors[0])
+            for other in tensors[1:]:
                 COMBINE[op](tensor, other)
 
         return self._together(tensor, combine)
 
     def _together(self, tensor: torch.Tensor, finish: Callable[[list[torch.Tensor]], Any]) -> Work:
         call, before, ranks = self.observer.call, tensor.clone(), self.world_ranks
-        number = self.world.add(self.world.calls[self.rank], (call, before)) - 1
+        number = self.world.add(self.world.collectives[self.rank], (call, before)) - 1
 
         def missing() -> int | None:
-            return next((rank for rank in ranks if len(self.world.calls[rank]) <= number), None)
+            return next((rank for rank in ranks if len(self.world.collectives[rank]) <= number), None)
 
         def complete() -> None:
-            everybody = [self.world.calls[rank][number] for rank in ranks]
-            for other, _ in everybody:
+            messages = [self.world.collectives[rank][number] for rank in ranks]
+            for other, _ in messages:
                 if other.agreement != call.agreement:
                     raise Mismatch(f"rank {other.rank} calls {other.agreement}, and rank {self.rank} {call.agreement}")
-            finish([content for _, content in everybody])
+            finish([content for _, content in messages])
 
         return _Transfer(self.world, call, missing, complete).reading(tensor, before)
 
@@ -240,10 +241,10 @@ def _require_alike(sent: Called, received: Called) -> None:
 
 
 class ExamComms(Comms):
-    """The Comms that a learner's code is given: a real one that refuses what is not for the exercise, and says where.
+    """The Comms that a learner's code is given: a real one that refuses what is not for the exercise, with the line.
 
     Attributes:
-        refused: calls that were made all the same.
+        refused: calls that the learner's code made all the same.
         line_of_ranks: whether only neighbours may talk to each other, as in a pipeline.
         row: what this rank has done.
     """
@@ -255,13 +256,13 @@ class ExamComms(Comms):
         self.log, self.row = group.observer, group.observer.row
         self.observers.append(self.log)
         self._file, self._allowed = file, allowed
-        self._inside = False  # a call that was begun makes others
+        self._inside = False  # whether a call has been begun: it may make others, which are not the learner's
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"comms has no {name!r}; it offers {', '.join(self._allowed)}")
 
     def begin(self, name: str, arguments: dict[str, Any]) -> Called:
-        """Refuse a call, or say what the log will be told of."""
+        """Refuse a call, or describe it for the log."""
         line = self._line()
         if name not in self._allowed:
             offers = ", ".join(f"comms.{one}" for one in self._allowed) or "nothing of comms"
@@ -305,14 +306,14 @@ class ExamComms(Comms):
         return 0
 
 
-class _Watched:
-    """A request that also tells of being waited for again, which the real one tells nobody."""
+class _Request:
+    """A request that also tells the log when it is waited for again, which the real one does not."""
 
     def __init__(self, comms: ExamComms, request: Any, call: Called) -> None:
         self._comms, self._request, self._call = comms, request, call
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Come back with what the request brings."""
+        """Wait in the learner's line, and return what the request brings."""
         self._call.waits_in = self._comms._line()
         if self._call.ended:
             self._comms.log.waits_again(self._call)
@@ -321,7 +322,7 @@ class _Watched:
 
 
 def _of_exam(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of Comms, for a learner: it may be refused, and is written down."""
+    """Wrap a method of Comms for a learner: it may be refused, and the log writes it down."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -335,7 +336,7 @@ def _of_exam(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
                 found = original(self, *arguments, **named)
         finally:
             self._inside = False
-        return _Watched(self, found, call) if name in ("isend", "irecv") or call.asynchronous else found
+        return _Request(self, found, call) if name in ("isend", "irecv") or call.asynchronous else found
 
     return method
 

@@ -1,7 +1,7 @@
-"""The referee: a process of its own that asks an exercise's grader, so that the runner never meets a learner's code.
+"""The referee: a process of its own that asks an exercise's grader, so that the runner never runs a learner's code.
 
-It reads requests from its parent, one JSON object a line, and answers with the steps as they are done and the verdict.
-After each it ends the ranks, and whatever else the learner's code has started: the next check begins anew.
+It reads requests from the runner, one JSON object a line, and answers with the steps as they are done and the verdict.
+After each request it ends the ranks, and whatever else the learner's code has started: the next check begins anew.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Container
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,15 +26,15 @@ from microparallel.learn.verdict import Step, Verdict, Wrong
 from microparallel.observe.processes import children
 
 _LONGEST = 4000  # characters of a message
-_MOST_ROUNDS = 200  # of ending children, each of which ends one generation
+_MOST_GENERATIONS = 200  # of processes that leave children behind
 
 
 def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
-    """Judge until the parent hangs up."""
+    """Answer requests until the runner closes its end of the pipe."""
     threading.Thread(target=_end_with_parent, args=(lifeline_fd,), daemon=True).start()
     from microparallel.world.fork_server import NEEDED, ForkServer, can_fork, take_orphans
 
-    # It imports torch while this process does.
+    # The fork server imports torch while this process does.
     fork_server = ForkServer([*NEEDED, "microparallel.learn.exam"]) if sys.platform == "linux" else None
     from microparallel.world import Pool
 
@@ -45,22 +46,30 @@ def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
         take_orphans(True)
     with Pool(fork_server) as pool, open(requests_fd) as requests, open(answers_fd, "w") as answers:
         for line in requests:
-            request = json.loads(line)
-            teller = _Teller(answers, request["number"])
-            verdict = judge(request["exercise"], Path(request["file"]), pool, teller.step)
-            if sys.platform == "linux":
-                _end_children(keep)
-            teller.say(verdict=verdict.to_dict())
+            _serve(json.loads(line), pool, answers, keep)
     if fork_server is not None:
         fork_server.close()
+
+
+def _serve(request: dict[str, Any], pool: Any, answers: IO[str], keep: Container[int]) -> None:
+    """Judge the file that a request names; every line of the answer has the request's number."""
+
+    def answer(**message: Any) -> None:
+        answers.write(json.dumps({"number": request["number"], **message}) + "\n")
+        answers.flush()
+
+    verdict = judge(request["exercise"], Path(request["file"]), pool, lambda step: answer(step=asdict(step)))
+    if sys.platform == "linux":
+        _end_children(keep)
+    answer(verdict=verdict.to_dict())
 
 
 def _end_children(keep: Container[int]) -> None:
     """End every child of this process but those to keep.
 
-    This process adopts orphans, so that what a child leaves behind becomes its child, too, until none is left.
+    This process adopts orphans: when a child ends, its own children become ours, and are ended in the next round.
     """
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MOST_GENERATIONS):
         found = [pid for pid in children(os.getpid()) if pid not in keep]
         if not found:
             return
@@ -71,8 +80,8 @@ def _end_children(keep: Container[int]) -> None:
                 os.waitpid(pid, 0)
 
 
-def judge(name: str, file: Path, pool: Any, tell: Callable[[dict[str, Any]], None] = lambda _: None) -> Verdict:
-    """Let the grader of an exercise look at a file."""
+def judge(name: str, file: Path, pool: Any, on_step: Callable[[Step], None] = lambda _: None) -> Verdict:
+    """Let the grader of an exercise look at a file; `on_step` is called with each step as it is done."""
     from microparallel.learn.exam import Exam
 
     start = time.monotonic()
@@ -80,7 +89,7 @@ def judge(name: str, file: Path, pool: Any, tell: Callable[[dict[str, Any]], Non
 
     def note(step: Step) -> None:
         verdict.steps.append(step)
-        tell({"title": step.title, "passed": step.passed, "note": step.note})
+        on_step(step)
 
     try:
         exercise = find_exercise(name)
@@ -91,7 +100,7 @@ def judge(name: str, file: Path, pool: Any, tell: Callable[[dict[str, Any]], Non
         verdict.message = _cut(str(wrong))
     except LaunchError as error:
         if not isinstance(error, RankFailed | RanksTimedOut):
-            raise  # ranks cannot be started any more: whoever asked must start another referee
+            raise  # ranks cannot be started any more: this process ends, and the runner starts another referee
         verdict.message = _our_fault()
     except Exception:
         verdict.message = _our_fault()
@@ -109,22 +118,8 @@ def _cut(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}\n… \n{text[-_LONGEST // 2 :]}"
 
 
-class _Teller:
-    """Says what belongs to one request."""
-
-    def __init__(self, answers: IO[str], number: str) -> None:
-        self._answers, self._number = answers, number
-
-    def say(self, **message: Any) -> None:
-        self._answers.write(json.dumps({"number": self._number, **message}) + "\n")
-        self._answers.flush()
-
-    def step(self, step: dict[str, Any]) -> None:
-        self.say(step=step)
-
-
 def _end_with_parent(lifeline_fd: int) -> None:
-    """Wait for the pipe whose other end only the parent holds; when it closes, nobody needs an answer any more."""
+    """Wait, in a thread, until the runner has ended, which closes its end of this pipe; then end this process group."""
     os.read(lifeline_fd, 1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 

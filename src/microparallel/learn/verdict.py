@@ -1,4 +1,4 @@
-"""What came of a check."""
+"""What came of a check: the steps of the grader, and whether the answer is right."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Wrong(UsageError):
 
 
 class NotAllowed(Wrong):
-    """The learner called somebody else's function for the thing that is to be written."""
+    """The learner called a function that does what the learner is to write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One thing that was looked at."""
+    """One thing that a grader looked at."""
 
     title: str
     passed: bool
-    note: str = ""  # what was measured, for those who want to know
+    note: str = ""  # what was measured
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ _NOW = "%Y-%m-%d %H:%M"
 
 
 class Workspace:
-    """The folder, read once; whatever changes is written at once."""
+    """A learner's folder: its progress is read once, and every change is written at once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,7 +106,7 @@ class Workspace:
             self._write()
 
     def note_passed(self, exercise: Exercise) -> bool:
-        """Remember that it has passed; returns whether that is news."""
+        """Remember that an exercise has passed; returns whether it had not passed before."""
         if exercise.name in self.passed:
             return False
         self.passed[exercise.name] = time.strftime(_NOW)

@@ -6,7 +6,7 @@ RUN/
   metrics.jsonl    one JSON object a line, as training went on
   summary.json     how it ended; not there while it still runs
   trace.json       what its ranks did, if they were recorded
-  predicted.json   what they were expected to do, if somebody asked the simulator
+  predicted.json   what the simulator expected them to do, if it was asked
 ```
 """
 

@@ -1,29 +1,29 @@
 // The timeline's bars: what they are, and where each rank's lanes put them.
 "use strict";
 
-const SPAN_FIELDS = ["rank", "kind", "name", "start", "end", "begun", "waited", "bytes", "meeting", "last", "place", "row"];
+const BAR_FIELDS = ["rank", "kind", "name", "start", "end", "begun", "waited", "bytes", "meeting", "last", "place", "row"];
 const AXIS = 30;
 
 // A step's rows, as objects with names instead of numbers.
 function unpacked(step, measured) {
-  const span = (row) => {
-    const made = Object.fromEntries(SPAN_FIELDS.map((field, place) => [field, row[place] ?? null]));
+  const bar = (row) => {
+    const made = Object.fromEntries(BAR_FIELDS.map((field, place) => [field, row[place] ?? null]));
     made.kind = measured.kinds[made.kind];
     made.name = measured.names[made.name];
     made.place = made.place === null ? "" : measured.places[made.place];
     return made;
   };
-  const spans = step.spans.map(span);
-  const blocked = step.blocked.map(([rank, start, end, what, cause, whom]) => ({ rank, start, end, what, cause: spans[cause] ?? null, whom }));
+  const bars = step.bars.map(bar);
+  const blocked = step.blocked.map(([rank, start, end, what, cause, whom]) => ({ rank, start, end, what, cause: bars[cause] ?? null, whom }));
   const prediction = measured.predictions[step.predicted];
-  const expected = (row) => ({ ...span(row), expected: true });
-  const predicted = prediction ? { length: prediction.length, spans: prediction.spans.map(expected) } : null;
-  return { ...step, spans, blocked, predicted };
+  const expected = (row) => ({ ...bar(row), expected: true });
+  const predicted = prediction ? { length: prediction.length, bars: prediction.bars.map(expected) } : null;
+  return { ...step, bars, blocked, predicted };
 }
 
 // Whether a prediction and what was measured are about the same operation.
 const isTheSame = (one, other) => one.rank === other.rank && one.kind === other.kind && one.name === other.name;
-const computes = (span) => !["collective", "send", "receive"].includes(span.kind);
+const computes = (bar) => !["collective", "send", "receive"].includes(bar.kind);
 
 class Lanes {
   constructor(step, ranks, width, predicted) {
@@ -43,8 +43,8 @@ class Lanes {
     let top = AXIS + 4;
     this.rows = [];
     for (let rank = 0; rank < this.ranks; rank += 1) {
-      const talking = this.step.spans.filter((span) => span.rank === rank && !computes(span));
-      const lines = talking.length ? 1 + talking.reduce((most, span) => Math.max(most, span.row), 0) : 0;
+      const talking = this.step.bars.filter((bar) => bar.rank === rank && !computes(bar));
+      const lines = talking.length ? 1 + talking.reduce((most, bar) => Math.max(most, bar.row), 0) : 0;
       const compute = top + (this.predicted ? 15 : 0);
       const talk = compute + this.computeHeight + 4;
       const end = talk + lines * (this.talkHeight + 2);
@@ -58,9 +58,9 @@ class Lanes {
   lists() {
     const inOrder = (items) => items.sort((one, other) => one.start - other.start || one.end - other.end);
     this.items = this.rows.flatMap(({ rank }) => {
-      const mine = this.step.spans.filter((span) => span.rank === rank);
+      const mine = this.step.bars.filter((bar) => bar.rank === rank);
       const waits = this.step.blocked.filter((item) => item.rank === rank);
-      return [inOrder([...mine.filter(computes), ...waits]), inOrder(mine.filter((span) => !computes(span)))];
+      return [inOrder([...mine.filter(computes), ...waits]), inOrder(mine.filter((bar) => !computes(bar)))];
     });
   }
 
@@ -70,16 +70,16 @@ class Lanes {
     for (let rank = 0; rank < this.ranks; rank += 1) {
       const waits = this.items[2 * rank].filter((item) => item.what !== undefined);
       let first = 0;
-      for (const span of this.items[2 * rank].filter((item) => item.what === undefined)) {
-        while (waits[first] && waits[first].end <= span.start) first += 1;
+      for (const bar of this.items[2 * rank].filter((item) => item.what === undefined)) {
+        while (waits[first] && waits[first].end <= bar.start) first += 1;
         const found = [];
-        let from = span.start;
-        for (let next = first; waits[next] && waits[next].start < span.end; next += 1) {
+        let from = bar.start;
+        for (let next = first; waits[next] && waits[next].start < bar.end; next += 1) {
           if (waits[next].start > from) found.push([from, waits[next].start]);
           from = Math.max(from, waits[next].end);
         }
-        if (from < span.end) found.push([from, span.end]);
-        this.uncovered.set(span, found);
+        if (from < bar.end) found.push([from, bar.end]);
+        this.uncovered.set(bar, found);
       }
     }
   }

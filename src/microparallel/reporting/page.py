@@ -1,4 +1,7 @@
-"""What changes over a run's steps: loss, speed, memory, in few enough points to be drawn."""
+"""The report of a run as one page: report.html, filled with what is known, with its style and scripts in one file.
+
+Numbers and words are found here, in Python; the scripts only draw them. The page forbids itself any use of a network.
+"""
 
 from __future__ import annotations
 
@@ -12,84 +15,105 @@ from microparallel.drawing import kinds
 from microparallel.reporting.folder import Run
 from microparallel.reporting.steps import Measured
 from microparallel.text import count, show_percent, show_seconds
+from microparallel.train.run_folder import without_nan
 
-_MOST_POINTS = 600
+_SCRIPTS = (
+    "basics.js",
+    "curves.js",
+    "shares.js",
+    "words.js",
+    "lanes.js",
+    "painting.js",
+    "timeline.js",
+    "arrivals.js",
+    "report.js",
+)
+_COLOURS = {
+    "forward": kinds.FORWARD,
+    "backward": kinds.BACKWARD,
+    "optimizer": kinds.OPTIMIZER_STEP,
+    "collective": kinds.ALL_REDUCE,
+    "send": kinds.SEND,
+    "receive": kinds.RECEIVE,
+    "input half": kinds.INPUT_HALF,
+    "weight half": kinds.WEIGHT_HALF,
+}
+_TIMES = ("makespan", "work of the busiest rank", "bubble", "exposed communication")
 _UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_MOST_POINTS = 600  # of a curve
+_LONGEST_TEXT = 500
+_SPACE = "\u00a0"  # keeps a number and its unit together
 
 Point = tuple[float, float | None]
 
 
-def curves(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Training and validation loss, and throughput; None stands where a loss was not finite."""
-    loss, speed = _points(metrics, "loss"), _points(metrics, "samples_per_second")
-    return {
-        "loss": thinned(loss),
-        "validation": thinned(_points(metrics, "validation_loss")),
-        "speed": thinned(speed),
-        "steps_a_point": math.ceil(max(len(loss), len(speed), 1) / _MOST_POINTS),
+def report_page(run: Run, version: str = "") -> str:
+    """Write the report of a run as a page that needs nothing else, neither files nor a network."""
+    measured = Measured(run.trace, run.predicted) if run.trace is not None and run.trace.events else None
+    data = {
+        "curves": curves(run.metrics),
+        "measured": measured.written() if measured is not None else None,
+        "memory": memory(run.metrics, run.summary, run.trace.about if run.trace is not None else {}),
+        "colours": {name: [kind.fill, kind.ink] for name, kind in _COLOURS.items()},
     }
+    return _filled(
+        title=title_of(run),
+        subtitle=subtitle_of(run),
+        tiles=tiles_of(run, measured),
+        lead=lead_of(measured) if measured is not None else [],
+        learned=any("loss" in record or "samples_per_second" in record for record in run.metrics),
+        predicted=run.predicted is not None,
+        differences=prediction_of(measured) if measured is not None else [],
+        configuration=configuration_of(run),
+        version=version,
+        data=without_nan(data),
+        style=_style(),
+        scripts="\n".join(_own(name) for name in _SCRIPTS),
+    )
 
 
-def memory(metrics: Sequence[dict[str, Any]], *facts: dict[str, Any]) -> dict[str, Any] | None:
-    """All that is known about memory, in bytes, whoever wrote it down; None if that is nothing."""
-    keys = list(dict.fromkeys(key for record in metrics for key in record if "memory" in key.lower()))
-    over_steps = {key: thinned(_points(metrics, key, _scale(key))) for key in keys}
-    found = {
-        key: _sizes(value, _scale(key)) for fact in facts for key, value in fact.items() if "memory" in key.lower()
+def _filled(**values: Any) -> str:
+    """Fill the template; Jinja escapes what is put into it, but for the style and the scripts, which are ours."""
+    from jinja2 import Environment, StrictUndefined  # takes 0.1 s, so it is imported only when a page is written
+
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    environment.policies["json.dumps_kwargs"] = {
+        "separators": (",", ":"),
+        "ensure_ascii": False,
+        "allow_nan": False,
     }
-    curves = {key: points for key, points in over_steps.items() if any(value is not None for _, value in points)}
-    sizes = {key: value for key, value in found.items() if value}
-    return {"over_steps": curves, "sizes": sizes} if curves or sizes else None
+    return environment.from_string(_own("report.html")).render(values)
 
 
-def thinned(points: list[Point]) -> list[Point]:
-    """So many neighbours in a row as one, their mean, that few enough points are left."""
-    many = math.ceil(len(points) / _MOST_POINTS)
-    return points if many <= 1 else [_mean(points[at : at + many]) for at in range(0, len(points), many)]
+def _style() -> str:
+    """The style of all our pages, the colours of what ranks do, and what only this page has."""
+    colours = " ".join(f"--{name.replace(' ', '-')}: {kind.fill};" for name, kind in _COLOURS.items())
+    family = _resource("microparallel.drawing", "page.css")
+    return f"{family}\n:root {{ {colours} }}\n\n{_own('report.css')}"
 
 
-def _mean(points: list[Point]) -> Point:
-    values = [value for _, value in points if value is not None]
-    return points[-1][0], sum(values) / len(values) if values else None
+def _own(name: str) -> str:
+    return _resource("microparallel.reporting", name)
 
 
-def _points(metrics: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> list[Point]:
-    records = [record for record in metrics if key in record and _is_number(record.get("step"))]
-    return [(record["step"], record[key] * scale if _is_number(record[key]) else None) for record in records]
+def _resource(package: str, name: str) -> str:
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
-def _scale(key: str) -> float:
-    """Bytes, unless the name ends in another unit."""
-    return _UNITS.get(key.lower().replace(" ", "_").rpartition("_")[2], 1.0)
-
-
-def _sizes(value: Any, scale: float) -> list[float]:
-    """One number for all, or one a rank."""
-    values = value if isinstance(value, list | tuple) else [value]
-    return [number * scale for number in values] if all(_is_number(number) for number in values) else []
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-# What the page says in words and numbers: its title, the figures at its head, and what follows from them.
-
-
-_LONGEST_TEXT = 500
-_TIMES = ("makespan", "work of the busiest rank", "bubble", "exposed communication")
-_SPACE = "\u00a0"  # keeps a number and its unit together
+# ── words and numbers: the title, the figures at the head, and what follows from them ─────────────────────────────────
 
 
 def title_of(run: Run) -> str:
-    """What was run, on how many ranks."""
+    """Which model was trained, on how many ranks."""
     model, ranks = _fact(run, "model"), ranks_of(run)
     what = str(model) if model is not None else run.name
     return what if ranks is None else f"{what} on {count(ranks, 'rank')}"
 
 
 def subtitle_of(run: Run) -> str:
-    """Where it is kept, and what it trained on and how."""
+    """The run's folder, and how and on what it trained."""
     strategy, data = _fact(run, "strategy"), _fact(run, "data")
     layout = [f"{axis} {_fact(run, axis)}" for axis in ("dp", "pp") if isinstance(_fact(run, axis), int)]
     facts = [_fact(run, "schedule"), *layout, _fact(run, "device")]
@@ -98,7 +122,7 @@ def subtitle_of(run: Run) -> str:
 
 
 def ranks_of(run: Run) -> int | None:
-    """How many there were, as far as anybody wrote it down."""
+    """How many ranks the run had; None if neither its trace nor its summary says so."""
     if run.trace is not None:
         return run.trace.ranks
     ranks = _fact(run, "ranks")
@@ -188,7 +212,7 @@ def percent(share: float) -> str:
 
 
 def _fact(run: Run, key: str) -> Any:
-    """What is known: how it ended, what it was told, or what the trace says."""
+    """A fact about the run: from its summary, its configuration, or its trace, in that order."""
     about = run.trace.about if run.trace is not None else {}
     return next((facts[key] for facts in (run.summary, run.config, about) if facts.get(key) is not None), None)
 
@@ -214,93 +238,58 @@ def _text(value: Any) -> str:
     return text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
 
 
-# The page itself: report.html, filled with what is known of a run, with its style and its scripts in one file.
-#
-# Numbers and words are found in Python; the scripts only draw them. The page forbids itself any use of a network.
+# ── curves: loss, speed and memory over a run's steps, in few enough points to be drawn ───────────────────────────────
 
 
-_SCRIPTS = (
-    "basics.js",
-    "curves.js",
-    "shares.js",
-    "words.js",
-    "lanes.js",
-    "painting.js",
-    "timeline.js",
-    "arrivals.js",
-    "report.js",
-)
-_COLOURS = {
-    "forward": kinds.FORWARD,
-    "backward": kinds.BACKWARD,
-    "optimizer": kinds.OPTIMIZER_STEP,
-    "collective": kinds.ALL_REDUCE,
-    "send": kinds.SEND,
-    "receive": kinds.RECEIVE,
-    "input half": kinds.INPUT_HALF,
-    "weight half": kinds.WEIGHT_HALF,
-}
-
-
-def report_page(run: Run, version: str = "") -> str:
-    """Write the report of a run as a page that needs nothing else, neither files nor a network."""
-    measured = Measured(run.trace, run.predicted) if run.trace is not None and run.trace.events else None
-    data = {
-        "curves": curves(run.metrics),
-        "measured": measured.written() if measured is not None else None,
-        "memory": memory(run.metrics, run.summary, run.trace.about if run.trace is not None else {}),
-        "colours": {name: [kind.fill, kind.ink] for name, kind in _COLOURS.items()},
+def curves(metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Training and validation loss, and throughput; None stands where a loss was not finite."""
+    loss, speed = _points(metrics, "loss"), _points(metrics, "samples_per_second")
+    return {
+        "loss": thinned(loss),
+        "validation": thinned(_points(metrics, "validation_loss")),
+        "speed": thinned(speed),
+        "steps_a_point": math.ceil(max(len(loss), len(speed), 1) / _MOST_POINTS),
     }
-    return _filled(
-        title=title_of(run),
-        subtitle=subtitle_of(run),
-        tiles=tiles_of(run, measured),
-        lead=lead_of(measured) if measured is not None else [],
-        learned=any("loss" in record or "samples_per_second" in record for record in run.metrics),
-        predicted=run.predicted is not None,
-        differences=prediction_of(measured) if measured is not None else [],
-        configuration=configuration_of(run),
-        version=version,
-        data=_finite(data),
-        style=_style(),
-        scripts="\n".join(_own(name) for name in _SCRIPTS),
-    )
 
 
-def _filled(**values: Any) -> str:
-    """Fill the template; Jinja escapes what is put into it, but for the style and the scripts, which are ours."""
-    from jinja2 import Environment, StrictUndefined  # 0.1 s, which only who writes a page has to wait for
-
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    environment.policies["json.dumps_kwargs"] = {
-        "separators": (",", ":"),
-        "ensure_ascii": False,
-        "allow_nan": False,
+def memory(metrics: Sequence[dict[str, Any]], *facts: dict[str, Any]) -> dict[str, Any] | None:
+    """All that metrics, summary and trace say about memory, in bytes; None if that is nothing."""
+    keys = list(dict.fromkeys(key for record in metrics for key in record if "memory" in key.lower()))
+    over_steps = {key: thinned(_points(metrics, key, _scale(key))) for key in keys}
+    found = {
+        key: _sizes(value, _scale(key)) for fact in facts for key, value in fact.items() if "memory" in key.lower()
     }
-    return environment.from_string(_own("report.html")).render(values)
+    curves = {key: points for key, points in over_steps.items() if any(value is not None for _, value in points)}
+    sizes = {key: value for key, value in found.items() if value}
+    return {"over_steps": curves, "sizes": sizes} if curves or sizes else None
 
 
-def _style() -> str:
-    """That of all our pages, the colours of what ranks do, and what only this page has."""
-    colours = " ".join(f"--{name.replace(' ', '-')}: {kind.fill};" for name, kind in _COLOURS.items())
-    family = _resource("microparallel.drawing", "page.css")
-    return f"{family}\n:root {{ {colours} }}\n\n{_own('report.css')}"
+def thinned(points: list[Point]) -> list[Point]:
+    """Few enough points to be drawn: neighbours become one, their mean."""
+    many = math.ceil(len(points) / _MOST_POINTS)
+    return points if many <= 1 else [_mean(points[at : at + many]) for at in range(0, len(points), many)]
 
 
-def _finite(value: Any) -> Any:
-    """Put null where a number is not finite, since JSON has no word for it."""
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _mean(points: list[Point]) -> Point:
+    values = [value for _, value in points if value is not None]
+    return points[-1][0], sum(values) / len(values) if values else None
 
 
-def _own(name: str) -> str:
-    return _resource("microparallel.reporting", name)
+def _points(metrics: Sequence[dict[str, Any]], key: str, scale: float = 1.0) -> list[Point]:
+    records = [record for record in metrics if key in record and _is_number(record.get("step"))]
+    return [(record["step"], record[key] * scale if _is_number(record[key]) else None) for record in records]
 
 
-def _resource(package: str, name: str) -> str:
-    return files(package).joinpath(name).read_text(encoding="utf-8")
+def _scale(key: str) -> float:
+    """Bytes, unless the name ends in another unit."""
+    return _UNITS.get(key.lower().replace(" ", "_").rpartition("_")[2], 1.0)
+
+
+def _sizes(value: Any, scale: float) -> list[float]:
+    """One number for all, or one a rank."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return [number * scale for number in values] if all(_is_number(number) for number in values) else []
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

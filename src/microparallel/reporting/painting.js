@@ -20,11 +20,11 @@ class PaintedLanes extends Lanes {
     pen.beginPath();
     pen.rect(this.left, 0, this.right - this.left, this.height);
     pen.clip();
-    const computed = this.step.spans.filter(computes);
-    for (const span of computed) this.solid(span);
+    const computed = this.step.bars.filter(computes);
+    for (const bar of computed) this.solid(bar);
     for (const item of this.step.blocked) this.wait(item);
-    for (const span of computed) this.named(span);
-    for (const span of this.step.spans) if (!computes(span)) this.talk(span);
+    for (const bar of computed) this.named(bar);
+    for (const bar of this.step.bars) if (!computes(bar)) this.talk(bar);
     if (this.predicted) this.prediction();
     this.arrows(chosen);
     this.emphasis(chosen);
@@ -80,25 +80,25 @@ class PaintedLanes extends Lanes {
     return { from, width: Math.max(Math.min(this.x(end), this.right + 4) - from, 1) };
   }
 
-  solid(span) {
-    const seen = this.extent(span.start, span.end);
+  solid(bar) {
+    const seen = this.extent(bar.start, bar.end);
     if (!seen) return;
-    const { top, height } = this.box(span);
-    this.pen.fillStyle = colour(span.kind);
-    bar(this.pen, seen.from, top, seen.width, height);
-    if (span.row) {
+    const { top, height } = this.box(bar);
+    this.pen.fillStyle = colour(bar.kind);
+    fillBar(this.pen, seen.from, top, seen.width, height);
+    if (bar.row) {
       this.pen.strokeStyle = this.theme.page;
       this.pen.strokeRect(seen.from, top, seen.width, height);
     }
   }
 
   // Its name, in the widest piece of it that no wait covers.
-  named(span) {
-    const pieces = this.uncovered.get(span).map(([start, end]) => this.extent(start, end)).filter(Boolean);
+  named(bar) {
+    const pieces = this.uncovered.get(bar).map(([start, end]) => this.extent(start, end)).filter(Boolean);
     if (!pieces.length) return;
-    const { top, height } = this.box(span);
+    const { top, height } = this.box(bar);
     const widest = pieces.reduce((one, other) => (other.width > one.width ? other : one));
-    this.write([span.name, span.kind], widest, top + height / 2 + 0.5, ink(span.kind));
+    this.write([bar.name, bar.kind], widest, top + height / 2 + 0.5, ink(bar.kind));
   }
 
   // The first of these words that has room, in the middle if it only just has, or none.
@@ -122,7 +122,7 @@ class PaintedLanes extends Lanes {
     pen.fillStyle = theme.page;
     pen.fillRect(seen.from, top, seen.width, height);
     pen.fillStyle = item.what === 0 ? this.hatch : colour("collective");
-    bar(pen, seen.from, top, seen.width, height);
+    fillBar(pen, seen.from, top, seen.width, height);
     if (item.what === 0 && seen.width > 64) {
       pen.font = "11px system-ui, sans-serif";
       const text = seen.width > 150 ? `waits for rank ${item.whom}` : "waits";
@@ -137,30 +137,30 @@ class PaintedLanes extends Lanes {
     }
   }
 
-  talk(span) {
-    const { top, height } = this.box(span);
-    const before = span.begun > span.start ? this.extent(span.start, span.begun) : null;
+  talk(bar) {
+    const { top, height } = this.box(bar);
+    const before = bar.begun > bar.start ? this.extent(bar.start, bar.begun) : null;
     if (before) {
       this.pen.globalAlpha = 0.28;
-      this.pen.fillStyle = colour(span.kind);
-      bar(this.pen, before.from, top + height / 2 - 2, before.width, 4);
+      this.pen.fillStyle = colour(bar.kind);
+      fillBar(this.pen, before.from, top + height / 2 - 2, before.width, 4);
       this.pen.globalAlpha = 1;
     }
-    const during = this.extent(span.begun, span.end);
+    const during = this.extent(bar.begun, bar.end);
     if (!during) return;
-    this.pen.fillStyle = colour(span.kind);
-    bar(this.pen, during.from, top, during.width, height);
-    if (height > 10) this.write([span.name, span.name.split("(")[0]], during, top + height / 2 + 0.5, ink(span.kind));
+    this.pen.fillStyle = colour(bar.kind);
+    fillBar(this.pen, during.from, top, during.width, height);
+    if (height > 10) this.write([bar.name, bar.name.split("(")[0]], during, top + height / 2 + 0.5, ink(bar.kind));
   }
 
   prediction() {
     const { pen } = this;
-    for (const span of this.step.predicted.spans) {
-      const seen = span.rank < this.ranks ? this.extent(span.start, span.end) : null;
+    for (const bar of this.step.predicted.bars) {
+      const seen = bar.rank < this.ranks ? this.extent(bar.start, bar.end) : null;
       if (!seen) continue;
-      const { top, height } = this.box(span);
-      pen.fillStyle = colour(span.kind);
-      bar(pen, seen.from, top, seen.width, height);
+      const { top, height } = this.box(bar);
+      pen.fillStyle = colour(bar.kind);
+      fillBar(pen, seen.from, top, seen.width, height);
     }
     const end = this.x(this.step.predicted.length);
     pen.setLineDash([4, 4]);
@@ -175,11 +175,11 @@ class PaintedLanes extends Lanes {
   // Messages, from their send to their receive, once there are few enough to be told apart.
   arrows(chosen) {
     const messages = new Map();
-    for (const span of this.step.spans) {
-      if (span.kind !== "send" && span.kind !== "receive") continue;
-      const message = messages.get(span.meeting) ?? {};
-      message[span.kind] = span;
-      messages.set(span.meeting, message);
+    for (const bar of this.step.bars) {
+      if (bar.kind !== "send" && bar.kind !== "receive") continue;
+      const message = messages.get(bar.meeting) ?? {};
+      message[bar.kind] = bar;
+      messages.set(bar.meeting, message);
     }
     const seen = [...messages.values()].filter(({ send, receive }) => send && receive && receive.end >= this.view.from && send.start <= this.view.to);
     this.messages = seen.length;
@@ -214,8 +214,8 @@ class PaintedLanes extends Lanes {
   emphasis(chosen) {
     if (!chosen) return;
     const meeting = chosen.meeting ?? chosen.cause?.meeting ?? null;
-    const together = meeting === null ? [] : this.step.spans.filter((span) => span.meeting === meeting);
-    const related = chosen.expected ? this.step.spans.filter((span) => isTheSame(span, chosen)) : together;
+    const together = meeting === null ? [] : this.step.bars.filter((bar) => bar.meeting === meeting);
+    const related = chosen.expected ? this.step.bars.filter((bar) => isTheSame(bar, chosen)) : together;
     this.pen.lineWidth = 2;
     for (const item of [...related, chosen]) {
       const seen = this.extent(item.start, item.end);
@@ -228,7 +228,7 @@ class PaintedLanes extends Lanes {
   }
 }
 
-function bar(pen, x, y, width, height) {
+function fillBar(pen, x, y, width, height) {
   if (width < 4) {
     pen.fillRect(x, y, width, height);
     return;

@@ -39,7 +39,7 @@ function startStep(measured) {
 
 // What the colours of this step's bars mean, and nothing that is not there.
 function showLegend(step) {
-  const kinds = new Set(step.spans.map((span) => span.kind));
+  const kinds = new Set(step.bars.map((bar) => bar.kind));
   const exposed = step.blocked.some((item) => item.what === 1);
   const shown = report.measured.kinds.filter((kind) => kinds.has(kind) || (kind === "collective" && exposed));
   const word = (kind) => (kind !== "collective" || !exposed ? kind : kinds.has(kind) ? "collective, exposed communication" : "exposed communication");

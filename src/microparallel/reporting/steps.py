@@ -1,13 +1,16 @@
-"""One step as the page shows it: what each rank did, where it waited and for whom, and when buckets arrived.
+"""The recorded steps of a run, as many of them as a page can hold, with the prediction beside them.
+
+`Measured` is all of them; `StepView` is one, as the page shows it: what each rank did, where it waited and for which
+rank, and when buckets arrived.
 
 ```
 compute        forward ▒▒▒▒ backward ▒▒▒▒▒▒▒▒ waits ////▓▓▓▓ optimizer ▒▒
-communication                     ░░░░░░░░░░░░░░░░░░████     ░ handed over, not everybody is there yet
+communication                     ░░░░░░░░░░░░░░░░░░████     ░ handed over, not every rank is there yet
                                                     │  └ back            █ under way
                                                     └ the last rank has come
 ```
 
-Times are in microseconds from the step's first moment; whatever is told more than once has a number in a table.
+Times are in microseconds from the step's first moment. A text that is needed more than once has a number in a `Table`.
 """
 
 from __future__ import annotations
@@ -34,211 +37,6 @@ WAITING, EXPOSED = 0, 1
 _MOST_ROWS = 4  # of communication that runs at the same time; what is beyond shares the last
 _MOST_ARRIVALS = 60
 _LONGEST_TEXT = 200
-
-
-class Table:
-    """Numbers for texts, in the order in which they first came."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, text: str) -> int:
-        """The number of a text, which is cut if it is very long."""
-        text = text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
-        if text not in self._numbers:
-            self._numbers[text] = len(self.texts)
-            self.texts.append(text)
-        return self._numbers[text]
-
-
-def by_step(trace: Trace) -> dict[int, Trace]:
-    """Each step alone, in order; those in which nobody computed anything belong to no training step.
-
-    Such a one is at the end of many traces: ranks agree that they are done.
-    """
-    found: dict[int, list[Event]] = defaultdict(list)
-    for event in trace.events:
-        if not isinstance(event.op, Free):  # which takes no time that anybody could see
-            found[event.step].append(event)
-    working = sorted(step for step, events in found.items() if any(event.computes for event in events))
-    return {step: replace(trace, events=found[step]) for step in working or sorted(found)}
-
-
-class StepView:
-    """One step, ready to be written down.
-
-    Attributes:
-        trace: that step alone.
-        start: when it began.
-        end: when all ranks had ended it.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self.start, self.end = trace.bounds
-        self._meetings = meetings(trace.events)
-        self._latest = {number: self._last_to_come(places) for number, places in enumerate(self._meetings)}
-        self._meeting_of = {place: number for number, places in enumerate(self._meetings) for place in places}
-
-    def written(self, names: Table, places: Table, most: int | None = None) -> dict[str, Any]:
-        """Everything the page shows of it, or only that many of the longest bars."""
-        kept = self._kept(most)
-        blocked = sorted(self.blocked(kept), key=lambda row: row[1] - row[2])[:most]
-        return {
-            "step": self.trace.events[0].step,
-            "length": self._at(self.end),
-            "spans": [self._row(place, names, places) for place in kept],
-            "left_out": len(self.trace.events) - len(kept),
-            "blocked": [list(row) for row in sorted(blocked)],
-            "parts": self._parts,
-            **self._arrivals(names),
-        }
-
-    @cached_property
-    def _parts(self) -> list[list[float]]:
-        return [[round(1e6 * part, 1) for part in astuple(rank)] for rank in parts(self.trace)]
-
-    def outline(self, names: Table, most: int) -> dict[str, Any]:
-        """Only who did what when: what the page shows of a prediction, in that many of the longest bars."""
-        rows: dict[tuple[object, ...], list[Any]] = {}
-        for place in self._kept(most):
-            event = self.trace.events[place]
-            row = [event.rank, KINDS.index(_look(event)), names.number(event.name)]
-            # What was observed as a whole may be simulated in pieces, between which the rank waits.
-            key = (*row,) if event.computes else (place,)
-            known = rows.setdefault(key, [*row, self._at(event.asked), self._at(event.end)])
-            known[-1] = self._at(event.end)
-        return {"length": self._at(self.end), "spans": list(rows.values())}
-
-    def _at(self, time: float) -> float:
-        return round(1e6 * (time - self.start), 1)
-
-    def _kept(self, most: int | None) -> dict[int, int]:
-        """Which events are shown, by their place in the trace: the longest, if there are too many."""
-        events = self.trace.events
-        wanted = sorted(range(len(events)), key=lambda place: events[place].asked - events[place].end)[:most]
-        ordered = sorted(wanted, key=lambda place: (events[place].rank, events[place].asked, -events[place].end))
-        return {place: number for number, place in enumerate(ordered)}
-
-    def _row(self, place: int, names: Table, places: Table) -> list[Any]:
-        event = self.trace.events[place]
-        waited = self.trace.waits[place]
-        meeting = self._meeting_of.get(place)
-        return [
-            event.rank,
-            KINDS.index(_look(event)),
-            names.number(event.name),
-            self._at(event.asked),
-            self._at(event.end),
-            None if event.computes else self._at(event.start),
-            None if waited is None else self._at(waited),
-            event.bytes,
-            meeting,
-            None if meeting is None else self._latest[meeting],
-            places.number(event.place) if event.place else None,
-            self._rows[place],
-        ]
-
-    # ── rows: what happens at the same time stands below each other ────────────────────────────────────────────
-
-    @cached_property
-    def _rows(self) -> dict[int, int]:
-        lanes = itertools.product(range(self.trace.ranks), (True, False))
-        return dict(itertools.chain.from_iterable(self._rows_of(rank, computes) for rank, computes in lanes))
-
-    def _rows_of(self, rank: int, computes: bool) -> Iterator[tuple[int, int]]:
-        events = self.trace.events
-        mine = [place for place, event in enumerate(events) if event.rank == rank and event.computes == computes]
-        free = [-math.inf] * _MOST_ROWS
-        for place in sorted(mine, key=lambda place: (events[place].asked, -events[place].end)):
-            row = next((row for row, time in enumerate(free) if time <= events[place].asked), _MOST_ROWS - 1)
-            free[row] = events[place].end
-            yield place, row
-
-    # ── who waited for whom ────────────────────────────────────────────────────────────────────────────────────
-
-    def _last_to_come(self, places: list[int]) -> int | None:
-        """The rank whose coming began it: the last of a collective, the sender of a message."""
-        events = self.trace.events
-        came = needed(events, places)
-        return events[max(came, key=lambda place: events[place].asked)].rank if came else None
-
-    def blocked(self, kept: dict[int, int]) -> Iterator[tuple[int, float, float, int, int | None, int]]:
-        """When ranks had nothing to do: rank, from, to, what it was, the event that explains it, and for whom it was.
-
-        These are the moments that `parts` counts as waiting and as exposed communication.
-        """
-        events, waits = self.trace.events, self.trace.waits
-        last = max(events, key=lambda event: event.end).rank
-        for rank in range(self.trace.ranks):
-            talking = [place for place, event in enumerate(events) if event.rank == rank and not event.computes]
-            waiting = outside(self.trace.blocked[rank], self.trace.communicating[rank])
-            exposed = outside(self.trace.blocked[rank], waiting)
-            before = [(since, events[place].start, place) for place in talking if (since := waits[place]) is not None]
-            after = [(events[place].start, events[place].end, place) for place in talking]
-            for what, times, candidates in ((WAITING, waiting, before), (EXPOSED, exposed, after)):
-                for (start, end), place in zip(times, _explained(times, candidates), strict=True):
-                    whom = self._latest.get(self._meeting_of.get(place, -1)) if place is not None else None
-                    number = None if place is None else kept.get(place)
-                    yield rank, self._at(start), self._at(end), what, number, last if whom is None else whom
-            done = max((event.end for event in events if event.rank == rank), default=self.end)
-            if done < self.end:
-                yield rank, self._at(done), self._at(self.end), WAITING, None, last
-
-    # ── collectives that were handed over while backward ran ───────────────────────────────────────────────────
-
-    def _arrivals(self, names: Table) -> dict[str, Any]:
-        events = self.trace.events
-        backward = [
-            union((event.start, event.end) for event in mine if event.kind == "backward") for mine in self.trace.by_rank
-        ]
-        found: list[list[Any]] = []
-        for number, places in enumerate(self._meetings):
-            members = [events[place] for place in places]
-            if members[0].kind == "collective" and any(_inside(one.asked, backward[one.rank]) for one in members):
-                handed = sorted([one.rank, self._at(one.asked)] for one in members)
-                met = self._at(max(one.asked for one in members))
-                back = self._at(max(one.end for one in members))
-                sizes = max(one.bytes for one in members)
-                name = names.number(members[0].name)
-                found.append([number, name, sizes, handed, met, back, self._latest[number]])
-        found.sort(key=lambda row: min(time for _, time in row[3]))
-        times = [interval for intervals in backward for interval in intervals]
-        window = [self._at(min(start for start, _ in times)), self._at(max(end for _, end in times))] if times else None
-        return {"arrivals": found[:_MOST_ARRIVALS], "all_arrivals": len(found), "backward": window}
-
-
-def _look(event: Event) -> str:
-    """What it is shown as: the halves of a split backward have colours of their own; to add belongs to receiving."""
-    if isinstance(event.op, BackwardInput):
-        return "input half"
-    if isinstance(event.op, BackwardWeight):
-        return "weight half"
-    return "receive" if event.kind == "other" else event.kind
-
-
-def _explained(times: Iterable[Interval], candidates: list[tuple[float, float, int]]) -> Iterator[int | None]:
-    """For each of these times, which are in order, the candidate that covers most of it."""
-    waiting = sorted(candidates)
-    position, active = 0, list[tuple[float, float, int]]()
-    for start, end in times:
-        while position < len(waiting) and waiting[position][0] < end:
-            active.append(waiting[position])
-            position += 1
-        active = [one for one in active if one[1] > start]
-        best = max(((min(one[1], end) - max(one[0], start), one[2]) for one in active), default=None)
-        yield None if best is None else best[1]
-
-
-def _inside(time: float, intervals: list[Interval]) -> bool:
-    place = bisect_right(intervals, (time, math.inf)) - 1
-    return place >= 0 and time <= intervals[place][1]
-
-
-# The recorded steps of a run, as many of them as a page can hold, with the prediction beside them.
-
-
 # In characters: a page has to stay below 2 MB, and to open on a phone.
 _ROOM = 1_300_000
 _ROOM_FOR_PREDICTIONS = 300_000
@@ -246,7 +44,7 @@ _MOST_PREDICTED = 6000  # bars of one step
 
 
 class Measured:
-    """What was recorded.
+    """What was recorded of a run.
 
     Attributes:
         trace: all of it.
@@ -297,7 +95,7 @@ class Measured:
         return predicted.compare(self.steps[self.typical])
 
     def waited_for(self) -> dict[int, float]:
-        """For how many seconds others waited for each rank, in all steps, the most first."""
+        """For how many seconds other ranks waited for each rank, in all steps, the most first."""
         found: dict[int, float] = defaultdict(float)
         for view in self._views.values():
             for _, start, end, what, _, whom in view.blocked({}):
@@ -306,7 +104,7 @@ class Measured:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def written(self) -> dict[str, Any]:
-        """Everything the page shows of it."""
+        """Everything the page shows of the run."""
         steps = sorted(self._steps(), key=lambda step: int(step["step"]))
         return {
             "ranks": self.trace.ranks,
@@ -373,5 +171,208 @@ class Measured:
         return outlines
 
 
+def by_step(trace: Trace) -> dict[int, Trace]:
+    """Each step alone, in order, without those in which no rank computed: they belong to no training step.
+
+    Many traces end with one: the ranks agree that they are done.
+    """
+    found: dict[int, list[Event]] = defaultdict(list)
+    for event in trace.events:
+        if not isinstance(event.op, Free):  # it takes no time that a page could show
+            found[event.step].append(event)
+    working = sorted(step for step, events in found.items() if any(event.computes for event in events))
+    return {step: replace(trace, events=found[step]) for step in working or sorted(found)}
+
+
 def _size(content: Any) -> int:
     return len(json.dumps(content, separators=(",", ":")))
+
+
+# ── one step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class StepView:
+    """One step, ready to be written down.
+
+    Attributes:
+        trace: that step alone.
+        start: when it began.
+        end: when all ranks had ended it.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.start, self.end = trace.bounds
+        self._meetings = meetings(trace.events)
+        self._latest = {number: self._last_to_come(places) for number, places in enumerate(self._meetings)}
+        self._meeting_of = {place: number for number, places in enumerate(self._meetings) for place in places}
+
+    def written(self, names: Table, places: Table, most: int | None = None) -> dict[str, Any]:
+        """Everything the page shows of this step, or only that many of the longest bars."""
+        kept = self._kept(most)
+        blocked = sorted(self.blocked(kept), key=lambda row: row[1] - row[2])[:most]
+        return {
+            "step": self.trace.events[0].step,
+            "length": self._at(self.end),
+            "bars": [self._row(place, names, places) for place in kept],
+            "left_out": len(self.trace.events) - len(kept),
+            "blocked": [list(row) for row in sorted(blocked)],
+            "parts": self._parts,
+            **self._arrivals(names),
+        }
+
+    @cached_property
+    def _parts(self) -> list[list[float]]:
+        return [[round(1e6 * part, 1) for part in astuple(rank)] for rank in parts(self.trace)]
+
+    def outline(self, names: Table, most: int) -> dict[str, Any]:
+        """Only which rank did what when: what the page shows of a prediction, in that many of the longest bars."""
+        rows: dict[tuple[object, ...], list[Any]] = {}
+        for place in self._kept(most):
+            event = self.trace.events[place]
+            row = [event.rank, KINDS.index(_look(event)), names.number(event.name)]
+            # What was observed as a whole may be simulated in pieces, between which the rank waits.
+            key = (*row,) if event.computes else (place,)
+            known = rows.setdefault(key, [*row, self._at(event.asked), self._at(event.end)])
+            known[-1] = self._at(event.end)
+        return {"length": self._at(self.end), "bars": list(rows.values())}
+
+    def _at(self, time: float) -> float:
+        return round(1e6 * (time - self.start), 1)
+
+    def _kept(self, most: int | None) -> dict[int, int]:
+        """Which events are shown, by their place in the trace: the longest, if there are too many."""
+        events = self.trace.events
+        wanted = sorted(range(len(events)), key=lambda place: events[place].asked - events[place].end)[:most]
+        ordered = sorted(wanted, key=lambda place: (events[place].rank, events[place].asked, -events[place].end))
+        return {place: number for number, place in enumerate(ordered)}
+
+    def _row(self, place: int, names: Table, places: Table) -> list[Any]:
+        event = self.trace.events[place]
+        waited = self.trace.waits[place]
+        meeting = self._meeting_of.get(place)
+        return [
+            event.rank,
+            KINDS.index(_look(event)),
+            names.number(event.name),
+            self._at(event.asked),
+            self._at(event.end),
+            None if event.computes else self._at(event.start),
+            None if waited is None else self._at(waited),
+            event.bytes,
+            meeting,
+            None if meeting is None else self._latest[meeting],
+            places.number(event.place) if event.place else None,
+            self._rows[place],
+        ]
+
+    # ── rows: what happens at the same time stands below each other ────────────────────────────────────────────
+
+    @cached_property
+    def _rows(self) -> dict[int, int]:
+        lanes = itertools.product(range(self.trace.ranks), (True, False))
+        return dict(itertools.chain.from_iterable(self._rows_of(rank, computes) for rank, computes in lanes))
+
+    def _rows_of(self, rank: int, computes: bool) -> Iterator[tuple[int, int]]:
+        events = self.trace.events
+        mine = [place for place, event in enumerate(events) if event.rank == rank and event.computes == computes]
+        free = [-math.inf] * _MOST_ROWS
+        for place in sorted(mine, key=lambda place: (events[place].asked, -events[place].end)):
+            row = next((row for row, time in enumerate(free) if time <= events[place].asked), _MOST_ROWS - 1)
+            free[row] = events[place].end
+            yield place, row
+
+    # ── who waited for whom ────────────────────────────────────────────────────────────────────────────────────
+
+    def _last_to_come(self, places: list[int]) -> int | None:
+        """The rank whose coming began it: the last of a collective, the sender of a message."""
+        events = self.trace.events
+        came = needed(events, places)
+        return events[max(came, key=lambda place: events[place].asked)].rank if came else None
+
+    def blocked(self, kept: dict[int, int]) -> Iterator[tuple[int, float, float, int, int | None, int]]:
+        """When ranks had nothing to do: rank, from, to, waiting or exposed, the event that explains it, for which rank.
+
+        These are the moments that `parts` counts as waiting and as exposed communication.
+        """
+        events, waits = self.trace.events, self.trace.waits
+        last = max(events, key=lambda event: event.end).rank
+        for rank in range(self.trace.ranks):
+            talking = [place for place, event in enumerate(events) if event.rank == rank and not event.computes]
+            waiting = outside(self.trace.blocked[rank], self.trace.communicating[rank])
+            exposed = outside(self.trace.blocked[rank], waiting)
+            before = [(since, events[place].start, place) for place in talking if (since := waits[place]) is not None]
+            after = [(events[place].start, events[place].end, place) for place in talking]
+            for what, times, candidates in ((WAITING, waiting, before), (EXPOSED, exposed, after)):
+                for (start, end), place in zip(times, _explained(times, candidates), strict=True):
+                    whom = self._latest.get(self._meeting_of.get(place, -1)) if place is not None else None
+                    number = None if place is None else kept.get(place)
+                    yield rank, self._at(start), self._at(end), what, number, last if whom is None else whom
+            done = max((event.end for event in events if event.rank == rank), default=self.end)
+            if done < self.end:
+                yield rank, self._at(done), self._at(self.end), WAITING, None, last
+
+    # ── collectives that were handed over while backward ran ───────────────────────────────────────────────────
+
+    def _arrivals(self, names: Table) -> dict[str, Any]:
+        events = self.trace.events
+        backward = [
+            union((event.start, event.end) for event in mine if event.kind == "backward") for mine in self.trace.by_rank
+        ]
+        found: list[list[Any]] = []
+        for number, places in enumerate(self._meetings):
+            members = [events[place] for place in places]
+            if members[0].kind == "collective" and any(_inside(one.asked, backward[one.rank]) for one in members):
+                handed = sorted([one.rank, self._at(one.asked)] for one in members)
+                met = self._at(max(one.asked for one in members))
+                back = self._at(max(one.end for one in members))
+                sizes = max(one.bytes for one in members)
+                name = names.number(members[0].name)
+                found.append([number, name, sizes, handed, met, back, self._latest[number]])
+        found.sort(key=lambda row: min(time for _, time in row[3]))
+        times = [interval for intervals in backward for interval in intervals]
+        window = [self._at(min(start for start, _ in times)), self._at(max(end for _, end in times))] if times else None
+        return {"arrivals": found[:_MOST_ARRIVALS], "all_arrivals": len(found), "backward": window}
+
+
+def _look(event: Event) -> str:
+    """The kind of bar of an event: the halves of a split backward have their own; to add belongs to receiving."""
+    if isinstance(event.op, BackwardInput):
+        return "input half"
+    if isinstance(event.op, BackwardWeight):
+        return "weight half"
+    return "receive" if event.kind == "other" else event.kind
+
+
+def _explained(times: Iterable[Interval], candidates: list[tuple[float, float, int]]) -> Iterator[int | None]:
+    """For each of these times, which are in order, the candidate that covers most of it."""
+    waiting = sorted(candidates)
+    position, active = 0, list[tuple[float, float, int]]()
+    for start, end in times:
+        while position < len(waiting) and waiting[position][0] < end:
+            active.append(waiting[position])
+            position += 1
+        active = [one for one in active if one[1] > start]
+        best = max(((min(one[1], end) - max(one[0], start), one[2]) for one in active), default=None)
+        yield None if best is None else best[1]
+
+
+def _inside(time: float, intervals: list[Interval]) -> bool:
+    place = bisect_right(intervals, (time, math.inf)) - 1
+    return place >= 0 and time <= intervals[place][1]
+
+
+class Table:
+    """Numbers for texts, in the order in which they first came."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+
+    def number(self, text: str) -> int:
+        """The number of a text, which is cut if it is very long."""
+        text = text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
+        if text not in self._numbers:
+            self._numbers[text] = len(self.texts)
+            self.texts.append(text)
+        return self._numbers[text]

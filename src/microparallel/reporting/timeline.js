@@ -95,7 +95,7 @@ class Timeline {
     if (x < this.lanes.left) return null;
     let best = null;
     let shortest = reach;
-    const predicted = this.lanes.predicted ? this.step.predicted.spans.filter((span) => span.rank < this.lanes.ranks) : [];
+    const predicted = this.lanes.predicted ? this.step.predicted.bars.filter((bar) => bar.rank < this.lanes.ranks) : [];
     for (const items of [...this.lanes.items, predicted]) {
       for (const item of items) {
         const { top, height } = this.lanes.box(item);

@@ -37,7 +37,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Put these bytes at this path at once: whoever opens it sees all of the old file or all of the new one."""
+    """Put these bytes at this path at once: a reader sees all of the old file or all of the new one."""
     path = path.resolve()  # a link stays one, and what it leads to is replaced
     aside = path.with_name(f".{path.name}-writing")
     try:

@@ -29,7 +29,6 @@ from microparallel.train.data import Split, digits, from_user, text
 from microparallel.train.sampler import ShardedSampler
 from microparallel.train.strategies import STEPS, Step, slow_down_model
 from microparallel.train.training import LearningRate, PipelineTraining, Training
-from microparallel.train.user_code import schedule_of
 
 Value = TypeVar("Value")
 
@@ -42,11 +41,11 @@ def build(config: TrainConfig, comms: Comms) -> Training:
     comms = _with_slow_links(config, comms)
     dtype: torch.dtype = getattr(torch, config.dtype)
     data = build_data(config)
-    torch.manual_seed(config.seed)  # the same model on every rank,
+    torch.manual_seed(config.seed)  # the same model on every rank
     model = build_model(config, data).to(dtype)
     if not config.is_pipeline:
         model.to(comms.device)
-    replicate(model, comms)  # even if it was made with other random numbers than torch's
+    replicate(model, comms)  # the same model, even if it was made with other random numbers than torch's
     torch.manual_seed(config.seed + 1 + comms.rank)  # from here on each rank draws its own
     loss_fn = build_loss(config, model, data)
     _slow_down(config, model, comms.rank)
@@ -91,7 +90,7 @@ def _build_pipeline(
     pipe = Pipeline(
         model,
         comms,
-        schedule_of(_resolved(config.schedule)),
+        user_code.schedule_of(_resolved(config.schedule)),
         _resolved(config.microbatches),
         loss_fn,
         parse_balance(_resolved(config.balance)),
@@ -153,7 +152,7 @@ def check(config: TrainConfig) -> None:
 
 def _require_cut(config: TrainConfig) -> None:
     """Refuse a pipeline that a model of ours has not enough layers for; the model is not made for this."""
-    chosen = schedule_of(_resolved(config.schedule))
+    chosen = user_code.schedule_of(_resolved(config.schedule))
     schedule = Schedule(chosen, _resolved(config.pp), _resolved(config.microbatches), config.stages_per_rank)
     layers = _resolved(config.depth) + (2 if config.model == "gpt" else 0)  # its embedding and its head
     balance = _resolved(config.balance)

@@ -1,10 +1,21 @@
-"""Turn the values of a checkpoint into JSON and back: numbers as they are, tensors by name into a file beside it.
+"""Save a training run so that it can go on after a crash, and never trust a checkpoint that was damaged.
 
 ```
-{"betas": (0.9, 0.999), 0: tensor}   ⇄   {"$dict": [["betas", {"$tuple": [0.9, 0.999]}], [0, {"$tensor": "0"}]]}
+checkpoints/
+  step-00000100/
+    model.safetensors       the model's tensors
+    optimizer.safetensors   the optimizer's tensors
+    state.json              everything that is not a tensor: step, settings, sampler position, random state
+    manifest.json           size and sha256 of the three above; written last
+  step-00000200/
+  .step-00000300-writing/   a save that was cut off; the next save removes it
 ```
 
-JSON has neither tuples nor keys that are numbers, and an optimizer's state has both; hence the words with a `$`.
+The rules:
+- A checkpoint gets its name only when all of it is on the disk, so a folder called `step-…` was once complete.
+- Older checkpoints are removed only after the new one is in place.
+- Reading compares every byte with the manifest, so damage is found before anything is used.
+- Nothing is pickled: reading a checkpoint never runs code that came with it.
 """
 
 from __future__ import annotations
@@ -27,126 +38,6 @@ from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.errors import CheckpointError
 from microparallel.train.atomic import sync_folder, write_durably
-
-
-class TensorTable:
-    """Collects named tensors for one safetensors file, storing each piece of memory once."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        self._names: dict[tuple[Any, ...], str] = {}
-        self._storages: set[int] = set()
-
-    def add(self, name: str, tensor: Tensor, place: str) -> str:
-        """Take a tensor in and return the name it is stored under: its own, or that of the same tensor before it."""
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{place} is a {type(tensor).__name__}, and only tensors can be stored there")
-        if tensor.layout != torch.strided or tensor.is_meta:
-            raise CheckpointError(f"{place} is {tensor.layout} on {tensor.device}; only dense tensors can be stored")
-        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and identity in self._names:
-            return self._names[identity]
-        while name in self._tensors:  # {"a": {"b": …}} and {"a.b": …} would share a name
-            name += "'"
-        stored = tensor.detach().cpu().contiguous()
-        # safetensors refuses tensors that overlap (views of one memory); each gets a copy of its own.
-        if stored.untyped_storage().data_ptr() in self._storages:
-            stored = stored.clone()
-        self._storages.add(stored.untyped_storage().data_ptr())
-        self._names[identity] = name
-        self._tensors[name] = stored
-        return name
-
-    def to_bytes(self) -> bytes:
-        """Return the tensors as the bytes of a safetensors file."""
-        try:
-            return safetensors.torch.save(self._tensors)
-        except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
-            kinds = ", ".join(sorted({str(tensor.dtype) for tensor in self._tensors.values()}))
-            raise CheckpointError(f"safetensors cannot store these tensors (of {kinds}): {error}") from error
-
-
-def encode(value: Any, place: str, tensors: TensorTable | None) -> Any:
-    """Return what JSON can hold of a value; its tensors go into the table, where there is one.
-
-    `place` is where the value stands ("optimizer.state.0.exp_avg"): it names tensors, and the culprit in an error.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor) and tensors is not None:
-        return {"$tensor": tensors.add(place.removeprefix("optimizer.").removeprefix("state."), value, place)}
-    if isinstance(value, list | tuple):
-        parts = [encode(part, f"{place}.{index}", tensors) for index, part in enumerate(value)]
-        return parts if isinstance(value, list) else {"$tuple": parts}
-    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
-        pairs = [[key, encode(part, f"{place}.{key}", tensors)] for key, part in value.items()]
-        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
-        return dict(pairs) if plain else {"$dict": pairs}
-    raise CheckpointError(
-        f"{place} is a {type(value).__name__}, which a checkpoint cannot hold; "
-        "use numbers, text, None, and lists, tuples or dicts of them"
-    )
-
-
-def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the value that `encode` was given."""
-    if isinstance(value, list):
-        return [decode(part, tensors) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if "$tensor" in value:
-        return tensors[value["$tensor"]]
-    if "$tuple" in value:
-        return tuple(decode(part, tensors) for part in value["$tuple"])
-    if "$dict" in value:
-        return {key: decode(part, tensors) for key, part in value["$dict"]}
-    return {key: decode(part, tensors) for key, part in value.items()}
-
-
-# Bring what each rank has of its own to rank 0, so that it can be saved.
-
-
-def gather_states(state: dict[str, Any], comms: Comms) -> list[dict[str, Any]]:
-    """Every rank's optimizer state, by rank; on other ranks than 0 an empty list.
-
-    States may differ in shape: a rank that never had a sample has none. So they travel as the bytes they are saved as.
-    """
-    tensors = TensorTable()
-    text = json.dumps(encode(state, "optimizer", tensors)).encode()
-    content = tensors.to_bytes()
-    sizes = gather_json([len(text), len(content)], comms)
-    longest = max(map(sum, sizes))
-    padded = torch.frombuffer(bytearray((text + content).ljust(longest, b"\0")), dtype=torch.uint8)
-    arrived = comms.gather(padded)
-    return [_state(part, *size) for part, size in zip(arrived or [], sizes[: len(arrived or [])], strict=True)]
-
-
-def _state(arrived: torch.Tensor, text: int, content: int) -> dict[str, Any]:
-    received = bytes(arrived.numpy())
-    tensors = safetensors.torch.load(received[text : text + content])
-    state: dict[str, Any] = decode(json.loads(received[:text]), tensors)
-    return state
-
-
-# Save a training run so that it can go on after a crash, and never trust a checkpoint that was damaged.
-#
-# ```
-# checkpoints/
-# step-00000100/
-# model.safetensors       the model's tensors
-# optimizer.safetensors   the optimizer's tensors
-# state.json              everything that is not a tensor: step, settings, sampler position, random state
-# manifest.json           size and sha256 of the three above; written last
-# step-00000200/
-# .step-00000300-writing/   a save that was cut off; the next save removes it
-# ```
-#
-# The rules:
-# - A checkpoint gets its name only when all of it is on the disk, so a folder called `step-…` was once complete.
-# - Older checkpoints are removed only after the new one is in place.
-# - Reading compares every byte with the manifest, so damage is found before anything is used.
-# - Nothing is pickled: reading a checkpoint can never run somebody's code.
-
 
 FORMAT = 1
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
@@ -233,6 +124,9 @@ def latest(folder: Path) -> tuple[Checkpoint, list[str]]:
     raise CheckpointError(f"no checkpoint in {folder} can be used; start a new run without --resume{listing}")
 
 
+# ── the bytes of a checkpoint, and whether they are those that were written ───────────────────────────────────────────
+
+
 def _files(
     step: int, model_tensors: dict[str, Tensor], optimizer_state: dict[str, Any], state: dict[str, Any]
 ) -> dict[str, bytes]:
@@ -290,6 +184,8 @@ def _difference(manifest: bytes, files: dict[str, bytes]) -> str:
         return f"is damaged: {MANIFEST} cannot be understood"
     return f"is damaged: {MANIFEST} was changed"
 
+
+# ── its folder ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 # The folders `checkpoints/` may hold; `kind` is empty for a checkpoint that has its name. The hidden kinds:
 #   writing    not complete                      removing   a removal that was cut off
@@ -359,3 +255,108 @@ def _remove_all_but(keep: int, folder: Path, step: int) -> None:
                 f"step {step} is saved, but the older {found[old]} cannot be removed: {error.strerror or error}; "
                 "remove it by hand, or raise --keep"
             ) from error
+
+
+# ── values as JSON, tensors by name in a file beside it ───────────────────────────────────────────────────────────────
+# {"betas": (0.9, 0.999), 0: tensor}   ⇄   {"$dict": [["betas", {"$tuple": [0.9, 0.999]}], [0, {"$tensor": "0"}]]}
+#
+# JSON has neither tuples nor keys that are numbers, and an optimizer's state has both; hence the words with a `$`.
+
+
+class TensorTable:
+    """Collects named tensors for one safetensors file, storing each piece of memory once."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+        self._storages: set[int] = set()
+
+    def add(self, name: str, tensor: Tensor, place: str) -> str:
+        """Take a tensor in and return the name it is stored under: its own, or that of the same tensor before it."""
+        if not isinstance(tensor, Tensor):
+            raise CheckpointError(f"{place} is a {type(tensor).__name__}, and only tensors can be stored there")
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise CheckpointError(f"{place} is {tensor.layout} on {tensor.device}; only dense tensors can be stored")
+        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and identity in self._names:
+            return self._names[identity]
+        while name in self._tensors:  # {"a": {"b": …}} and {"a.b": …} would share a name
+            name += "'"
+        stored = tensor.detach().cpu().contiguous()
+        # safetensors refuses tensors that overlap (views of one memory); each gets a copy of its own.
+        if stored.untyped_storage().data_ptr() in self._storages:
+            stored = stored.clone()
+        self._storages.add(stored.untyped_storage().data_ptr())
+        self._names[identity] = name
+        self._tensors[name] = stored
+        return name
+
+    def to_bytes(self) -> bytes:
+        """Return the tensors as the bytes of a safetensors file."""
+        try:
+            return safetensors.torch.save(self._tensors)
+        except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
+            kinds = ", ".join(sorted({str(tensor.dtype) for tensor in self._tensors.values()}))
+            raise CheckpointError(f"safetensors cannot store these tensors (of {kinds}): {error}") from error
+
+
+def encode(value: Any, place: str, tensors: TensorTable | None) -> Any:
+    """Return what JSON can hold of a value; its tensors go into the table, where there is one.
+
+    `place` is where the value stands ("optimizer.state.0.exp_avg"): it names tensors, and the culprit in an error.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor) and tensors is not None:
+        return {"$tensor": tensors.add(place.removeprefix("optimizer.").removeprefix("state."), value, place)}
+    if isinstance(value, list | tuple):
+        parts = [encode(part, f"{place}.{index}", tensors) for index, part in enumerate(value)]
+        return parts if isinstance(value, list) else {"$tuple": parts}
+    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+        pairs = [[key, encode(part, f"{place}.{key}", tensors)] for key, part in value.items()]
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        return dict(pairs) if plain else {"$dict": pairs}
+    raise CheckpointError(
+        f"{place} is a {type(value).__name__}, which a checkpoint cannot hold; "
+        "use numbers, text, None, and lists, tuples or dicts of them"
+    )
+
+
+def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return the value that `encode` was given."""
+    if isinstance(value, list):
+        return [decode(part, tensors) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if "$tensor" in value:
+        return tensors[value["$tensor"]]
+    if "$tuple" in value:
+        return tuple(decode(part, tensors) for part in value["$tuple"])
+    if "$dict" in value:
+        return {key: decode(part, tensors) for key, part in value["$dict"]}
+    return {key: decode(part, tensors) for key, part in value.items()}
+
+
+# ── every rank's state to rank 0 ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def gather_states(state: dict[str, Any], comms: Comms) -> list[dict[str, Any]]:
+    """Every rank's optimizer state, by rank, on rank 0; an empty list on all others.
+
+    States may differ in shape: a rank that never had a sample has none. So they travel as the bytes they are saved as.
+    """
+    tensors = TensorTable()
+    text = json.dumps(encode(state, "optimizer", tensors)).encode()
+    content = tensors.to_bytes()
+    sizes = gather_json([len(text), len(content)], comms)
+    longest = max(map(sum, sizes))
+    padded = torch.frombuffer(bytearray((text + content).ljust(longest, b"\0")), dtype=torch.uint8)
+    arrived = comms.gather(padded)
+    return [_state(part, *size) for part, size in zip(arrived or [], sizes[: len(arrived or [])], strict=True)]
+
+
+def _state(arrived: torch.Tensor, text: int, content: int) -> dict[str, Any]:
+    received = bytes(arrived.numpy())
+    tensors = safetensors.torch.load(received[text : text + content])
+    state: dict[str, Any] = decode(json.loads(received[:text]), tensors)
+    return state

@@ -1,4 +1,4 @@
-"""The same job done in several ways: do they learn the same thing?"""
+"""Do the same job with several strategies: do they learn the same thing as one process?"""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from microparallel.train.training import Training
 from microparallel.world import Pool, connect
 
 # How far apart two ways of adding the same numbers may end, relative to the largest: rounding, and nothing else.
-_PIPELINE = "pp "  # begins the name of a row with a schedule
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+_PIPELINE = "pp "  # begins the name of a row with a schedule
+_RECORDED = 5  # steps
 
 Progress = Callable[[str], None]
 Keep = Callable[[str, Trace], None]
-_RECORDED = 5  # steps
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def compare(
         config: the job; with `trace`, its last steps are recorded.
         strategies: how else to do it.
         pool: ranks to do it on.
-        progress: is told what is being done.
-        keep: is handed each strategy's trace.
+        progress: called with what is being done, in words.
+        keep: called with each strategy's name and trace.
     """
 
     def run(strategy: str, ranks: int) -> Outcome:
@@ -100,7 +100,7 @@ def pipeline_rows() -> list[str]:
 
 
 def outcome(comms: Comms, config: TrainConfig) -> Outcome | None:
-    """Do the job on one rank; rank 0 tells what came of it."""
+    """Do the job on one rank; rank 0 returns what came of it, all others None."""
     training = build(config, comms)
     result = _carry_out(training, config, training.model_state)
     return result if comms.rank == 0 else None
@@ -172,7 +172,7 @@ def _torch_data_parallel(training: Training, gpus: list[int]) -> Step:
 
 
 def _carry_out(training: Training, config: TrainConfig, state: Callable[[], dict[str, torch.Tensor]]) -> Outcome:
-    """Do every step of a job; `state` tells what has been learnt."""
+    """Do every step of a job; `state` returns what has been learnt."""
     losses, seconds = [], []
     steps = config.steps or len(training.sampler)
     recorder = Recorder(training.comms) if config.trace else None
@@ -199,10 +199,10 @@ def _side_by_side(run: Callable[[str, int], Outcome], strategies: dict[str, int]
 
 
 def _beside(strategy: str, ranks: int, ours: Outcome, reference: Outcome, dtype: str) -> Comparison:
-    loss_difference = _largest(
+    loss_difference = largest(
         abs(mine - theirs) / max(abs(theirs), 1e-30) for mine, theirs in zip(ours.losses, reference.losses, strict=True)
     )
-    weight_difference = _largest(
+    weight_difference = largest(
         ((ours.weights[name] - weight).abs().max() / weight.abs().max().clamp_min(1e-30)).item()
         for name, weight in reference.weights.items()
         if weight.is_floating_point() and weight.numel()
@@ -219,6 +219,6 @@ def _beside(strategy: str, ranks: int, ours: Outcome, reference: Outcome, dtype:
     )
 
 
-def _largest(differences: Iterable[float]) -> float:
+def largest(differences: Iterable[float]) -> float:
     """The largest difference; infinite when one of them is not a number, which `max` would pass over."""
     return max(difference if math.isfinite(difference) else math.inf for difference in differences)

@@ -33,7 +33,6 @@ from microparallel.settings import (
 from microparallel.text import did_you_mean
 from microparallel.topology import parse_slow_links, parse_slow_ranks, require_cores
 from microparallel.train import user_code
-from microparallel.train import user_code as own_schedule
 
 MODELS = ("mlp", "gpt")
 LOSSES = ("cross-entropy", "mse")
@@ -196,7 +195,7 @@ class TrainConfig:
         WORLD,
         shown="1f1b with --pp",
         metavar="NAME|FILE",
-        check=own_schedule.require_schedule,
+        check=user_code.require_schedule,
         may_change=True,
     )
     microbatches: int | None = setting(
@@ -281,8 +280,8 @@ class TrainConfig:
 
     def _resolved_pipeline(self, batch: int) -> dict[str, Any]:
         dp, pp = self.layout
-        schedule = own_schedule.canonical(self.schedule or "1f1b")
-        microbatches = self.microbatches or own_schedule.microbatches_of(schedule)
+        schedule = user_code.canonical_schedule(self.schedule or "1f1b")
+        microbatches = self.microbatches or user_code.microbatches_of_schedule(schedule)
         return {
             "strategy": "pipeline",
             "dp": dp,
@@ -338,7 +337,7 @@ def read_config(path: Path | str) -> dict[str, Any]:
 
 
 def config_text(config: TrainConfig) -> str:
-    """Return a configuration as TOML, in the order of the fields; None is left out, so it reads back the same."""
+    """Return a configuration as TOML, in the order of the fields. None is left out, so it reads back the same."""
     return tomli_w.dumps({name: value for name, value in asdict(config).items() if value is not None})
 
 
@@ -432,7 +431,7 @@ def _check_pipeline(config: TrainConfig, batch: int) -> None:
             f"--microbatches {config.microbatches}: of --batch {batch} {each} only {share} samples to cut; "
             f"try --microbatches {share}, or --batch {(config.microbatches or 1) * dp}"
         )
-    own_schedule.require_fit(config.schedule or "1f1b", pp, config.microbatches, share)
+    user_code.require_fitting_schedule(config.schedule or "1f1b", pp, config.microbatches, share)
     if config.stages_per_rank is not None and (config.schedule or "").lower() != "interleaved":
         raise ConfigError(
             f"--stages-per-rank {config.stages_per_rank} is for --schedule interleaved, "
@@ -460,7 +459,7 @@ def _check_averaging(config: TrainConfig) -> None:
     if config.strategy not in ("auto", "averaging"):
         raise ConfigError(f"{given} is for --strategy averaging, and it is {config.strategy}; leave one of them out")
     if config.world_size == 1:
-        raise ConfigError(f"{given}: one rank has nobody to average with; try --ranks 2, or leave it out")
+        raise ConfigError(f"{given}: one rank has no other rank to average with; try --ranks 2, or leave it out")
 
 
 def _check_accumulation(config: TrainConfig, batch: int) -> None:

@@ -1,7 +1,7 @@
-"""What to train on: the digits that ship with the package, and datasets of the user's own.
+"""What to train on: the digits that ship with the package, text, and datasets of the user's own.
 
 A `Split` holds training data and, perhaps, validation data. Whatever they are made of, the training loop asks them for
-two things only: `len(data)`, and `data.batch(indices)`. (Text is in `text.py`.)
+two things only: `len(data)`, and `data.batch(indices)`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch.utils.data import default_collate
 
 from microparallel.errors import DataError, UsageError
 from microparallel.train import user_code
+
+_MOST_HELD_BACK = 1000  # windows: measuring on more takes longer and tells no more
 
 
 class Dataset(Protocol):
@@ -49,6 +51,25 @@ class Split:
     """One line for people."""
 
 
+def first_samples(batch: Any, count: int) -> Any:
+    """Cut a batch, which may be a tensor or a nest of them, to its first samples."""
+    return chosen_samples(batch, slice(count))
+
+
+def chosen_samples(batch: Any, chosen: slice) -> Any:
+    """Cut a batch, which may be a tensor or a nest of them, to some of its samples."""
+    if isinstance(batch, torch.Tensor):
+        return batch[chosen]
+    if isinstance(batch, Mapping):
+        return {key: chosen_samples(value, chosen) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [chosen_samples(value, chosen) for value in batch]
+    return batch
+
+
+# ── digits ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 class TensorData:
     """A dataset whose samples are the rows of two tensors."""
 
@@ -68,6 +89,29 @@ class TensorData:
         """Return the rows with these numbers."""
         rows = torch.as_tensor(indices, dtype=torch.int64)
         return self.inputs.index_select(0, rows), self.targets.index_select(0, rows)
+
+
+def digits(seed: int = 0, dtype: torch.dtype = torch.float32) -> Split:
+    """Load 1797 handwritten digits of 8 by 8 pixels: 80 % to train on, 20 % held back.
+
+    Inputs are 64 pixels, scaled from 0..16 by (pixel - 5) / 16 to about zero mean and a range of one; targets are the
+    digits 0 to 9. `seed` decides which images are held back and nothing else: leave it alone, so that every run is
+    measured on the same images. (Source and licence: `digits/LICENSE`.)
+    """
+    file = resources.files("microparallel.train") / "digits" / "digits.safetensors"
+    tensors = safetensors.torch.load(file.read_bytes())
+    order = torch.randperm(len(tensors["labels"]), generator=torch.Generator().manual_seed(seed))
+    images = ((tensors["images"].to(dtype) - 5) / 16)[order]
+    labels = tensors["labels"].to(torch.int64)[order]
+    held_back = len(order) // 5
+    return Split(
+        training=TensorData(images[held_back:], labels[held_back:]),
+        validation=TensorData(images[:held_back], labels[:held_back]),
+        description=f"handwritten digits, {len(order) - held_back} to train on and {held_back} held back",
+    )
+
+
+# ── the user's own ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class CollatedData:
@@ -93,26 +137,6 @@ class CollatedData:
         except (RuntimeError, TypeError) as error:
             raise DataError(f"samples {list(indices)[:4]} … cannot be put together in a batch: {error}") from error
         return inputs, targets
-
-
-def digits(seed: int = 0, dtype: torch.dtype = torch.float32) -> Split:
-    """Load 1797 handwritten digits of 8 by 8 pixels: 80 % to train on, 20 % held back.
-
-    Inputs are 64 pixels, scaled from 0..16 by (pixel - 5) / 16 to about zero mean and a range of one; targets are the
-    digits 0 to 9. `seed` decides which images are held back and nothing else: leave it alone, so that every run is
-    measured on the same images. (Source and licence: `digits/LICENSE`.)
-    """
-    file = resources.files("microparallel.train") / "digits" / "digits.safetensors"
-    tensors = safetensors.torch.load(file.read_bytes())
-    order = torch.randperm(len(tensors["labels"]), generator=torch.Generator().manual_seed(seed))
-    images = ((tensors["images"].to(dtype) - 5) / 16)[order]
-    labels = tensors["labels"].to(torch.int64)[order]
-    held_back = len(order) // 5
-    return Split(
-        training=TensorData(images[held_back:], labels[held_back:]),
-        validation=TensorData(images[:held_back], labels[:held_back]),
-        description=f"handwritten digits, {len(order) - held_back} to train on and {held_back} held back",
-    )
 
 
 def from_user(spec: str) -> Split:
@@ -157,39 +181,23 @@ def _check(dataset: Any, place: str) -> None:
         )
 
 
-def first_samples(batch: Any, count: int) -> Any:
-    """Cut a batch, which may be a tensor or a nest of them, to its first samples."""
-    return chosen_samples(batch, slice(count))
-
-
-def chosen_samples(batch: Any, chosen: slice) -> Any:
-    """Cut a batch, which may be a tensor or a nest of them, to some of its samples."""
-    if isinstance(batch, torch.Tensor):
-        return batch[chosen]
-    if isinstance(batch, Mapping):
-        return {key: chosen_samples(value, chosen) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [chosen_samples(value, chosen) for value in batch]
-    return batch
-
-
-# Text to train a language model on: any UTF-8 file or folder, or the sources of Python itself.
-#
-# Tokens are bytes. The text is cut into windows that meet but do not overlap; the input is a window, and the target is
-# the same window one byte later:
-#
-# ```
-# context = 4      T h e _ q u i c k _ f …
-# window 0  input  T h e _           target    h e _ q
-# window 1  input          q u i c   target            u i c k
-# ```
-
-
-_MOST_HELD_BACK = 1000  # windows: measuring on more takes longer and tells no more
+# ── text: any UTF-8 file or folder, or the sources of Python itself ───────────────────────────────────────────────────
 
 
 class TextData:
-    """Windows of text; the bytes are kept as bytes, and become the 64-bit numbers that models take batch by batch."""
+    """Windows of text, to train a language model on.
+
+    Tokens are bytes. The text is cut into windows that meet but do not overlap; the input is a window, and the target
+    is the same window one byte later:
+
+    ```
+    context = 4      T h e _ q u i c k _ f …
+    window 0  input  T h e _           target    h e _ q
+    window 1  input          q u i c   target            u i c k
+    ```
+
+    The bytes are kept as bytes, and become the 64-bit numbers that models take batch by batch.
+    """
 
     def __init__(self, windows: torch.Tensor) -> None:
         self.windows = windows

@@ -1,4 +1,4 @@
-"""Stop between two steps: Ctrl-C reaches one rank, and all must stop after the same step."""
+"""Train to the end: steps, measurements, checkpoints, a folder that says what happened; and an early stop if asked."""
 
 from __future__ import annotations
 
@@ -27,114 +27,10 @@ from microparallel.train.progress import Display, display_for
 from microparallel.train.run_folder import RunFolder
 from microparallel.train.training import Training, Validation
 
-_SECONDS_BETWEEN_QUESTIONS = 0.3
+_SECONDS_BETWEEN_QUESTIONS = 0.3  # whether to stop
 _MOST_STEPS_BETWEEN_QUESTIONS = 1000
-
-
-class StopTogether:
-    """Catches Ctrl-C and SIGTERM, and lets the ranks agree when to stop.
-
-    Asking costs a message, so it is not done after every step: rank 0 says how many steps make up a moment.
-    """
-
-    def __init__(self, comms: Comms) -> None:
-        self._comms = comms
-        self._wanted = False
-        self._steps_until_question = 1
-        self._asked = time.monotonic()
-        self._steps_since = 0
-        self._handlers: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> StopTogether:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._handlers[number] = signal.signal(number, self._want)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def agreed(self) -> bool:
-        """Whether to stop after this step: the same answer on every rank."""
-        self._steps_since += 1
-        if self._steps_since < self._steps_until_question:
-            return False
-        seconds_a_step = (time.monotonic() - self._asked) / self._steps_since
-        moment = min(_MOST_STEPS_BETWEEN_QUESTIONS, max(1, int(_SECONDS_BETWEEN_QUESTIONS / max(seconds_a_step, 1e-6))))
-        ours = torch.tensor([int(self._wanted), moment if self._comms.rank == 0 else 0])
-        stop, self._steps_until_question = (int(number) for number in self._comms.all_reduce(ours, op="max"))
-        self._asked, self._steps_since = time.monotonic(), 0
-        return bool(stop)
-
-    def _want(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self._wanted = True
-
-
-# Record some steps of a run, for `microparallel report`.
-
-
 _WARM_UP = 3  # steps before the first that is recorded: buckets are arranged, memory is taken
-_STEPS = 10
-
-
-class Tracing:
-    """Records ten steps of a run, after its first ones; of a shorter run, its last."""
-
-    def __init__(self, config: TrainConfig, training: Training, folder: RunFolder | None, total: int) -> None:
-        self._wanted = bool(config.trace)
-        self._training = training
-        self._folder = folder
-        self._about: dict[str, Any] = {"model": config.model, "strategy": config.strategy, "batch": config.batch}
-        self._first = min(training.steps_done + _WARM_UP, max(training.steps_done, total - 1))
-        self._recorder: Recorder | None = None
-
-    def before_step(self) -> None:
-        """Begin to record, or end it, if it is time; every rank calls this."""
-        done = self._training.steps_done
-        if self._wanted and done == self._first:
-            self._about["first step"] = done
-            self._recorder = Recorder(self._training.comms)
-            self._recorder.start()
-        if done == self._first + _STEPS:
-            self._finish()
-
-    def _finish(self) -> None:
-        if self._recorder is None:
-            return
-        recorder, self._recorder = self._recorder, None
-        recorder.stop()
-        recorder.gather(self._about)
-        if self._folder is not None:
-            write_atomically(self._folder.trace_file, recorder.trace.to_json().encode())
-            recorder.trace.to_chrome(self._folder.chrome_file)
-            self._predict(self._folder, recorder.trace)
-
-    def _predict(self, folder: RunFolder, measured: Trace) -> None:
-        """Write what the simulator makes of a typical step, for the report to draw over the measured one."""
-        full = [number for number in measured.steps if any(measured.step(number).compute)]
-        by_length = sorted(full, key=lambda number: measured.step(number).makespan)
-        try:
-            typical = predicted(measured.step(by_length[len(by_length) // 2]))
-        except (UsageError, IndexError):  # not every program is one that can be simulated
-            return
-        write_atomically(folder.predicted_file, typical.to_json().encode())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._finish()
-        elif self._recorder is not None:  # ranks no longer talk to each other: what was heard cannot be gathered
-            self._recorder.stop()
-
-
-# Train to the end: steps, measurements, checkpoints, and a folder that tells what happened.
+_STEPS = 10  # that are recorded
 
 
 def train(comms: Comms, config: TrainConfig, resume: Path | None = None, quiet: bool = False) -> dict[str, Any]:
@@ -162,6 +58,8 @@ def train(comms: Comms, config: TrainConfig, resume: Path | None = None, quiet: 
 
 
 class _Run:
+    """One rank's way through a run; rank 0 also has the folder."""
+
     def __init__(self, training: Training, config: TrainConfig, folder: RunFolder | None, display: Display) -> None:
         self._training = training
         self._config = config
@@ -327,3 +225,105 @@ def _layout(config: TrainConfig) -> dict[str, Any]:
     if not config.is_pipeline:
         return {}
     return {name: getattr(config, name) for name in ("dp", "pp", "schedule", "microbatches")}
+
+
+# ── stopping: Ctrl-C may reach one rank only, and all must stop after the same step ───────────────────────────────────
+
+
+class StopTogether:
+    """Catches Ctrl-C and SIGTERM on each rank, and lets the ranks agree when to stop.
+
+    To agree costs an all-reduce, so the ranks do not ask after every step: rank 0 says how many steps take a moment.
+    """
+
+    def __init__(self, comms: Comms) -> None:
+        self._comms = comms
+        self._wanted = False
+        self._steps_until_question = 1
+        self._asked = time.monotonic()
+        self._steps_since = 0
+        self._handlers: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopTogether:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._handlers[number] = signal.signal(number, self._want)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def agreed(self) -> bool:
+        """Whether to stop after this step: the same answer on every rank."""
+        self._steps_since += 1
+        if self._steps_since < self._steps_until_question:
+            return False
+        seconds_a_step = (time.monotonic() - self._asked) / self._steps_since
+        moment = min(_MOST_STEPS_BETWEEN_QUESTIONS, max(1, int(_SECONDS_BETWEEN_QUESTIONS / max(seconds_a_step, 1e-6))))
+        ours = torch.tensor([int(self._wanted), moment if self._comms.rank == 0 else 0])
+        stop, self._steps_until_question = (int(number) for number in self._comms.all_reduce(ours, op="max"))
+        self._asked, self._steps_since = time.monotonic(), 0
+        return bool(stop)
+
+    def _want(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self._wanted = True
+
+
+# ── recording some steps, for `microparallel report` ──────────────────────────────────────────────────────────────────
+
+
+class Tracing:
+    """Records ten steps of a run, after its first ones; of a shorter run, its last."""
+
+    def __init__(self, config: TrainConfig, training: Training, folder: RunFolder | None, total: int) -> None:
+        self._wanted = bool(config.trace)
+        self._training = training
+        self._folder = folder
+        self._about: dict[str, Any] = {"model": config.model, "strategy": config.strategy, "batch": config.batch}
+        self._first = min(training.steps_done + _WARM_UP, max(training.steps_done, total - 1))
+        self._recorder: Recorder | None = None
+
+    def before_step(self) -> None:
+        """Begin to record, or end it, if this is the step for it; every rank calls this."""
+        done = self._training.steps_done
+        if self._wanted and done == self._first:
+            self._about["first step"] = done
+            self._recorder = Recorder(self._training.comms)
+            self._recorder.start()
+        if done == self._first + _STEPS:
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._recorder is None:
+            return
+        recorder, self._recorder = self._recorder, None
+        recorder.stop()
+        recorder.gather(self._about)
+        if self._folder is not None:
+            write_atomically(self._folder.trace_file, recorder.trace.to_json().encode())
+            recorder.trace.to_chrome(self._folder.chrome_file)
+            self._predict(self._folder, recorder.trace)
+
+    def _predict(self, folder: RunFolder, measured: Trace) -> None:
+        """Write what the simulator makes of a typical step, for the report to draw over the measured one."""
+        full = [number for number in measured.steps if any(measured.step(number).compute)]
+        by_length = sorted(full, key=lambda number: measured.step(number).makespan)
+        try:
+            typical = predicted(measured.step(by_length[len(by_length) // 2]))
+        except (UsageError, IndexError):  # not every program is one that can be simulated
+            return
+        write_atomically(folder.predicted_file, typical.to_json().encode())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self._finish()
+        elif self._recorder is not None:  # after an error the ranks no longer talk: nothing can be gathered
+            self._recorder.stop()

@@ -14,7 +14,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Display:
-    """Shows how training goes. This one shows nothing: it is for the other ranks, and for scripts."""
+    """Shows how training goes. This one shows nothing: it is for all ranks but 0, and for scripts."""
 
     def start(self, description: str, done: int, total: int) -> None:
         """Show that the run begins (or goes on)."""
@@ -77,14 +77,14 @@ class Lines(Display):
         self._total = 0
 
     def start(self, description: str, done: int, total: int) -> None:
-        """Say what begins."""
+        """Print what is trained, and after which step it goes on."""
         self._total = total
         self.note(description)
         if done:
             self.note(f"going on after step {done}")
 
     def step(self, done: int, loss: float, samples_per_second: float) -> None:
-        """Say how it goes, but not at every step."""
+        """Print step, loss and speed, but not at every step."""
         now = time.monotonic()
         if now - self._printed > _SECONDS_BETWEEN_LINES or done == self._total:
             self._printed = now

@@ -6,7 +6,7 @@ runs/20250131-093000-mlp/
   metrics.jsonl    one JSON object a line, as training goes on
   summary.json     how it ended
   checkpoints/     what `--resume` goes on from
-  flight           while it runs, and after a failure: where the ranks' last words are (`microparallel why`)
+  flight           while it runs, and after a failure: the flight recorder's files (`microparallel why`)
   trace.json       with `--trace`, what every rank did in some steps; trace-chrome.json is for Perfetto,
                    predicted.json what the simulator makes of one of them
 ```
@@ -70,9 +70,9 @@ class RunFolder:
         return run
 
     def point_to_flight(self, flight: Path | None) -> Callable[..., None]:
-        """Let `microparallel why RUN` find what the ranks write down; what is returned takes the pointer away again.
+        """Let `microparallel why RUN` find the flight recorder's files; the function returned removes the link again.
 
-        Called with an error, it leaves it there: somebody may want to know why.
+        Called with an error, that function leaves the link there, so that one can ask why.
         """
         pointer = self.path / "flight"
         with suppress(OSError):  # not every file system knows links
@@ -80,11 +80,11 @@ class RunFolder:
             if flight is not None:
                 pointer.symlink_to(flight)
 
-        def take_away(kind: type[BaseException] | None, *_: object) -> None:
+        def remove(kind: type[BaseException] | None, *_: object) -> None:
             if kind is None or not self.metrics_file.exists():
                 pointer.unlink(missing_ok=True)
 
-        return take_away
+        return remove
 
     @staticmethod
     def default_path(config: TrainConfig, now: datetime) -> Path:
@@ -100,7 +100,7 @@ class RunFolder:
         write_atomically(self.config_file, config_text(replace(config, out=None)).encode("utf-8"))
 
     def append_metrics(self, record: dict[str, Any]) -> None:
-        """Add one line to metrics.jsonl, to be seen at once by whoever follows the file.
+        """Add one line to metrics.jsonl, and flush it, so that a program that follows the file sees it at once.
 
         A number that is not finite becomes null, since JSON has no word for it.
         """
@@ -134,7 +134,7 @@ class RunFolder:
         """Leave no folder behind of a run that failed before its first step."""
         if not any(path.exists() for path in (self.metrics_file, self.summary_file, self.checkpoints)):
             self.config_file.unlink(missing_ok=True)
-            with suppress(OSError):  # not empty: somebody else's files
+            with suppress(OSError):  # not empty: these files are not ours
                 self.path.rmdir()
                 if self.path.parent == Path("runs"):
                     self.path.parent.rmdir()

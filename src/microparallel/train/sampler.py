@@ -84,7 +84,7 @@ class ShardedSampler(Sampler[list[int]]):
         epoch, batches = self._epoch, len(self)
         order = self._order(epoch)
         for number in range(self._next_batch, batches):
-            # Moved on before the batch is handed out: who saves the state while using it resumes behind it.
+            # Moved on before the batch is handed out: a state that is saved while the batch is used resumes behind it.
             last = number == batches - 1
             self._epoch, self._next_batch = (epoch + 1, 0) if last else (epoch, number + 1)
             start = number * self.batch
@@ -96,7 +96,7 @@ class ShardedSampler(Sampler[list[int]]):
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; the epoch it is already in, it goes on with where it stands."""
+        """Go to the start of an epoch; if the sampler is in that epoch already, it stays where it is."""
         if epoch < 0:
             raise UsageError(f"epoch={epoch}: epochs are counted from 0")
         if epoch != self._epoch:

@@ -107,7 +107,7 @@ def wrong_collectives(comms: Comms) -> list[str]:
         return torch.arange(5, dtype=torch.float32, device=comms.device) + 10 * of
 
     total = sum((mine(other) for other in range(ranks)), torch.zeros(5, device=comms.device))
-    everybody = [mine(other) for other in range(ranks)]
+    of_all = [mine(other) for other in range(ranks)]
     last = ranks - 1
     gathered = comms.gather(mine(rank), dst=last)
     reduced = comms.reduce(mine(rank), dst=last)
@@ -117,12 +117,12 @@ def wrong_collectives(comms: Comms) -> list[str]:
         "all_reduce of comms.empty": torch.equal(comms.all_reduce(in_place), total.cpu()),
         "all_reduce_mean": torch.allclose(comms.all_reduce_mean(mine(rank)), total / ranks),
         "broadcast": torch.equal(comms.broadcast(mine(rank), src=last), mine(last)),
-        "all_gather": all(map(torch.equal, comms.all_gather(mine(rank)), everybody)),
-        "gather": gathered is None if rank != last else all(map(torch.equal, gathered or [], everybody)),
-        "scatter": torch.equal(comms.scatter(everybody if rank == 0 else None), mine(rank)),
+        "all_gather": all(map(torch.equal, comms.all_gather(mine(rank)), of_all)),
+        "gather": gathered is None if rank != last else all(map(torch.equal, gathered or [], of_all)),
+        "scatter": torch.equal(comms.scatter(of_all if rank == 0 else None), mine(rank)),
         "reduce": torch.equal(reduced, total if rank == last else mine(rank)),
         "reduce_scatter": torch.equal(comms.reduce_scatter([mine(rank)] * ranks), total),
-        "all_to_all": all(map(torch.equal, comms.all_to_all(everybody), [mine(rank)] * ranks)),
+        "all_to_all": all(map(torch.equal, comms.all_to_all(of_all), [mine(rank)] * ranks)),
         "messages": _ring_is_right(comms, mine),
     }
     comms.barrier()

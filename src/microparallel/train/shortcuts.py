@@ -25,7 +25,7 @@ from microparallel.course.shortcuts import ParameterAveraging, accumulate, accum
 from microparallel.data_parallel import DataParallel
 from microparallel.models.loss import mean_loss
 from microparallel.train.build import build
-from microparallel.train.compare import Progress
+from microparallel.train.compare import Progress, largest
 from microparallel.train.config import TrainConfig
 from microparallel.train.training import Training
 from microparallel.world import Pool
@@ -55,7 +55,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class _Counted:
-    """What one rank has to tell."""
+    """What one rank has counted."""
 
     samples: list[int]
     losses: list[float]
@@ -76,7 +76,7 @@ def compare_shortcuts(config: TrainConfig, every: int, pool: Pool, progress: Pro
 
 def learn(comms: Comms, config: TrainConfig, way: str, every: int) -> _Counted:
     """One rank's part in learning all batches in one of the ways; only rank 0 measures the loss."""
-    training = build(replace(config, strategy="naive"), comms)  # whose step we do not use: it adds nothing to the model
+    training = build(replace(config, strategy="naive"), comms)  # it adds nothing to the model; its step is not used
     counted, counts = count_messages(comms)
     learn_from = WAYS[way](training, counted, every)
     before = counts.bytes_sent  # getting ready is not counted
@@ -177,8 +177,7 @@ def _curve(way: str, config: TrainConfig, every: int, results: Sequence[_Counted
         bytes_a_sample=max(result.bytes_sent for result in results) / seen,
         bytes_by_formula=ring_bytes(config.ranks, first.parameter_bytes) * first.synchronisations / seen,
         final_loss=first.losses[-1],
-        # `max` would pass over what is not a number
-        loss_difference=max(difference if math.isfinite(difference) else math.inf for difference in differences),
+        loss_difference=largest(differences),
         samples=first.samples,
         losses=first.losses,
     )

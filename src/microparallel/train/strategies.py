@@ -1,4 +1,4 @@
-"""A rank that computes more slowly than it could, to see what a straggler does to a run."""
+"""How a step is done: each strategy turns a model into a function that leaves the whole batch's gradients in it."""
 
 from __future__ import annotations
 
@@ -18,52 +18,6 @@ from microparallel.data_parallel import DataParallel
 from microparallel.models.loss import LossFunction, mean_loss
 from microparallel.program import LOSS, AllReduce
 from microparallel.train.data import chosen_samples, first_samples
-
-
-def slow_down_model(model: nn.Module, factor: float) -> None:
-    """Make every layer of a model take `factor` times as long, forward and backward, from now on.
-
-    A layer sleeps for what it is to take longer, before its result is passed on: before its output leaves, and before
-    its gradients do. Hooks that are registered later, such as those of `DataParallel`, see the gradients later.
-    """
-    for module in model.modules():
-        if not any(True for _ in module.children()):
-            _Slow(module, factor - 1)
-
-
-class _Slow:
-    def __init__(self, module: nn.Module, more: float) -> None:
-        self._more = more
-        self._begun: float | None = None
-        module.register_forward_pre_hook(self._forward_begins)
-        module.register_forward_hook(self._forward_ends)
-        for parameter in module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
-
-    def _forward_begins(self, _module: nn.Module, _inputs: Any) -> None:
-        self._begun = time.perf_counter()
-
-    def _forward_ends(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        self._sleep()
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
-
-    def _backward_begins(self, _: torch.Tensor) -> None:
-        self._begun = time.perf_counter()
-
-    def _gradient_is_there(self, _: nn.Parameter) -> None:
-        self._sleep()
-        self._begun = time.perf_counter()
-
-    def _sleep(self) -> None:
-        if self._begun is not None:
-            time.sleep((time.perf_counter() - self._begun) * self._more)
-            self._begun = None
-
-
-# How a step is done: each strategy turns a model into a function that leaves the whole batch's gradients in it.
-
 
 # (this rank's inputs, this rank's targets, samples of all ranks together) → the mean loss of the whole batch
 Step = Callable[[Any, torch.Tensor, int], torch.Tensor]
@@ -113,7 +67,7 @@ def averaging(model: nn.Module, comms: Comms, loss_fn: LossFunction | None, micr
     def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
         mine = len(targets)
         loss = accumulate(model, cut(inputs, targets, micro_batches), loss_fn, samples=mine)
-        # Only to be told: nobody's training waits for this number.
+        # For the display only: no rank's training depends on this number.
         return comms.all_reduce(loss * (mine / samples), operation=AllReduce(LOSS, "dp"))
 
     return step
@@ -155,3 +109,50 @@ STEPS: dict[str, Callable[..., Step]] = {
     "averaging": averaging,
     "torch-ddp": torch_ddp,
 }
+
+
+# ── a rank that computes more slowly than it could, to see what a straggler does to a run ─────────────────────────────
+
+
+def slow_down_model(model: nn.Module, factor: float) -> None:
+    """Make every layer of a model take `factor` times as long, forward and backward, from now on.
+
+    A layer sleeps for what it is to take longer, before its result is passed on: before its output leaves, and before
+    its gradients do. Hooks that are registered later, such as those of `DataParallel`, see the gradients later.
+    """
+    for module in model.modules():
+        if not any(True for _ in module.children()):
+            _Slow(module, factor - 1)
+
+
+class _Slow:
+    """One layer that sleeps after its own work."""
+
+    def __init__(self, module: nn.Module, more: float) -> None:
+        self._more = more
+        self._begun: float | None = None
+        module.register_forward_pre_hook(self._forward_begins)
+        module.register_forward_hook(self._forward_ends)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._gradient_is_there)  # type: ignore[no-untyped-call]
+
+    def _forward_begins(self, _module: nn.Module, _inputs: Any) -> None:
+        self._begun = time.perf_counter()
+
+    def _forward_ends(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        self._sleep()
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self, _: torch.Tensor) -> None:
+        self._begun = time.perf_counter()
+
+    def _gradient_is_there(self, _: nn.Parameter) -> None:
+        self._sleep()
+        self._begun = time.perf_counter()
+
+    def _sleep(self) -> None:
+        if self._begun is not None:
+            time.sleep((time.perf_counter() - self._begun) * self._more)
+            self._begun = None

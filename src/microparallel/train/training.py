@@ -1,4 +1,8 @@
-"""How large the optimizer's steps are, from the first to the last."""
+"""A training run as an object: do a step, measure, say where it stands, go on from there.
+
+`Training` is one rank's part of it; in `PipelineTraining` the model is spread over the ranks of a pipeline. Below them
+stands what a step needs to be repeatable: the learning rate, a function of the step's number, and the random state.
+"""
 
 from __future__ import annotations
 
@@ -24,106 +28,8 @@ from microparallel.train.data import Dataset, Split
 from microparallel.train.sampler import ShardedSampler
 from microparallel.train.strategies import Step
 
-_WARM_UP = 0.1  # the part of a run in which a linear schedule goes up
-
-
-@dataclass(frozen=True)
-class LearningRate:
-    """A learning rate over a run of so many steps: constant, or linear.
-
-    ```
-    linear   peak    ╱╲__
-                    ╱    ╲__
-             0     ╱        ╲__
-                   0  10 %    100 % of the steps
-    ```
-
-    It is a function of the step alone, so a resumed run needs to remember nothing; one that is made longer follows the
-    longer schedule from there on.
-    """
-
-    schedule: str
-    peak: float
-    steps: int
-
-    def at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        if self.schedule == "constant":
-            return self.peak
-        up = max(1, round(_WARM_UP * self.steps))
-        if step < up:
-            return self.peak * (step + 1) / up
-        return self.peak * max(0, self.steps - step) / max(1, self.steps - up)
-
-
-# Remember where every random generator stands, so that a resumed run draws what the interrupted one would have.
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of every generator this process uses, as plain values that JSON can hold.
-
-    That is Python's `random`, torch's CPU generator, one generator per GPU once CUDA is in use, and numpy's global
-    generator once numpy is imported (the drawing of a run that uses neither cannot depend on them).
-    """
-    state: dict[str, Any] = {"python": _without_tuples(random.getstate()), "torch": _text(torch.get_rng_state())}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = [_text(generator) for generator in torch.cuda.get_rng_state_all()]
-    if "numpy" in sys.modules:
-        import numpy
-
-        state["numpy"] = _without_arrays(numpy.random.get_state(legacy=False))
-    return state
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Put every generator back to where `capture` found it; the next draws are bit-identical.
-
-    On a machine with fewer GPUs the generators of the missing ones are left out.
-    """
-    generator = "python"
-    try:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-        generator = "torch"
-        torch.set_rng_state(_tensor(state["torch"]))
-        generator = "cuda"
-        if "cuda" in state and torch.cuda.is_available():
-            for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(_tensor(text), device)
-        generator = "numpy"
-        if "numpy" in state:
-            import numpy
-
-            numpy.random.set_state(state["numpy"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the random state of {generator} cannot be restored ({error}); "
-            "it may have been saved with another version of that library: install that one, or start a new run"
-        ) from error
-
-
-def _text(state: torch.Tensor) -> str:
-    return base64.b64encode(bytes(state.tolist())).decode("ascii")
-
-
-def _tensor(text: str) -> torch.Tensor:
-    return torch.tensor(list(base64.b64decode(text, validate=True)), dtype=torch.uint8)
-
-
-def _without_tuples(value: Any) -> Any:
-    return [_without_tuples(part) for part in value] if isinstance(value, tuple) else value
-
-
-def _without_arrays(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_arrays(part) for key, part in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-# A training run as an object: do a step, measure, say where you stand, go on from there.
-
-
 _VALIDATION_BATCH = 256
+_WARM_UP = 0.1  # the part of a run in which a linear learning rate goes up
 
 
 @dataclass(frozen=True)
@@ -217,7 +123,7 @@ class Training:
             self.comms.broadcast(buffer)
 
     def _measure(self, inputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Add up loss, right answers, answers and samples of a batch, as far as this rank is to tell them."""
+        """Add up loss, right answers, answers and samples of a batch; zeros where another rank counts them."""
         samples = len(targets)
         if self.loss_fn is None:
             return torch.tensor([float(mean_loss(self.model, inputs, targets)) * samples, 0, 0, samples])
@@ -231,7 +137,7 @@ class Training:
         return torch.tensor([loss, right, targets.numel() if classes else 0, samples], dtype=torch.float64)
 
     def state(self) -> dict[str, Any]:
-        """Where the run stands, beside the model and the optimizer; every rank must ask for it together."""
+        """Where the run stands, beside the model and the optimizer; a collective, so every rank must call it."""
         return {
             "loss": self.last_loss,
             "sampler": self.sampler.state_dict(),
@@ -239,7 +145,7 @@ class Training:
         }
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        """The whole model's state, for rank 0 to save; all must ask together."""
+        """The whole model's state, for rank 0 to save; every rank must call it."""
         state: dict[str, torch.Tensor] = self.model.state_dict()
         return state
 
@@ -249,11 +155,11 @@ class Training:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def replicas_are_identical(self) -> bool:
-        """Whether ranks that should have the same parameters have the same bits; all must ask together."""
+        """Whether ranks that should have the same parameters have the same bits; every rank must call it."""
         return replicas_are_identical(self.model, self.comms)
 
     def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state, for rank 0 to save: the same on every rank, or everybody's; all must ask together."""
+        """The optimizer's state for rank 0 to save, or every rank's where they differ; every rank must call it."""
         state: dict[str, Any] = self.optimizer.state_dict()
         return state if self.averaging is None else {"by_rank": gather_states(state, self.comms)}
 
@@ -308,25 +214,12 @@ class Training:
         return value
 
 
-# A training run whose model is spread over the ranks of a pipeline.
-#
-# Its checkpoints are those of the whole model, as one process would write them: a run can go on with other ranks, in
-# another layout, or without a pipeline at all.
-
-
-def pipeline_step(pipe: Pipeline) -> Step:
-    """A step of a pipeline; the last batch of an epoch may have fewer samples than micro-batches."""
-
-    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
-        if not len(targets):  # the other replicas have some
-            inputs = targets = None  # type: ignore[assignment]
-        return pipe.step(inputs, targets, samples=samples, allow_fewer=True)
-
-    return step
-
-
 class PipelineTraining(Training):
-    """One rank's part in a run with pipelines."""
+    """One rank's part in a run whose model is spread over the ranks of a pipeline.
+
+    Its checkpoints are those of the whole model, as one process would write them: a run can go on with other ranks, in
+    another layout, or without a pipeline at all.
+    """
 
     def __init__(self, pipe: Pipeline, names: dict[str, str], **rest: Any) -> None:
         super().__init__(model=pipe.own_layers, strategy=pipeline_step(pipe), **rest)
@@ -341,7 +234,7 @@ class PipelineTraining(Training):
 
     def _measure(self, inputs: Any, targets: torch.Tensor) -> torch.Tensor:
         outputs = self._pipe.predict(inputs)
-        if outputs is None or self.loss_fn is None:  # the last rank of each pipeline tells
+        if outputs is None or self.loss_fn is None:  # the last rank of each pipeline counts
             return torch.zeros(4, dtype=torch.float64)
         return self._compare(outputs, targets, self.loss_fn)
 
@@ -380,3 +273,110 @@ class PipelineTraining(Training):
         state = {mine: whole["state"][index] for mine, index in enumerate(own) if index in whole["state"]}
         group = {**whole["param_groups"][0], "params": list(range(len(own)))}
         self.optimizer.load_state_dict({"state": state, "param_groups": [group]})
+
+
+def pipeline_step(pipe: Pipeline) -> Step:
+    """How a pipeline does a step; the last batch of an epoch may have fewer samples than micro-batches."""
+
+    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
+        if not len(targets):  # the other replicas have some
+            inputs = targets = None  # type: ignore[assignment]
+        return pipe.step(inputs, targets, samples=samples, allow_fewer=True)
+
+    return step
+
+
+# ── the learning rate ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class LearningRate:
+    """A learning rate over a run of so many steps: constant, or linear.
+
+    ```
+    linear   peak    ╱╲__
+                    ╱    ╲__
+             0     ╱        ╲__
+                   0  10 %    100 % of the steps
+    ```
+
+    It is a function of the step alone, so a resumed run needs to remember nothing; one that is made longer follows the
+    longer schedule from there on.
+    """
+
+    schedule: str
+    peak: float
+    steps: int
+
+    def at(self, step: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        if self.schedule == "constant":
+            return self.peak
+        up = max(1, round(_WARM_UP * self.steps))
+        if step < up:
+            return self.peak * (step + 1) / up
+        return self.peak * max(0, self.steps - step) / max(1, self.steps - up)
+
+
+# ── the random state ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of every random generator of this process, so that a resumed run draws what this one would.
+
+    The values are plain, as JSON holds them. The generators are Python's `random`, torch's on the CPU, one for each GPU
+    once CUDA is in use, and numpy's global one once numpy is imported: a run that uses neither cannot depend on them.
+    """
+    state: dict[str, Any] = {"python": _without_tuples(random.getstate()), "torch": _text(torch.get_rng_state())}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = [_text(generator) for generator in torch.cuda.get_rng_state_all()]
+    if "numpy" in sys.modules:
+        import numpy
+
+        state["numpy"] = _without_arrays(numpy.random.get_state(legacy=False))
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put every generator back to where `random_state` found it; the next draws are bit-identical.
+
+    On a machine with fewer GPUs the generators of the missing ones are left out.
+    """
+    generator = "python"
+    try:
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words), gauss))
+        generator = "torch"
+        torch.set_rng_state(_tensor(state["torch"]))
+        generator = "cuda"
+        if "cuda" in state and torch.cuda.is_available():
+            for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(_tensor(text), device)
+        generator = "numpy"
+        if "numpy" in state:
+            import numpy
+
+            numpy.random.set_state(state["numpy"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(
+            f"the random state of {generator} cannot be restored ({error}); "
+            "it may have been saved with another version of that library: install that one, or start a new run"
+        ) from error
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode("ascii")
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+
+
+def _without_tuples(value: Any) -> Any:
+    return [_without_tuples(part) for part in value] if isinstance(value, tuple) else value
+
+
+def _without_arrays(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_arrays(part) for key, part in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value

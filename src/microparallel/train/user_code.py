@@ -1,4 +1,7 @@
-"""Import what a user names as `module:name`, such as `my_data:make_dataset`."""
+"""What a user brings along: functions named as `module:name` (`my_data:make_dataset`), and the schedule of a pipeline.
+
+A schedule is one of ours by its name, in any letter case, or a file with a program.
+"""
 
 from __future__ import annotations
 
@@ -88,18 +91,18 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f"; {did_you_mean(name, names, there)}" if names else ""
 
 
-# The schedule of a pipeline, as a user names it: one of ours in any letter case, or a file with a program.
+# ── a pipeline's schedule ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def canonical(schedule: str) -> str:
-    """The name as it is written here, or the whole path of a file: a run goes on from wherever it is resumed."""
+def canonical_schedule(schedule: str) -> str:
+    """The name of a schedule of ours in small letters, or a file's whole path: a run may be resumed from anywhere."""
     if schedule.lower() in PIPELINES:
         return schedule.lower()
     return str(Path(schedule).absolute())
 
 
 def schedule_of(name: str) -> str | Program:
-    """What `mp.Pipeline` takes."""
+    """The schedule as `mp.Pipeline` takes it: a name, or the program that is in a file."""
     return name.lower() if name.lower() in PIPELINES else _read(Path(name))
 
 
@@ -111,18 +114,18 @@ def require_schedule(name: str, given: str) -> None:
     raise ConfigError(f"{given}: {did_you_mean(name.lower(), PIPELINES, otherwise)}")
 
 
-def microbatches_of(name: str) -> int | None:
+def microbatches_of_schedule(name: str) -> int | None:
     """How many micro-batches a file's program has; None for a schedule of ours, which takes any number."""
     program = schedule_of(name)
-    return None if isinstance(program, str) else _goal(program, name).microbatches
+    return None if isinstance(program, str) else _training_step(program, name).microbatches
 
 
-def require_fit(name: str, ranks: int, microbatches: int | None, samples: int) -> None:
+def require_fitting_schedule(name: str, ranks: int, microbatches: int | None, samples: int) -> None:
     """Refuse a file whose program is for other ranks, for other micro-batches, or for more of them than samples."""
     program = schedule_of(name)
     if isinstance(program, str):
         return
-    cut = _goal(program, name).microbatches
+    cut = _training_step(program, name).microbatches
     given = f"--schedule {name}"
     if program.world_size != ranks:
         raise ConfigError(
@@ -140,7 +143,7 @@ def require_fit(name: str, ranks: int, microbatches: int | None, samples: int) -
         )
 
 
-def _goal(program: Program, name: str) -> TrainingStep:
+def _training_step(program: Program, name: str) -> TrainingStep:
     if not isinstance(program.goal, TrainingStep):
         raise ConfigError(f"--schedule {name}: its program is a {program.goal}, and a pipeline runs a training step")
     return program.goal

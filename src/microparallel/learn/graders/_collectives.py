@@ -1,7 +1,8 @@
 """The program of a collective that a learner wrote: which slice each rank sent, and what it did with what came.
 
-A rank's tensor is looked at whenever it communicates. What it sends is the slice that has the same numbers; and what
-has changed since it received something says where that went, and whether it was added or replaced what was there.
+The log copies a rank's tensor whenever the rank communicates. What the rank sends is the slice that has the same
+numbers. What has changed in the tensor since the rank received something says where the message went, and whether it
+was added or replaced what was there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def program_of(
 
 
 def _operations(given: torch.Tensor, row: Row, found: torch.Tensor, slices: int) -> list[Op] | None:
-    arrived: list[Called] = []  # and not yet put anywhere
+    arrived: list[Called] = []  # receives whose numbers have not been found in the tensor yet
     seen = [*(moment.tensor for moment in row if moment.tensor is not None), found]
     ops = _changes(given, seen[0], arrived, slices)
     for moment, before, after in zip(row, seen[:-1], seen[1:], strict=True):
@@ -37,7 +38,7 @@ def _operations(given: torch.Tensor, row: Row, found: torch.Tensor, slices: int)
             elif moment.phase == "ends" and call.call in RECEIVES:
                 arrived.append(call)
         ops += _changes(before, after, arrived, slices)
-    for call in arrived:  # it changed nothing, perhaps since the same numbers had been there
+    for call in arrived:  # they changed nothing, perhaps since the same numbers had been there
         place = None if call.content is None else _which(call.content, found, slices)
         ops.append(None if place is None else Recv(place, call.peer))
     return None if None in ops else [op for op in ops if op is not None]
@@ -75,3 +76,27 @@ def _changes(before: torch.Tensor, after: torch.Tensor, arrived: list[Called], s
 
 def _split(tensor: torch.Tensor, slices: int) -> list[torch.Tensor]:
     return list(tensor.flatten().tensor_split(slices))
+
+
+# ── sums of which one can tell which ranks are in them ──────────────────────────────────────────────────────────────
+
+
+def contribution(rank: int, shape: int | tuple[int, ...], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """What a rank puts into a sum: 1, 2, 3, … times 10 to the rank, so that every sum tells who is in it, how often."""
+    numbers: torch.Tensor = torch.arange(1, torch.zeros(shape).numel() + 1) * 10**rank
+    return numbers.to(dtype).reshape(shape)
+
+
+def counted_in_words(counts: Sequence[int]) -> str:
+    """Which ranks are in a sum: "ranks 0 and 2", "rank 1 twice"."""
+    times = {2: " twice", 3: " three times"}
+    once = [str(rank) for rank, count in enumerate(counts) if count == 1]
+    parts = [f"rank{'s' * (len(once) > 1)} {_and(once)}"] if once else []
+    parts += [
+        f"rank {rank}{times.get(count, f' {count} times')}" for rank, count in enumerate(counts) if count not in (0, 1)
+    ]
+    return _and(parts) or "nobody"
+
+
+def _and(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))

@@ -1,7 +1,7 @@
-"""Watch what happens during backward: when gradients are ready, when all-reduces begin, and when they are waited for.
+"""What happens during backward: when gradients are ready, when all-reduces begin, and when they are waited for.
 
-All from the order of operations, and nothing from clocks: a slow machine is judged like a fast one. In a pass's program
-every parameter is a stage, and a rank's own samples are a micro-batch.
+Everything is taken from the order of operations and nothing from clocks, so that a slow machine is judged like a fast
+one. In a pass's program every parameter is a stage, and a rank's own samples are a micro-batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from microparallel.errors import Mismatch
-from microparallel.learn.graders._common_dp import LEARNING_RATE, batch, combined, mean_gradients, small_model
+from microparallel.learn.graders._common import LEARNING_RATE, batch, combined, in_one_process, small_model
 from microparallel.learn.log import Called, Row
 from microparallel.learn.ranks import NoTensor
 from microparallel.learn.verdict import NotAllowed, Wrong
@@ -66,12 +66,12 @@ def watch(
     attach: Callable[[nn.Module], Any],
     explain: Callable[[Pass, Exception], None] = lambda _, __: None,
 ) -> list[Pass]:
-    """Train with what the learner attaches to the model, take it off again, and do one more backward.
+    """Train, on one rank, with the hooks that the learner attaches to the model; remove them, and do one more backward.
 
-    When a pass fails, `explain` is shown what has happened until then, and may know a better word for it.
+    When a pass fails, `explain` is called with what has happened until then and the error, and may raise a better one.
     """
     model = make_model(kind)
-    watcher = _Watcher(comms, model, explain)
+    observed = _Observed(comms, model, explain)
     attached = attach(model)
     for name in ("finish", "remove"):
         if not callable(getattr(attached, name, None)):
@@ -80,11 +80,11 @@ def watch(
     passes = []
     for step in range(steps):
         optimizer.zero_grad()
-        passes.append(watcher.backward(step, attached.finish))
+        passes.append(observed.backward(step, attached.finish))
         optimizer.step()
     attached.remove()
     optimizer.zero_grad()
-    return [*passes, watcher.backward(steps, lambda: None)]
+    return [*passes, observed.backward(steps, lambda: None)]
 
 
 _NOT_IN_STEP = (
@@ -106,16 +106,26 @@ class Averages:
     mean: list[torch.Tensor]
     weights: list[torch.Tensor]  # with which the step began
 
+    @property
+    def sum(self) -> list[torch.Tensor]:
+        """The gradients where nothing was divided by the world size."""
+        return combined(self.own, [1.0] * len(self.own))
+
+    @property
+    def divided_twice(self) -> list[torch.Tensor]:
+        """The gradients where the mean was divided by the world size once more."""
+        return combined([self.mean], [1 / len(self.own)])
+
 
 def averages(kind: str, ranks: int, steps: int) -> list[Averages]:
-    """The oracle: one process that takes the mean over all ranks' samples."""
+    """What is right in each step: one process takes the mean over all ranks' samples."""
     model = make_model(kind)
     found = []
     for step in range(steps):
         if isinstance(model, Spared):
             model.used = step == 0
         trained = [parameter.requires_grad for parameter in model.parameters()]
-        all_own = [mean_gradients(model, *_batch(rank, step)) for rank in range(ranks)]
+        all_own = [in_one_process(model, *_batch(rank, step))[1] for rank in range(ranks)]
         own = [[one for one, needed in zip(mine, trained, strict=True) if needed] for mine in all_own]
         weights = [parameter.detach().clone() for parameter in trainable(model).values()]
         found.append(Averages(own, combined(own, [1 / ranks] * ranks), weights))
@@ -186,8 +196,8 @@ def program_of(passes: Sequence[Pass], groups: Groups, bucket: Callable[[Pass, i
     return Program("your step", goal, tuple(ranks))
 
 
-class _Watcher:
-    """Hooks of the grader, which are called before the learner's."""
+class _Observed:
+    """A model with the grader's own hooks, which torch calls before the learner's; they tell the log of gradients."""
 
     def __init__(self, comms: Any, model: nn.Module, more: Callable[[Pass, Exception], None]) -> None:
         self._comms, self._model, self._more = comms, model, more
@@ -203,7 +213,7 @@ class _Watcher:
         self._comms.log.begins(Activity(o.Backward(stage, self._comms.rank)))
 
     def backward(self, step: int, finish: Callable[[], None]) -> Pass:
-        """One pass, and what the learner does after it."""
+        """Do one backward pass, and what the learner does after it."""
         if isinstance(self._model, Spared):
             self._model.used = step == 0
         inputs, targets = _batch(self._comms.rank, step)
@@ -218,7 +228,7 @@ class _Watcher:
             raise
         except Mismatch:
             raise Wrong(_NOT_IN_STEP.format(self._comms.rank)) from None
-        except (Wrong, AttributeError) as error:  # perhaps what happened before has a better word for it
+        except (Wrong, AttributeError) as error:  # perhaps what happened before explains it better
             one = self._pass(row[begin:over], row[over:] if over else [])
             if isinstance(error, NoTensor) and error.value is None:
                 late = "wants another parameter's gradient, which is not there yet"
@@ -311,7 +321,7 @@ def require_asynchronous(one: Pass) -> None:
 
 
 def require_waited(one: Pass, rank: int) -> None:
-    """Refuse all-reduces that nobody has waited for."""
+    """Refuse all-reduces that a rank never waited for."""
     left = [reduce.call for reduce in one.reduces if not reduce.call.ended]
     if left:
         raise Wrong(

@@ -1,28 +1,73 @@
-"""Make a program of the orders that a learner has written as text, verify it, and run it on real ranks."""
+"""Orders of operations in text: where two of them part, and the program of those that a learner has written.
+
+The exercises on schedules ask for an order only, such as `F0.0 F0.1 B0.0 B0.1` for each rank. The grader adds the
+messages, verifies the program, and runs it on real ranks.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._common_pp import in_one_process, make_batch, make_layers, mean_loss, require_gradients
+from microparallel.learn.graders._common import (
+    combined,
+    gradients,
+    in_one_process,
+    make_layers,
+    mean_loss,
+    pipeline_batch,
+    require_gradients,
+)
+from microparallel.learn.requirements import Suspect, flat, require_equal, shown
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, flat, require_equal, shown
 from microparallel.program import Act, Grad, Program, TrainingStep, halves, parse_op
 from microparallel.program.walk import Wait
 from microparallel.schedules import lower
 from microparallel.verifier import Deadlock, Missing, verify
 
 _SAMPLES = 8
+_AROUND = 4  # operations that are shown on either side of a place
 _WORD = re.compile(r"([FBIW])(\d+)\.(\d+)")
 Orders = list[list[str]]  # a rank's operations, for all ranks
+
+
+# ── where two orders part ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tokens(program: Program, rank: int) -> list[str]:
+    """What a rank computes, in text."""
+    return [str(op) for op in program.ranks[rank] if halves(op)]
+
+
+def compare(found: Sequence[str], expected: Sequence[str], name: str) -> str:
+    """Two lines that show where the orders part; nothing if they do not."""
+    pairs = enumerate(itertools.zip_longest(found, expected))
+    place = next((place for place, (mine, wanted) in pairs if mine != wanted), None)
+    if place is None:
+        return ""
+    width = max(len("yours"), len(name))
+    return f"\n  {'yours':<{width}}  {_show(found, place)}\n  {name:<{width}}  {_show(expected, place)}"
+
+
+def _show(order: Sequence[str], place: int) -> str:
+    """A few operations around a place, with that one in brackets."""
+    first, last = max(0, place - _AROUND), place + _AROUND + 1
+    words = [f"[{word}]" if first + at == place else word for at, word in enumerate(order[first:last])]
+    if place >= len(order):
+        words.append("[nothing more]")
+    return f"{'… ' * (first > 0)}{' '.join(words)}{' …' * (last < len(order))}"
+
+
+# ── the learner's order ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def ask_for_orders(exam: Exam, cases: Sequence[tuple[int, ...]], kinds: str) -> list[Orders]:
@@ -78,6 +123,9 @@ def require_complete(orders: Orders, rank: int, expected: Sequence[str]) -> None
         raise Wrong(f"rank {rank} never does {missing[0]}: every micro-batch needs all its operations on every stage")
 
 
+# ── its program ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def make_program(name: str, orders: Orders, stages: int, microbatches: int) -> Program:
     """The program, with its messages; refused in words if an operation lacks what it needs, or ranks wait for ever."""
     ranks = tuple(tuple(parse_op(word) for word in order) for order in orders)
@@ -101,7 +149,7 @@ def make_program(name: str, orders: Orders, stages: int, microbatches: int) -> P
 
 
 def _waiting(program: Program, wait: Wait) -> str:
-    """What a rank waits for, and where in its order: of the messages, the learner has not written any."""
+    """What a rank waits for, and where in its order. The messages are left out: the learner has written none."""
     ops, value = program.ranks[wait.rank], getattr(program.ranks[wait.rank][wait.place], "value", None)
     done, to_do = ([str(op) for op in some if halves(op)] for some in (ops[: wait.place], ops[wait.place :]))
     what = ""
@@ -112,15 +160,17 @@ def _waiting(program: Program, wait: Wait) -> str:
 
 
 def run_program(exam: Exam, program: Program) -> None:
-    """Run it on real ranks, in two steps, and compare with one process."""
+    """Run a program on real ranks, two steps of it, and compare with one process."""
     assert isinstance(program.goal, TrainingStep)
     results = exam.run_on_processes(_run, program.world_size, program)
-    expected = [in_one_process(make_layers(program.goal.stages), *make_batch(_SAMPLES, seed=step)) for step in (0, 1)]
+    expected = [
+        in_one_process(make_layers(program.goal.stages), *pipeline_batch(_SAMPLES, seed=step)) for step in (0, 1)
+    ]
+    both = combined([alone for _, alone in expected], [1.0, 1.0])
     for rank, (losses, by_stage) in enumerate(results):
         for step, loss in enumerate(losses):
             require_equal(loss, expected[step][0], f"the loss of step {step} on rank {rank}")
         for stage, found in by_stage.items():
-            both = [one + two for one, two in zip(*(gradients for _, gradients in expected), strict=True)]
             own = slice(2 * stage, 2 * stage + 2)
             suspects = [Suspect(flat(expected[1][1][own]), "only the second step is in the gradients")]
             require_gradients(found, both[own], f"stage {stage}, on rank {rank},", "no gradients", suspects)
@@ -131,9 +181,5 @@ def _run(comms: Comms, program: Program) -> tuple[list[torch.Tensor], dict[int, 
 
     stages = program.goal.stages  # type: ignore[union-attr]
     pipe = Pipeline(make_layers(stages), comms, program, loss_fn=mean_loss, balance=[1] * stages)
-    losses = [pipe.step(*make_batch(_SAMPLES, seed=step)) for step in (0, 1)]
-    found = {
-        index: [parameter.grad for module in stage.modules for parameter in module.parameters()]
-        for index, stage in pipe.stages.items()
-    }
-    return losses, found
+    losses = [pipe.step(*pipeline_batch(_SAMPLES, seed=step)) for step in (0, 1)]
+    return losses, {index: gradients(nn.ModuleList(stage.modules)) for index, stage in pipe.stages.items()}

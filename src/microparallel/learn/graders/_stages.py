@@ -1,8 +1,8 @@
-"""What goes wrong in a learner's backward, as types: torch raises a bare RuntimeError for all of it.
+"""A pipeline's stage that counts what a learner's code does with it, and types for what goes wrong in a backward.
 
-The two mistakes can be read off the graph, before torch begins and whatever torch says about them: a backward begins at
-a tensor that is no loss and is given no gradient, or it meets nodes that an earlier backward has gone through and
-emptied.
+torch raises a bare RuntimeError for every backward that it refuses. Two mistakes can be read off the graph before torch
+begins: a backward begins at a tensor that is no loss and is given no gradient, or it meets nodes that an earlier
+backward has gone through and emptied.
 """
 
 from __future__ import annotations
@@ -17,13 +17,100 @@ from torch import nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from microparallel.learn.graders._common_pp import WIDTH
+from microparallel.learn.graders._common import WIDTH
 from microparallel.learn.log import Log
 from microparallel.learn.verdict import Wrong
 from microparallel.observe import Activity
 from microparallel.program import Backward, Forward
 
 _MARK = "microparallel: a backward went through"  # a key of Node.metadata, which lives as long as the node
+
+
+class CountedStage(nn.Module):
+    """A rank's layers, which tell the rank's log of every forward and backward.
+
+    Attributes:
+        most_kept: the most micro-batches at once whose outputs the learner's code held after their backward.
+    """
+
+    width = WIDTH
+
+    def __init__(self, layers: Sequence[nn.Module], rank: int, log: Log) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+        self.rank = rank
+        self._log = log
+        self._alive: weakref.WeakSet[_Work] = weakref.WeakSet()
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a new step."""
+        self.most_kept = 0
+        self._forwards = 0
+        self._alive.clear()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Compute, and tell the log."""
+        self._require_proper(inputs)
+        work = _Work(self._forwards)
+        self._forwards += 1
+        self._count_kept()
+        self._alive.add(work)
+        self._log.begins(Activity(Forward(self.rank, work.microbatch)))
+        outputs: torch.Tensor = _Meter.apply(self.layers(inputs), self, work)  # type: ignore[no-untyped-call]
+        return outputs
+
+    def backward_begins(self, work: _Work) -> None:
+        """Tell the log that the gradient of a micro-batch's outputs has come."""
+        self._count_kept()
+        work.done = True
+        self._log.begins(Activity(Backward(self.rank, work.microbatch)))
+
+    def _count_kept(self) -> None:
+        self.most_kept = max(self.most_kept, sum(one.done for one in self._alive))
+
+    def _require_proper(self, inputs: Any) -> None:
+        if not isinstance(inputs, torch.Tensor):
+            raise Wrong(f"rank {self.rank} puts {type(inputs).__name__} into its stage, and should put in a tensor")
+        if not torch.is_grad_enabled():
+            raise Wrong(f"rank {self.rank} computes its forward without a graph (no_grad), so no backward can follow")
+        if self.rank > 0 and bool(inputs.isnan().all()):
+            raise Wrong(
+                f"rank {self.rank} puts the batch's inputs into its stage: only rank 0 does; what enters here is what "
+                f"rank {self.rank - 1} returned, and must be received"
+            )
+        if self.rank > 0 and not inputs.requires_grad:
+            raise Wrong(
+                f"rank {self.rank} computes with what it received without asking for its gradient: requires_grad_() is "
+                f"missing, and so there will be nothing to send back to rank {self.rank - 1}"
+            )
+
+
+class _Work:
+    """One micro-batch on one stage; it lives as long as the graph of its outputs."""
+
+    def __init__(self, microbatch: int) -> None:
+        self.microbatch = microbatch
+        self.done = False
+
+
+class _Meter(torch.autograd.Function):
+    """Passes numbers and gradients on as they are, and tells the stage when a gradient comes."""
+
+    @staticmethod
+    def forward(context: Any, outputs: torch.Tensor, stage: CountedStage, work: _Work) -> torch.Tensor:
+        """Keep the work alive as long as the graph of the outputs."""
+        context.stage, context.work = stage, work
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(context: Any, *gradients: Any) -> Any:
+        """Tell the stage that the backward has begun."""
+        context.stage.backward_begins(context.work)
+        return gradients[0], None, None
+
+
+# ── backwards that torch refuses ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class NoFirstGradient(RuntimeError):
@@ -35,7 +122,7 @@ class SecondBackward(RuntimeError):
 
 
 class TypedBackwards(TorchFunctionMode):
-    """While a rank's thread has entered it, backwards of that thread that torch refuses raise the types above.
+    """While a rank's thread has entered it, a backward of that thread that torch refuses raises one of the types above.
 
     Only a backward that torch refuses is given a type: what torch accepts (a graph that is kept with retain_graph, a
     node that needs nothing of what was freed) goes on as it would without this.
@@ -48,11 +135,11 @@ class TypedBackwards(TorchFunctionMode):
         named = kwargs or {}
         if func not in _GRADIENT:
             return func(*args, **named)
-        notes: list[Any] = [node.metadata for node in _graph(_each(args[0]))]  # dicts, though torch's types deny it
-        emptied = any(_MARK in note for note in notes)
+        marks: list[Any] = [node.metadata for node in _graph(_each(args[0]))]  # dicts, though torch's types deny it
+        emptied = any(_MARK in mark for mark in marks)
         if not (named.get("retain_graph") or named.get("create_graph")):
-            for note in notes:
-                note[_MARK] = True
+            for mark in marks:
+                mark[_MARK] = True
         try:
             return func(*args, **named)
         except RuntimeError as error:
@@ -95,90 +182,3 @@ def _graph(roots: Iterable[torch.Tensor | None]) -> Iterator[Node]:
         found.add(node)
         yield node
         ahead += [following for following, _ in node.next_functions]
-
-
-# A stage that knows what is done with it: what enters, in which order it computes, and what is still held.
-
-
-class CountedStage(nn.Module):
-    """Some layers, on one rank, which tell a log of every forward and backward.
-
-    Attributes:
-        most_kept: the most micro-batches at once whose backward was done and whose outputs somebody still held.
-    """
-
-    width = WIDTH
-
-    def __init__(self, layers: Sequence[nn.Module], rank: int, log: Log) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-        self.rank = rank
-        self._log = log
-        self._alive: weakref.WeakSet[_Work] = weakref.WeakSet()
-        self.begin()
-
-    def begin(self) -> None:
-        """Begin a new step."""
-        self.most_kept = 0
-        self._forwards = 0
-        self._alive.clear()
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute, and tell."""
-        self._require_proper(inputs)
-        work = _Work(self._forwards)
-        self._forwards += 1
-        self._look_around()
-        self._alive.add(work)
-        self._log.begins(Activity(Forward(self.rank, work.microbatch)))
-        outputs: torch.Tensor = _Meter.apply(self.layers(inputs), self, work)  # type: ignore[no-untyped-call]
-        return outputs
-
-    def backward_begins(self, work: _Work) -> None:
-        """Note that the gradient of a micro-batch's outputs has come."""
-        self._look_around()
-        work.done = True
-        self._log.begins(Activity(Backward(self.rank, work.microbatch)))
-
-    def _look_around(self) -> None:
-        self.most_kept = max(self.most_kept, sum(one.done for one in self._alive))
-
-    def _require_proper(self, inputs: Any) -> None:
-        if not isinstance(inputs, torch.Tensor):
-            raise Wrong(f"rank {self.rank} puts {type(inputs).__name__} into its stage, and should put in a tensor")
-        if not torch.is_grad_enabled():
-            raise Wrong(f"rank {self.rank} computes its forward without a graph (no_grad), so no backward can follow")
-        if self.rank > 0 and bool(inputs.isnan().all()):
-            raise Wrong(
-                f"rank {self.rank} puts the batch's inputs into its stage: only rank 0 does; what enters here is what "
-                f"rank {self.rank - 1} returned, and must be received"
-            )
-        if self.rank > 0 and not inputs.requires_grad:
-            raise Wrong(
-                f"rank {self.rank} computes with what it received without asking for its gradient: requires_grad_() is "
-                f"missing, and so there will be nothing to send back to rank {self.rank - 1}"
-            )
-
-
-class _Work:
-    """One micro-batch on one stage; it lives as long as the graph of its outputs."""
-
-    def __init__(self, microbatch: int) -> None:
-        self.microbatch = microbatch
-        self.done = False
-
-
-class _Meter(torch.autograd.Function):
-    """Passes numbers and gradients on as they are, and says so."""
-
-    @staticmethod
-    def forward(context: Any, outputs: torch.Tensor, stage: CountedStage, work: _Work) -> torch.Tensor:
-        """In the forward it holds on to the work."""
-        context.stage, context.work = stage, work
-        return outputs.view_as(outputs)
-
-    @staticmethod
-    def backward(context: Any, *gradients: Any) -> Any:
-        """In the backward it tells the stage."""
-        context.stage.backward_begins(context.work)
-        return gradients[0], None, None

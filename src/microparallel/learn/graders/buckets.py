@@ -9,12 +9,12 @@ import torch
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders import _during_backward as during
-from microparallel.learn.graders._common_dp import combined, same, small_model
-from microparallel.learn.graders._common_pp import many
+from microparallel.learn.graders._common import same, small_model
 from microparallel.learn.graders._during_backward import Averages, Groups, Pass
+from microparallel.learn.requirements import flat, require_equal, shown, suspects
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import first_difference, shown
 from microparallel.program import AllReduce, Bucket, Delta
+from microparallel.text import count
 from microparallel.verifier import Missing, verify
 
 _ALLOWED = ("all_reduce",)
@@ -151,10 +151,8 @@ def _require_full(passes: list[Pass], groups: Groups) -> None:
         if isinstance(error.op, AllReduce) and isinstance(error.op.value, Bucket) and isinstance(error.value, Delta):
             one, number = passes[error.rank], error.op.value.index
             missing = one.names[error.value.stage]
-            count = many(len(one.came(one.begun[number])), "gradient")
-            raise Wrong(
-                f"bucket {number} leaves after {count}, before {missing} has come: count what is in it"
-            ) from None
+            now = count(len(one.came(one.begun[number])), "gradient")
+            raise Wrong(f"bucket {number} leaves after {now}, before {missing} has come: count what is in it") from None
     except ProgramError:
         pass  # a pass that broke off; what it lacks is said elsewhere
 
@@ -224,24 +222,23 @@ _ZEROS_IN_VIEWS = (
 def _explain(
     one: Pass, wrong: list[int], right: Averages, before: list[torch.Tensor] | None, rank: int, step: int
 ) -> None:
-    """Name what the gradients in these places are."""
-    names, ranks = [one.names[place] for place in wrong], len(right.own)
+    """Refuse the gradients in these places, and name what they are instead of the average."""
+    names = [one.names[place] for place in wrong]
     found = [one.gradients[name] for name in names]
     where = f"step {step}, rank {rank}: {', '.join(names)}"
-    if found[0] is None:
+    if any(gradient is None for gradient in found):
         raise Wrong(f"{where}: no gradient any more; finish() is to give every parameter its average")
     not_left = "its bucket did not leave; one whose parameters were not all used must leave in finish()"
     nothing = "nothing came back from the buckets: copy the averages out of them, after the wait"
-    own = f"still rank {rank}'s own gradient; {nothing if len(names) == len(one.names) else not_left}"
-    table = [
-        (right.own[rank], own),
-        (combined(right.own, [1.0] * ranks), 'this is the sum: divide by the world size, or use op="mean"'),
-        (combined([right.mean], [1 / ranks]), 'divided twice by the world size: op="mean" has done it already'),
-        ([torch.zeros_like(gradient) for gradient in right.mean], _ZEROS_IN_VIEWS if one.views else _ZEROS),
-        (right.weights, "these are the weights: it is parameter.grad that goes into the bucket"),
-        (before, "this is the average of the step before: the bucket was not emptied, or did not leave again"),
-    ]
-    for value, words in table:
-        if value is not None and same(found, [value[place] for place in wrong]):
-            raise Wrong(f"{where}: {words}")
-    raise Wrong(f"{where}: not the average\n  {names[0]}{first_difference(found[0], right.mean[wrong[0]])}")
+    mistakes = {
+        f"still rank {rank}'s own gradient; {nothing if len(names) == len(one.names) else not_left}": right.own[rank],
+        'this is the sum: divide by the world size, or use op="mean"': right.sum,
+        'divided twice by the world size: op="mean" has done it already': right.divided_twice,
+        _ZEROS_IN_VIEWS if one.views else _ZEROS: [torch.zeros_like(gradient) for gradient in right.mean],
+        "these are the weights: it is parameter.grad that goes into the bucket": right.weights,
+    }
+    if before is not None:
+        mistakes["this is the average of the step before: the bucket was not emptied, or did not leave again"] = before
+    known = {f"{where}: {words}": [value[place] for place in wrong] for words, value in mistakes.items()}
+    expected = [right.mean[place] for place in wrong]
+    require_equal(flat(found), flat(expected), f"{where}: the gradient", suspects(known))

@@ -1,4 +1,4 @@
-"""Broadcast, gather and barrier: does everybody get the right tensor, and does nobody leave too early?"""
+"""Broadcast, gather and barrier: does every rank get the right tensor, and does none leave too early?"""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._collectives import program_of
-from microparallel.learn.graders._common_pp import many
 from microparallel.learn.log import RECEIVES, SENDS, Called, Row, calls
+from microparallel.learn.requirements import Suspect, require_equal, require_like, shown
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal, require_like, shown
 from microparallel.program import Collective, Op, Program, Recv, Send, Slices
+from microparallel.text import count
 from microparallel.verifier import Unreached, verify
 
 _ALLOWED = ("send_tensor", "recv_tensor")
@@ -70,7 +70,7 @@ def _require_broadcast(exam: Exam, src: int, dtype: torch.dtype, notes: list[str
     _require_few_messages("broadcast", exam.rows, notes)
     for rank, row in enumerate(exam.rows):
         if (received := len(calls(row, *RECEIVES))) != (rank != src):
-            counts = f"rank {rank} received {many(received, 'message')}, and should receive {int(rank != src)}"
+            counts = f"rank {rank} received {count(received, 'message')}, and should receive {int(rank != src)}"
             raise Wrong(f"broadcast from rank {src}: {counts}")
     given = [_tensor(rank, dtype) for rank in range(_RANKS)]
     program = program_of(Collective("broadcast", 1, src), given, exam.rows, found)
@@ -91,7 +91,7 @@ def _from_wrong_rank(rank: int, src: int, dtype: torch.dtype) -> list[Suspect]:
 
 
 def _gather(learner: Any, comms: Any, dst: int, dtype: torch.dtype) -> None:
-    """What the learner returns is looked at here."""
+    """Call the learner's gather on one rank, and refuse what it returns if it is wrong."""
     tensor = _tensor(comms.rank, dtype)
     found = learner.gather(tensor, dst, comms)
     if not torch.equal(require_like(tensor, _tensor(comms.rank, dtype), _PASSED), _tensor(comms.rank, dtype)):
@@ -111,7 +111,7 @@ def _require_gather(exam: Exam, dst: int, dtype: torch.dtype, notes: list[str]) 
     for rank, row in enumerate(exam.rows):
         if (sent := len(calls(row, *SENDS))) != (rank != dst):
             should = int(rank != dst)
-            raise Wrong(f"gather to rank {dst}: rank {rank} sent {many(sent, 'message')}, and should send {should}")
+            raise Wrong(f"gather to rank {dst}: rank {rank} sent {count(sent, 'message')}, and should send {should}")
 
 
 def _require_list(found: Any, who: str, owner: int, dtype: torch.dtype, ranks: int = _RANKS) -> None:
@@ -132,7 +132,7 @@ def _require_list(found: Any, who: str, owner: int, dtype: torch.dtype, ranks: i
 
 
 def _whose(tensor: Any, dtype: torch.dtype, ranks: int) -> int | None:
-    """Whose tensor that is; None if it is nobody's."""
+    """The rank whose tensor that is; None if it is no rank's."""
     for rank in range(ranks):
         if isinstance(tensor, torch.Tensor) and torch.equal(tensor.double(), _tensor(rank, dtype).double()):
             return rank
@@ -158,10 +158,10 @@ def _barrier(learner: Any, comms: Any) -> None:
 
 
 def _require_barrier(exam: Exam, notes: list[str]) -> None:
-    """Whoever leaves must have heard, from whomever, that everybody has arrived: an all-gather of what ranks know.
+    """A rank may leave when it has heard, from any rank, that all have arrived: an all-gather of what the ranks know.
 
-    A send that comes back says that its receiver has arrived, unless the message was so small that it left before: so
-    it must be right with such answers, and without.
+    A send that returns says that its receiver has arrived, unless the message was so small that it left before. So the
+    barrier must be right with such answers, and without them.
     """
     exam.run(_barrier, _RANKS, allowed=_ALLOWED)
     for answered in (True, False):

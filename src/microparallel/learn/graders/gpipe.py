@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._pipeline_steps import compare, require_freed, suspects, take_steps, tokens
+from microparallel.learn.graders._pipeline_steps import microbatch_suspects, require_freed, take_steps
+from microparallel.learn.graders._programs import compare, tokens
 from microparallel.learn.verdict import Wrong
 from microparallel.program import Program, peak_activations
 from microparallel.schedules import gpipe
 
-_require_steps = functools.partial(take_steps, function="gpipe_step", suspects=suspects)
+_require_steps = functools.partial(take_steps, function="gpipe_step", suspects=microbatch_suspects)
 
 
 def check(exam: Exam) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders import _during_backward as during
-from microparallel.learn.graders._common_dp import combined, require_gradients
+from microparallel.learn.graders._common import require_no_gradient_lost
 from microparallel.learn.graders._during_backward import Pass
+from microparallel.learn.requirements import flat, require_equal, suspects
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, flat, require_equal
 from microparallel.program import AllReduce, Bucket
 from microparallel.verifier import NeverReduced, verify
 
@@ -86,17 +86,10 @@ def _require_steps(watched: list[list[Pass]], kind: str) -> None:
             during.require_waited(one, rank)
             during.require_old_requests_gone(one, number)
             found = flat(one.gradients.values())
-            require_gradients(list(one.gradients.values()), list(one.gradients), f"step {number}: rank {rank}")
-            require_equal(found, flat(right.mean), f"step {number}: rank {rank}'s gradient", _suspects(right, rank))
-
-
-def _suspects(right: during.Averages, rank: int) -> list[Suspect]:
-    ranks = len(right.own)
-    table = {
-        f"rank {rank} still holds its own gradient: nothing was averaged": right.own[rank],
-        'this is the sum of the ranks\' gradients: divide it by the world size, or use op="mean"': (
-            combined(right.own, [1.0] * ranks)
-        ),
-        'this was divided twice by the world size: op="mean" has done it already': combined([right.mean], [1 / ranks]),
-    }
-    return [Suspect(flat(value), words) for words, value in table.items()]
+            require_no_gradient_lost(list(one.gradients.values()), list(one.gradients), f"step {number}: rank {rank}")
+            mistakes = {
+                f"rank {rank} still holds its own gradient: nothing was averaged": right.own[rank],
+                'this is the sum of the ranks\' gradients: divide it by the world size, or use op="mean"': right.sum,
+                'this was divided twice by the world size: op="mean" has done it already': right.divided_twice,
+            }
+            require_equal(found, flat(right.mean), f"step {number}: rank {rank}'s gradient", suspects(mistakes))

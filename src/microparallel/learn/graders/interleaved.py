@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._common_pp import many
-from microparallel.learn.graders._pipeline_steps import compare, tokens
 from microparallel.learn.graders._programs import (
     Orders,
     ask_for_orders,
+    compare,
     make_program,
     require_complete,
     run_program,
     split,
+    tokens,
 )
+from microparallel.learn.requirements import listed
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import listed
 from microparallel.program import Program, peak_activations
 from microparallel.schedules import interleaved, lower
 from microparallel.simulator import Costs, simulate
+from microparallel.text import count
 
 Case = tuple[int, int, int]  # ranks, micro-batches, stages a rank
 _CASES: list[Case] = [(2, 4, 2), (3, 6, 2), (4, 8, 2), (2, 4, 3), (2, 6, 1), (1, 3, 2), (4, 4, 2)]
@@ -46,7 +47,7 @@ def check(exam: Exam) -> None:
         notes.append("two ranks, two stages each: 5 and 3, of stages half as large")
     with exam.step("also when messages take time, no rank waits longer than it must"):
         for one in zip(_CASES, answers, programs, strict=True):
-            _require_patience(*one)
+            _require_few_gaps(*one)
     with exam.step("on real ranks it finds the loss and gradients of one process"):
         run_program(exam, programs[0])
         run_program(exam, programs[1])
@@ -54,7 +55,7 @@ def check(exam: Exam) -> None:
 
 def _named(case: Case) -> str:
     ranks, microbatches, stages_per_rank = case
-    return f"{ranks} ranks, {microbatches} micro-batches, {many(stages_per_rank, 'stage')} a rank"
+    return f"{ranks} ranks, {microbatches} micro-batches, {count(stages_per_rank, 'stage')} a rank"
 
 
 def _verified(case: Case, orders: Orders) -> Program:
@@ -120,7 +121,7 @@ def _require_bubble(case: Case, orders: Orders, program: Program, notes: list[st
         notes.append(f"{_named(case)}: waits {bubble:g} of {work + bubble:g}, 1F1B would wait {best * stages_per_rank}")
 
 
-def _require_patience(case: Case, orders: Orders, program: Program) -> None:
+def _require_few_gaps(case: Case, orders: Orders, program: Program) -> None:
     """Messages that take a fifth of a forward: a warm-up that is just long enough for free ones leaves gaps."""
     ranks, microbatches, stages_per_rank = case
     best = simulate(lower(interleaved(ranks, microbatches, stages_per_rank)), _WITH_MESSAGES).makespan
@@ -138,11 +139,11 @@ def _reason(case: Case, orders: Orders) -> str:
     ranks, microbatches, stages_per_rank = case
     program = interleaved(ranks, microbatches, stages_per_rank)
     for rank, order in enumerate(orders):
-        found, expected_count = (_before_first_backward(words) for words in (order, tokens(program, rank)))
-        if found != expected_count:
+        found, wanted = (_before_first_backward(words) for words in (order, tokens(program, rank)))
+        if found != wanted:
             warm_up = (stages_per_rank - 1) * ranks + 2 * (ranks - 1 - rank)
             return (
-                f"Rank {rank} does {many(found, 'forward')} before its first backward, and should do {expected_count}: "
+                f"Rank {rank} does {count(found, 'forward')} before its first backward, and should do {wanted}: "
                 f"a warm-up of (v − 1) p + 2 (p − 1 − r) = {warm_up} and one"
                 f"{compare(order, tokens(program, rank), 'interleaved')}"
             )

@@ -10,21 +10,21 @@ import torch
 from torch import nn
 
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._common_dp import (
+from microparallel.learn.graders._common import (
     LEARNING_RATE,
     batch,
     combined,
     gradients,
-    mean_gradients,
+    in_one_process,
     names,
-    require_gradients,
+    require_no_gradient_lost,
     same,
     small_model,
     steps_of_one_process,
     weights,
 )
+from microparallel.learn.requirements import Suspect, flat, require_equal, suspects
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, flat, require_equal
 
 
 def check(exam: Exam) -> None:
@@ -67,9 +67,9 @@ def _average(learner: Any, _comms: Any, samples: list[int]) -> _Found:
 
 def _require_average(found: _Found, samples: list[int]) -> None:
     copies, labels = _copies(), names(small_model())
-    own = [mean_gradients(network, *part) for network, part in zip(copies, _parts(samples), strict=True)]
+    own = [in_one_process(network, *part)[1] for network, part in zip(copies, _parts(samples), strict=True)]
     for number, network in enumerate(copies):
-        require_gradients(found.gradients[number], labels, f"copy {number}")
+        require_no_gradient_lost(found.gradients[number], labels, f"copy {number}")
         if not same(found.weights[number], weights(network)):
             raise Wrong(
                 f"copy {number}'s parameters were changed: average parameter.grad, the gradients, and leave the "
@@ -109,7 +109,7 @@ def _require_every_parameter(found: _Found, own: list[list[torch.Tensor]], label
 def _suspects(number: int, own: list[list[torch.Tensor]], samples: list[int]) -> list[Suspect]:
     shares, ranks = _shares(samples), len(samples)
     average = combined(own, shares)
-    table = {
+    mistakes = {
         f"copy {number} still holds its own gradient: it was not given the average": own[number],
         "this is the sum of both gradients: divide it, the loss is a mean": combined(own, [1.0] * ranks),
         "each copy counts one half, but one saw more samples than the other: weight each gradient by its samples": (
@@ -125,7 +125,7 @@ def _suspects(number: int, own: list[list[torch.Tensor]], samples: list[int]) ->
         ),
         "copy 1 was given the average of an average: compute first, then write": combined([average, own[1]], [0.5] * 2),
     }
-    return [Suspect(flat(value), words) for words, value in table.items()]
+    return suspects(mistakes)
 
 
 def _train(learner: Any, _comms: Any, samples: list[int]) -> list[list[list[torch.Tensor]]]:

@@ -8,17 +8,18 @@ import torch
 from torch import nn
 
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._common_pp import (
+from microparallel.learn.graders._common import (
+    combined,
     gradients,
     in_one_process,
-    make_batch,
     make_layers,
     mean_loss,
+    pipeline_batch,
     require_gradients,
 )
 from microparallel.learn.graders._stages import NoFirstGradient, SecondBackward, TypedBackwards
+from microparallel.learn.requirements import Suspect, flat, require_equal, require_tensor
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, flat, require_equal, require_tensor
 
 _SAMPLES = 5
 _LAYERS = 4
@@ -71,7 +72,7 @@ def _step(learner: Any, _: Any, cut: int, batches: int) -> list[Any]:
     parts = _Counted(*layers[:cut]), _Counted(*layers[cut:])
     loss = None
     for batch in range(batches):
-        inputs, targets = make_batch(_SAMPLES, seed=batch)
+        inputs, targets = pipeline_batch(_SAMPLES, seed=batch)
         for part in parts:
             part.calls = 0
         try:
@@ -102,7 +103,7 @@ def _without_gradient(two: nn.Module) -> str:
 def _require_step(exam: Exam, cut: int) -> None:
     [[loss, part1, part2]] = exam.run(_step, 1, cut, 1, allowed=())
     layers = make_layers(_LAYERS)
-    inputs, targets = make_batch(_SAMPLES, seed=0)
+    inputs, targets = pipeline_batch(_SAMPLES, seed=0)
     expected_loss, expected = in_one_process(layers, inputs, targets)
     first = 2 * cut  # every layer has two parameters
     require_gradients(part2, expected[first:], "part 2", "part 2 has no gradients: its backward was not done")
@@ -112,7 +113,7 @@ def _require_step(exam: Exam, cut: int) -> None:
 
 
 def _suspects(layers: list[nn.Module], cut: int, expected: list[torch.Tensor]) -> list[Suspect]:
-    inputs, targets = make_batch(_SAMPLES, seed=0)
+    inputs, targets = pipeline_batch(_SAMPLES, seed=0)
     part1, part2 = nn.Sequential(*layers[:cut]), nn.Sequential(*layers[cut:])
     sent = part1(inputs)
     received = sent.detach().requires_grad_()
@@ -144,8 +145,8 @@ def _suspects(layers: list[nn.Module], cut: int, expected: list[torch.Tensor]) -
 
 def _require_two_steps(exam: Exam) -> None:
     [[_, part1, part2]] = exam.run(_step, 1, 2, 2, allowed=())
-    both = [in_one_process(make_layers(_LAYERS), *make_batch(_SAMPLES, seed=batch))[1] for batch in range(2)]
-    total = [one + other for one, other in zip(*both, strict=True)]
+    both = [in_one_process(make_layers(_LAYERS), *pipeline_batch(_SAMPLES, seed=batch))[1] for batch in range(2)]
+    total = combined(both, [1.0, 1.0])
     words = (
         "only the second batch is in the gradients: a step adds to what is there, and whoever calls it decides when "
         "to begin with nothing"

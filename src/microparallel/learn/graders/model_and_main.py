@@ -1,21 +1,22 @@
-"""Several ranks train one model: the same start, samples of one's own, and the steps of one process."""
+"""Several ranks train one model: do they start alike, share the samples out, and take the steps of one process?"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._common_dp import (
+from microparallel.learn.graders._common import (
     LEARNING_RATE,
-    Step,
+    WholeBatchStep,
     batch,
     combined,
     gradients,
     names,
-    require_gradients,
+    require_no_gradient_lost,
     require_same_weights,
     same,
     small_model,
@@ -23,8 +24,8 @@ from microparallel.learn.graders._common_dp import (
     weights,
 )
 from microparallel.learn.log import calls
+from microparallel.learn.requirements import Suspect, flat, require_equal, require_number, shown, suspects
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, flat, require_equal, require_number, shown
 
 _ALLOWED = ("broadcast", "all_reduce", "all_reduce_mean")
 
@@ -61,7 +62,7 @@ def _require_start(found: list[list[torch.Tensor]]) -> None:
         left = [label for label, one, mine in zip(labels, found[rank], own[rank], strict=True) if same([one], [mine])]
         if rank and left and len(left) < len(labels):
             raise Wrong(f"rank {rank} still has its own {', '.join(left)}: broadcast every parameter")
-        table = {
+        mistakes = {
             f"rank {rank} still has weights of its own: they are to be rank 0's, in place": own[rank],
             "these are the weights of the last rank, not of rank 0": own[-1],
             "these are the weights of rank 1, not of rank 0": own[1],
@@ -70,8 +71,7 @@ def _require_start(found: list[list[torch.Tensor]]) -> None:
             ),
             "this is the sum of everybody's weights: all begin with rank 0's": combined(own, [1.0] * len(own)),
         }
-        suspects = [Suspect(flat(value), words) for words, value in table.items()]
-        require_equal(flat(found[rank]), flat(own[0]), f"rank {rank}'s weights", suspects)
+        require_equal(flat(found[rank]), flat(own[0]), f"rank {rank}'s weights", suspects(mistakes))
 
 
 # ── the samples ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -98,7 +98,7 @@ def _require_samples(exam: Exam, ranks: int, sizes: list[int]) -> None:
 
 
 def _require_shared(mine: list[list[int]], size: int) -> None:
-    """Refuse samples that several ranks have, or nobody."""
+    """Refuse samples that several ranks have, or none."""
     case = f"with {size} samples and {len(mine)} ranks, "
     for sample in range(size):
         owners = [rank for rank, samples in enumerate(mine) if sample in samples]
@@ -154,8 +154,8 @@ def _require_steps(exam: Exam, ranks: int, samples: int, steps: int) -> None:
         require_same_weights([one[number].weights for one in found], f"after step {number + 1}")
 
 
-def _require_step(found: _Found, step: Step, mine: list[list[int]], rank: int, where: str) -> None:
-    own = [step.gradients_of(samples) for samples in mine]
+def _require_step(found: _Found, step: WholeBatchStep, mine: list[list[int]], rank: int, where: str) -> None:
+    losses, own = zip(*(step.of(samples) for samples in mine), strict=True)
     shares = [len(samples) / step.samples for samples in mine]
     labels = names(small_model())
     if found.parameters_reduced and len(mine) > 1:
@@ -168,19 +168,22 @@ def _require_step(found: _Found, step: Step, mine: list[list[int]], rank: int, w
             f"{where}: {found.seen} samples went through the model, and this rank has {len(mine[rank])} of the "
             f"{step.samples}: every rank computes its own samples only, or nothing is shared"
         )
-    require_gradients(found.gradients, labels, where)
-    suspects = _gradient_suspects(own, shares, rank, step)
-    require_equal(flat(found.gradients), flat(step.gradients), f"{where}: the gradient", suspects)
-    require_equal(
-        flat(found.weights), flat(step.weights), f"{where}: the weights", _weight_suspects(own, shares, rank, step)
+    require_no_gradient_lost(found.gradients, labels, where)
+    wrong_gradients, wrong_weights = (
+        _gradient_suspects(own, shares, rank, step),
+        _weight_suspects(own, shares, rank, step),
     )
-    _require_loss(found.loss, [step.loss_of(samples) for samples in mine], shares, rank, where)
+    require_equal(flat(found.gradients), flat(step.gradients), f"{where}: the gradient", wrong_gradients)
+    require_equal(flat(found.weights), flat(step.weights), f"{where}: the weights", wrong_weights)
+    _require_loss(found.loss, losses, shares, rank, where)
 
 
-def _gradient_suspects(own: list[list[torch.Tensor]], shares: list[float], rank: int, step: Step) -> list[Suspect]:
+def _gradient_suspects(
+    own: Sequence[list[torch.Tensor]], shares: list[float], rank: int, step: WholeBatchStep
+) -> list[Suspect]:
     ranks = len(own)
     own_share = [gradient * shares[rank] for gradient in own[rank]]
-    table = {
+    mistakes = {
         f"rank {rank} still holds its own gradient: nothing was averaged": own[rank],
         f"rank {rank} still holds its own share of the gradient: nothing was added up": own_share,
         f"this is the sum of the ranks' means, {ranks} times too large if they have equally many samples: divide, the "
@@ -193,10 +196,12 @@ def _gradient_suspects(own: list[list[torch.Tensor]], shares: list[float], rank:
     }
     kept = [combined([step.gradients, step.gradients_before], [1.0, times]) for times in (1.0, float(ranks))]
     words = "the gradients of the step before are still in there: optimizer.zero_grad() before backward"
-    return [Suspect(flat(value), words) for words, value in [*table.items(), *((words, one) for one in kept)]]
+    return [*suspects(mistakes), *(Suspect(flat(one), words) for one in kept)]
 
 
-def _weight_suspects(own: list[list[torch.Tensor]], shares: list[float], rank: int, step: Step) -> list[Suspect]:
+def _weight_suspects(
+    own: Sequence[list[torch.Tensor]], shares: list[float], rank: int, step: WholeBatchStep
+) -> list[Suspect]:
     early = "the gradient is right, but the optimizer stepped before it had been averaged: average first"
     start = step.weights_before
     return [
@@ -208,15 +213,18 @@ def _weight_suspects(own: list[list[torch.Tensor]], shares: list[float], rank: i
     ]
 
 
-def _require_loss(found: float, losses: list[float], shares: list[float], rank: int, where: str) -> None:
+def _require_loss(found: float, losses: Sequence[float], shares: list[float], rank: int, where: str) -> None:
     expected = sum(loss * share for loss, share in zip(losses, shares, strict=True))
-    table = {
+    mistakes = {
         f"{where}: the loss is this rank's own: average it over the ranks too": losses[rank],
         f"{where}: the loss is this rank's share only: add up the shares of all ranks": losses[rank] * shares[rank],
         f"{where}: the loss is the sum of the ranks' losses: it is to be their mean": sum(losses),
         f"{where}: the loss is the plain mean of the ranks' means, but they have different numbers of samples: weight "
         "each by its share": sum(losses) / len(losses),
     }
-    suspects = [Suspect(torch.tensor(value, dtype=torch.float64), words) for words, value in table.items()]
-    wanted = torch.tensor(expected, dtype=torch.float64)
-    require_equal(torch.tensor(found, dtype=torch.float64), wanted, f"{where}: the loss", suspects)
+    known = [Suspect(_number(value), words) for words, value in mistakes.items()]
+    require_equal(_number(found), _number(expected), f"{where}: the loss", known)
+
+
+def _number(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float64)

@@ -8,11 +8,10 @@ import torch
 
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._collectives import program_of
-from microparallel.learn.graders._common_dp import contribution, counted_in_words
+from microparallel.learn.graders._collectives import contribution, counted_in_words, program_of
 from microparallel.learn.log import SENDS, Row, calls
+from microparallel.learn.requirements import Suspect, require_equal, require_like
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal, require_like
 from microparallel.program import Collective
 from microparallel.verifier import Unreached, verify
 
@@ -75,7 +74,7 @@ def _require_sum(exam: Exam, ranks: int, shape: tuple[int, ...], dtype: torch.dt
 
 
 def _in_words(rank: int, counts: list[int], complete: bool = True) -> str:
-    """The mistake that leaves this on a rank: how often everybody is in its sum. Rank 0 is looked at first."""
+    """Name the mistake that leaves a rank with this sum; `counts` says how often each rank is in it."""
     if counts == [int(other == rank) for other in range(len(counts))]:
         if rank == 0:
             return (

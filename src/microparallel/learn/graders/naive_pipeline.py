@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from microparallel.learn.exam import Exam
 from microparallel.learn.graders._pipeline_steps import Truth, begun_with, take_steps
-from microparallel.learn.words import Suspect
+from microparallel.learn.requirements import Suspect
 
 _SAMPLES = 5
 

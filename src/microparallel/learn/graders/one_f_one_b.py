@@ -6,21 +6,20 @@ import functools
 from typing import Any
 
 from microparallel.learn.exam import Exam, Stuck
-from microparallel.learn.graders._common_pp import many
 from microparallel.learn.graders._pipeline_steps import (
     Outcome,
-    compare,
     do_steps,
+    microbatch_suspects,
     operations,
     require_freed,
-    suspects,
     take_steps,
-    tokens,
 )
+from microparallel.learn.graders._programs import compare, tokens
 from microparallel.learn.log import RECEIVES, Row, waited_for
 from microparallel.learn.verdict import Wrong
 from microparallel.program import Program, peak_activations
 from microparallel.schedules import one_f_one_b
+from microparallel.text import count
 
 
 def check(exam: Exam) -> None:
@@ -59,7 +58,7 @@ def _do_steps(learner: Any, comms: Any, steps: int, function: str, samples: int,
         ) from None
 
 
-_take_steps = functools.partial(take_steps, function="one_f_one_b_step", suspects=suspects, body=_do_steps)
+_take_steps = functools.partial(take_steps, function="one_f_one_b_step", suspects=microbatch_suspects, body=_do_steps)
 
 
 def _require_steps(
@@ -72,7 +71,7 @@ def _require_steps(
 
 
 def _with_place(stuck: Stuck, rows: list[Row], program: Program) -> Wrong:
-    """Add to a deadlock who waits for what 1F1B does not need yet."""
+    """Add to a deadlock which rank waits for what 1F1B does not need yet."""
     for wait in stuck.waits:
         call, done, expected = waited_for(rows, wait), operations(rows[wait.rank]), tokens(program, wait.rank)
         if call.call not in RECEIVES:
@@ -108,17 +107,17 @@ def _warm_up_mistake(order: list[str], rank: int, ranks: int, microbatches: int)
     found = next((place for place, word in enumerate(order) if word[0] == "B"), len(order))
     behind = ranks - 1 - rank
     expected = min(behind + 1, microbatches)
-    one = f"rank {rank}, with {many(behind, 'rank')} behind it,"
+    one = f"rank {rank}, with {count(behind, 'rank')} behind it,"
     if found == microbatches > expected:
         return f"{one} does all {found} forwards before its first backward: that is GPipe, and keeps all activations"
     if found > expected:
         return (
-            f"{one} does {many(found, 'forward')} before its first backward, and {expected} are enough: a warm-up of "
+            f"{one} does {count(found, 'forward')} before its first backward, and {expected} are enough: a warm-up of "
             f"{behind}, then one forward and one backward in turn. It holds {found} activations"
         )
     if found < expected:
         return (
-            f"{one} does {many(found, 'forward')} before its first backward, and should do {expected}: a warm-up of "
+            f"{one} does {count(found, 'forward')} before its first backward, and should do {expected}: a warm-up of "
             f"{behind}, then one forward and one backward in turn. Too short a warm-up leaves it waiting"
         )
     return ""

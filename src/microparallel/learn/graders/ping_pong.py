@@ -8,10 +8,10 @@ import torch
 
 from microparallel.errors import Mismatch
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._common_pp import require_all_waited
+from microparallel.learn.graders._common import require_all_waited
 from microparallel.learn.log import SENDS, calls
+from microparallel.learn.requirements import Suspect, require_equal, require_like
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, require_equal, require_like
 
 _STRANGE = 1000.0  # what rank 1's own ball is filled with, whose numbers do not count
 

@@ -8,10 +8,10 @@ import torch
 
 from microparallel.errors import Mismatch
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._common_pp import require_all_waited
+from microparallel.learn.graders._common import require_all_waited
 from microparallel.learn.log import RECEIVES, SENDS, calls
+from microparallel.learn.requirements import require_equal, require_tensor, require_type, shown
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import require_equal, require_tensor, require_type, shown
 
 # fmt: off
 _TENSORS = [

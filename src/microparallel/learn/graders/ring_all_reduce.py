@@ -8,12 +8,11 @@ import torch
 
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._collectives import program_of
-from microparallel.learn.graders._common_dp import contribution, counted_in_words
-from microparallel.learn.graders._common_pp import require_all_waited
+from microparallel.learn.graders._collectives import contribution, counted_in_words, program_of
+from microparallel.learn.graders._common import require_all_waited
 from microparallel.learn.log import SENDS, Called, calls
+from microparallel.learn.requirements import Suspect, listed, require_equal, require_like
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import Suspect, listed, require_equal, require_like
 from microparallel.program import Collective, Program, Recv, Send
 from microparallel.verifier import Unmatched, Unreached, verify
 

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from microparallel.learn.exam import Exam
+from microparallel.learn.graders._common import layers_of
+from microparallel.learn.requirements import listed, require_equal, require_like, require_type
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import listed, require_equal, require_like, require_type
 
 _WIDTH = 4
 _SEED = 7
@@ -93,17 +94,11 @@ def _build(learner: Any, depth: int, rank: int, ranks: int) -> tuple[dict[str, t
     return dict(shard.named_parameters()), dict(whole.named_parameters())
 
 
-def _own(depth: int, rank: int, ranks: int) -> range:
-    size, left_over = divmod(depth, ranks)
-    start = rank * size + min(rank, left_over)
-    return range(start, start + size + (rank < left_over))
-
-
 def _names(learner: Any, _: Any) -> None:
     for depth, ranks in ((4, 2), (7, 3)):
         for rank in range(ranks):
             found = list(_build(learner, depth, rank, ranks)[0])
-            own = _own(depth, rank, ranks)
+            own = layers_of(rank, depth, ranks)
             expected = [f"layers.{number}.{kind}" for number in own for kind in ("weight", "bias")]
             if found != expected:
                 raise Wrong(f"{depth} layers on {ranks} ranks: {_name_mistake(rank, own, depth, found, expected)}")
@@ -171,7 +166,7 @@ def _memory(learner: Any, _: Any) -> int:
         learner.ShardedModel(_WIDTH, depth, rank, ranks)
     finally:
         learner.Layer.__init__ = original
-    own = len(_own(depth, rank, ranks))
+    own = len(layers_of(rank, depth, ranks))
     if most > own + 2:
         raise Wrong(
             f"rank {rank} held {most} of the {depth} layers at once, and {own} are its own: what is too large for a "

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._common_pp import many
-from microparallel.learn.graders._pipeline_steps import compare, tokens
-from microparallel.learn.graders._programs import Orders, ask_for_orders, make_program, require_complete, run_program
+from microparallel.learn.graders._programs import (
+    Orders,
+    ask_for_orders,
+    compare,
+    make_program,
+    require_complete,
+    run_program,
+    tokens,
+)
 from microparallel.learn.verdict import Wrong
 from microparallel.program import Program, peak_activations
 from microparallel.schedules import lower, zb_h1
 from microparallel.simulator import Costs, simulate
+from microparallel.text import count
 
 Case = tuple[int, int]  # ranks, micro-batches
 _CASES: list[Case] = [(3, 6), (2, 4), (4, 8), (4, 2), (3, 1), (1, 3)]
@@ -99,8 +106,8 @@ def _reason(case: Case, orders: Orders) -> str:
         where = compare(order, expected, "ZB-H1")
         forwards, wanted = _before("I", "F", order), _before("I", "F", expected)
         if forwards != wanted:
-            count = many(forwards, "forward")
-            return f"Rank {rank} does {count} before its first I, and should do {wanted}, as in 1F1B{where}"
+            done = count(forwards, "forward")
+            return f"Rank {rank} does {done} before its first I, and should do {wanted}, as in 1F1B{where}"
         inputs, wanted = _before("W", "I", order), _before("W", "I", expected)
         if inputs < wanted:
             return (

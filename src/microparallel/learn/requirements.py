@@ -1,8 +1,12 @@
-"""Compare what a learner's code left with what is right, and name the mistake that explains the difference."""
+"""Refuse what a learner's code returned or left behind, with words that say what is wrong with it.
+
+Every grader compares in the same way (`require_equal`): the tensor is the expected one; or it is what a known mistake
+would leave (a `Suspect`), and that mistake is named; or the first number that differs is shown.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,7 +25,12 @@ class Suspect:
     words: str
 
 
-# ── is it what was asked for at all? To be looked at on the rank, since not everything can be sent to the grader ─────
+def suspects(mistakes: Mapping[str, Iterable[torch.Tensor]]) -> list[Suspect]:
+    """The words for each mistake with the tensors that it would leave, to be compared with all of them in a row."""
+    return [Suspect(flat(tensors), words) for words, tensors in mistakes.items()]
+
+
+# ── is it of the right kind? Asked on the rank, since not every value can be sent to the grader ─────────────────────
 
 
 def require_type(value: object, kind: type[Kind] | tuple[type[Kind], ...], what: str, wanted: str) -> Kind:

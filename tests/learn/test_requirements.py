@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from microparallel.learn.requirements import flat, require_like, require_number, require_tensor, require_type, shown
 from microparallel.learn.verdict import Wrong
-from microparallel.learn.words import flat, require_like, require_number, require_tensor, require_type, shown
 
 
 @pytest.mark.parametrize("value", [None, "text", [1.0], (1, 2), torch.ones(2), torch.ones(0), 1j, torch.tensor(1j), {}])

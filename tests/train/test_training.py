@@ -1,3 +1,5 @@
+"""Every random generator goes on where it stood, after a trip through JSON and in another process."""
+
 from __future__ import annotations
 
 import json
@@ -16,9 +18,9 @@ from microparallel.train import training
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    before = training.capture()
+    before = training.random_state()
     yield
-    training.restore(before)
+    training.restore_random_state(before)
 
 
 def draws() -> list[Any]:
@@ -31,28 +33,28 @@ def draws() -> list[Any]:
 @pytest.mark.parametrize("before", [lambda: None, draws, lambda: (draws(), torch.randn(1))], ids=["0", "1", "2"])
 def test_draws_are_bit_identical_after_a_trip_through_json(before: Callable[[], object]) -> None:
     before()
-    text = json.dumps(training.capture(), allow_nan=False)
+    text = json.dumps(training.random_state(), allow_nan=False)
     first = [draws() for _ in range(3)]
     torch.manual_seed(7)
     random.seed(7)
     numpy.random.seed(7)
     assert draws() != first[0]
-    training.restore(json.loads(text))
+    training.restore_random_state(json.loads(text))
     assert [draws() for _ in range(3)] == first
 
 
 def test_capturing_draws_nothing() -> None:
-    state = training.capture()
-    assert training.capture() == state
+    state = training.random_state()
+    assert training.random_state() == state
 
 
 def go_on(comms: Any, text: str) -> list[Any]:
-    training.restore(json.loads(text))
+    training.restore_random_state(json.loads(text))
     return [random.gauss(0, 1), torch.randn(3).tolist()]
 
 
 def test_another_process_goes_on_where_this_one_stood(pool: Any) -> None:
-    text = json.dumps(training.capture())
+    text = json.dumps(training.random_state())
     here = [random.gauss(0, 1), torch.randn(3).tolist()]
     assert pool.run(go_on, 1, text, timeout=50) == [here]
 
@@ -60,15 +62,15 @@ def test_another_process_goes_on_where_this_one_stood(pool: Any) -> None:
 def test_numpy_is_captured_only_where_it_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.delitem(sys.modules, "numpy")
-        state = training.capture()
+        state = training.random_state()
     assert "numpy" not in state
-    training.restore(state)
+    training.restore_random_state(state)
 
 
 def test_gpus_that_are_missing_here_are_left_out() -> None:
-    state = training.capture()
+    state = training.random_state()
     state["cuda"] = state.get("cuda", []) + [state["torch"]] * (0 if torch.cuda.is_available() else 2)
-    training.restore(state)
+    training.restore_random_state(state)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,7 @@ def test_gpus_that_are_missing_here_are_left_out() -> None:
 )
 def test_states_that_do_not_fit_are_named(damage: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        training.restore(training.capture() | damage)
+        training.restore_random_state(training.random_state() | damage)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -92,7 +94,7 @@ def test_every_gpu_draws_the_same_again() -> None:
     devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     for device in devices:
         torch.rand(3, device=device)
-    state = json.loads(json.dumps(training.capture()))
+    state = json.loads(json.dumps(training.random_state()))
     first = [torch.randn(100, device=device).tolist() for device in devices]
-    training.restore(state)
+    training.restore_random_state(state)
     assert [torch.randn(100, device=device).tolist() for device in devices] == first

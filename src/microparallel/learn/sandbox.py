@@ -1,9 +1,9 @@
 """What a learner's code may not call: the functions that do what it is to do itself, and what would harm the machine.
 
-While an exam is on, each function is replaced by one that refuses, in every module that knows it; and Python's own
-audit events tell of processes that are started and of solutions that are opened. A refusal is remembered, so that
-catching it does not help. Whoever wants to cheat at any price still can: this keeps people from passing, and from
-harming their machine, by accident.
+While a `Sandbox` is entered, each of these functions is replaced by one that refuses, in every module that knows it;
+and Python's own audit events say when the learner's code starts a process or opens a solution. A refusal is remembered,
+so that catching it does not help. A learner who wants to cheat at any price still can: this keeps people from passing,
+and from harming their machine, by accident.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ _EVENTS = {  # Python's names for what a program does (sys.addaudithook)
     "subprocess.Popen": _PROCESSES,
 }
 
-_inside = threading.local()
+_inside = threading.local()  # how many `trusted` blocks a thread is in
 
 
 @contextlib.contextmanager
 def trusted() -> Iterator[None]:
-    """Within this block the call comes from the grader, not from the learner."""
+    """Within this block, calls of this thread come from the grader, not from the learner, and nothing is refused."""
     before = getattr(_inside, "depth", 0)
     _inside.depth = before + 1
     try:
@@ -127,8 +127,8 @@ def _functions_of(package: str) -> list[str]:
     ]
 
 
-class Guards:
-    """Everything that refuses while it is entered; `refused` has what was called all the same."""
+class Sandbox:
+    """Refuses what a learner's code may not call, while it is entered; `refused` has what was called all the same."""
 
     def __init__(self) -> None:
         self.refused: list[str] = []
@@ -136,7 +136,7 @@ class Guards:
         self._undo = contextlib.ExitStack()
         self._solutions = str(exercises_folder() / "solutions")
 
-    def __enter__(self) -> Guards:
+    def __enter__(self) -> Sandbox:
         functions: dict[int, Any] = {}  # by the identity of what they stand for
         for dotted in forbidden():
             owner, name = _find(dotted)
@@ -150,7 +150,7 @@ class Guards:
         self._replace(os, "_exit", self._wrap(os._exit, "os._exit", _PROCESSES))
         self._undo.enter_context(_limited_memory())
         self._active = True
-        sys.addaudithook(self._hear)  # for the rest of this process's life, which ends with the check
+        sys.addaudithook(self._on_event)  # for the rest of this process's life, which ends with the check
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -158,7 +158,7 @@ class Guards:
         self._undo.close()
 
     def _replace_everywhere(self, functions: dict[int, Any]) -> None:
-        """In every module that has imported one of them, under whatever name."""
+        """Replace functions in every module that has imported one of them, under whatever name."""
         for module_name, module in list(sys.modules.items()):
             if module_name.startswith(("torch", "microparallel", "importlib")):
                 for name, value in list(getattr(module, "__dict__", {}).items()):
@@ -181,8 +181,8 @@ class Guards:
 
         return refuse
 
-    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """Called by Python for everything of note; an error that is raised here stops it."""
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Called by Python before it opens a file, starts a process and the like; an error raised here stops that."""
         if not self._active or (event not in _EVENTS and event != "open") or _is_trusted():
             return
         if event != "open":
@@ -209,7 +209,7 @@ def _find(dotted: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _limited_memory() -> Iterator[None]:
-    """A list that never stops growing ends with an error, not with the machine."""
+    """Limit the memory of this process: a list that never stops growing ends with an error, not with the machine."""
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     used = int(next((line.split()[1] for line in _status() if line.startswith("VmData")), 0)) * 1024
     with contextlib.suppress(ValueError, OSError):
