@@ -50,7 +50,7 @@ def pieces(comms: object) -> Iterator[tuple[str, Callable[[], object]]]:
 
     loss_fn = torch.nn.functional.mse_loss
     for width, depth, overlap in ((256, 8, True), (256, 8, False), (1024, 4, True)):
-        model = mp.DataParallel(layers(width, depth), comms, bucket_cap_mb=width / 512, overlap=overlap)  # type: ignore[arg-type]
+        model = mp.DataParallel(layers(width, depth), comms, width / 512, overlap=overlap)  # type: ignore[arg-type]
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         batch = torch.randn(64, width), torch.randn(64, width)
 
