@@ -157,3 +157,12 @@ def did_you_mean(name: str, choices: Iterable[str], otherwise: str | None = None
     if near is not None:
         return f"did you mean {near!r}?"
     return f"choose one of {', '.join(known)}" if otherwise is None else otherwise
+
+
+def without_nan(value: Any) -> Any:
+    """Put null where a number is not finite, since JSON has no word for it."""
+    if isinstance(value, dict):
+        return {key: without_nan(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

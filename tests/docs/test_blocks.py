@@ -203,6 +203,7 @@ def test_a_command_that_takes_too_long_is_ended(tmp_path):
         ("…\nmiddle\n…", "a\nmiddle\nb\nc"),
         ("loss 2.31e-05", "loss 0.1"),
         ("step 40/40  loss 1.2", "step 21/40  loss 1.4\nstep 40/40  loss 1.2"),  # as many as the clock allows
+        ("off by 2", "off by 3\n! at 4 MB ring, tree were called 2×, so chance speaks loudly"),
     ],
 )
 def test_measured_outputs_match(told, real):
@@ -216,6 +217,7 @@ def test_measured_outputs_match(told, real):
         ("rank 0 waits", "rank 0 computes"),
         ("first\n…\nlast", "first\nsecond"),
         ("one", "one\ntwo"),
+        ("off by 2", "off by 3\n! ring and tree disagree"),
         ("rank 0  1 s", "rank 0  1 s\nrank 1  1 s"),
     ],
 )

@@ -22,10 +22,9 @@ from microparallel.bench.report import (
     say,
     text_table,
 )
-from microparallel.text import count, show_number, show_seconds, show_size, time_unit
+from microparallel.text import count, show_number, show_seconds, show_size, time_unit, without_nan
 from microparallel.topology import available_cores
 from microparallel.trace.parts import Parts, apportion
-from microparallel.train.run_folder import without_nan
 
 _BAR, _SHORTEST_BAR = 24, 8  # columns
 _GAP = 2  # between two columns

@@ -17,9 +17,9 @@ from rich.table import Table
 from microparallel.cli import flags
 from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError
+from microparallel.text import without_nan
 from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import MICROBATCHES, STRATEGIES, TrainConfig, merge, read_config
-from microparallel.train.run_folder import without_nan
 
 if TYPE_CHECKING:
     from microparallel.trace import Trace

@@ -17,9 +17,10 @@ from microparallel.cli import flags
 from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError, Interrupted, MicroparallelError, RankFailed
 from microparallel.settings import declared
+from microparallel.text import without_nan
 from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import OF_PIPELINES, TrainConfig, merge, read_config
-from microparallel.train.run_folder import RunFolder, check_new, without_nan
+from microparallel.train.run_folder import RunFolder, check_new
 
 if TYPE_CHECKING:
     from microparallel.comms import Comms

@@ -14,8 +14,7 @@ from typing import Any
 from microparallel.drawing import kinds
 from microparallel.reporting.folder import Run
 from microparallel.reporting.steps import Measured
-from microparallel.text import count, show_percent, show_seconds
-from microparallel.train.run_folder import without_nan
+from microparallel.text import count, show_percent, show_seconds, without_nan
 
 _SCRIPTS = (
     "basics.js",

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -192,15 +191,6 @@ def _is_record_up_to(step: int, line: bytes) -> bool:
     except ValueError:
         return False
     return isinstance(record, dict) and record.get("step", 0) <= step
-
-
-def without_nan(value: Any) -> Any:
-    """Put null where a number is not finite, since JSON has no word for it."""
-    if isinstance(value, dict):
-        return {key: without_nan(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager
