@@ -47,8 +47,8 @@ def difference(expected: Sequence[str], real: Sequence[str], *, measured: bool) 
 def _without_the_clock(lines: Sequence[str]) -> list[str]:
     """The lines that do not depend on how quick the machine was.
 
-    Left out are empty lines, all but the first of a row of progress lines, and the warning that a benchmark had time for
-    few calls only.
+    Left out are empty lines, all but the first of a row of progress lines, and the warning that a benchmark had time
+    for few calls only.
     """
     kept: list[str] = []
     for line in filter(None, lines):

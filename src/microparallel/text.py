@@ -10,6 +10,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable
+from typing import Any
 
 from microparallel.errors import UsageError
 
