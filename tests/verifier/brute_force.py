@@ -301,7 +301,8 @@ def check_training_step(goal, shelves):
         holding = [bucket for bucket, stages in buckets(goal).items() if stage in stages]
         require(holding or len(replicas) == 1, f"stage {stage} has replicas, and no bucket to sum its gradients in")
         for bucket in holding:
-            members = [shelf for shelf in shelves if bucket in shelf.did]
+            # A rank that has no micro-batch adds nothing to a sum, whatever stages it would have computed.
+            members = [shelf for shelf in shelves if bucket in shelf.did and shelf.places()]
             parts = {tuple(sorted({s for s, _ in shelf.places()} & set(buckets(goal)[bucket]))) for shelf in members}
             require(len(parts) <= 1, f"{bucket} holds different stages on different ranks")
         summed = all(bucket in shelves[rank].did for rank in replicas for bucket in holding)
