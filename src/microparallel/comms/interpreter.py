@@ -214,7 +214,7 @@ class Memory:
             if value not in self._parts:
                 self._parts[value] = torch.empty_like(self._tensor)
             return self._parts[value]
-        raise ProgramError(f"{value} has no place in a collective; it knows slices and parts")
+        raise ProgramError(f"{value} has no place in a collective; a collective has slices (C0) and parts (P0)")
 
 
 class _Listed:

@@ -13,6 +13,7 @@ from microparallel.learn.exam import Exam
 from microparallel.learn.graders._common import layers_of
 from microparallel.learn.requirements import listed, require_equal, require_like, require_type
 from microparallel.learn.verdict import Wrong
+from microparallel.text import count
 
 _WIDTH = 4
 _SEED = 7
@@ -35,7 +36,7 @@ def check(exam: Exam) -> None:
 
 def _division(learner: Any, _: Any) -> None:
     for depth, ranks in ((4, 2), (7, 4), (7, 3), (5, 5), (3, 1), (2, 4)):
-        case = f"{depth} layers on {ranks} rank{'s' * (ranks > 1)}"
+        case = f"{depth} layers on {count(ranks, 'rank')}"
         shares = [learner.my_layers(depth, rank, ranks) for rank in range(ranks)]
         for rank, share in enumerate(shares):
             require_type(share, range, f"my_layers({depth}, {rank}, {ranks})", "a range")

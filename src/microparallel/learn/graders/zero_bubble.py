@@ -48,7 +48,7 @@ def check(exam: Exam) -> None:
 
 
 def _named(case: Case) -> str:
-    return f"{case[0]} rank{'s' * (case[0] > 1)}, {case[1]} micro-batch{'es' * (case[1] > 1)}"
+    return f"{count(case[0], 'rank')}, {count(case[1], 'micro-batch', 'es')}"
 
 
 def _require_complete(case: Case, orders: Orders, rank: int) -> None:
