@@ -10,7 +10,8 @@ export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Linux without a GPU: `make train TORCH_INDEX=…` takes torch's small CPU build; docs/reference/machines.md says which address.
 PIP := $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-DEV_TOOLS := pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter nbclient ipykernel
+# The last four are frameworks whose programs the tests run beside ours; the package itself needs none of them.
+DEV_TOOLS := pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter nbclient ipykernel build transformers accelerate lightning tensorboard
 # Few tests keep two cores busy from beginning to end.
 TWO_FILES_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
 DOCS_TOOLS := mkdocs mkdocs-material mkdocstrings[python]
