@@ -1,5 +1,6 @@
 """`breakpoint()` in a rank: with debug=True it stops there, and the terminal is that rank's."""
 
+import contextlib
 import os
 import pty
 import re
@@ -154,19 +155,41 @@ def stop(comms):
     return value
 
 
-def test_commands_may_come_through_a_pipe(quick_ranks, capfd):
+@contextlib.contextmanager
+def typed(commands):
+    """Within this block, this process's standard input is a pipe with these commands."""
     ours, theirs = os.pipe()
+    os.write(theirs, commands.encode())
+    os.close(theirs)
     before = os.dup(0)
     os.dup2(ours, 0)
     try:
-        os.write(theirs, b"value += 1\nc\nvalue += 1\nc\n")
-        os.close(theirs)
-        assert mp.launch(stop, 2, device="cpu", debug=True) == [1, 11]
+        yield
     finally:
         os.dup2(before, 0)
         for file in (before, ours):
             os.close(file)
+
+
+def test_commands_may_come_through_a_pipe(quick_ranks, capfd):
+    with typed("value += 1\nc\nvalue += 1\nc\n"):
+        assert mp.launch(stop, 2, device="cpu", debug=True) == [1, 11]
     assert {"(Pdb rank 0) ", "(Pdb rank 1) "} <= set(re.findall(r"\(Pdb rank \d\) ", capfd.readouterr().out))
+
+
+def stop_while_others_wait(comms):
+    if comms.rank == 0:
+        breakpoint()  # noqa: T100
+    comms.barrier()
+    return os.environ["MICROPARALLEL_WHY_AFTER"]
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_ranks_that_wait_for_a_debugger_do_not_time_out(quick_ranks, transport, monkeypatch):
+    monkeypatch.setattr(sys.modules["microparallel.world.launch"], "DEFAULT_TIMEOUT", 0.3)
+    with typed("import time; time.sleep(0.6)\nc\n"):
+        named = {"transport": transport, "device": "cpu", "timeout": 0.3}
+        assert mp.launch(stop_while_others_wait, 2, debug=True, **named) == ["0", "0"]  # nor do they say why they wait
 
 
 def set_trace(comms):

@@ -133,8 +133,10 @@ def return_as_usual():
     pass
 
 
-@pytest.mark.parametrize("how", [return_as_usual, raise_error, sys.exit, exit_at_once, die])
-@pytest.mark.parametrize("prefix", [False, True])
+@pytest.mark.parametrize(
+    ("how", "prefix"),
+    [(return_as_usual, False), (raise_error, True), (sys.exit, False), (exit_at_once, False), (die, True)],
+)
 def test_a_line_without_its_end_is_not_lost(printed, how, prefix):
     out, errors = printed(lambda comms: end_in_a_line(comms, how), fails=how is not return_as_usual, prefix=prefix)
     before = "[rank 1] " * prefix

@@ -26,6 +26,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from typing import IO, Any
+from weakref import WeakSet
 
 _MOST_KEPT = 1 << 16  # bytes of a line without an end, after which its beginning is shown
 _SPACE = 1 << 20  # in the file of unfinished lines, for each stream
@@ -45,7 +46,7 @@ class Screen:
         self._descriptor = descriptor
         self._open_lines = memoryview(mmap.mmap(descriptor, 8)).cast("i")
         self._process_lock = threading.RLock()
-        os.register_at_fork(after_in_child=self._after_fork)
+        _with_locks.add(self)
 
     @staticmethod
     def file() -> IO[bytes]:
@@ -78,14 +79,17 @@ class Screen:
     def locked(self) -> Iterator[None]:
         """Within this block no other thread or process writes."""
         with self._process_lock:
-            fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):  # a system without such locks: then lines may mix
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX)
             try:
                 yield
             finally:
-                fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+                with contextlib.suppress(OSError):
+                    fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
 
-    def _after_fork(self) -> None:
-        self._process_lock = threading.RLock()  # a thread that is not here may have held the old one
+    def after_fork(self) -> None:
+        """Take a new lock: a thread that is not in this process may have held the old one."""
+        self._process_lock = threading.RLock()
 
 
 class Unfinished:
@@ -122,7 +126,7 @@ class WholeLines(io.RawIOBase):
         self._kept: dict[int, bytes] = {}  # a thread → what it has written of a line
         self._lock = threading.RLock()  # around `_kept`; a signal's handler may print while its thread prints
         self._pid = os.getpid()
-        os.register_at_fork(after_in_child=self._after_fork)
+        _with_locks.add(self)
 
     def write(self, data: Any) -> int:
         """Show the lines that end here, and keep the rest."""
@@ -161,7 +165,8 @@ class WholeLines(io.RawIOBase):
         if os.getpid() == self._pid:  # a fork of the rank has its own lines; nobody looks after those
             self._unfinished.keep(self._number, b"\n".join(self._kept.values()))
 
-    def _after_fork(self) -> None:
+    def after_fork(self) -> None:
+        """Take a new lock, and leave unfinished lines to the process that wrote them."""
         self._lock = threading.RLock()
         self._kept.clear()
 
@@ -176,6 +181,17 @@ class WholeLines(io.RawIOBase):
     def isatty(self) -> bool:
         """Whether this leads to a terminal."""
         return os.isatty(self._number)
+
+
+_with_locks: WeakSet[Screen | WholeLines] = WeakSet()
+
+
+def _after_fork() -> None:
+    for one in list(_with_locks):
+        one.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)  # there is no way to take this back, so it is done once for all
 
 
 # ── in a rank ───────────────────────────────────────────────────────────────────────────────────────────────────────
