@@ -15,7 +15,7 @@ FRAMEWORKS = ["accelerate", "lightning.pytorch.strategies", "torch.distributed.f
 FRAMEWORKS += ["transformers.trainer", "transformers.models.bert.modeling_bert"]
 STEPS = blocks.steps_of(PAGE)
 SHOWN = [step.file for step in STEPS if not step.runs]  # a command runs these
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)  # with --fresh every rank imports its framework
 
 
 @pytest.fixture(scope="module")

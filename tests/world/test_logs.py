@@ -85,17 +85,17 @@ def test_formatters_levels_and_filters_are_carried(clean_logging, quick_ranks, c
     assert capfd.readouterr().err.splitlines() == ["RANK 0 IS HERE"]
 
 
-def test_each_run_of_a_pool_has_the_logging_of_its_time(clean_logging, pool, capfd):
+def test_each_run_of_a_pool_has_the_logging_of_its_time(clean_logging, quick_ranks, capfd):
     root = clean_logging()
-    logging.basicConfig(level="INFO", format="first %(message)s")
-    pool.run(log, 1)
-    root.handlers.clear()
-    logging.basicConfig(level="WARNING", format="second %(message)s", force=True)
-    pool.run(log, 1)
-    root.handlers.clear()
-    pool.run(lambda comms: logging.getLogger().warning("third"), 1)
-    logging.disable(logging.CRITICAL)
-    pool.run(lambda comms: logging.getLogger().warning("never"), 1)
+    with mp.Pool() as pool:
+        logging.basicConfig(level="INFO", format="first %(message)s")
+        pool.run(log, 1, device="cpu")
+        logging.basicConfig(level="WARNING", format="second %(message)s", force=True)
+        pool.run(log, 1, device="cpu")
+        root.handlers.clear()
+        pool.run(lambda comms: logging.getLogger().warning("third"), 1, device="cpu")
+        logging.disable(logging.CRITICAL)
+        pool.run(lambda comms: logging.getLogger().warning("never"), 1, device="cpu")
     assert capfd.readouterr().err.splitlines() == ["first rank 0 is here", "third"]
 
 
