@@ -8,7 +8,7 @@ MicroparallelError
 │   ├── PartitionError           a model that cannot be cut that way
 │   └── ProgramError             a program that is not well-formed, or does not do what it says
 ├── LaunchError                  ranks could not be started, or did not all finish
-│   ├── RankFailed               .rank raised, exited or was killed; the traceback is in the text
+│   ├── RankFailed               .rank raised (.__cause__), exited or was killed; the traceback is in the text
 │   └── RanksTimedOut            .ranks had not finished in time; the text says at which line each was
 ├── CommsError                   communication between ranks that failed
 │   ├── PeerLost                 .ranks went away during .call
@@ -92,6 +92,8 @@ class RankFailed(LaunchError):
         reason: what happened to it, in a line.
         traceback: the rank's own, if it raised.
         refusal: the text of the error, if the rank raised a `UsageError`: then the caller's request was wrong.
+
+    Its `__cause__` is a copy of the rank's exception, if it raised one that can be rebuilt in the parent.
     """
 
     def __init__(self, rank: int, reason: str, traceback: str = "", refusal: str | None = None) -> None:

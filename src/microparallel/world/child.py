@@ -13,11 +13,15 @@ import signal
 import sys
 import threading
 import traceback
+from bdb import BdbQuit
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from microparallel.world.output import RankOutput
 
 # Seconds for which a rank that has finished keeps its connections open. After that, ranks which still wait for it get
 # an error.
@@ -37,7 +41,10 @@ class Job:
     timeout: float
     check: bool
     call: bytes  # the function with its arguments, pickled
+    logging: bytes  # the parent's, as `logs.describe` gives it
     flight_folder: str | None = None
+    prefix: bool = False  # "[rank 1] " before each line that the rank prints
+    debug: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,65 +69,97 @@ class Raised:
     refusal: str | None = None
     lost: tuple[int, ...] = ()
     died: bool = False  # set by the parent, for a process that has ended
+    error: bytes | None = None  # the exception itself, as `carried_error` pickles it
 
 
-def main(parent_fd: int, lifeline_fd: int, stacks_fd: int) -> None:
+def main(parent_fd: int, lifeline_fd: int, stacks_fd: int, screen_fd: int, unfinished_fd: int) -> None:
     """Run jobs until the parent closes its connection."""
     from microparallel.world import rank_process
+    from microparallel.world.output import RankOutput
 
     # Ctrl-C before the job has begun ends the process silently; the parent prints the error.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     rank_process.dump_stack_on_signal(stacks_fd)
     threading.Thread(target=_end_with_parent, args=(lifeline_fd,), daemon=True).start()
     parent = Connection(parent_fd)
+    rank = _Rank(parent, RankOutput(screen_fd, unfinished_fd))
     while True:
         try:
             message = pickle.loads(parent.recv_bytes())
         except (EOFError, OSError):  # the parent has closed its connection
             return
         if isinstance(message, Job):
-            _run(message, parent)
+            rank.run(message)
 
 
-def _run(job: Job, parent: Connection) -> None:
-    import cloudpickle
+class _Rank:
+    """The process, which is a rank of one world after another."""
 
+    def __init__(self, parent: Connection, output: RankOutput) -> None:
+        from microparallel.world.debugging import RankDebugger
+        from microparallel.world.logs import RankLogging
+
+        self._parent = parent
+        self._output = output
+        self._logging = RankLogging()
+        self._debugger = RankDebugger(parent, output)
+
+    def run(self, job: Job) -> None:
+        """Run a job in a world of its own, and report to the parent."""
+        import cloudpickle
+
+        comms = None
+        try:
+            self._prepare(job)
+            comms = _join(job)
+            function, arguments, named_arguments = pickle.loads(job.call)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            result = function(comms, *arguments, **named_arguments)
+            comms.flight.finishes()
+            report: Finished | Raised = Finished(_dumps_result(cloudpickle, result))
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except SystemExit as error:
+            if comms is not None:
+                comms.flight.ends_with(error)
+            # torch's threads must end before Python does: otherwise they sometimes crash the process.
+            with contextlib.suppress(Exception):
+                _leave(comms)
+            sys.exit(error.code if error.code is not None else 0)
+        except BaseException as error:  # the parent decides what to do with it
+            if comms is not None:
+                comms.flight.ends_with(error)
+            report = _raised(error)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self._output.finish_lines()
+        try:
+            self._parent.send_bytes(pickle.dumps(report))
+            self._parent.poll(LINGER)  # the parent's next message says that all ranks are done
+        except OSError:
+            sys.exit(1)  # the parent has closed the connection: another rank failed, and this one is about to be ended
+        _leave(comms)
+
+    def _prepare(self, job: Job) -> None:
+        """Let this process log, print and stop as the caller of `launch` has asked."""
+        self._output.begin(job.rank, job.prefix)
+        self._logging.apply(job.logging)
+        self._debugger.begin(job.rank, job.debug)
+
+
+def _raised(error: BaseException) -> Raised:
     from microparallel.errors import CheckpointError, PeerGone, PeerLost, UsageError
+    from microparallel.world.carried_error import dumps_error
 
-    comms = None
-    try:
-        comms = _join(job)
-        function, arguments, named_arguments = pickle.loads(job.call)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        result = function(comms, *arguments, **named_arguments)
-        comms.flight.finishes()
-        report: Finished | Raised = Finished(_dumps_result(cloudpickle, result))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except SystemExit as error:
-        if comms is not None:
-            comms.flight.ends_with(error)
-        # torch's threads must end before Python does: otherwise they sometimes crash the process.
-        with contextlib.suppress(Exception):
-            _leave(comms)
-        sys.exit(error.code if error.code is not None else 0)
-    except BaseException as error:  # the parent decides what to do with it
-        if comms is not None:
-            comms.flight.ends_with(error)
-        report = Raised(
-            f"raised {type(error).__name__}: {_text(error)}",
-            "" if isinstance(error, CheckpointError) else traceback.format_exc(),
-            secondary=isinstance(error, PeerLost | PeerGone),
-            refusal=str(error) if isinstance(error, UsageError) else None,
-            lost=error.ranks if isinstance(error, PeerLost | PeerGone) else (),
-        )
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        parent.send_bytes(pickle.dumps(report))
-        parent.poll(LINGER)  # the parent's next message says that all ranks are done
-    except OSError:
-        sys.exit(1)  # the parent has closed the connection: another rank failed, and this one is about to be ended
-    _leave(comms)
+    if isinstance(error, BdbQuit):
+        return Raised("was ended in its debugger", "")
+    return Raised(
+        f"raised {type(error).__name__}: {_text(error)}",
+        "" if isinstance(error, CheckpointError) else traceback.format_exc(),
+        secondary=isinstance(error, PeerLost | PeerGone),
+        refusal=str(error) if isinstance(error, UsageError) else None,
+        lost=error.ranks if isinstance(error, PeerLost | PeerGone) else (),
+        error=dumps_error(error),
+    )
 
 
 def _join(job: Job) -> Any:

@@ -29,9 +29,20 @@ from microparallel.observe.flight_recorder import write_exit
 from microparallel.observe.folders import flight_file, gather, remove
 from microparallel.observe.processes import ENDED_STATUS
 from microparallel.topology import Placement, require_cores
-from microparallel.world.child import AllDone, Finished, Job, Raised
+from microparallel.world import logs
+from microparallel.world.carried_error import loads_error
+from microparallel.world.child import AllDone, Job, Raised
 from microparallel.world.connect import DEFAULT_TIMEOUT, require_possible
+from microparallel.world.debugging import (
+    WAIT_FOR_PEOPLE,
+    HasTerminal,
+    LeavesTerminal,
+    Terminal,
+    WantsTerminal,
+    require_stdin,
+)
 from microparallel.world.fork_server import ForkServer
+from microparallel.world.output import Screen, prefix_of
 from microparallel.world.rank_process import RankProcess
 
 _GRACE_FOR_FIRST_CAUSE = 1.5  # seconds
@@ -47,13 +58,17 @@ def launch(
     device: str = "auto",
     timeout: float | None = None,
     check: bool = False,
+    prefix: bool = False,
+    debug: bool = False,
     **named_arguments: Any,
 ) -> list[Any]:
     """Run `function(comms, *arguments, **named_arguments)` in `ranks` fresh processes; return results in rank order.
 
     The function may live anywhere, in a script without a main guard and in a notebook too. Each rank computes with its
     share of the cores. No process outlives the call: not after an error, nor after Ctrl-C, nor when this process is
-    killed.
+    killed. What ranks print appears line by line and does not mix. Logging is set up in the ranks as it is here: the
+    levels of all loggers, and the root's handlers to stderr, stdout and files. `torch.distributed` is initialised when
+    the function begins, and is left when it has returned.
 
     Args:
         function: takes a `Comms` first; what it returns comes back to the caller.
@@ -63,10 +78,15 @@ def launch(
         device: "auto", "cpu" or "cuda"; see `connect`.
         timeout: seconds after which the ranks are ended; None waits for ever.
         check: compare calls between ranks before each one; see `connect`.
-        named_arguments: handed to the function by name (other than the four above, which are `launch`'s own).
+        prefix: put `[rank 1] ` before each line that rank 1 prints or logs (not before those of C libraries and of
+            programs that it starts).
+        debug: let `breakpoint()` stop a rank, which then reads commands from this terminal; the others wait. Nothing
+            times out: neither `timeout` nor that of calls between ranks holds.
+        named_arguments: handed to the function by name (other than the six above, which are `launch`'s own).
 
     Raises:
-        RankFailed: a rank raised, exited or was killed; says which, with its traceback.
+        RankFailed: a rank raised, exited or was killed; says which, with its traceback. If it raised, this is raised
+            from a copy of its exception, `error.__cause__`, where that can be rebuilt here.
         RanksTimedOut: says which ranks had not finished, why, and where each stood.
 
     Example:
@@ -86,6 +106,8 @@ def launch(
             device=device,
             timeout=timeout,
             check=check,
+            prefix=prefix,
+            debug=debug,
             **named_arguments,
         )
 
@@ -108,6 +130,10 @@ class Pool:
         self._fork_server = fork_server
         self._store, self._port = _open_store()
         self._processes: list[RankProcess] = []
+        self._debug = False  # whether these processes have this one's stdin
+        self._prefix = False  # whether their lines have prefixes
+        self._screen_file = Screen.file()
+        self._screen = Screen(self._screen_file.fileno())
         self._lifeline_read, self._lifeline_write = os.pipe()
         self._worlds = 0
 
@@ -120,6 +146,8 @@ class Pool:
         device: str = "auto",
         timeout: float | None = None,
         check: bool = False,
+        prefix: bool = False,
+        debug: bool = False,
         **named_arguments: Any,
     ) -> list[Any]:
         """Run `function(comms, *arguments, **named_arguments)` on every rank; see `launch`."""
@@ -128,19 +156,34 @@ class Pool:
         require_cores(ranks, f"ranks={ranks}")
         if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
             raise UsageError(f"timeout={timeout!r}: give a number of seconds greater than 0, or None to wait for ever")
+        if debug:
+            require_stdin()
         require_possible(transport, device, Placement(0, ranks, local_rank=0, local_world_size=ranks))
-        call = _dumps_call(function, arguments, named_arguments)
+        call, logging = _dumps_call(function, arguments, named_arguments), logs.describe()
         self._worlds += 1
         name = f"world-{self._worlds}"
         flights = _FlightFiles(new_folder())
         try:
-            self._start(ranks)
+            self._start(ranks, debug)
+            self._prefix = prefix
             for rank, process in enumerate(self._processes[:ranks]):
                 job = Job(
-                    rank, ranks, self._port, name, transport, device, DEFAULT_TIMEOUT, check, call, flights.folder_name
+                    rank,
+                    ranks,
+                    self._port,
+                    name,
+                    transport,
+                    device,
+                    WAIT_FOR_PEOPLE if debug else DEFAULT_TIMEOUT,
+                    check,
+                    call,
+                    logging,
+                    flights.folder_name,
+                    prefix,
+                    debug,
                 )
                 process.send(pickle.dumps(job))
-            results = _Supervisor(self._processes[:ranks], timeout, flights).results()
+            results = _Supervisor(self._processes[:ranks], None if debug else timeout, flights).results()
         except BaseException:
             flights.record_end_by_parent(ranks)
             self._end_processes()
@@ -156,6 +199,7 @@ class Pool:
     def close(self) -> None:
         """End all ranks."""
         self._end_processes()
+        self._screen_file.close()
         for fd in (self._lifeline_read, self._lifeline_write):
             if fd >= 0:
                 os.close(fd)
@@ -169,13 +213,17 @@ class Pool:
     ) -> None:
         self.close()
 
-    def _start(self, ranks: int) -> None:
+    def _start(self, ranks: int, debug: bool) -> None:
         if self._lifeline_write < 0:
             raise LaunchError("this pool is closed; make a new one")
-        if not all(process.alive for process in self._processes):
+        if debug != self._debug or not all(process.alive for process in self._processes):
             self._end_processes()
+        self._debug = debug
         while len(self._processes) < ranks:
-            self._processes.append(RankProcess(self._lifeline_read, ranks, self._fork_server))
+            process = RankProcess(
+                self._lifeline_read, self._screen_file.fileno(), ranks, self._fork_server, debug=debug
+            )
+            self._processes.append(process)
 
     def _end_processes(self) -> None:
         # A second Ctrl-C must not interrupt this and leave processes behind.
@@ -183,20 +231,24 @@ class Pool:
         try:
             for process in self._processes:
                 process.disconnect()
-            _end(self._processes)
+            for rank, unfinished in enumerate(_end(self._processes)):
+                for number, text in unfinished.items():
+                    with contextlib.suppress(OSError):  # nobody may read it any more
+                        pid, prefix = self._processes[rank].pid, prefix_of(rank) if self._prefix else b""
+                        self._screen.show(number, text + b"\n", pid, prefix)
             self._processes = []
         finally:
             _restore_interrupts(before)
 
 
-def _end(processes: Sequence[RankProcess]) -> None:
+def _end(processes: Sequence[RankProcess]) -> list[dict[int, bytes]]:
+    """End all processes; returns what each had written of lines without their ends."""
     for process in processes:
         process.signal(signal.SIGTERM)
     deadline = time.monotonic() + 1.0
     for process in processes:
         process.wait(max(0.0, deadline - time.monotonic()))
-    for process in processes:
-        process.kill()
+    return [process.kill() for process in processes]
 
 
 def _open_store() -> tuple[dist.TCPStore, int]:
@@ -255,6 +307,7 @@ class _Supervisor:
         self._flights = flights
         self._results: dict[int, Any] = {}
         self._failures: dict[int, Raised] = {}
+        self._terminal = Terminal(lambda rank: processes[rank].send(pickle.dumps(HasTerminal())))
 
     @property
     def _pending(self) -> list[int]:
@@ -274,6 +327,8 @@ class _Supervisor:
             if not self._pending and not self._failures:
                 raise Interrupted(self._results_in_order()) from None
             raise
+        finally:
+            self._terminal.close()
         if self._failures:
             raise self._first_cause()
         for process in self._processes:
@@ -287,6 +342,7 @@ class _Supervisor:
         ranks = {self._processes[rank].connection: rank for rank in self._pending}
         for connection in wait(list(ranks), timeout):
             self._receive_report(ranks[cast(Any, connection)])
+        self._terminal.give()
         for rank in self._pending:
             # A process may have died while a child of its own still holds the connection open.
             if not self._processes[rank].alive and not self._processes[rank].connection.poll():
@@ -299,11 +355,15 @@ class _Supervisor:
 
     def _receive_report(self, rank: int) -> None:
         try:
-            report: Finished | Raised = pickle.loads(self._processes[rank].connection.recv_bytes())
+            report = pickle.loads(self._processes[rank].connection.recv_bytes())
         except (EOFError, OSError):
             self._failures[rank] = self._death(rank)
             return
-        if isinstance(report, Raised):
+        if isinstance(report, WantsTerminal):
+            self._terminal.wants(rank, self._processes[rank].pid)
+        elif isinstance(report, LeavesTerminal):
+            self._terminal.leaves()
+        elif isinstance(report, Raised):
             self._failures[rank] = report
         else:
             self._results[rank] = pickle.loads(report.result)
@@ -321,7 +381,9 @@ class _Supervisor:
         hint = f" (rank {returned[0]}'s function had already returned)" if returned else ""
         headline, newline, rest = failure.reason.partition("\n")
         why = self._flights.why() if failure.died else ""
-        return RankFailed(rank, headline + hint + newline + rest + why, failure.traceback, failure.refusal)
+        error = RankFailed(rank, headline + hint + newline + rest + why, failure.traceback, failure.refusal)
+        error.__cause__ = loads_error(failure.error)
+        return error
 
     def _timed_out(self) -> RanksTimedOut:
         late = self._pending

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from microparallel.observe.flight import AFTER_VARIABLE
 from microparallel.observe.place import Place, most_relevant
 from microparallel.observe.processes import dumped_stack, state_of
 from microparallel.topology import DO_NOT_SPIN, threads_per_rank
 from microparallel.world.fork_server import ForkServer
+from microparallel.world.output import Unfinished
 
 _SIGNAL = signal.SIGUSR2  # on which a rank dumps its stack; the flight recorder's, SIGUSR1, may be turned off
 _COMMS = str(Path(__file__).parent.parent / "comms" / "comms.py")
@@ -27,10 +29,19 @@ _COMMS = str(Path(__file__).parent.parent / "comms" / "comms.py")
 class RankProcess:
     """A Python process that runs jobs, in a process group of its own, so that it ends with all it has started."""
 
-    def __init__(self, lifeline_fd: int, ranks: int, fork_server: ForkServer | None = None) -> None:
+    def __init__(
+        self,
+        lifeline_fd: int,
+        screen_fd: int,
+        ranks: int,
+        fork_server: ForkServer | None = None,
+        *,
+        debug: bool = False,
+    ) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  (closed by kill)
-        fds = (theirs.fileno(), lifeline_fd, self._stacks.fileno())
+        self._unfinished = tempfile.TemporaryFile()  # noqa: SIM115  (closed by kill)
+        fds = (theirs.fileno(), lifeline_fd, self._stacks.fileno(), screen_fd, self._unfinished.fileno())
         # The child finds modules where its parent found them.
         path = [str(Path(folder).absolute()) for folder in sys.path]
         program = f"import sys; sys.path[:] = {path!r}; from microparallel.world.child import main; main{fds}"
@@ -38,14 +49,15 @@ class RankProcess:
         try:
             self._process = start(
                 [sys.executable, "-u", "-c", program],
-                pass_fds=fds,
-                stdin=subprocess.DEVNULL,
-                env=_environment(ranks),
+                pass_fds=(0, *fds) if debug else fds,
+                stdin=None if debug else subprocess.DEVNULL,
+                env=_environment(ranks) | ({AFTER_VARIABLE: "0"} if debug else {}),
                 process_group=0,
             )
         except BaseException:
             self.connection.close()
             self._stacks.close()
+            self._unfinished.close()
             raise
         finally:
             theirs.close()
@@ -108,12 +120,14 @@ class RankProcess:
         if self.alive:
             self._process.send_signal(number)
 
-    def kill(self) -> None:
-        """End the process and everything it has started, at once."""
+    def kill(self) -> dict[int, bytes]:
+        """End the process and everything it has started, at once; returns what it wrote of lines without their ends."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._stacks.close()
+        with self._unfinished:
+            return Unfinished(self._unfinished.fileno()).take()
 
 
 def _environment(ranks: int) -> dict[str, str]:
