@@ -49,6 +49,7 @@ class Reducer:
         overlap: all-reduce in the background, while backward goes on.
         check_finite: raise `GradientError` for gradients that are infinite or not a number.
         refuse_unused: raise `GradientError` for parameters that got no gradient.
+        overwrites: overwrite gradients of the last pass, also if somebody holds them.
 
     Attributes:
         participants: which ranks have data, and how much each counts.
@@ -69,6 +70,7 @@ class Reducer:
         overlap: bool,
         check_finite: bool,
         refuse_unused: bool,
+        overwrites: bool,
     ) -> None:
         self.participants = Participants(comms)
         self.buckets: list[FlatBucket] = []
@@ -80,6 +82,7 @@ class Reducer:
         self._overlap = overlap
         self._check_finite = check_finite
         self._refuse_unused = refuse_unused
+        self._overwrites = overwrites
         self._comms = comms
         self._bucket_bytes = bucket_bytes
         self._names = {parameter: name for name, parameter in named.items()}
@@ -122,7 +125,10 @@ class Reducer:
     # ── before backward ─────────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self) -> None:
-        """Clean up after a backward that an error cut short; make new buckets if parameters were frozen or unfrozen."""
+        """Clean up after a backward that an error cut short; make new buckets if parameters were changed.
+
+        They may be frozen or unfrozen since, converted to another dtype, or moved to another device.
+        """
         if self.running or self._local_backward:
             self._clean_up()
         trainable = [parameter for parameter in self._names if parameter.requires_grad]
@@ -130,6 +136,8 @@ class Reducer:
             self._order = trainable[::-1]  # backward begins at the end
             self._learnt = False
             self._register_hooks(trainable)
+        elif not all(bucket.fits for bucket in self.buckets):
+            self.buckets = []
         if not self.buckets:
             self._make_buckets()
 
@@ -142,7 +150,9 @@ class Reducer:
     def _make_buckets(self) -> None:
         self._places.clear()
         groups = split(self._order, self._bucket_bytes)
-        self.buckets = [FlatBucket(group, self._comms, number) for number, group in enumerate(groups)]
+        self.buckets = [
+            FlatBucket(group, self._comms, number, overwrites=self._overwrites) for number, group in enumerate(groups)
+        ]
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 self._places[parameter] = (bucket, index)
@@ -260,7 +270,7 @@ class Reducer:
     def _average(self, take_results: bool) -> None:
         while self._not_started:
             bucket = self._bucket_of(self._not_started[0])
-            bucket.fill_up(self._scale) if take_results else bucket.buffer.zero_()
+            bucket.fill_up(self._scale) if take_results else bucket.fill_with_zeros()
             self._start(self._not_started.popleft())
         self._end_observed()
         for bucket in self.buckets:
@@ -324,9 +334,9 @@ class Reducer:
 def _take_missing(bucket: FlatBucket) -> None:
     """Take the averages of gradients that only other ranks had; a parameter that no rank used keeps `grad` None."""
     counts = bucket.ranks_with_gradient.tolist()
-    for parameter, view, ready, ranks in zip(bucket.parameters, bucket.views, bucket.ready, counts, strict=True):
+    for index, (ready, ranks) in enumerate(zip(bucket.ready, counts, strict=True)):
         if not ready and ranks > 0:
-            parameter.grad = view
+            bucket.hand_out(index)
 
 
 class ArrivalHook:

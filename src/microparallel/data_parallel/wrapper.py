@@ -42,6 +42,9 @@ class DataParallel(nn.Module):
             `GradientError`, on every rank, with its name and the ranks that skipped it.
         check_finite: raise `GradientError`, on every rank, with the step, the rank and the parameters whose gradients
             are infinite or not a number.
+        gradient_as_bucket_view: let gradients of the next pass overwrite those of the last one, as torch's option does:
+            `grad` is then the same memory in every pass, and what you keep of it changes. With False, a pass whose
+            gradients begin anew leaves gradients that you keep alone.
 
     Example:
         ```python
@@ -64,9 +67,10 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = True,
         check_finite: bool = False,
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         super().__init__()
-        _require_sensible(bucket_cap_mb, broadcast_buffers, find_unused_parameters)
+        _require_sensible(bucket_cap_mb, broadcast_buffers, find_unused_parameters, gradient_as_bucket_view)
         require_same_model(module, comms)  # before the next check: all ranks then find the same in it
         _require_dense_gradients(module)
         replicate(module, comms)
@@ -79,6 +83,7 @@ class DataParallel(nn.Module):
             overlap=comms.can_overlap if overlap is None else overlap,
             check_finite=check_finite,
             refuse_unused=not find_unused_parameters,
+            overwrites=gradient_as_bucket_view,
         )
         averages = comms.world_size > 1 or check_finite or not find_unused_parameters
         self._single = None if averages else SingleRank(comms)
@@ -275,10 +280,16 @@ class DataParallel(nn.Module):
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
 
-def _require_sensible(bucket_cap_mb: float, broadcast_buffers: bool, find_unused_parameters: bool) -> None:
+def _require_sensible(
+    bucket_cap_mb: float, broadcast_buffers: bool, find_unused_parameters: bool, gradient_as_bucket_view: bool
+) -> None:
     if not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
         raise UsageError(f"DataParallel: bucket_cap_mb={bucket_cap_mb!r} must be a number of megabytes greater than 0")
-    options = {"broadcast_buffers": broadcast_buffers, "find_unused_parameters": find_unused_parameters}
+    options = {
+        "broadcast_buffers": broadcast_buffers,
+        "find_unused_parameters": find_unused_parameters,
+        "gradient_as_bucket_view": gradient_as_bucket_view,
+    }
     for name, value in options.items():
         if not isinstance(value, bool):
             raise UsageError(f"DataParallel: {name}={value!r} must be True or False")

@@ -200,20 +200,19 @@ class ColumnSum:
             bucket.start(self._column, operation, overlap=True)
 
     def _make_buckets(self) -> None:
-        """Make new buckets if parameters were frozen or unfrozen."""
+        """Make new buckets if parameters were frozen, unfrozen or converted."""
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        if trained != [parameter for bucket in self._buckets for parameter in bucket.parameters]:
+        parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        if trained != parameters or not all(bucket.fits for bucket in self._buckets):
             self._buckets = [FlatBucket(group, self._column) for group in split(trained, self._bucket_bytes)]
 
     def finish(self) -> None:
         """Wait for the sums; they become the gradients here, also where only other replicas had one."""
         for bucket in self._buckets:
             bucket.wait()
-            for parameter, view, ranks in zip(
-                bucket.parameters, bucket.views, bucket.ranks_with_gradient.tolist(), strict=True
-            ):
+            for index, ranks in enumerate(bucket.ranks_with_gradient.tolist()):
                 if ranks > 0:
-                    parameter.grad = view
+                    bucket.hand_out(index)
             bucket.reset()
 
 
