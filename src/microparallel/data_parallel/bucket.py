@@ -24,8 +24,8 @@ class FlatBucket:
     ```
 
     `parameter.grad` becomes a view of the buffer, so nothing is copied when the sum arrives. Whoever keeps a gradient
-    keeps it as it is: when gradients begin anew (`zero_grad`), so does the buffer, and only memory that nobody holds any
-    more is used again.
+    keeps it as it is: when gradients begin anew (`zero_grad`), so does the buffer, and only memory that nobody holds
+    any more is used again.
 
     Args:
         parameters: whose gradients it holds, all of one dtype and on one device.

@@ -33,7 +33,7 @@ from microparallel.errors import GradientError, UsageError
 from microparallel.observe import Activity, Observation, Observer
 from microparallel.program import ORDER, WEIGHTS, AllReduce, Backward, Broadcast, Bucket, Program
 from microparallel.schedules import data_parallel_step
-from microparallel.torch_private import at_end_of_backward
+from microparallel.torch_private import at_end_of_backward, not_compiled
 
 _MOST_NAMES = 8  # parameters of a rank that an error names
 _step = functools.lru_cache(maxsize=64)(data_parallel_step)  # every backward asks for its program
@@ -140,6 +140,15 @@ class Reducer:
             self.buckets = []
         if not self.buckets:
             self._make_buckets()
+
+    def require_known(self, module: nn.Module) -> None:
+        """Raise `UsageError` if the module has a parameter whose gradient this reducer does not know of."""
+        for name, parameter in module.named_parameters():
+            if parameter not in self._names and isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+                raise UsageError(
+                    f"DataParallel: parameter {name!r} was added or replaced after the model was wrapped, so its "
+                    "gradient would not be averaged; change the model first, then wrap it"
+                )
 
     def _register_hooks(self, trainable: Sequence[nn.Parameter]) -> None:
         for hook in self._hooks:
@@ -349,6 +358,7 @@ class ArrivalHook:
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = weakref.ref(reducer)
 
+    @not_compiled
     def __call__(self, parameter: nn.Parameter) -> None:
         """Pass the parameter on, if its reducer still exists."""
         reducer = self.reducer()
