@@ -3,8 +3,9 @@
     python benchmarks/kept_gradients.py
 
 By default `mp.DataParallel` begins a buffer for every pass whose gradients begin anew; with
-gradient_as_bucket_view=True it overwrites the last one. "again" is a second model with the same settings: its ratio says how much chance there is in
-the others. torch's DDP, with its default (averages are copied out of the buckets) and with that option, is beside them.
+gradient_as_bucket_view=True it overwrites the last one. "again" is a second model with the same settings: its ratio
+says how much chance there is in the others. torch's DDP, with its default (averages are copied out of the buckets) and
+with that option, is beside them.
 """
 
 import statistics

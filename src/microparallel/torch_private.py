@@ -397,3 +397,21 @@ class CalledWork(dist.Work):
 
     def _source_rank(self) -> int:
         return self.source_rank()
+
+
+# Without it: `mp.SyncBatchNorm.convert` would have to name every kind of BatchNorm that torch has.
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+class AnyBatchNorm(BatchNorm):
+    """A BatchNorm whose subclass says which inputs it takes.
+
+    Without it: `mp.SyncBatchNorm` would need a class for each number of dimensions.
+    """
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        self.check_dimensions(input)
+
+    def check_dimensions(self, inputs: torch.Tensor) -> None:
+        """Raise `ValueError` for inputs with a number of dimensions that this layer does not take."""
+        raise NotImplementedError

@@ -17,6 +17,7 @@ buckets are made again for the order in which they arrived on one rank, which th
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.bucket import FlatBucket, split
+from microparallel.data_parallel.sync_batch_norm import LayerSum, LayerSums
 from microparallel.errors import GradientError, UsageError
 from microparallel.observe import Activity, Observation, Observer
 from microparallel.program import ORDER, WEIGHTS, AllReduce, Backward, Broadcast, Bucket, Program
@@ -45,6 +47,7 @@ class Reducer:
     Args:
         named: the model's parameters by name.
         comms: the ranks that average.
+        sums_inside: the sums of its layers, which are done inside of its forward and backward.
         bucket_bytes: a bucket that has so many bytes of gradients takes no more.
         overlap: all-reduce in the background, while backward goes on.
         check_finite: raise `GradientError` for gradients that are infinite or not a number.
@@ -66,6 +69,7 @@ class Reducer:
         named: Mapping[str, nn.Parameter],
         comms: Comms,
         bucket_bytes: float,
+        sums_inside: LayerSums,
         *,
         overlap: bool,
         check_finite: bool,
@@ -84,6 +88,9 @@ class Reducer:
         self._refuse_unused = refuse_unused
         self._overwrites = overwrites
         self._comms = comms
+        self._sums_inside = sums_inside
+        for number, layer in enumerate(sums_inside.layers):
+            layer.follow(self, number)
         self._bucket_bytes = bucket_bytes
         self._names = {parameter: name for name, parameter in named.items()}
         self._order: list[nn.Parameter] = []  # in which gradients are expected
@@ -120,7 +127,27 @@ class Reducer:
             loss=loss,
             joining=self.participants.joining,
             gone=gone,
+            norms=self._sums_inside.in_slots(self._complete_after()) if self._sums_inside.layers else (),
         )
+
+    def _complete_after(self) -> list[int]:
+        """For each bucket, how many gradients there are when its all-reduce leaves, if they come as expected."""
+        numbers = {parameter: number for number, parameter in enumerate(self._order, start=1)}
+        last = (max(numbers[parameter] for parameter in bucket.parameters) for bucket in self.buckets)
+        return list(itertools.accumulate(last, max))
+
+    # ── sums of layers inside of forward and backward ───────────────────────────────────────────────────────────
+
+    @property
+    def weight(self) -> float:
+        """How much this rank's gradients count, beside those of the other ranks."""
+        return 1.0 if self.participants.weight is None else self.participants.weight
+
+    def layer_sums(self, layer: int, of_gradient: bool) -> None:
+        """Note that the layer of this number sums something now, for the program of the next step."""
+        if not self._learnt:
+            arrived = len(self._arrived) if self.running else -1
+            self._sums_inside.seen.append(LayerSum(arrived, layer, of_gradient))
 
     # ── before backward ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -318,10 +345,13 @@ class Reducer:
         numbers = {parameter: number for number, parameter in enumerate(self._order)}
         arrived = dict.fromkeys(self._arrived)
         order = [*arrived, *(parameter for parameter in self._order if parameter not in arrived)]
-        indices = torch.tensor([numbers[parameter] for parameter in order])
+        count = len(order)
+        inside = self._sums_inside.seen  # every rank has as many: no rank gets past such a sum alone
+        indices = torch.tensor([*(numbers[parameter] for parameter in order), *itertools.chain(*inside)])
         source = self.participants.ranks[0]
         self._comms.broadcast(indices, src=source, operation=Broadcast(ORDER, "dp", source))
-        learnt = indices.tolist()
+        learnt = indices[:count].tolist()
+        self._sums_inside.expect(indices[count:].view(-1, 3).tolist())
         if learnt != sorted(learnt):
             self._order = [self._order[index] for index in learnt]
             self.buckets = []  # prepare() makes new ones before the next pass

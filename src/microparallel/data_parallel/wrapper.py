@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 from microparallel.comms import Comms
 from microparallel.data_parallel.reducer import ObservedBackward, Reducer
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicate, require_same_model
+from microparallel.data_parallel.sync_batch_norm import LayerSums
 from microparallel.errors import UsageError
 from microparallel.observe import UNOBSERVED, Activity, Observation
 from microparallel.program import BUFFERS, Broadcast, ForwardStages, Program
@@ -99,7 +100,8 @@ class DataParallel(nn.Module):
     def _connect(self) -> None:
         """Give this model a reducer of its own; it makes its buckets before the first pass."""
         share_tensors(self, self.module)
-        self._reducer = self._make_reducer(dict(self.module.named_parameters()))
+        self._sums_inside = LayerSums(self.module)
+        self._reducer = self._make_reducer(dict(self.module.named_parameters()), sums_inside=self._sums_inside)
         self._reducer.begin_if_wanted = self._begin_if_wanted
         self._reducer.pass_ended = self._pass_ended
         self._single = None if self._averages else SingleRank(self.comms)
@@ -130,6 +132,7 @@ class DataParallel(nn.Module):
     def _forward_begins(self) -> Observation:
         """Make ready for a pass, and tell the observers, if there are any, that its forward begins."""
         self._forward_was_local = self._no_sync_depth > 0
+        self._sums_inside.seen.clear()
         if self._single is None:
             self._prepare()
             self._broadcast_buffers_before_forward()
@@ -226,6 +229,7 @@ class DataParallel(nn.Module):
         """
         if self._single is not None:
             return
+        self._require_no_sums_inside("sit_out")
         self._prepare()
         self._broadcast_buffers_before_forward()
         self._reducer.find_participants()
@@ -238,6 +242,7 @@ class DataParallel(nn.Module):
         Gradients are averaged over the ranks that still have data. A rank that has none left stays until all others are
         done, and then gets their parameters and buffers.
         """
+        self._require_no_sums_inside("join")
         participants = self._reducer.participants
         participants.joining = True
         try:
@@ -246,6 +251,13 @@ class DataParallel(nn.Module):
                 self._take_part_until_all_are_done()
         finally:
             participants.joining = False
+
+    def _require_no_sums_inside(self, call: str) -> None:
+        if self.comms.world_size > 1 and self._sums_inside.synchronise:
+            raise UsageError(
+                f"{call}: a SyncBatchNorm needs every rank in every forward and backward; a rank without samples calls "
+                "the model on an empty batch"
+            )
 
     def _take_part_until_all_are_done(self) -> None:
         participants = self._reducer.participants
@@ -331,7 +343,7 @@ class DataParallel(nn.Module):
         """A copy of the model, on the same ranks, with a reducer of its own; nothing is sent for it."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        of_this_one = ("_make_reducer", "_reducer", "_single")
+        of_this_one = ("_make_reducer", "_reducer", "_single", "_sums_inside")
         parts = {name: part for name, part in vars(self).items() if name not in of_this_one}
         copied.__dict__ |= {name: copy.deepcopy(part, memo) for name, part in parts.items()}
         copied._make_reducer = self._make_reducer
