@@ -283,6 +283,15 @@ def convert_it(comms, layer):
     mp.SyncBatchNorm.convert(nn.Sequential(layer), comms)
 
 
+def in_a_pipeline(comms):
+    mp.Pipeline(mp.SyncBatchNorm.convert(stack(), comms), comms, "1f1b", 2, nn.functional.mse_loss)
+
+
+def test_a_pipeline_refuses_it(pool):
+    with pytest.raises(mp.errors.RankFailed, match="has a SyncBatchNorm, which needs all ranks at once"):
+        pool.run(in_a_pipeline, 2, transport="shm", timeout=50)
+
+
 def single(comms):
     model, plain = mp.SyncBatchNorm.convert(stack(), comms), stack()
     inputs = share(comms, 0, [4], ())

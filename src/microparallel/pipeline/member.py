@@ -17,6 +17,7 @@ from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.bucket import FlatBucket, split
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicas_are_identical, replicate
+from microparallel.data_parallel.sync_batch_norm import SyncBatchNorm
 from microparallel.errors import UsageError
 from microparallel.pipeline.cut import shared_parameters
 from microparallel.pipeline.interpreter import GroupSum, Worker
@@ -44,6 +45,7 @@ class Member:
         self._row = _own_group(comms, [mesh.row(replica) for replica in range(mesh.dp)])
         self._column = _own_group(comms, [mesh.column(place) for place in range(mesh.pp)])
         for layer in self._layers():
+            _require_own_samples(layer)
             layer.module.to(comms.device)
             if mesh.dp > 1:
                 replicate(layer.module, self._column)
@@ -178,6 +180,14 @@ def _own_group(comms: Comms, groups: list[list[int]]) -> Comms:
         return comms
     mine = [group for group in (comms.group(ranks) for ranks in groups) if group is not None]
     return mine[0]
+
+
+def _require_own_samples(layer: NamedLayer) -> None:
+    if any(isinstance(part, SyncBatchNorm) for part in layer.module.modules()):
+        raise UsageError(
+            f"Pipeline: {layer.name} has a SyncBatchNorm, which needs all ranks at once, and the ranks of a pipeline "
+            "have different layers; leave the BatchNorm as it is (it sees micro-batches), or use LayerNorm or GroupNorm"
+        )
 
 
 # ── sums over ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
