@@ -68,6 +68,22 @@ def test_views_of_the_buckets_are_overwritten_as_torch_does_with_the_same_option
         assert right[-1] and not all(right)
 
 
+def keep_in_a_pipeline(comms):
+    pipe = mp.Pipeline(layers(), comms, "gpipe", 1, nn.functional.mse_loss, replicas=2)
+    targets, kept, copied = torch.zeros(4, 3, dtype=torch.float64), [], []
+    for step in range(3):
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        pipe.step(share(comms, step), targets)
+        kept += gradients(pipe)
+        copied += [gradient.clone() for gradient in gradients(pipe)]
+    return all(map(torch.equal, kept, copied)) and not torch.equal(kept[0], kept[-len(kept) // 3])
+
+
+def test_replicas_of_a_pipeline_keep_them_as_well(pool):
+    assert pool.run(keep_in_a_pipeline, 2, transport="shm", timeout=50) == [True, True]
+
+
 def memory_of(comms):
     """Where the gradients lie in each of six steps: nobody keeps those of the first three."""
     model = mp.DataParallel(layers(), comms)
