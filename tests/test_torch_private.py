@@ -411,6 +411,31 @@ def test_only_one_file_uses_private_names_of_torch():
     assert not found, "private names of torch belong into torch_private.py:\n" + "\n".join(sorted(found))
 
 
+def test_what_is_not_to_be_compiled_is_not():
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append([node.name for node in graph.graph.nodes if node.op.startswith("call")])
+        return graph.forward
+
+    @torch_private.not_compiled
+    def alone(values):
+        return inside(values).cos()
+
+    @torch_private.not_compiled_itself
+    def around(values):
+        return inside(values).tan()
+
+    def inside(values):
+        return values.sin()
+
+    ones = torch.ones(2)
+    assert torch.equal(torch.compile(alone, backend=backend)(ones), ones.sin().cos()) and not graphs
+    assert torch.equal(torch.compile(around, backend=backend)(ones), ones.sin().tan()) and graphs == [["sin"]]
+    assert alone.__name__ == "alone"
+
+
 @pytest.mark.parametrize(
     "text",
     [

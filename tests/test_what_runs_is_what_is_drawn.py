@@ -390,8 +390,10 @@ def test_a_pipeline_of_one_rank(pool):
 
 def test_every_name_that_ranks_tell_stands_in_a_builder():
     known = {value for value in vars(names).values() if isinstance(value, Named)} | {names.tied(0)}
+    norms = [[names.moments(0)], [names.moments_gradient(0)], []]
+    known |= {names.moments(0), names.moments_gradient(0)}
     options = {"buffers": True, "weights": True, "order": True, "samples": True, "loss": True}
-    data_parallel = mp.schedules.data_parallel_step(1, 2, **options)
+    data_parallel = mp.schedules.data_parallel_step(1, 2, **options, norms=norms)
     pipelines = mp.schedules.with_sums(
         mp.schedules.build("1f1b", 2, 1), 2, batch=0, shared=[0], ties=[[0, 1]], norm=True, buffers=[0]
     )

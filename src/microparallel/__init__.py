@@ -29,6 +29,7 @@ _HOMES = {
     "Pool": "microparallel.world",
     "Request": "microparallel.comms",
     "ShardedSampler": "microparallel.train.sampler",
+    "SyncBatchNorm": "microparallel.data_parallel",
     "Trace": "microparallel.trace",
     "all_reduce_in_process": "microparallel.comms.in_process",
     "connect": "microparallel.world",

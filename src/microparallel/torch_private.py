@@ -10,12 +10,13 @@ end lead such calls to methods of ours with names of their own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,7 +44,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     Without it: DataParallel would not know when the last bucket is complete if parameters are unused, and would need a
     call of its own after `loss.backward()`; and traces would not show what torch's DDP waits for in backward.
     """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(not_compiled(callback))
 
 
 def number_of_backward() -> int | None:
@@ -133,6 +134,44 @@ def share_by_descriptor(storage: torch.UntypedStorage) -> tuple[int, int]:
     return int(descriptor), int(size)
 
 
+# ── torch.compile ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+Given = ParamSpec("Given")
+Returned = TypeVar("Returned")
+_compiler: Any = torch._C._dynamo.eval_frame
+_NOT_COMPILED = "it talks to other ranks; compile the model inside: DataParallel(torch.compile(model), comms)"
+
+
+def not_compiled(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+    """Let `torch.compile` compile neither this function nor what it calls.
+
+    Without it: `torch.compile(mp.DataParallel(model, comms))` would try to compile how ranks talk, and fail.
+    `torch.compiler.disable` does the same, but imports all of the compiler first, which takes seconds.
+    """
+
+    @functools.wraps(function)
+    def alone(*arguments: Given.args, **named: Given.kwargs) -> Returned:
+        before = _compiler.set_eval_frame(None)
+        try:
+            return function(*arguments, **named)
+        finally:
+            _compiler.set_eval_frame(before)
+
+    return not_compiled_itself(alone)
+
+
+def not_compiled_itself(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+    """Let `torch.compile` leave this function as it is, and compile what it calls.
+
+    Without it: a model inside of a compiled `DataParallel` would not be compiled, or not as one graph.
+    """
+    skip, as_usual = _compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT  # itself, and what it calls
+    _compiler.set_code_exec_strategy(function.__code__, _compiler._FrameExecStrategy(skip, as_usual))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _NOT_COMPILED  # type: ignore[attr-defined]
+    return function
+
+
 # ── modules ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Hooks = dict[int, Any]
@@ -144,6 +183,15 @@ def forward_pre_hooks_of_all_modules() -> Hooks:
     Without it: `mp.record` would need a hook on every module inside a model, some microseconds each.
     """
     return torch_modules._global_forward_pre_hooks
+
+
+def share_tensors(wrapper: nn.Module, module: nn.Module) -> None:
+    """Let a wrapper have the parameters and buffers that its module has itself, under the same names.
+
+    Without it: `torch.func.functional_call(wrapped, dict(wrapped.named_parameters()))` would not find a parameter of
+    the outermost module under its plain name, and would run the module with its own parameter instead.
+    """
+    wrapper._parameters, wrapper._buffers = module._parameters, module._buffers
 
 
 def forward_hooks_of(module: nn.Module) -> tuple[Hooks, Hooks]:
@@ -349,3 +397,21 @@ class CalledWork(dist.Work):
 
     def _source_rank(self) -> int:
         return self.source_rank()
+
+
+# Without it: `mp.SyncBatchNorm.convert` would have to name every kind of BatchNorm that torch has.
+BatchNorm = nn.modules.batchnorm._BatchNorm
+
+
+class AnyBatchNorm(BatchNorm):
+    """A BatchNorm whose subclass says which inputs it takes.
+
+    Without it: `mp.SyncBatchNorm` would need a class for each number of dimensions.
+    """
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        self.check_dimensions(input)
+
+    def check_dimensions(self, inputs: torch.Tensor) -> None:
+        """Raise `ValueError` for inputs with a number of dimensions that this layer does not take."""
+        raise NotImplementedError

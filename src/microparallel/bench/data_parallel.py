@@ -6,7 +6,7 @@ Each method trains a copy of its own of the same model:
     naive             backward, then an all-reduce for each gradient
     hooks             an all-reduce for each gradient as soon as backward has made it
     buckets           the course's buckets: gradients are copied into them, and leave together
-    ddp               mp.DataParallel, with buckets of several sizes
+    ddp               mp.DataParallel as it is by default (gradients that are kept stay), with buckets of several sizes
     torch-ddp         torch's DistributedDataParallel on gloo, with gradient_as_bucket_view=True
     torch-ddp on shm  the same on our backend, where ranks share memory
 """

@@ -149,7 +149,7 @@ _COLUMNS: list[Column[Row]] = [  # the widths make all models' tables align
     Column(
         "÷torch",
         lambda row: f"{row.ratio_to_torch_ddp:.2f}",
-        "step ÷ the step of torch-ddp: torch's DistributedDataParallel on {group}, with bucket views",
+        "step ÷ the step of torch-ddp: torch's DDP on {group}, with bucket views (ddp: without)",
         width=6,
     ),
 ]

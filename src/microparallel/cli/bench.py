@@ -106,9 +106,10 @@ def data_parallel(given: dict[str, Any], *, quiet: flags.Quiet = False, json: fl
     """Time a training step (forward, backward, optimizer) of every kind of data parallelism, torch's own among them.
 
     The methods are: none (no synchronisation at all), naive (an all-reduce for each gradient after backward), hooks
-    (each as soon as it is there), buckets (the course's), ddp (mp.DataParallel, with buckets of each of the sizes) and
-    torch-ddp (torch's DistributedDataParallel with gradient_as_bucket_view=True, on gloo in the same processes where
-    ranks share memory; "torch-ddp on shm" has our backend beneath).
+    (each as soon as it is there), buckets (the course's), ddp (mp.DataParallel with its default,
+    gradient_as_bucket_view=False, and buckets of each of the sizes) and torch-ddp (torch's DistributedDataParallel with
+    gradient_as_bucket_view=True, its faster way, on gloo in the same processes where ranks share memory; "torch-ddp on
+    shm" has our backend beneath).
 
     All methods take turns step by step, so that whatever else the machine does disturbs all of them alike. A step takes
     as long as its slowest rank; shown is the median with its quartiles. Each method trains a copy of its own from the

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -203,6 +204,16 @@ class Comms(Collectives):
         if error is not None:
             self.flight.ends_with(error)
         self.close()
+
+    def __deepcopy__(self, _: dict[int, object]) -> Comms:
+        """Return this Comms: a copy of something that talks, such as a model, talks to the same ranks."""
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a Comms cannot be pickled: it is this process's own connection to the other ranks; "
+            "every rank gets one from mp.launch or mp.connect; of a model that has one, save its state_dict()"
+        )
 
     def __repr__(self) -> str:
         return f"<Comms rank {self.rank} of {self.world_size} on {self.device}>"

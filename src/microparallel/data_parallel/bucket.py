@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,11 +23,17 @@ class FlatBucket:
     gradient 0 │ gradient 1 │ … │ for each: how many ranks have one │ how many are not finite
     ```
 
-    `parameter.grad` becomes a view of the buffer, so nothing is copied when the sum arrives.
+    `parameter.grad` becomes a view of the buffer, so nothing is copied when the sum arrives. Whoever keeps a gradient
+    keeps it as it is: when gradients begin anew (`zero_grad`), so does the buffer, and only memory that nobody holds
+    any more is used again.
+
+    Args:
+        parameters: whose gradients it holds, all of one dtype and on one device.
+        comms: the ranks.
+        number: its place among the buckets of the model.
+        overwrites: always use the same buffer, also if somebody still holds gradients of an earlier pass.
 
     Attributes:
-        parameters: whose gradients it holds, all of one dtype and on one device.
-        number: its place among the buckets of the model.
         buffer: the flat tensor that is all-reduced.
         views: for each parameter, its gradient's place in the buffer.
         ranks_with_gradient: after the all-reduce, for each parameter the number of ranks that have a gradient for it.
@@ -34,44 +42,92 @@ class FlatBucket:
         not_finite: how many gradients of this rank are infinite or not a number.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], comms: Comms, number: int = 0) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], comms: Comms, number: int = 0, *, overwrites: bool = False
+    ) -> None:
         self.parameters = parameters
         self.number = number
-        offsets, stop = _offsets(parameters)
-        first = parameters[0]
-        length = stop + len(parameters) + _AFTER_COUNTS
-        if first.device.type == "cpu":
-            self.buffer = comms.empty((length,), first.dtype)
-        else:
-            self.buffer = torch.empty(length, dtype=first.dtype, device=first.device)
-        self.buffer.zero_()
-        self.views = [_view(self.buffer, at, like) for at, like in zip(offsets, parameters, strict=True)]
-        self.ranks_with_gradient = self.buffer[stop : stop + len(parameters)]
-        self._not_finite_on_all = self.buffer[-1]
+        self._overwrites = overwrites
+        self._offsets, self._stop = _offsets(parameters)
+        self._strides = [_strides(parameter) for parameter in parameters]
+        self._memory = Memory(self._stop + len(parameters) + _AFTER_COUNTS, parameters[0], comms)
         self.not_finite = 0
         self.ready = [False] * len(parameters)
         self.missing = len(parameters)
         self.request: Request[torch.Tensor] | None = None
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Begin a buffer, and in it the place of every gradient."""
+        self.views: list[torch.Tensor] = []
+        self.buffer = self._not_finite_on_all = self.ranks_with_gradient = torch.empty(0)
+        self.buffer = flat = self._memory.unheld()  # we have just let go of what we held
+        ends = [at + one.numel() for at, one in zip(self._offsets, self.parameters, strict=True)]
+        for end, begin in zip(ends, [*self._offsets[1:], self._stop], strict=True):
+            if end < begin:
+                flat[end:begin].zero_()  # between gradients: it is sent with them
+        places = zip(self.parameters, self._strides, self._offsets, strict=True)
+        self.views = [flat.as_strided(one.size(), strides, at) for one, strides, at in places]
+        self.ranks_with_gradient = flat[self._stop : self._stop + len(self.parameters)]
+        self._not_finite_on_all = flat[-1]
+        self._addresses = [view.data_ptr() for view in self.views]
+        self._handed_out = [False] * len(self.parameters)
+        self._open = False  # whether something of this pass is in the buffer
+
+    @property
+    def fits(self) -> bool:
+        """Whether gradients still fit into their places; not after `module.double()`, `.to(device)` and the like."""
+        return all(
+            view.dtype is parameter.dtype and view.data_ptr() == address and view.device == parameter.device
+            for parameter, view, address in zip(self.parameters, self.views, self._addresses, strict=True)
+        )
+
+    def open(self) -> None:
+        """Before anything of a pass is put into the buffer: leave it to those who may hold the last pass's gradients.
+
+        A parameter whose `grad` is still its view goes on with it: autograd adds to that gradient in place, as without
+        buckets.
+        """
+        if not self._open:
+            if not self._overwrites and self._may_be_held():
+                self._lay_out()
+            self._open = True
+
+    def _may_be_held(self) -> bool:
+        given = zip(self.parameters, self.views, self._handed_out, strict=True)
+        return any(handed_out and parameter.grad is not view for parameter, view, handed_out in given)
 
     def put(self, index: int, scale: float) -> None:
         """Move the gradient of `parameters[index]` into the buffer, multiplied by `scale`; `grad` is then its view."""
+        self.open()
         parameter, view = self.parameters[index], self.views[index]
         gradient = parameter.grad
         if gradient is view:  # autograd added to the buffer itself
             view.mul_(scale)
         elif gradient is not None:
             torch.mul(gradient, scale, out=view)
-            parameter.grad = view
+            self.hand_out(index)
         self.ready[index] = True
         self.missing -= 1
 
+    def hand_out(self, index: int) -> None:
+        """Let `grad` of `parameters[index]` be its view."""
+        self.parameters[index].grad = self.views[index]
+        self._handed_out[index] = True
+
     def fill_up(self, scale: float) -> None:
         """Fill the places of missing gradients: with what earlier passes left in `grad`, otherwise with zeros."""
+        self.open()
         for index, parameter in enumerate(self.parameters):
             if not self.ready[index] and parameter.grad is not None:
                 self.put(index, scale)
             elif not self.ready[index]:
                 self.views[index].zero_()
+
+    def fill_with_zeros(self) -> None:
+        """Add nothing to the sum: this rank has no gradients in this pass, and takes none."""
+        self.open()
+        self.buffer.zero_()
 
     def start(self, comms: Comms, operation: AllReduce, overlap: bool) -> None:
         """All-reduce the buffer, which is `operation` of the program: with `overlap` in the background."""
@@ -106,6 +162,32 @@ class FlatBucket:
         self.ready = [False] * len(self.parameters)
         self.missing = len(self.parameters)
         self.not_finite = 0
+        self._open = False
+
+
+class Memory:
+    """Memory for a bucket's buffers, one after another; one piece is enough as long as nobody keeps a gradient.
+
+    On the CPU a tensor that is handed out lies in a `memoryview` of its own. It is gone with the last tensor in it,
+    whoever made that, and then the memory may be overwritten. On a GPU torch's allocator does the same.
+    """
+
+    def __init__(self, length: int, like: torch.Tensor, comms: Comms) -> None:
+        self._length = length
+        self._dtype, self._device = like.dtype, like.device
+        self._comms = comms
+        self._memory: Any = None  # a NumPy array of bytes
+        self._lent: weakref.ref[memoryview] | None = None
+
+    def unheld(self) -> torch.Tensor:
+        """A tensor in memory that no other tensor uses; what is in it is left from before."""
+        if self._device.type != "cpu":
+            return torch.empty(self._length, dtype=self._dtype, device=self._device)
+        if self._lent is None or self._lent() is not None:
+            self._memory = self._comms.empty((self._length * self._dtype.itemsize,), torch.uint8).numpy()
+        lent = memoryview(self._memory)
+        self._lent = weakref.ref(lent)
+        return torch.frombuffer(lent, dtype=self._dtype)
 
 
 def split(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
@@ -133,7 +215,6 @@ def _offsets(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:
     return offsets, position
 
 
-def _view(flat: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
-    """A gradient's place in the buffer, with the strides of its parameter, which optimizers are fastest with."""
-    strides = torch.empty_like(like, device="meta").stride()
-    return flat.as_strided(like.size(), strides, flat.storage_offset() + at)
+def _strides(parameter: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a gradient: those of its parameter, which optimizers are fastest with."""
+    return torch.empty_like(parameter, device="meta").stride()

@@ -17,6 +17,7 @@ buckets are made again for the order in which they arrived on one rank, which th
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -29,11 +30,12 @@ from torch.utils.hooks import RemovableHandle
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.bucket import FlatBucket, split
+from microparallel.data_parallel.sync_batch_norm import LayerSum, LayerSums
 from microparallel.errors import GradientError, UsageError
 from microparallel.observe import Activity, Observation, Observer
 from microparallel.program import ORDER, WEIGHTS, AllReduce, Backward, Broadcast, Bucket, Program
 from microparallel.schedules import data_parallel_step
-from microparallel.torch_private import at_end_of_backward
+from microparallel.torch_private import at_end_of_backward, not_compiled
 
 _MOST_NAMES = 8  # parameters of a rank that an error names
 _step = functools.lru_cache(maxsize=64)(data_parallel_step)  # every backward asks for its program
@@ -45,10 +47,12 @@ class Reducer:
     Args:
         named: the model's parameters by name.
         comms: the ranks that average.
+        sums_inside: the sums of its layers, which are done inside of its forward and backward.
         bucket_bytes: a bucket that has so many bytes of gradients takes no more.
         overlap: all-reduce in the background, while backward goes on.
         check_finite: raise `GradientError` for gradients that are infinite or not a number.
         refuse_unused: raise `GradientError` for parameters that got no gradient.
+        overwrites: overwrite gradients of the last pass, also if somebody holds them.
 
     Attributes:
         participants: which ranks have data, and how much each counts.
@@ -65,10 +69,12 @@ class Reducer:
         named: Mapping[str, nn.Parameter],
         comms: Comms,
         bucket_bytes: float,
+        sums_inside: LayerSums,
         *,
         overlap: bool,
         check_finite: bool,
         refuse_unused: bool,
+        overwrites: bool,
     ) -> None:
         self.participants = Participants(comms)
         self.buckets: list[FlatBucket] = []
@@ -80,7 +86,11 @@ class Reducer:
         self._overlap = overlap
         self._check_finite = check_finite
         self._refuse_unused = refuse_unused
+        self._overwrites = overwrites
         self._comms = comms
+        self._sums_inside = sums_inside
+        for number, layer in enumerate(sums_inside.layers):
+            layer.follow(self, number)
         self._bucket_bytes = bucket_bytes
         self._names = {parameter: name for name, parameter in named.items()}
         self._order: list[nn.Parameter] = []  # in which gradients are expected
@@ -117,12 +127,35 @@ class Reducer:
             loss=loss,
             joining=self.participants.joining,
             gone=gone,
+            norms=self._sums_inside.in_slots(self._complete_after()) if self._sums_inside.layers else (),
         )
+
+    def _complete_after(self) -> list[int]:
+        """For each bucket, how many gradients there are when its all-reduce leaves, if they come as expected."""
+        numbers = {parameter: number for number, parameter in enumerate(self._order, start=1)}
+        last = (max(numbers[parameter] for parameter in bucket.parameters) for bucket in self.buckets)
+        return list(itertools.accumulate(last, max))
+
+    # ── sums of layers inside of forward and backward ───────────────────────────────────────────────────────────
+
+    @property
+    def weight(self) -> float:
+        """How much this rank's gradients count, beside those of the other ranks."""
+        return 1.0 if self.participants.weight is None else self.participants.weight
+
+    def layer_sums(self, layer: int, of_gradient: bool) -> None:
+        """Note that the layer of this number sums something now, for the program of the next step."""
+        if not self._learnt:
+            arrived = len(self._arrived) if self.running else -1
+            self._sums_inside.seen.append(LayerSum(arrived, layer, of_gradient))
 
     # ── before backward ─────────────────────────────────────────────────────────────────────────────────────────
 
     def prepare(self) -> None:
-        """Clean up after a backward that an error cut short; make new buckets if parameters were frozen or unfrozen."""
+        """Clean up after a backward that an error cut short; make new buckets if parameters were changed.
+
+        They may be frozen or unfrozen since, converted to another dtype, or moved to another device.
+        """
         if self.running or self._local_backward:
             self._clean_up()
         trainable = [parameter for parameter in self._names if parameter.requires_grad]
@@ -130,8 +163,19 @@ class Reducer:
             self._order = trainable[::-1]  # backward begins at the end
             self._learnt = False
             self._register_hooks(trainable)
+        elif not all(bucket.fits for bucket in self.buckets):
+            self.buckets = []
         if not self.buckets:
             self._make_buckets()
+
+    def require_known(self, module: nn.Module) -> None:
+        """Raise `UsageError` if the module has a parameter whose gradient this reducer does not know of."""
+        for name, parameter in module.named_parameters():
+            if parameter not in self._names and isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+                raise UsageError(
+                    f"DataParallel: parameter {name!r} was added or replaced after the model was wrapped, so its "
+                    "gradient would not be averaged; change the model first, then wrap it"
+                )
 
     def _register_hooks(self, trainable: Sequence[nn.Parameter]) -> None:
         for hook in self._hooks:
@@ -142,7 +186,9 @@ class Reducer:
     def _make_buckets(self) -> None:
         self._places.clear()
         groups = split(self._order, self._bucket_bytes)
-        self.buckets = [FlatBucket(group, self._comms, number) for number, group in enumerate(groups)]
+        self.buckets = [
+            FlatBucket(group, self._comms, number, overwrites=self._overwrites) for number, group in enumerate(groups)
+        ]
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 self._places[parameter] = (bucket, index)
@@ -260,7 +306,7 @@ class Reducer:
     def _average(self, take_results: bool) -> None:
         while self._not_started:
             bucket = self._bucket_of(self._not_started[0])
-            bucket.fill_up(self._scale) if take_results else bucket.buffer.zero_()
+            bucket.fill_up(self._scale) if take_results else bucket.fill_with_zeros()
             self._start(self._not_started.popleft())
         self._end_observed()
         for bucket in self.buckets:
@@ -299,10 +345,13 @@ class Reducer:
         numbers = {parameter: number for number, parameter in enumerate(self._order)}
         arrived = dict.fromkeys(self._arrived)
         order = [*arrived, *(parameter for parameter in self._order if parameter not in arrived)]
-        indices = torch.tensor([numbers[parameter] for parameter in order])
+        count = len(order)
+        inside = self._sums_inside.seen  # every rank has as many: no rank gets past such a sum alone
+        indices = torch.tensor([*(numbers[parameter] for parameter in order), *itertools.chain(*inside)])
         source = self.participants.ranks[0]
         self._comms.broadcast(indices, src=source, operation=Broadcast(ORDER, "dp", source))
-        learnt = indices.tolist()
+        learnt = indices[:count].tolist()
+        self._sums_inside.expect(indices[count:].view(-1, 3).tolist())
         if learnt != sorted(learnt):
             self._order = [self._order[index] for index in learnt]
             self.buckets = []  # prepare() makes new ones before the next pass
@@ -324,9 +373,9 @@ class Reducer:
 def _take_missing(bucket: FlatBucket) -> None:
     """Take the averages of gradients that only other ranks had; a parameter that no rank used keeps `grad` None."""
     counts = bucket.ranks_with_gradient.tolist()
-    for parameter, view, ready, ranks in zip(bucket.parameters, bucket.views, bucket.ready, counts, strict=True):
+    for index, (ready, ranks) in enumerate(zip(bucket.ready, counts, strict=True)):
         if not ready and ranks > 0:
-            parameter.grad = view
+            bucket.hand_out(index)
 
 
 class ArrivalHook:
@@ -339,6 +388,7 @@ class ArrivalHook:
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = weakref.ref(reducer)
 
+    @not_compiled
     def __call__(self, parameter: nn.Parameter) -> None:
         """Pass the parameter on, if its reducer still exists."""
         reducer = self.reducer()

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from microparallel.comms import Comms
 from microparallel.data_parallel.reducer import ObservedBackward, Reducer
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicate, require_same_model
+from microparallel.data_parallel.sync_batch_norm import LayerSums
 from microparallel.errors import UsageError
-from microparallel.observe import Activity, Observation
+from microparallel.observe import UNOBSERVED, Activity, Observation
 from microparallel.program import BUFFERS, Broadcast, ForwardStages, Program
 from microparallel.schedules import data_parallel_step
-from microparallel.torch_private import at_end_of_backward, pytree
+from microparallel.torch_private import at_end_of_backward, not_compiled, not_compiled_itself, pytree, share_tensors
 
 
 class DataParallel(nn.Module):
@@ -42,6 +48,9 @@ class DataParallel(nn.Module):
             `GradientError`, on every rank, with its name and the ranks that skipped it.
         check_finite: raise `GradientError`, on every rank, with the step, the rank and the parameters whose gradients
             are infinite or not a number.
+        gradient_as_bucket_view: let gradients of the next pass overwrite those of the last one, as torch's option does:
+            `grad` is then the same memory in every pass, and what you keep of it changes. With False, a pass whose
+            gradients begin anew leaves gradients that you keep alone.
 
     Example:
         ```python
@@ -64,68 +73,97 @@ class DataParallel(nn.Module):
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = True,
         check_finite: bool = False,
+        gradient_as_bucket_view: bool = False,
     ) -> None:
         super().__init__()
-        _require_sensible(bucket_cap_mb, broadcast_buffers, find_unused_parameters)
+        _require_sensible(bucket_cap_mb, broadcast_buffers, find_unused_parameters, gradient_as_bucket_view)
         require_same_model(module, comms)  # before the next check: all ranks then find the same in it
         _require_dense_gradients(module)
         replicate(module, comms)
         self.module = module
         self.comms = comms
-        self._reducer = Reducer(
-            dict(module.named_parameters()),
-            comms,
-            bucket_cap_mb * 2**20,
+        self._make_reducer = functools.partial(
+            Reducer,
+            comms=comms,
+            bucket_bytes=bucket_cap_mb * 2**20,
             overlap=comms.can_overlap if overlap is None else overlap,
             check_finite=check_finite,
             refuse_unused=not find_unused_parameters,
+            overwrites=gradient_as_bucket_view,
         )
-        averages = comms.world_size > 1 or check_finite or not find_unused_parameters
-        self._single = None if averages else SingleRank(comms)
+        self._averages = comms.world_size > 1 or check_finite or not find_unused_parameters
         self._broadcasts_buffers = broadcast_buffers and comms.world_size > 1 and bool(filled(module.buffers()))
+        self._connect()
+        if self._averages:
+            self._reducer.prepare()
+
+    def _connect(self) -> None:
+        """Give this model a reducer of its own; it makes its buckets before the first pass."""
+        share_tensors(self, self.module)
+        self._sums_inside = LayerSums(self.module)
+        self._reducer = self._make_reducer(dict(self.module.named_parameters()), sums_inside=self._sums_inside)
+        self._reducer.begin_if_wanted = self._begin_if_wanted
+        self._reducer.pass_ended = self._pass_ended
+        self._single = None if self._averages else SingleRank(self.comms)
         self._no_sync_depth = 0  # how many no_sync() this rank is inside of
         self._forward_was_local = False  # whether the last forward was inside of no_sync()
-        if self._single is None:
-            self._reducer.prepare()
-            self._reducer.begin_if_wanted = self._begin_if_wanted
-            self._reducer.pass_ended = self._pass_ended
+        self._registrations = registrations.count  # when its parameters were last looked at
 
     # ── a pass ──────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @not_compiled_itself
     def forward(self, *inputs: Any, **named_inputs: Any) -> Any:
-        """Call the module, and put hooks on its outputs, which torch calls when backward begins."""
+        """Call the module, and put hooks on its outputs, which torch calls when backward begins.
+
+        Under `torch.compile` the module is what is compiled; what stands around it here is not.
+        """
         nothing_to_do = self._single is not None and not self.comms.observers
         if nothing_to_do or not torch.is_grad_enabled():
-            return self.module(*inputs, **named_inputs)
+            return _call(self.module, inputs, named_inputs)
+        observation = self._forward_begins()
+        try:
+            outputs = _call(self.module, inputs, named_inputs)
+        finally:
+            _end(observation)
+        self._wait_for_backward(outputs)
+        return outputs
+
+    @not_compiled
+    def _forward_begins(self) -> Observation:
+        """Make ready for a pass, and tell the observers, if there are any, that its forward begins."""
         self._forward_was_local = self._no_sync_depth > 0
+        self._sums_inside.seen.clear()
         if self._single is None:
-            self._reducer.prepare()
+            self._prepare()
             self._broadcast_buffers_before_forward()
             stages, microbatch = len(self._reducer.buckets), self._reducer.microbatch
         else:
             self._single.prepare()
             stages, microbatch = 1, self._single.microbatch
-        outputs = self._observed_forward(stages, microbatch, inputs, named_inputs)
+        if not self.comms.observers or not stages:
+            return UNOBSERVED
+        number = microbatch * self.comms.world_size + self.comms.rank
+        return Observation(self.comms.observers, Activity(ForwardStages(0, stages, number))).__enter__()
+
+    @not_compiled
+    def _wait_for_backward(self, outputs: Any) -> None:
         for output in pytree.tree_leaves(outputs):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 output.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
-        return outputs
 
-    def _observed_forward(
-        self, stages: int, microbatch: int, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]
-    ) -> Any:
-        """Call the module, and tell the observers, if there are any, that it is an operation of the program."""
-        if not self.comms.observers or not stages:
-            return self.module(*inputs, **named_inputs)
-        number = microbatch * self.comms.world_size + self.comms.rank
-        with Observation(self.comms.observers, Activity(ForwardStages(0, stages, number))):
-            return self.module(*inputs, **named_inputs)
+    def _prepare(self) -> None:
+        """Notice parameters that were added since the last pass, and let the reducer make ready for the next one."""
+        if self._registrations != registrations.count:
+            self._reducer.require_known(self.module)
+            self._registrations = registrations.count
+        self._reducer.prepare()
 
     def _broadcast_buffers_before_forward(self) -> None:
         joining = self._reducer.participants.joining  # then _pass_ended does it
         if self._broadcasts_buffers and self.training and not self._no_sync_depth and not joining:
             self._broadcast_buffers(0)
 
+    @not_compiled
     def _backward_begins(self, _: torch.Tensor) -> None:
         if self._single is not None:
             self._single.backward_begins(local=self._no_sync_depth > 0 or self._forward_was_local)
@@ -191,7 +229,8 @@ class DataParallel(nn.Module):
         """
         if self._single is not None:
             return
-        self._reducer.prepare()
+        self._require_no_sums_inside("sit_out")
+        self._prepare()
         self._broadcast_buffers_before_forward()
         self._reducer.find_participants()
         self._reducer.take_part(take_results=True)
@@ -203,6 +242,7 @@ class DataParallel(nn.Module):
         Gradients are averaged over the ranks that still have data. A rank that has none left stays until all others are
         done, and then gets their parameters and buffers.
         """
+        self._require_no_sums_inside("join")
         participants = self._reducer.participants
         participants.joining = True
         try:
@@ -212,11 +252,18 @@ class DataParallel(nn.Module):
         finally:
             participants.joining = False
 
+    def _require_no_sums_inside(self, call: str) -> None:
+        if self.comms.world_size > 1 and self._sums_inside.synchronise:
+            raise UsageError(
+                f"{call}: a SyncBatchNorm needs every rank in every forward and backward; a rank without samples calls "
+                "the model on an empty batch"
+            )
+
     def _take_part_until_all_are_done(self) -> None:
         participants = self._reducer.participants
         while True:
             last = participants.ranks
-            self._reducer.prepare()
+            self._prepare()
             self._reducer.find_participants(has_data=False)
             if not participants.ranks:
                 break
@@ -253,7 +300,7 @@ class DataParallel(nn.Module):
         each = microbatches if isinstance(microbatches, int) else tuple(microbatches)
         if self._single is not None:
             return data_parallel_step(1, 1, each, sums=False, samples=samples, loss=loss)
-        self._reducer.prepare()
+        self._prepare()
         broadcasts = self._broadcasts_buffers and (self.training or self._reducer.participants.joining)
         return self._reducer.program(each, buffers=broadcasts, samples=samples, loss=loss, gone=tuple(gone))
 
@@ -274,11 +321,62 @@ class DataParallel(nn.Module):
         """The module's own, without a prefix."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The module's own, without a prefix."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-def _require_sensible(bucket_cap_mb: float, broadcast_buffers: bool, find_unused_parameters: bool) -> None:
+    def __getattr__(self, name: str) -> Any:
+        """Find the module's layers under their plain names as well, as its parameters are."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            layers = {} if name == "module" else dict(self.module.named_children())
+            if name not in layers:
+                raise
+            return layers[name]
+
+    # ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """A copy of the model, on the same ranks, with a reducer of its own; nothing is sent for it."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        of_this_one = ("_make_reducer", "_reducer", "_single", "_sums_inside")
+        parts = {name: part for name, part in vars(self).items() if name not in of_this_one}
+        copied.__dict__ |= {name: copy.deepcopy(part, memo) for name, part in parts.items()}
+        copied._make_reducer = self._make_reducer
+        copied._connect()
+        return copied
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError(
+            "a DataParallel cannot be pickled: its connection to the other ranks belongs to this process; "
+            "save or return model.state_dict(), or model.module for the module itself"
+        )
+
+
+def _call(module: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
+    """Call a module, in a function that `torch.compile` begins with; it does not begin with torch's own layers."""
+    return module(*inputs, **named_inputs)
+
+
+@not_compiled
+def _end(observation: Observation) -> None:
+    observation.__exit__()
+
+
+def _require_sensible(
+    bucket_cap_mb: float, broadcast_buffers: bool, find_unused_parameters: bool, gradient_as_bucket_view: bool
+) -> None:
     if not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
         raise UsageError(f"DataParallel: bucket_cap_mb={bucket_cap_mb!r} must be a number of megabytes greater than 0")
-    options = {"broadcast_buffers": broadcast_buffers, "find_unused_parameters": find_unused_parameters}
+    options = {
+        "broadcast_buffers": broadcast_buffers,
+        "find_unused_parameters": find_unused_parameters,
+        "gradient_as_bucket_view": gradient_as_bucket_view,
+    }
     for name, value in options.items():
         if not isinstance(value, bool):
             raise UsageError(f"DataParallel: {name}={value!r} must be True or False")
@@ -296,6 +394,28 @@ def _require_dense_gradients(module: nn.Module) -> None:
                 f"DataParallel: {name or type(part).__name__} gives sparse gradients, and buckets are dense; "
                 "build it with sparse=False"
             )
+
+
+# ── parameters that come later ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Registrations:
+    """Counts the parameters and modules that were given to any module of this process since this was imported.
+
+    Looking through all parameters of a model before each forward would take some hundred microseconds. So this is done
+    only if something was registered somewhere since the last time.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        register_module_parameter_registration_hook(self._registered)
+        register_module_module_registration_hook(self._registered)
+
+    def _registered(self, _module: nn.Module, _name: str, _part: Any) -> None:
+        self.count += 1
+
+
+registrations = Registrations()
 
 
 # ── a world of one rank ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.bucket import FlatBucket, split
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicas_are_identical, replicate
+from microparallel.data_parallel.sync_batch_norm import SyncBatchNorm
 from microparallel.errors import UsageError
 from microparallel.pipeline.cut import shared_parameters
 from microparallel.pipeline.interpreter import GroupSum, Worker
@@ -44,6 +45,7 @@ class Member:
         self._row = _own_group(comms, [mesh.row(replica) for replica in range(mesh.dp)])
         self._column = _own_group(comms, [mesh.column(place) for place in range(mesh.pp)])
         for layer in self._layers():
+            _require_own_samples(layer)
             layer.module.to(comms.device)
             if mesh.dp > 1:
                 replicate(layer.module, self._column)
@@ -180,6 +182,14 @@ def _own_group(comms: Comms, groups: list[list[int]]) -> Comms:
     return mine[0]
 
 
+def _require_own_samples(layer: NamedLayer) -> None:
+    if any(isinstance(part, SyncBatchNorm) for part in layer.module.modules()):
+        raise UsageError(
+            f"Pipeline: {layer.name} has a SyncBatchNorm, which needs all ranks at once, and the ranks of a pipeline "
+            "have different layers; leave the BatchNorm as it is (it sees micro-batches), or use LayerNorm or GroupNorm"
+        )
+
+
 # ── sums over ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -200,20 +210,19 @@ class ColumnSum:
             bucket.start(self._column, operation, overlap=True)
 
     def _make_buckets(self) -> None:
-        """Make new buckets if parameters were frozen or unfrozen."""
+        """Make new buckets if parameters were frozen, unfrozen or converted."""
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        if trained != [parameter for bucket in self._buckets for parameter in bucket.parameters]:
+        parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
+        if trained != parameters or not all(bucket.fits for bucket in self._buckets):
             self._buckets = [FlatBucket(group, self._column) for group in split(trained, self._bucket_bytes)]
 
     def finish(self) -> None:
         """Wait for the sums; they become the gradients here, also where only other replicas had one."""
         for bucket in self._buckets:
             bucket.wait()
-            for parameter, view, ranks in zip(
-                bucket.parameters, bucket.views, bucket.ranks_with_gradient.tolist(), strict=True
-            ):
+            for index, ranks in enumerate(bucket.ranks_with_gradient.tolist()):
                 if ranks > 0:
-                    parameter.grad = view
+                    bucket.hand_out(index)
             bucket.reset()
 
 

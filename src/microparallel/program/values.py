@@ -145,6 +145,16 @@ def tied(index: int) -> Named:
     return Named(f"tied{index}")
 
 
+def moments(layer: int) -> Named:
+    """How many samples all ranks have together, with their mean and variance, in the SyncBatchNorm of this number."""
+    return Named(f"moments{layer}")
+
+
+def moments_gradient(layer: int) -> Named:
+    """What all ranks' losses say about that mean and variance."""
+    return Named(f"moments{layer}.gradient")
+
+
 def touch(one: Value, other: Value) -> bool:
     """Whether two names share memory: the same name, or slices that overlap."""
     if isinstance(one, Slices) and isinstance(other, Slices):

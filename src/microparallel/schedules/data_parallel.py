@@ -6,7 +6,7 @@ A layer is a stage here, and rank r's share of the batch is micro-batch r.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from microparallel.errors import UsageError
 from microparallel.program import (
@@ -23,6 +23,7 @@ from microparallel.program import (
     Forward,
     ForwardStages,
     Join,
+    Named,
     Op,
     OptimizerStep,
     Program,
@@ -88,6 +89,7 @@ def data_parallel_step(
     loss: bool = False,
     joining: bool = False,
     gone: Collection[int] = (),
+    norms: Sequence[Sequence[Named]] = (),
 ) -> Program:
     """The step that `DataParallel` follows: stages are buckets of gradients, and backward is as many operations.
 
@@ -114,6 +116,13 @@ def data_parallel_step(
     rank 1: F0:1.1 *:weights@dp = B0.1 *U0@dp ^:order@dp/1 ^:buffers@dp/1 S
     ```
 
+    Layers that normalise over all ranks (`SyncBatchNorm`) sum inside of a forward and of a backward. These sums stand
+    before the operation that they are inside of, which waits for them; the program does not say where inside:
+
+    ```
+    rank 0: *:moments0@dp F0:2.0 B1.0 *U0@dp *:moments0.gradient@dp B0.0 *U1@dp S
+    ```
+
     Args:
         buckets: how many buckets there are.
         ranks: how many replicas there are.
@@ -127,6 +136,7 @@ def data_parallel_step(
         loss: whether the ranks sum the loss.
         joining: whether ranks may run out of data.
         gone: the ranks that have run out.
+        norms: what layers sum in every micro-batch: in its forward; in the backward of each bucket; after the last one.
     """
     each = microbatches
     if isinstance(each, int):
@@ -134,6 +144,11 @@ def data_parallel_step(
     _require_step(buckets, ranks, each, sums)
     if not all(joining and 0 <= rank < ranks and not each[rank] for rank in gone):
         raise UsageError(f"gone={sorted(gone)}: only while joining, and only ranks without micro-batches")
+    if norms and (joining or len(set(each)) > 1):
+        raise UsageError(
+            f"microbatches={list(each)}: a SyncBatchNorm needs every rank in every micro-batch; give all equally many"
+        )
+    in_forward, *in_backward = norms or ((),) * (buckets + 2)
     first = next(rank for rank in range(ranks) if rank not in gone)
     mine = [[number * ranks + rank for number in range(count)] for rank, count in enumerate(each)]
 
@@ -141,19 +156,26 @@ def data_parallel_step(
         if samples:
             yield from (AllReduce(SAMPLES, "dp"), Join())
         for microbatch in mine[rank][:-1]:
+            yield from _sums(in_forward)
             yield ForwardStages(0, buckets, microbatch)
-            yield from (Backward(stage, microbatch) for stage in reversed(range(buckets)))
+            for stage, values in zip(reversed(range(buckets)), in_backward, strict=False):
+                yield from _sums(values)
+                yield Backward(stage, microbatch)
+            yield from _sums(in_backward[-1])
         last = mine[rank][-1:]  # none, if the rank has no data
         if buffers and not joining:
             yield from (Broadcast(BUFFERS, "dp", 0), Join())
+        yield from _sums(in_forward)
         yield from (ForwardStages(0, buckets, microbatch) for microbatch in last)
         if weights:
             yield from (AllReduce(WEIGHTS, "dp"), Join())
         for bucket in range(buckets):
+            yield from _sums(in_backward[bucket])
             yield from (Backward(buckets - 1 - bucket, microbatch) for microbatch in last)
             if sums:
                 yield AllReduce(Bucket(bucket), "dp")
                 yield from () if overlap else (Join(),)
+        yield from _sums(in_backward[-1])
         if order:
             yield Broadcast(ORDER, "dp", first)
         if buffers and joining:
@@ -166,6 +188,10 @@ def data_parallel_step(
     ranges = tuple((buckets - 1 - bucket, buckets - bucket) for bucket in range(buckets)) if sums else ()
     goal = TrainingStep.of(buckets, set(itertools.chain(*mine)), ranges)
     return Program("ddp", goal, tuple(tuple(operations(rank)) for rank in range(ranks)))
+
+
+def _sums(values: Iterable[Named]) -> Iterator[AllReduce]:
+    return (AllReduce(value, "dp") for value in values)
 
 
 def _require_step(buckets: int, ranks: int, each: Sequence[int], sums: bool) -> None:
