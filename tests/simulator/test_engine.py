@@ -184,15 +184,6 @@ def test_a_message_that_nobody_receives_is_refused():
         mp.simulate(program(">C0@1", "", goal="all-reduce of 1 slice"))
 
 
-def test_a_schedule_without_messages_says_what_is_missing():
-    with pytest.raises(mp.errors.ProgramError, match=r"mp.schedules.lower adds the messages"):
-        mp.simulate(mp.schedules.one_f_one_b(2, 2))
-    with pytest.raises(
-        mp.errors.ProgramError, match=r"nothing is sent: mp.schedules.lower\(program\) adds the messages"
-    ):
-        mp.verify(mp.schedules.one_f_one_b(2, 2))
-
-
 def test_many_buckets_take_no_longer_than_their_number():
     """Each operation is looked at a bounded number of times, however many gradients an update needs."""
     program = mp.schedules.ddp(layers=400, buckets=400, ranks=4)

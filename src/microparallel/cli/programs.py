@@ -13,7 +13,7 @@ import typer
 
 from microparallel import collectives, schedules
 from microparallel.errors import ConfigError, DataError, ProgramError, UsageError
-from microparallel.program import Free, Program, Recv, Send, TrainingStep, from_text
+from microparallel.program import Program, from_text
 from microparallel.settings import declared, setting
 from microparallel.simulator import Costs
 from microparallel.simulator.costs import default_costs
@@ -199,20 +199,14 @@ def complaint(name: str, program: Program) -> str | None:
 
 
 def complete(program: Program, name: str) -> Program:
-    """A schedule that only computes is given its sends, receives and frees; any other program is left as it is."""
-    if not isinstance(program.goal, TrainingStep) or _has(program, (Send, Recv, Free)):
-        return program
+    """A file's program with what it may leave out (`schedules.complete`), and a remark if something was added."""
     try:
-        lowered = schedules.lower(program)
+        completed = schedules.complete(program)
     except ProgramError as error:
         raise ProgramError(f"{name}: {error}") from None
-    if _has(lowered, (Send,)):
+    if completed is not program:
         _remark(f"{name} says what to compute and sends nothing: sends, receives and frees were added")
-    return lowered
-
-
-def _has(program: Program, kinds: tuple[type, ...]) -> bool:
-    return any(isinstance(op, kinds) for ops in program.ranks for op in ops)
+    return completed
 
 
 # ── the costs ───────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from microparallel.errors import ProgramError
 from microparallel.program import Add, Cursor, Join, Lane, Message, Observed, Policy, Program, Recv, Send, Value, Walk
 from microparallel.program.walk import Meeting
+from microparallel.schedules import complete
 from microparallel.simulator.costs import Costs
 from microparallel.simulator.groups import GroupCosts, Share
 from microparallel.trace import Event, Trace
@@ -33,7 +34,8 @@ def simulate(program: Program, costs: Costs | None = None) -> Trace:
     """Find out what a program would cost, without running it.
 
     Args:
-        program: what to simulate; one that `mp.verify` accepts. One that does not come to its end is refused.
+        program: what to simulate; one that `mp.verify` accepts, so messages may be left out. One that does not come to
+            its end is refused.
         costs: how long operations and messages take; without it a forward and each half of a backward take 1.
 
     Example:
@@ -43,6 +45,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Trace:
         ```
     """
     costs = costs or Costs()
+    program = complete(program)
     costs.check(program)
     with _no_garbage_collection():
         return Trace(Simulation(program, costs).run(), program, simulated=True)
@@ -166,11 +169,10 @@ class Simulation(Policy):
                 f"program {self._program.name!r} loses a message: rank {lost.sender} does {lost.send}, "
                 "and no rank receives it; mp.verify says more"
             )
-        hint = ", and mp.schedules.lower adds the messages that are missing" if self._program.sends_nothing else ""
         for cursor in walk.stuck():
             raise ProgramError(
                 f"program {self._program.name!r} does not come to its end: rank {cursor.rank} stands at "
-                f"{cursor.op} for ever; mp.verify says why{hint}"
+                f"{cursor.op} for ever; mp.verify says why"
             )
 
 
