@@ -173,7 +173,6 @@ def test_a_terminal_s_width_is_kept(draw):
         (["bad.txt"], ["bad.txt", "line 3", "'X0.0'"]),
         (["binary.bin"], ["binary.bin", "not UTF-8"]),
         (["good.txt", "--ranks", "2"], ["--ranks 2", "good.txt"]),
-        (["unmade.txt"], ["unmade.txt", "A0.0", "no rank makes"]),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -181,7 +180,6 @@ def test_wrong_calls(draw, tmp_path, arguments, words):
     (tmp_path / "bad.txt").write_text("program p\ngoal: training step of 1 stage, 1 micro-batch\nrank 0: X0.0\n")
     (tmp_path / "binary.bin").write_bytes(bytes(range(128, 256)))
     (tmp_path / "good.txt").write_text(SCHEDULE)
-    (tmp_path / "unmade.txt").write_text("program p\ngoal: training step of 2 stages, 1 micro-batch\nrank 0: F1.0\n")
     (tmp_path / "stuck.txt").write_text("program stuck\ngoal: all-reduce of 1 slice\nrank 0: <C0@1\nrank 1:\n")
     before = names_in(tmp_path)
     code, output, errors = draw(*arguments)
@@ -230,6 +228,13 @@ def test_a_deadlock_is_shown_instead_of_a_drawing(draw, tmp_path):
     code, output, errors = draw("stuck.txt")
     assert (code, output) == (1, "")
     assert "stuck.txt cannot be drawn: deadlock under buffered sends: rank 0 waits for C0 from rank 1" in errors
+
+
+def test_an_operation_that_can_never_begin_is_shown_instead_of_a_drawing(draw, tmp_path):
+    (tmp_path / "unmade.txt").write_text("program p\ngoal: training step of 2 stages, 1 micro-batch\nrank 0: F1.0\n")
+    code, output, errors = draw("unmade.txt")
+    assert (code, output) == (1, "")
+    assert "unmade.txt cannot be drawn: rank 0 does F1.0, which needs A0.0, and no rank makes that" in errors
 
 
 def test_what_is_wrong_is_drawn_and_said(draw, tmp_path):

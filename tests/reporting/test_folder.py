@@ -30,11 +30,10 @@ def test_a_line_that_a_crash_cut_in_two_is_left_out(run_folder, run):
     assert read_run(run_folder).metrics == run.metrics
 
 
-def test_what_is_not_a_run(tmp_path):
-    with pytest.raises(DataError, match="it has none of"):
-        read_run(tmp_path)
-    with pytest.raises(DataError, match="there is no such folder"):
-        read_run(tmp_path / "nothing")
+@pytest.mark.parametrize(("name", "words"), [("", "it has none of"), ("nothing", "there is no such folder")])
+def test_what_is_not_a_run(tmp_path, name, words):
+    with pytest.raises(DataError, match=words):
+        read_run(tmp_path / name)
 
 
 def spoiled(trace, **changes):
@@ -68,18 +67,19 @@ def test_an_event_that_makes_no_sense(run_folder, trace, changes):
     assert "\n" not in str(caught.value)
 
 
+BROKEN_TRACES = ("", "{", "[]", "null", "{}", '{"format": 9}', "\udcff", "[" * 100_000)
+
+
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", "{}", '{"format": 9}', "\udcff", "[" * 100_000], ids=range(8)
+    ("file", "content"),
+    [
+        *((file, content) for file in ("trace.json", "predicted.json") for content in BROKEN_TRACES),
+        ("config.toml", "model = "),
+        ("summary.json", "[1]"),
+    ],
+    ids=range(18),
 )
-@pytest.mark.parametrize("file", ["trace.json", "predicted.json"])
-def test_a_broken_trace(run_folder, file, content):
+def test_a_broken_file_is_named(run_folder, file, content):
     (run_folder / file).write_text(content, errors="surrogateescape")
-    with pytest.raises(DataError, match=f"{file} is broken"):
-        read_run(run_folder)
-
-
-@pytest.mark.parametrize(("file", "content"), [("config.toml", "model = "), ("summary.json", "[1]")])
-def test_other_broken_files(run_folder, file, content):
-    (run_folder / file).write_text(content)
     with pytest.raises(DataError, match=f"{file} is broken"):
         read_run(run_folder)

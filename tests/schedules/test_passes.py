@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 
 import microparallel as mp
-from microparallel.program import Act, Backward, Forward, Free, Recv, Send, TrainingStep, from_text, halves, to_text
+from microparallel.program import Act, Forward, Free, Recv, Send, TrainingStep, from_text, halves, to_text
 from microparallel.schedules import PIPELINES, build, forwards_only
+from microparallel.verifier import Missing
 from microparallel.verifier.order import check_matching, check_order
 
 SHAPES = [(ranks, microbatches) for ranks in (1, 2, 3, 4) for microbatches in (1, 2, 3, 5, 8)]
@@ -41,10 +42,37 @@ def test_lowering_receives_in_the_order_of_sending():
     assert order(lowered, 1).startswith("<A0.0@0 <A0.1@0 F1.1 F1.0")
 
 
-def test_lowering_names_what_no_rank_makes():
-    program = mp.program.Program("half", mp.program.TrainingStep(2, 1), ((), (Forward(1, 0), Backward(1, 0))))
-    with pytest.raises(mp.errors.ProgramError, match=r"rank 1 does F1.0, which needs A0.0, and no rank makes that"):
-        mp.schedules.lower(program)
+@pytest.mark.parametrize("name", PIPELINES)
+def test_messages_may_be_left_out(name):
+    """verify, simulate and draw take a schedule that only computes as if its messages had been written down."""
+    written, left_out = build(name, 3, 4), PIPELINES[name](3, 4)
+    mp.verify(left_out)
+    assert mp.schedules.complete(left_out) == written
+    assert mp.simulate(left_out) == mp.simulate(written)
+    assert mp.draw(left_out) == mp.draw(written)
+    assert mp.draw(left_out, view="clock") == mp.draw(written, view="clock")
+    assert mp.draw(left_out, as_="html") == mp.draw(written, as_="html")
+
+
+def test_what_is_completed_is_only_a_schedule_whose_ranks_need_something_from_each_other():
+    ddp, ring = mp.schedules.ddp(layers=4, buckets=2, ranks=2), mp.collectives.build("ring", 2)
+    half = from_text(
+        "program half\ngoal: training step of 2 stages, 1 micro-batch\n"
+        "rank 0: F0.0 >A0.0@1 B0.0\nrank 1: <A0.0@0 F1.0 B1.0"
+    )
+    for program in (PIPELINES["gpipe"](1, 2), ddp, ring, half):
+        assert mp.schedules.complete(program) is program
+    with pytest.raises(Missing):
+        mp.verify(half)
+    with pytest.raises(Missing):
+        mp.verify(PIPELINES["gpipe"](2, 2), completed=False)
+
+
+def test_verify_names_what_no_rank_makes():
+    program = from_text("program half\ngoal: training step of 2 stages, 1 micro-batch\nrank 0: F0.0 B0.0\nrank 1: B1.0")
+    with pytest.raises(Missing) as missing:
+        mp.verify(program)
+    assert (missing.value.rank, str(missing.value.op), str(missing.value.value)) == (1, "B1.0", "A1.0")
 
 
 @pytest.mark.parametrize("name", PIPELINES)

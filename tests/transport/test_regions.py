@@ -13,7 +13,7 @@ from microparallel.errors import CommsError, PeerGone
 from microparallel.transport.shared_memory import regions
 from microparallel.transport.shared_memory.peers import Peers, RankStatus
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
-from microparallel.transport.shared_memory.segment import create
+from microparallel.transport.shared_memory.segment import create_segment
 
 LARGE = 2**18  # floats: a megabyte
 
@@ -30,7 +30,7 @@ def sockets():
 
 @pytest.fixture
 def status():
-    return RankStatus(create(8192)[1])
+    return RankStatus(create_segment(8192)[1])
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_peers_forget_what_is_gone_and_need_no_descriptors(own, theirs):
     own.announce_gone()
     theirs.refresh()
     assert (open_descriptors(), maps()) == held
-    with pytest.raises(CommsError, match="not handed over"):
+    with pytest.raises(CommsError):
         theirs.bytes_of(number)
 
 
@@ -184,22 +184,24 @@ def test_a_peer_that_is_gone_gets_no_notice(own, sockets):
 
 
 def test_memory_that_was_not_handed_over(theirs, sockets, status):
-    with pytest.raises(CommsError, match="not handed over"):
+    with pytest.raises(CommsError):
         theirs.bytes_of(1)
     status.count_notice()
     with pytest.raises(CommsError, match="not handed over memory that it announced"):
         theirs.bytes_of(1)
     status.count_notice()
     sockets[0].close()
-    with pytest.raises(PeerGone, match="rank 0 went away"):
+    with pytest.raises(PeerGone) as gone:
         theirs.bytes_of(1)
+    assert gone.value.ranks == (0,)
 
 
 def test_unread_notices_do_not_hide_that_a_peer_is_gone(own, sockets):
-    segments = {rank: create(8192)[1] for rank in range(2)}
+    segments = {rank: create_segment(8192)[1] for rank in range(2)}
     peers = Peers(1, range(2), segments, {0: sockets[1]})
     assert moved(own, torch.zeros(LARGE))
     peers.require_alive(0)
     sockets[0].close()
-    with pytest.raises(PeerGone, match="rank 0 went away"):
+    with pytest.raises(PeerGone) as gone:
         peers.require_alive(0)
+    assert gone.value.ranks == (0,)

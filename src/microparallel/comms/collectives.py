@@ -14,6 +14,8 @@ import torch
 from microparallel.collectives import all_reduce_program
 from microparallel.comms.calls import Call, describe, describe_content, describe_list
 from microparallel.comms.group import Group
+from microparallel.comms.interpreter import Algorithm
+from microparallel.comms.own_program import verified_all_reduce
 from microparallel.comms.request import Caller, Request, Result
 from microparallel.comms.wire import (
     as_bytes,
@@ -29,7 +31,7 @@ from microparallel.comms.wire import (
     write_headers,
 )
 from microparallel.errors import Mismatch, UsageError
-from microparallel.program import AllReduce, Op
+from microparallel.program import AUTO, AllReduce, Op, Program
 from microparallel.transport.base import Work
 
 
@@ -67,9 +69,7 @@ class Collectives(Caller):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
 
-        request = self._collective(
-            Call.of_all("barrier"), lambda: [self._group.all_reduce(token, "sum", "auto")], finish
-        )
+        request = self._collective(Call.of_all("barrier"), lambda: [self._group.all_reduce(token, "sum", AUTO)], finish)
         return self._answer(request, async_op)
 
     @overload
@@ -327,7 +327,7 @@ class Collectives(Caller):
         self,
         tensor: torch.Tensor,
         op: str = ...,
-        algorithm: str = ...,
+        algorithm: str | Program = ...,
         *,
         async_op: Literal[False] = ...,
         operation: Op | None = ...,
@@ -337,7 +337,7 @@ class Collectives(Caller):
         self,
         tensor: torch.Tensor,
         op: str = ...,
-        algorithm: str = ...,
+        algorithm: str | Program = ...,
         *,
         async_op: Literal[True],
         operation: Op | None = ...,
@@ -346,7 +346,7 @@ class Collectives(Caller):
         self,
         tensor: torch.Tensor,
         op: str = "sum",
-        algorithm: str = "auto",
+        algorithm: str | Program = AUTO,
         *,
         async_op: bool = False,
         operation: Op | None = None,
@@ -357,27 +357,39 @@ class Collectives(Caller):
             tensor: this rank's contribution, overwritten with the result.
             op: "sum", "mean", "min", "max" or "product".
             algorithm: "auto" leaves the choice to the transport; a name such as "ring" or "tree" runs that program of
-                `mp.collectives` over point-to-point messages.
+                `mp.collectives` over point-to-point messages; a Program of your own is verified, once, and then runs
+                like those. All ranks give the same: shared memory notices if not, other transports in checked mode. If
+                your program adds up in another order on each rank, their results may differ in the last bits.
             async_op: return a `Request` at once; its `wait()` returns the tensor.
             operation: what this call is in the program that its caller follows; observers are told so.
         """
-        if algorithm == "auto" and isinstance(operation, AllReduce):
+        if algorithm == AUTO and isinstance(operation, AllReduce):
             algorithm = operation.algorithm
-        chosen = "" if algorithm == "auto" else f", algorithm={algorithm!r}"
-        call = Call.of_all("all_reduce", describe(tensor), f"op={op!r}{chosen}", size=_bytes([tensor]))
-        if algorithm != "auto":
-            all_reduce_program(algorithm, self.world_size)  # says so if there is none
+        chosen, words = self._chosen(algorithm)
+        call = Call.of_all("all_reduce", describe(tensor), f"op={op!r}{words}", size=_bytes([tensor]))
         check_reduction(op, tensor.dtype, "all_reduce")
         require_writable(tensor, "all_reduce")
         wire = to_wire(tensor, self._group.carries).to(stand_in(tensor.dtype))
         request = self._collective(
             call,
-            lambda: [self._group.all_reduce(wire, wire_reduction(op), algorithm)],
+            lambda: [self._group.all_reduce(wire, wire_reduction(op), chosen)],
             lambda: from_wire(finish_reduction(wire, op, self.world_size), tensor),
             operation,
             tensor,
         )
         return self._answer(request, async_op)
+
+    def _chosen(self, algorithm: str | Program) -> tuple[Algorithm, str]:
+        """How an all-reduce runs, and what its call says of that; refused if it is no all-reduce of these ranks."""
+        if isinstance(algorithm, Program):
+            own = verified_all_reduce(algorithm, self.world_size)
+            return own.of_rank(self.rank), f", algorithm={own.words}"
+        if not isinstance(algorithm, str):
+            raise UsageError(f"all_reduce: algorithm={algorithm!r}; give a name such as 'ring', or a Program")
+        if algorithm == AUTO:
+            return AUTO, ""
+        all_reduce_program(algorithm, self.world_size)  # says so if there is none
+        return algorithm, f", algorithm={algorithm!r}"
 
     @overload
     def all_reduce_mean(self, tensor: torch.Tensor, *, async_op: Literal[False] = ...) -> torch.Tensor: ...

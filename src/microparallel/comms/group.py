@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from microparallel.collectives import GroupKind, resolve
-from microparallel.comms.interpreter import Blocks, RankProgram, listed, personal, rank_program, whole
+from microparallel.comms.interpreter import Algorithm, Blocks, RankProgram, listed, personal, rank_program, whole
 from microparallel.comms.work_queue import QueuedWork, WorkQueue
 from microparallel.observe.flight import Flight
 from microparallel.observe.flight_recorder import GroupLog, NoLog
@@ -71,7 +71,7 @@ class Group(Protocol):
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
         """Start handing input r to rank r, and getting one from each; sizes may differ from pair to pair."""
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Work:
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: Algorithm = AUTO) -> Work:
         """Start combining the ranks' tensors, in place, on every rank."""
 
     @property
@@ -115,13 +115,15 @@ class ProgramGroup:
         raise NotImplementedError
 
     def _program(
-        self, collective: GroupKind, size: int = 0, algorithm: str = AUTO, root: int | None = None
+        self, collective: GroupKind, size: int = 0, algorithm: Algorithm = AUTO, root: int | None = None
     ) -> RankProgram:
         """What this rank does in a collective to which each rank contributes `size` bytes."""
+        if isinstance(algorithm, RankProgram):
+            return algorithm
         chosen = resolve(collective, algorithm, self.world_size, size, self.transport_name)
         return rank_program(collective, chosen, self.world_size, self.rank, root)
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = AUTO) -> QueuedWork:
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: Algorithm = AUTO) -> QueuedWork:
         """Combine the ranks' tensors, in place, on every rank."""
         program = self._program("all-reduce", tensor.numel() * tensor.element_size(), algorithm)
         return self._run(program, whole(tensor, self._block_bytes), op)

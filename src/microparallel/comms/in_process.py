@@ -10,16 +10,22 @@ import torch
 from microparallel.collectives import build
 from microparallel.comms.calls import describe
 from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
+from microparallel.comms.own_program import verified_all_reduce
 from microparallel.errors import ProgramError, UsageError
 from microparallel.program import Add, Join, Message, Policy, Program, Recv, Send, Walk
 from microparallel.transport.base import Transport
 from microparallel.transport.in_process import Pollable
 
 
-def all_reduce_in_process(name: str, tensors: Sequence[torch.Tensor], **options: int) -> None:
-    """Sum a list of tensors in place, each tensor playing one rank of the named all-reduce.
+def all_reduce_in_process(name: str | Program, tensors: Sequence[torch.Tensor], **options: int) -> None:
+    """Sum a list of tensors in place, each tensor playing one rank of an all-reduce.
 
     The tensors may be on different devices. Afterwards they all hold the same bits.
+
+    Args:
+        name: of the all-reduce, such as "ring"; or a Program of your own, which is verified first.
+        tensors: one for each rank, all of one shape and dtype.
+        options: of the named all-reduce, such as `ranks_per_node`.
 
     Example:
         ```python
@@ -36,7 +42,14 @@ def all_reduce_in_process(name: str, tensors: Sequence[torch.Tensor], **options:
                 f"all_reduce_in_process: tensor {index} is {describe(tensor)}, and tensor 0 is {describe(tensors[0])}; "
                 "all must be alike"
             )
-    run_in_process(build(name, len(tensors), **options), tensors)
+    if not isinstance(name, Program):
+        run_in_process(build(name, len(tensors), **options), tensors)
+        return
+    for option, value in options.items():
+        raise UsageError(
+            f"all_reduce_in_process: {option}={value}: program {name.name!r} is built already, and takes no options"
+        )
+    run_in_process(verified_all_reduce(name, len(tensors)).program, tensors)
 
 
 def run_in_process(

@@ -48,14 +48,23 @@ class RankProgram:
         # The slices of this rank's tensor that are changed.
         self.written = frozenset(index for value in written if isinstance(value, Slices) for index in value.slices)
 
+    @classmethod
+    def of(cls, program: Program, rank: int) -> RankProgram:
+        """What one rank does in a program."""
+        everyone = set(range(program.world_size))
+        sources_of = [{op.source for op in ops if isinstance(op, Recv)} for ops in program.ranks]
+        all_receive_from_all = all(sources == everyone - {own} for own, sources in enumerate(sources_of))
+        return cls(program.name, slices_of(program), program.ranks[rank], all_receive_from_all=all_receive_from_all)
+
+
+# How a collective runs: by the algorithm that is named, by what "auto" stands for, or by the caller's own program.
+Algorithm = str | RankProgram
+
 
 @functools.lru_cache(maxsize=1024)
 def rank_program(collective: GroupKind, algorithm: str, ranks: int, rank: int, root: int | None = None) -> RankProgram:
     """What one rank does in a collective by one of its algorithms."""
-    program = program_of(collective, algorithm, ranks, root)
-    sources_of = [{op.source for op in ops if isinstance(op, Recv)} for ops in program.ranks]
-    all_receive_from_all = all(sources == set(range(ranks)) - {own} for own, sources in enumerate(sources_of))
-    return RankProgram(program.name, slices_of(program), program.ranks[rank], all_receive_from_all=all_receive_from_all)
+    return RankProgram.of(program_of(collective, algorithm, ranks, root), rank)
 
 
 def slices_of(program: Program) -> int:

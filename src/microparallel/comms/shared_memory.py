@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from microparallel.comms.group import ProgramGroup
-from microparallel.comms.interpreter import BLOCK_BYTES, COMBINE, Blocks, RankProgram, perform, whole
+from microparallel.comms.interpreter import BLOCK_BYTES, COMBINE, Algorithm, Blocks, RankProgram, perform, whole
 from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import UsageError
 from microparallel.observe.flight import Flight
@@ -91,7 +91,7 @@ class SharedMemoryGroup(ProgramGroup):
 
     # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = AUTO) -> QueuedWork:
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: Algorithm = AUTO) -> QueuedWork:
         """Combine the ranks' tensors, in place, on every rank."""
         program = self._program("all-reduce", tensor.numel() * tensor.element_size(), algorithm)
         return self._run(program, whole(tensor, self._block_bytes), op, movable=tensor)

@@ -9,9 +9,9 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from microparallel.collectives import all_reduce_program
-from microparallel.comms.interpreter import COMBINE, Memory, Personal, perform, rank_program, rounds, slices_of
+from microparallel.comms.interpreter import COMBINE, Algorithm, Memory, Personal, RankProgram, perform, rank_program
 from microparallel.observe.flight import Flight
+from microparallel.program import AUTO
 from microparallel.transport.base import COMPLETE, Work
 from microparallel.transport.torch_distributed import TorchTransport
 
@@ -43,13 +43,13 @@ class TorchGroup(TorchTransport):
     def announce(self, call: str) -> None:
         """Nothing to do: torch does not compare calls. Checked mode does."""
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Work:
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: Algorithm = AUTO) -> Work:
         """Start combining the ranks' tensors, in place, on every rank; with an `algorithm`, return when it has run."""
-        if algorithm == "auto":
+        if algorithm == AUTO:
             return self.native_all_reduce(tensor, op)
-        program = all_reduce_program(algorithm, self.world_size)
-        memory = Memory(tensor, slices_of(program))
-        for work in perform(rounds(program.ranks[self.rank]), memory, self, COMBINE[op]):
+        if not isinstance(algorithm, RankProgram):
+            algorithm = rank_program("all-reduce", algorithm, self.world_size, self.rank)
+        for work in perform(algorithm.rounds, Memory(tensor, algorithm.slices), self, COMBINE[op]):
             work.wait()
         return COMPLETE
 

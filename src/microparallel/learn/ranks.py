@@ -21,7 +21,7 @@ import torch
 
 from microparallel.comms import Comms
 from microparallel.comms.group import Group
-from microparallel.comms.interpreter import COMBINE
+from microparallel.comms.interpreter import COMBINE, Algorithm
 from microparallel.comms.wire import as_bytes
 from microparallel.errors import Mismatch
 from microparallel.learn.log import Called, Log
@@ -195,7 +195,7 @@ class ThreadGroup:
         """Start copying the source's tensor over those of all other ranks."""
         return self._together(tensor, lambda tensors: tensor.copy_(tensors[source]))
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: str = "auto") -> Work:  # noqa: ARG002
+    def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: Algorithm = "auto") -> Work:  # noqa: ARG002
         """Start combining all ranks' tensors, in the order of ranks: the algorithm would only round otherwise.
 
         The tensor changes when the learner's code waits: so code that reads it too early always sees the old numbers,

@@ -21,7 +21,7 @@ from microparallel.program import (
     Walk,
     halves,
 )
-from microparallel.schedules import DATA_PARALLEL, PIPELINES, build, forwards_only, lower, with_sums
+from microparallel.schedules import DATA_PARALLEL, PIPELINES, build, complete, forwards_only, lower, with_sums
 from microparallel.schedules.passes import first_microbatches
 from microparallel.verifier import verify
 
@@ -121,7 +121,7 @@ def _checked(program: Program, ranks: int) -> Program:
         raise ProgramError(f"program {program.name!r} sums buckets; write one pipeline, and ask for replicas=…")
     if program.world_size != ranks:
         raise UsageError(f"program {program.name!r} is for {program.world_size} ranks, and this pipeline has {ranks}")
-    runnable = lower(program) if program.sends_nothing and ranks > 1 else program
+    runnable = complete(program)
     verify(runnable)
     return runnable
 

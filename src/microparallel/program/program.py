@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from microparallel.errors import ProgramError
-from microparallel.program.ops import AllReduce, MeetingOp, Observed, Op, Recv, Send, is_meeting
+from microparallel.program.ops import AllReduce, MeetingOp, Observed, Op, Send, is_meeting
 from microparallel.text import count
 
 CollectiveKind = Literal[
@@ -159,11 +159,6 @@ class Program:
     def __len__(self) -> int:
         """Count the operations of all ranks."""
         return sum(map(len, self.ranks))
-
-    @property
-    def sends_nothing(self) -> bool:
-        """Whether the program only says what to compute: then `mp.schedules.lower` adds the messages."""
-        return not any(isinstance(op, Send | Recv) for ops in self.ranks for op in ops)
 
     def all_reduces(self) -> list[AllReduce]:
         """The different all-reduces of all ranks, each once."""

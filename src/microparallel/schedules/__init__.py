@@ -14,7 +14,7 @@ from microparallel.schedules.gpipe import gpipe
 from microparallel.schedules.interleaved import interleaved
 from microparallel.schedules.naive import naive
 from microparallel.schedules.one_f_one_b import one_f_one_b
-from microparallel.schedules.passes import forwards_only, free_dead_values, insert_sends, lower
+from microparallel.schedules.passes import complete, forwards_only, free_dead_values, insert_sends, lower
 from microparallel.schedules.replicas import replicate, with_sums
 from microparallel.schedules.zero_bubble import zb_h1, zb_h2, zbv
 from microparallel.text import did_you_mean
@@ -85,6 +85,7 @@ __all__ = [
     "DATA_PARALLEL",
     "PIPELINES",
     "build",
+    "complete",
     "data_parallel_step",
     "ddp",
     "ddp_naive",

@@ -6,19 +6,20 @@ from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import replace
 
-from microparallel.errors import ProgramError
 from microparallel.program import (
     Act,
     Forward,
     ForwardBackward,
     Free,
     Grad,
+    Observed,
     Op,
     Program,
     Recv,
     Rest,
     Rules,
     Send,
+    TrainingStep,
     Value,
     halves,
 )
@@ -31,6 +32,27 @@ def lower(program: Program) -> Program:
     return free_dead_values(insert_sends(program))
 
 
+def complete(program: Program) -> Program:
+    """Add what a schedule may leave out: if it says only what to compute, its sends, receives and frees.
+
+    ```
+    rank 0: F0.0 B0.0           rank 0: F0.0 >A0.0@1 <G0.0@1 B0.0 …
+    rank 1: F1.0 B1.0     →     rank 1: <A0.0@0 F1.0 B1.0 >G0.0@0 …
+    ```
+
+    Any other program is returned as it is: a collective, one with a message or a Free of its own, and one whose ranks
+    need nothing from each other.
+    """
+    if not isinstance(program.goal, TrainingStep) or _has(program, (Send, Recv, Free, Observed)):
+        return program
+    lowered = lower(program)
+    return lowered if _has(lowered, (Send,)) else program
+
+
+def _has(program: Program, kinds: tuple[type[Op], ...]) -> bool:
+    return any(isinstance(op, kinds) for ops in program.ranks for op in ops)
+
+
 def insert_sends(program: Program) -> Program:
     """Send each value to the ranks that need it as soon as it is made, and receive it just before it is needed.
 
@@ -40,6 +62,7 @@ def insert_sends(program: Program) -> Program:
     ```
 
     Messages from one rank to another arrive in the order they were sent, so a receive takes the earlier ones first.
+    What no rank makes is not sent: the verifier names the operation that lacks it.
     """
     rules = [Rules(program.goal, ops) for ops in program.ranks]
     foreign = _foreign_values(program, rules)
@@ -60,18 +83,13 @@ def insert_sends(program: Program) -> Program:
 
 
 def _foreign_values(program: Program, rules: list[Rules]) -> dict[Value, list[int]]:
-    """For each value, the ranks that need it and do not make it themselves."""
-    makers: dict[Value, int] = {}
-    for rank, ops in enumerate(program.ranks):
-        for op in ops:
-            makers.update(dict.fromkeys(rules[rank].makes(op), rank))
+    """For each activation or gradient, the ranks that need it and do not make it themselves."""
     foreign: dict[Value, list[int]] = defaultdict(list)
     for rank, ops in enumerate(program.ranks):
+        made = {value for op in ops for value in rules[rank].makes(op)}
         for op in ops:
             for value in rules[rank].needs(op):
-                if value not in makers:
-                    raise ProgramError(f"rank {rank} does {op}, which needs {value}, and no rank makes that")
-                if makers[value] != rank and rank not in foreign[value]:
+                if isinstance(value, Act | Grad) and value not in made and rank not in foreign[value]:
                     foreign[value].append(rank)
     return foreign
 

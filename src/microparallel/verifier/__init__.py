@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from microparallel.errors import ProgramError, UsageError
-from microparallel.program import Collective, Observed, Program, Sends, Wait, peak_activations
+from microparallel.program import Collective, Observed, Program, Sends, TrainingStep, Wait, peak_activations
+from microparallel.schedules import complete
 from microparallel.verifier.collective import check_collective
 from microparallel.verifier.findings import Deadlock, Miscounted, Missing, NeverReduced, Unmatched, Unreached
 from microparallel.verifier.order import check_matching, check_order
-from microparallel.verifier.training import check_training_step
+from microparallel.verifier.training import check_operations, check_training_step
 
 __all__ = ["Deadlock", "Miscounted", "Missing", "NeverReduced", "Sends", "Unmatched", "Unreached", "Wait", "verify"]
 
 
-def verify(program: Program, sends: Sends = "rendezvous", max_activations: int | None = None) -> None:
+def verify(
+    program: Program, sends: Sends = "rendezvous", max_activations: int | None = None, *, completed: bool = True
+) -> None:
     """Raise `ProgramError` unless a program is right, with the place that is wrong (`findings.py` has its kinds).
 
     Every send must have its receive, in the same order on each channel; no rank may wait for ever; and at the end the
@@ -20,10 +23,12 @@ def verify(program: Program, sends: Sends = "rendezvous", max_activations: int |
     was promised, after a training step every micro-batch had its forward and backward on every stage once, in order.
 
     Args:
-        program: what to verify.
+        program: what to verify. A schedule may leave out its messages: they are added first, as for `mp.simulate`,
+            `mp.draw` and `mp.Pipeline` (`mp.schedules.complete`).
         sends: what a Send means. Programs should be right under "buffered" and "rendezvous", which are both checked;
             "blocking" asks whether a program also survives sends that stop their rank (a ring and 1F1B do not).
         max_activations: the most activations that a rank may hold at once, if there is a limit.
+        completed: False verifies the program as it stands, where messages that are missing are an error.
 
     Example:
         ```python
@@ -34,6 +39,10 @@ def verify(program: Program, sends: Sends = "rendezvous", max_activations: int |
     if sends not in ("buffered", "rendezvous", "blocking"):
         raise UsageError(f"sends={sends!r}: choose buffered, rendezvous or blocking")
     _refuse_observed(program)
+    if isinstance(program.goal, TrainingStep):
+        check_operations(program, program.goal)
+    if completed:
+        program = complete(program)
     check_matching(program)
     check_order(program, "buffered")
     check_order(program, "rendezvous")

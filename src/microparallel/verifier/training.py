@@ -51,11 +51,6 @@ Accounts = dict[type[Op], Account]
 
 def check_training_step(program: Program, goal: TrainingStep) -> None:
     """Raise `ProgramError` unless the step is whole and in order, naming the rank and the operation."""
-    for rank, ops in enumerate(program.ranks):
-        for place, op in enumerate(ops):
-            reason = _not_allowed(op, goal)
-            if reason:
-                raise ProgramError(f"rank {rank} does {op}, {reason}\n  {show_place(program, rank, place)}")
     _check_needs(program, goal)
     done: Accounts = {kind: _account(program, kind) for kind in (Forward, Backward, BackwardInput, BackwardWeight)}
     for stage in range(goal.stages):
@@ -64,6 +59,15 @@ def check_training_step(program: Program, goal: TrainingStep) -> None:
     _check_replicas(program, goal, done[Forward])
     _check_groups(program)
     _check_updates(program)
+
+
+def check_operations(program: Program, goal: TrainingStep) -> None:
+    """Raise `ProgramError` if an operation has no place in this training step, whatever stands around it."""
+    for rank, ops in enumerate(program.ranks):
+        for place, op in enumerate(ops):
+            reason = _not_allowed(op, goal)
+            if reason:
+                raise ProgramError(f"rank {rank} does {op}, {reason}\n  {show_place(program, rank, place)}")
 
 
 def _not_allowed(op: Op, goal: TrainingStep) -> str:
@@ -90,17 +94,15 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
     held: list[set[Value]] = [set() for _ in program.ranks]
     ever: list[set[Value]] = [set() for _ in program.ranks]
     steps: Counter[int] = Counter()
-    lonely = program.sends_nothing and program.world_size > 1
-    hint = "; nothing is sent: mp.schedules.lower(program) adds the messages" if lonely else ""
 
     for cursor in Walk(program):
         rank, op = cursor.rank, cursor.op
         words = functools.partial(_words, program, cursor)
         for value in rules[rank].needs(op):
             if value not in held[rank]:
-                state = "has freed" if value in ever[rank] else "does not have"
-                travels = isinstance(value, Act | Grad)
-                needs = words(f"which needs {value}, and {state} it{hint if travels else ''}")
+                made = any(value in rules[other].makes(op) for other, ops in enumerate(program.ranks) for op in ops)
+                state = "has freed it" if value in ever[rank] else "does not have it" if made else "no rank makes that"
+                needs = words(f"which needs {value}, and {state}")
                 raise Missing(needs, rank, cursor.place, op, value)
         for value in rules[rank].makes(op):
             if value in ever[rank] and not isinstance(value, Named):
