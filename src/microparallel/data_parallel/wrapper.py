@@ -107,7 +107,7 @@ class DataParallel(nn.Module):
         self._single = None if self._averages else SingleRank(self.comms)
         self._no_sync_depth = 0  # how many no_sync() this rank is inside of
         self._forward_was_local = False  # whether the last forward was inside of no_sync()
-        self._registrations = registrations.count  # when its parameters were last looked at
+        self._registrations = registrations().count  # when its parameters were last looked at
 
     # ── a pass ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,9 +153,9 @@ class DataParallel(nn.Module):
 
     def _prepare(self) -> None:
         """Notice parameters that were added since the last pass, and let the reducer make ready for the next one."""
-        if self._registrations != registrations.count:
+        if self._registrations != registrations().count:
             self._reducer.require_known(self.module)
-            self._registrations = registrations.count
+            self._registrations = registrations().count
         self._reducer.prepare()
 
     def _broadcast_buffers_before_forward(self) -> None:
@@ -400,7 +400,7 @@ def _require_dense_gradients(module: nn.Module) -> None:
 
 
 class Registrations:
-    """Counts the parameters and modules that were given to any module of this process since this was imported.
+    """Counts the parameters and modules that were given to any module of this process since the first was wrapped.
 
     Looking through all parameters of a model before each forward would take some hundred microseconds. So this is done
     only if something was registered somewhere since the last time.
@@ -415,7 +415,10 @@ class Registrations:
         self.count += 1
 
 
-registrations = Registrations()
+@functools.cache
+def registrations() -> Registrations:
+    """The process's only one, made when the first model is wrapped: torch calls it from then on."""
+    return Registrations()
 
 
 # ── a world of one rank ─────────────────────────────────────────────────────────────────────────────────────────────
