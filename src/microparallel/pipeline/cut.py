@@ -101,7 +101,7 @@ def cut_together(
     found: list[int] | str = []
     if comms.rank == 0:
         try:
-            found = [len(part) for part in cut(model, stages, balance, example)]
+            found = _sizes(layers, stages, balance, example)
         except UsageError as error:
             found = str(error)
     measured: list[int] | str = gather_json(found, comms)[0]
@@ -126,7 +126,7 @@ def shared_parameters(stages: Sequence[Sequence[NamedLayer]]) -> list[tuple[nn.P
 
 
 def warn_of_whole_models(stages: Sequence[Sequence[NamedLayer]]) -> None:
-    """Warn if every stage holds most of the model: then a pipeline saves no memory, and sums all gradients at the end."""
+    """Warn if every stage holds most of the model: then a pipeline saves no memory, and sums most gradients."""
     if len(stages) == 1:
         return
     held = [{parameter for layer in stage for parameter in layer.module.parameters()} for stage in stages]
@@ -134,8 +134,8 @@ def warn_of_whole_models(stages: Sequence[Sequence[NamedLayer]]) -> None:
     of_any = sum(parameter.numel() for parameter in set.union(*held))
     if 2 * of_all > of_any:
         warnings.warn(
-            f"each of the {len(stages)} stages holds {of_all} of the model's {of_any} parameters, so every rank keeps nearly "
-            "the whole model: do the layers hold the model they come from? mp.pipeline_layers(model) cuts one",
+            f"each of the {len(stages)} stages holds {of_all} of the model's {of_any} parameters, so every rank keeps "
+            "nearly the whole model: do the layers hold the model they come from? mp.pipeline_layers(model) cuts one",
             stacklevel=3,
         )
 

@@ -1,8 +1,8 @@
 """What flows through a model between the places where it is cut, found by running it once without contents.
 
 The model's own `forward` runs on the example, and every module that holds something of the model's state is a `Skipped`
-stand-in, so nothing is computed but the code around them. At each cut the arguments of the module there that come from such
-modules are what must be sent; all others (masks, positions) every stage can make itself, from the batch.
+stand-in, so nothing is computed but the code around them. At each cut, those arguments of the module there that come
+from such modules must be sent; all others (masks, positions) every stage can make itself, from the batch.
 """
 
 from __future__ import annotations

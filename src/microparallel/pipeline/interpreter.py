@@ -376,8 +376,8 @@ class Worker:
     def _weighted(self, outputs: Any, microbatch: Microbatch) -> torch.Tensor:
         """A micro-batch's part of the whole batch's loss.
 
-        The count of the whole batch is known at the end of the step, so what is counted is divided by the samples as yet:
-        `LossSum` has the factor for the rest.
+        The count of the whole batch is known at the end of the step. Until then, what is counted is divided by the
+        number of samples; `LossSum` has the factor for the rest.
         """
         counted = isinstance(outputs, tuple) and len(outputs) == 2
         loss, count = outputs if counted else (outputs, microbatch.counts)

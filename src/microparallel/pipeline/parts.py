@@ -11,8 +11,8 @@ class Decoder:                                     pipeline_layers(Decoder()), c
 ```
 
 Every stage runs the whole `forward`, and so needs the whole batch: it is sent along. Modules that other stages have are
-`Skipped`: they cost nothing. What a stage sends to the next are the arguments of the module where that one begins, as far as
-they come from a module with a state (`flow.py`); the batch gives it the others.
+`Skipped`: they cost nothing. What a stage sends to the next are the arguments of the module where that one begins, if
+they come from a module with a state (`flow.py`); the next stage computes the others from the batch.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def pipeline_layers(model: nn.Module, at: Sequence[str] | None = None, *, exampl
     """Cut a model whose `forward` is its own, and not a list of layers, into layers for `mp.Pipeline`.
 
     This is for models that call the modules of an `nn.ModuleList` (or several) one after another and pass on more than
-    one tensor, such as the decoders, encoders and encoder-decoders of Hugging Face. The pipeline's parameters have the names of
-    the model; tied parameters stay tied. Any cut is exact if everything computed before it goes through the arguments of the
-    module there, or can be computed again from the batch; other cuts are refused.
+    one tensor, such as the decoders, encoders and encoder-decoders of Hugging Face. The pipeline's parameters have the
+    names that they have in the model, and tied ones stay tied. A cut is possible at a module if everything computed
+    before it is an argument of that module, or can be computed again from the batch; other cuts are refused.
 
     Args:
         model: the model; every rank builds the same. Its parameters become those of the pipeline.
@@ -61,12 +61,10 @@ def pipeline_layers(model: nn.Module, at: Sequence[str] | None = None, *, exampl
     if not isinstance(model, nn.Module):
         raise UsageError(f"pipeline_layers: {type(model).__name__} is no nn.Module")
     plan = _planned(model, at, _example(model) if example is None else as_plain(example))
-    parts: list[nn.Module] = []
-    for index in range(plan.parts):
-        part = Part(plan, index, index + 1)
-        part.__dict__["plan"] = plan  # for `joined`; a stage's part has none, and so does not hold the whole model
-        parts.append(part)
-    return parts
+    parts = [Part(plan, index, index + 1) for index in range(plan.parts)]
+    for part in parts:
+        part.plan = plan
+    return [*parts]
 
 
 def as_plain(batch: Any) -> Any:
@@ -119,7 +117,7 @@ class Plan:
         return len(self.flow.cuts) + 1
 
     def up_to_date(self) -> Plan:
-        """This plan; with new modules on the meta device if the model was given another dtype since."""
+        """The same plan; with new modules on the meta device if the model was given another dtype since."""
         pairs = ((a, b) for module, meta in self.units.values() for a, b in zip(*_states(module, meta), strict=True))
         if all(a.dtype == b.dtype and a.requires_grad == b.requires_grad for a, b in pairs):
             return self
@@ -144,8 +142,8 @@ def _planned(model: nn.Module, at: Sequence[str] | None, example: Any) -> Plan:
         found = _flow(model, units := _units(model, set(cuts)), cuts, example, takes)
     if not found.cuts:
         raise PartitionError(
-            f"found no place to cut a {type(model).__name__}: no nn.ModuleList or nn.Sequential in it has modules that are each "
-            "called once, one after another; name modules to cut at, as in at=['encoder.2']"
+            f"found no place to cut a {type(model).__name__}: no nn.ModuleList or nn.Sequential in it has modules that "
+            "are each called once, one after another; name modules to cut at, as in at=['encoder.2']"
         )
     _place_what_is_not_called(found, units)
     return Plan(model, units, found, takes)
@@ -194,8 +192,9 @@ def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:
     known = dict(model.named_modules())
     for name in at:
         if name not in known or not name:
+            hint = did_you_mean(name, known, otherwise="model.named_modules() has their names")
             raise PartitionError(
-                f"at={list(at)}: this {type(model).__name__} has no module {name!r}{did_you_mean(name, list(known))}"
+                f"at={list(at)}: this {type(model).__name__} has no module {name!r}; {hint}"
             )
         inside = [other for other in at if other.startswith(f"{name}.")]
         if inside:
@@ -213,8 +212,8 @@ def _impossible(found: Flow, cuts: Sequence[str]) -> dict[str, str]:
             reasons[name] = f"cannot cut at {name}: it is {times} in a forward on the example, and must be called once"
         elif name in found.beside:
             reasons[name] = (
-                f"cannot cut at {name}: something that was computed before it is used after it, by {found.beside[name]}, and is "
-                f"not an argument of {name}; cut elsewhere"
+                f"cannot cut at {name}: something that was computed before it is used after it, by "
+                f"{found.beside[name]}, and is not an argument of {name}; cut elsewhere"
             )
     lists = {name.rpartition(".")[0] for name in reasons if found.calls.get(name, 0) != 1}
     for name in cuts:
@@ -279,12 +278,18 @@ class Part(nn.Module):
     """A part of a model, from one cut to another: it runs the model's forward in which all other parts are skipped.
 
     It has those parameters of the model that it uses, under the model's names. It takes what the part before returned:
-    the batch, and what was sent; the first takes the batch, and the last returns what the model returns. Where the model
-    returns something that an earlier part computed and did not send, the output has None.
+    the batch, and what was sent; the first takes the batch, and the last returns what the model returns. Where the
+    model returns something that an earlier part computed and did not send, the output has None.
+
+    Attributes:
+        reach: its first segment, and the one at which it ends.
+        takes: the names of the arguments of the model's forward.
+        plan: for `joined`, and only until then: a stage's part must not hold the whole model.
     """
 
     def __init__(self, plan: Plan, first: int, end: int) -> None:
         super().__init__()
+        self.plan: Plan | None = None
         self.takes = plan.takes
         self.reach = (first, end)
         self._is_last = end == plan.parts
@@ -345,7 +350,7 @@ class Part(nn.Module):
     def dry(self) -> Part:
         """A copy in which no module has contents, for a dry run: it finds what this part returns."""
         now = Now(dry=True)
-        memo: dict[int, Any] = {id(self._now): now, id(self.__dict__.get("plan")): None}
+        memo: dict[int, Any] = {id(self._now): now, id(self.plan): None}
         metas: dict[int, Any] = {}
         for name, module in self._own.items():
             memo[id(module)] = Skipped(on_meta(module, metas), now, name, own=True)
@@ -373,20 +378,19 @@ def joined(parts: Sequence[nn.Module]) -> list[nn.Module]:
             runs[-1].append(part)
         else:
             runs.append([part])
-    return [
-        Part(first.plan.up_to_date(), first.reach[0], last.reach[1])
-        if isinstance(first, Part) and isinstance(last, Part)
-        else first
-        for first, *_, last in ([*run, run[-1]] for run in runs)
-    ]
+    return [_joined(run) for run in runs]
+
+
+def _joined(run: Sequence[nn.Module]) -> nn.Module:
+    first, last = run[0], run[-1]
+    if not isinstance(first, Part) or not isinstance(last, Part) or first.plan is None:
+        return first
+    return Part(first.plan.up_to_date(), first.reach[0], last.reach[1])
 
 
 def _follows(one: nn.Module, other: nn.Module) -> bool:
     return (
-        isinstance(one, Part)
-        and isinstance(other, Part)
-        and one.plan is other.plan
-        and one.reach[1] == other.reach[0]
+        isinstance(one, Part) and isinstance(other, Part) and one.plan is other.plan and one.reach[1] == other.reach[0]
     )
 
 

@@ -286,7 +286,7 @@ class Pipeline(Member):
         lengths = sizes(shapes.samples, count) if count else []
         parts = self._split(inputs, self._has_first, shapes, "inputs")
         answers = self._split(targets, self._has_last, shapes, "targets")
-        weights = self._split(weight, self._has_last, shapes, "weight")
+        weights = self._split(weight, self._has_last, shapes, "weights")
         microbatches = [
             Microbatch(
                 boundaries, part, answer, length / total, 1 / total, None if counts is None else float(counts.sum())
@@ -421,9 +421,9 @@ class Pipeline(Member):
     ) -> torch.Tensor:
         """Append the likeliest tokens to prompts, one at a time (greedy); return the sequences, on every rank.
 
-        Every rank passes the same prompts; with replicas, each pipeline its own, and as many tokens. Each new token costs a
-        forward of all tokens so far: there is no cache of keys and values. The model's output is logits, or has them as
-        `logits`. An encoder-decoder returns what the decoder wrote.
+        Every rank passes the same prompts; with replicas, each pipeline has its own. Each new token costs a forward of
+        all tokens so far: there is no cache of keys and values. The model's output is logits, or has them as `logits`.
+        An encoder-decoder returns what the decoder wrote.
 
         Args:
             input_ids: the prompts, of shape (prompts, tokens); shorter ones are padded on the left.
@@ -435,16 +435,12 @@ class Pipeline(Member):
         """
         if max_new_tokens < 0 or input_ids.dim() != 2:
             raise UsageError(
-                f"generate: max_new_tokens={max_new_tokens} and input_ids of shape {list(input_ids.shape)}: pass a number "
-                "of at least 0, and a tensor of prompts × tokens"
+                f"generate: max_new_tokens={max_new_tokens} and input_ids of shape {list(input_ids.shape)}: pass a "
+                "number of at least 0, and a tensor of prompts × tokens"
             )
         parts = [layer.module for layer in self._layers() if isinstance(layer.module, Part)]
-        prompt = Prompt(
-            input_ids, attention_mask, parts[0].takes if parts else frozenset(), decoder_start_token_id
-        )
-        return generate(
-            prompt, max_new_tokens, self._logits, self._from_last, eos_token_id, pad_token_id
-        )
+        prompt = Prompt(input_ids, attention_mask, parts[0].takes if parts else frozenset(), decoder_start_token_id)
+        return generate(prompt, max_new_tokens, self._logits, self._from_last, eos_token_id, pad_token_id)
 
     def _from_last(self, found: torch.Tensor) -> torch.Tensor:
         """What the rank with the last stage found."""
@@ -463,8 +459,8 @@ class Pipeline(Member):
         probe = torch.empty(0, device=self.comms.device).to(*args, **kwargs)
         if probe.device != torch.empty(0, device=self.comms.device).device:
             raise UsageError(
-                f"to: rank {self.comms.rank} is on {self.comms.device}, and its layers with it; give mp.launch or mp.connect the "
-                "device, before the pipeline is made"
+                f"to: rank {self.comms.rank} is on {self.comms.device}, and its layers with it: the device of a Comms "
+                "cannot be changed"
             )
         dtypes = {torch.empty(0, dtype=one).to(*args, **kwargs).dtype for one in (torch.float16, torch.float32)}
         for layer in self._layers():

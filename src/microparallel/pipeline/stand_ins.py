@@ -95,8 +95,8 @@ class Entry(StandIn):
         for argument, tensor in zip(arguments(args, kwargs, self.paths), self.now.arrived, strict=True):
             if argument.dtype != tensor.dtype:
                 raise StageError(
-                    f"{tensor.dtype} arrived where {argument.dtype} was expected: the model's dtype was changed after the "
-                    "pipeline was made; use pipe.to(dtype)"
+                    f"{tensor.dtype} arrived where {argument.dtype} was expected: the model's dtype was changed after "
+                    "the pipeline was made; use pipe.to(dtype)"
                 )
             argument.copy_(tensor)
         original = self.__dict__["original"]
