@@ -10,15 +10,22 @@ from tests.pipeline.oracle import far, wrong_gradients
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GPT2Config,
+    GPT2ForSequenceClassification,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
 )
 from transformers.tokenization_utils_base import BatchEncoding
 
@@ -235,6 +242,52 @@ def test_greedy_generation_is_that_of_one_process(pool):
     assert pool.run(generates, 2, transport="shm", timeout=40) == [[]] * 2
 
 
+@pytest.mark.parametrize("kind", ["gemma3", "bart", "vit", "gpt2 classifier"])
+def test_other_families_are_cut_without_being_known(kind):
+    torch.manual_seed(0)
+    model, inputs, cuts = FAMILIES[kind]()
+    expected = copy.deepcopy(model).double()
+    output = expected(**inputs)[0]
+    output.square().sum().backward()
+    layers = mp.pipeline_layers(model.double(), example=inputs if kind == "vit" else None)
+    assert len(layers) == cuts + 1
+    pieces = [joined(layers[:2])[0], *layers[2:]]
+    value = inputs
+    for piece in pieces:
+        value = piece(value)
+    value[0].square().sum().backward()
+    assert not far(value[0], output, 1e-12)
+    assert not wrong_gradients(model.named_parameters(), {name: one.grad for name, one in expected.named_parameters()})
+    assert set().union(*(piece.state_dict() for piece in pieces)) == set(model.state_dict())
+
+
+def _gemma3():
+    windows = {"sliding_window": 2, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    config = Gemma3TextConfig(head_dim=4, num_key_value_heads=1, **windows, **ENCODER, **SMALL)
+    return Gemma3ForCausalLM(config), dict(batch("gemma3")[0]), 3
+
+
+def _bart():
+    sizes = {f"{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")}
+    config = BartConfig(d_model=8, dropout=0.0, max_position_embeddings=24, decoder_start_token_id=2, **sizes, **SMALL)
+    return BartForConditionalGeneration(config), dict(batch("t5")[0]), 4
+
+
+def _vit():
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    shape = {name: size for name, size in ENCODER.items() if name != "max_position_embeddings"}
+    config = ViTConfig(image_size=8, patch_size=4, **shape, **quiet)
+    return ViTForImageClassification(config), {"pixel_values": torch.randn(4, 3, 8, 8).double()}, 3
+
+
+def _gpt2_classifier():
+    config = GPT2Config(n_positions=24, n_embd=8, n_layer=3, n_head=2, embd_pdrop=0, attn_pdrop=0, resid_pdrop=0, **SMALL)
+    return GPT2ForSequenceClassification(config), dict(batch("bert words")[0]), 3
+
+
+FAMILIES = {"gemma3": _gemma3, "bart": _bart, "vit": _vit, "gpt2 classifier": _gpt2_classifier}
+
+
 # ── models of one's own ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -333,7 +386,9 @@ def test_layers_are_found_and_what_cannot_be_cut_is_refused():
         mp.pipeline_layers(residual())
     with pytest.raises(PartitionError, match=r"^found no place to cut a Linear"):
         mp.pipeline_layers(nn.Linear(2, 2), example=torch.zeros(1, 2))
-    with pytest.raises(PartitionError, match=r"could not be run on the example without contents: RuntimeError"):
+    with pytest.raises(PartitionError, match=r"could not be run on the example without contents: TypeError.*'shift'"):
+        mp.pipeline_layers(residual(), example=inputs[0])
+    with pytest.raises(PartitionError, match=r"^blocks\.0 \(Block\) cannot be run without contents: RuntimeError"):
         mp.pipeline_layers(residual(), example=(inputs[0], torch.zeros(5)))
 
 

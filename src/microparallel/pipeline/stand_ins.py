@@ -142,6 +142,13 @@ class Form(NamedTuple):
     requires_grad: bool
 
 
+class _Known(dict[Hashable, tuple[list[Any], pytree.TreeSpec]]):
+    """What a module returns for each form of its arguments; a copy of the module finds it out again."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Known:
+        return _Known()
+
+
 class Skipped(StandIn):
     """Stands for a module of another part: returns zeros in the form of what that module would return.
 
@@ -167,7 +174,7 @@ class Skipped(StandIn):
         self._name = name
         self._own = own
         self._called = called
-        self._known: dict[Hashable, tuple[list[Any], pytree.TreeSpec]] = {}
+        self._known = _Known()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return zeros."""
