@@ -193,9 +193,7 @@ def _checked_names(model: nn.Module, at: Sequence[str]) -> list[str]:
     for name in at:
         if name not in known or not name:
             hint = did_you_mean(name, known, otherwise="model.named_modules() has their names")
-            raise PartitionError(
-                f"at={list(at)}: this {type(model).__name__} has no module {name!r}; {hint}"
-            )
+            raise PartitionError(f"at={list(at)}: this {type(model).__name__} has no module {name!r}; {hint}")
         inside = [other for other in at if other.startswith(f"{name}.")]
         if inside:
             raise PartitionError(f"at={list(at)}: {inside[0]} is inside {name}; cut at one of them")
