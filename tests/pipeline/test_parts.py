@@ -211,8 +211,9 @@ def loads_and_predicts(comms):
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.add_(0.01)
-        pipe = mp.Pipeline(mp.pipeline_layers(made(kind)), comms, "1f1b", 3, token_loss)
-        pipe.load_state_dict(other.state_dict())
+        pipe = mp.Pipeline(mp.pipeline_layers(made(kind).float()), comms, "1f1b", 3, token_loss)
+        pipe.evaluate(*batch(kind, 4))
+        pipe.to(torch.float64).load_state_dict(other.state_dict())
         inputs, targets = batch(kind, 4)  # and three micro-batches
         output = pipe.predict(inputs)
         expected = other(**inputs)
