@@ -401,6 +401,31 @@ def test_layers_are_found_and_what_cannot_be_cut_is_refused():
         mp.pipeline_layers(residual(), example=(inputs[0], torch.zeros(5)))
 
 
+class Reading(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.read = read
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            x = x * 2 if self.read(x) else x
+        return x
+
+
+READS = [lambda x: x.sum() > 0, lambda x: x.max().item() > 0, lambda x: int(x.argmax()), lambda x: 0.0 in x.detach()]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_forward_that_reads_what_modules_computed_is_refused(read):
+    with pytest.raises(PartitionError, match=r"^the forward reads the contents of what modules computed, with"):
+        mp.pipeline_layers(Reading(read), example=torch.ones(1, 2))
+    with pytest.raises(PartitionError, match=r" before blocks\.2 is called: stages that do not compute it"):
+        mp.pipeline_layers(Reading(read), at=["blocks.2"], example=torch.ones(1, 2))
+    assert len(mp.pipeline_layers(Reading(lambda x: len(x) == x.dim()), example=torch.ones(1, 2))) == 3
+
+
 class Holder(nn.Module):
     """What one might write oneself: a layer that holds the model it comes from."""
 

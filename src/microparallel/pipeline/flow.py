@@ -19,6 +19,10 @@ from torch.overrides import TorchFunctionMode
 from microparallel.pipeline.stand_ins import CPU, Now, Skipped, tensors_of
 from microparallel.torch_private import pytree
 
+# Functions that make Python values out of the contents of a tensor.
+_READS = {"item", "tolist", "numpy", "equal", "allclose", "__bool__", "__int__", "__float__", "__index__"}
+_READS |= {"__contains__"}
+
 Call = Callable[[nn.Module, Any], Any]
 
 
@@ -32,6 +36,7 @@ class Flow:
         segments: for each module with a state, by name, the segments in which it is called.
         calls: how often each module with a state is called.
         beside: for each cut that a tensor passes beside it (not in the call of its module), an operation that uses it.
+        reads: for each segment that makes Python values out of what modules computed, the function with which it does.
         stale: the places in the model's output of tensors that were computed before the last cut.
     """
 
@@ -40,6 +45,7 @@ class Flow:
     segments: dict[str, set[int]] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     beside: dict[str, str] = field(default_factory=dict)
+    reads: dict[int, str] = field(default_factory=dict)
     stale: list[str] = field(default_factory=list)
 
 
@@ -135,6 +141,8 @@ class _Watch(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if self._inside or name.endswith("_like") or name.startswith("new_"):  # these read only a shape
             return result
+        if name in _READS and id(args[0]) in self._segments:
+            self._found.reads.setdefault(self.now, name)
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if func is torch.Tensor.__setitem__:
             made = [args[0]]

@@ -145,6 +145,13 @@ def _planned(model: nn.Module, at: Sequence[str] | None, example: Any) -> Plan:
             f"found no place to cut a {type(model).__name__}: no nn.ModuleList or nn.Sequential in it has modules that "
             "are each called once, one after another; name modules to cut at, as in at=['encoder.2']"
         )
+    for segment, function in found.reads.items():
+        if segment < len(found.cuts):  # no other stage runs the last one
+            raise PartitionError(
+                f"the forward reads the contents of what modules computed, with {function}, before "
+                f"{found.cuts[segment]} is called: stages that do not compute it would read zeros; put this into a "
+                "module, or cut elsewhere"
+            )
     _place_what_is_not_called(found, units)
     return Plan(model, units, found, takes)
 
