@@ -401,6 +401,16 @@ def test_layers_are_found_and_what_cannot_be_cut_is_refused():
         mp.pipeline_layers(residual(), example=(inputs[0], torch.zeros(5)))
 
 
+def test_what_no_stage_has_is_not_returned():
+    model = made("gpt2")
+    layers = mp.pipeline_layers(model)
+    with pytest.raises(UsageError, match=r"^output_attentions=True: no stage of a pipeline has those of all layers"):
+        layers[0]({"input_ids": words(1), "output_attentions": True})
+    model.config.output_hidden_states = True
+    with pytest.raises(UsageError, match=r"^output_hidden_states=True: no stage"):
+        mp.pipeline_layers(model)
+
+
 class Reading(nn.Module):
     def __init__(self, read):
         super().__init__()

@@ -33,6 +33,7 @@ from microparallel.pipeline.stand_ins import CPU, Entry, Exit, Now, Reached, Ski
 from microparallel.text import did_you_mean
 from microparallel.torch_private import children_of, present, pytree
 
+EVERY_LAYER = ("output_hidden_states", "output_attentions")
 IDS = ("input_ids", "decoder_input_ids")  # made for a model that takes them, where no example is given
 
 
@@ -60,6 +61,8 @@ def pipeline_layers(model: nn.Module, at: Sequence[str] | None = None, *, exampl
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"pipeline_layers: {type(model).__name__} is no nn.Module")
+    config = getattr(model, "config", None)
+    _refuse_more_outputs({name: getattr(config, name, None) for name in EVERY_LAYER})
     plan = _planned(model, at, _example(model) if example is None else as_plain(example))
     parts = [Part(plan, index, index + 1) for index in range(plan.parts)]
     for part in parts:
@@ -178,8 +181,16 @@ def called_on(model: nn.Module, batch: Any, takes: frozenset[str]) -> Any:
     """Call a model on a batch: a dict by name, a tuple or list in order."""
     more: dict[str, Any] = {"use_cache": False} if "use_cache" in takes else {}  # a cache cannot be sent
     if isinstance(batch, dict):
+        _refuse_more_outputs(batch)
         return model(**{**more, **batch})
     return model(*batch, **more) if isinstance(batch, tuple | list) else model(batch, **more)
+
+
+def _refuse_more_outputs(options: Mapping[str, Any]) -> None:
+    """Refuse what would be returned of every layer: a stage has only its own."""
+    for name in EVERY_LAYER:
+        if options.get(name):
+            raise UsageError(f"{name}={options[name]}: no stage of a pipeline has those of all layers; leave it out")
 
 
 def _modules_of_lists(model: nn.Module, name: str = "") -> list[str]:
