@@ -13,6 +13,7 @@ def test_every_public_name_can_be_had():
     for name in mp.__all__:
         assert getattr(mp, name) is not None
     assert set(mp.__all__) <= set(dir(mp))
+    assert {"DataParallel", "Pipeline", "pipeline_layers", "launch"} <= set(mp.__all__)
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,22 @@ def test_children_and_buffers_of_a_module():
     assert "running_mean" in torch_private.buffers_of(nn.BatchNorm1d(2))
 
 
+def test_a_module_presents_what_another_has_under_its_names():
+    class Other(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+            self.scale = nn.Parameter(torch.ones(1))
+            self.register_buffer("hidden", torch.ones(1), persistent=False)
+
+    other, view = Other(), nn.Module()
+    torch_private.present(view, other)
+    assert view.state_dict().keys() == other.state_dict().keys()
+    assert dict(view.named_parameters())["norm.weight"] is other.norm.weight
+    view.double()
+    assert other.scale.dtype == other.hidden.dtype == other.norm.running_mean.dtype == torch.float64
+
+
 def test_the_first_optimizer_imports_nothing_that_was_not_loaded():
     program = """
 import sys, torch

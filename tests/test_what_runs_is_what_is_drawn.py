@@ -374,6 +374,39 @@ def test_pipelines_with_different_numbers_of_micro_batches(any_pool, counts, sam
         assert (":samples" in text) == (not samples)
 
 
+class Chain(nn.Module):
+    """A model with a forward of its own: a mask goes along with what its blocks compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, inputs, mask):
+        for block in self.blocks:
+            inputs = inputs + block(inputs) * mask[:, None]
+        return inputs
+
+
+def counted(comms, count, weighted):
+    """Steps whose micro-batches do not count by their samples."""
+    torch.manual_seed(0)
+    batch = {"inputs": torch.ones(4, WIDTH), "mask": torch.ones(4)}
+    mean, both = nn.functional.mse_loss, lambda outputs, targets: (((outputs - targets) ** 2).sum(), len(targets))
+    layers = mp.pipeline_layers(Chain(), example=batch)
+    pipe = mp.Pipeline(layers, comms, "1f1b", 2, mean if weighted else both, replicas=count)
+    more = {"weight": torch.arange(4.0)} if weighted else {}
+    pipe.step(batch, torch.zeros(4, WIDTH), **more)
+    with mp.record(comms) as recorder:
+        pipe.step(batch, torch.zeros(4, WIDTH), **more)
+    return differences(recorder.trace, pipe.program)
+
+
+@pytest.mark.parametrize("weighted", [True, False], ids=["weight", "count"])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 1), (4, 2)], ids=["one pipeline", "dp × pp"])
+def test_a_model_of_ones_own_and_losses_that_are_counted(any_pool, ranks, count, weighted):
+    assert any_pool.run(counted, ranks, count, weighted, timeout=50) == [[]] * ranks
+
+
 def one_stage(comms):
     pipe = mp.Pipeline(nn.Sequential(nn.Linear(WIDTH, WIDTH)), comms, "1f1b", 2, nn.functional.mse_loss)
     batch = torch.ones(4, WIDTH), torch.zeros(4, WIDTH)

@@ -35,6 +35,7 @@ _HOMES = {
     "connect": "microparallel.world",
     "draw": "microparallel.drawing",
     "launch": "microparallel.world",
+    "pipeline_layers": "microparallel.pipeline",
     "record": "microparallel.comms.record",
     "run_in_process": "microparallel.comms.in_process",
     "simulate": "microparallel.simulator",

@@ -219,6 +219,18 @@ def buffers_of(module: nn.Module) -> MutableMapping[str, torch.Tensor | None]:
     return module._buffers
 
 
+def present(view: nn.Module, module: nn.Module) -> None:
+    """Let a module have another's parameters, buffers and children, under the names that they have there.
+
+    Without it: the stages of a model that is no list of layers would hold its parameters under other names than the
+    model, and its checkpoints would not fit them.
+    """
+    view._parameters = module._parameters
+    view._buffers = module._buffers
+    view._non_persistent_buffers_set = module._non_persistent_buffers_set
+    view._modules = module._modules
+
+
 def load_for_optimizers() -> None:
     """Import what a process's first optimizer imports.
 

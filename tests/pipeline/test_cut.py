@@ -102,7 +102,7 @@ class OwnParameter(nn.Sequential):
 def test_models_that_do_not_say_how_they_are_cut(model, name):
     assert message(PartitionError, layers_of, model) == (
         f"cannot tell where to cut a {name}: pass an nn.Sequential or a list of layers, "
-        "or give it a method pipeline_layers() that returns its layers in order"
+        "mp.pipeline_layers(model), or give it a method pipeline_layers() that returns its layers in order"
     )
 
 

@@ -260,7 +260,7 @@ def steps(comms, case):
 REFUSED = {
     "more micro-batches than samples": (
         0,
-        "4 micro-batches of a batch of 3 samples: use microbatches=3 or fewer, or a larger batch",
+        "4 micro-batches of a batch of 3 samples: use microbatches=3 or fewer, a larger batch, or step(…, allow_fewer",
     ),
     "no inputs": (0, "step: rank 0 has the first stage, and was given no inputs"),
     "no targets": (1, "step: rank 1 has the last stage, and was given no targets"),

@@ -116,11 +116,14 @@ def message(function, *arguments):
     return str(caught.value)
 
 
+OTHERWISE = "a larger batch, or step(…, allow_fewer=True)"
+
+
 @pytest.mark.parametrize(
     ("samples", "count", "expected"),
     [
-        (5, 8, "8 micro-batches of a batch of 5 samples: use microbatches=5 or fewer, or a larger batch"),
-        (1, 2, "2 micro-batches of a batch of 1 sample: use microbatches=1, or a larger batch"),
+        (5, 8, f"8 micro-batches of a batch of 5 samples: use microbatches=5 or fewer, {OTHERWISE}"),
+        (1, 2, f"2 micro-batches of a batch of 1 sample: use microbatches=1, {OTHERWISE}"),
         (5, 0, "microbatches=0: a batch is cut into at least 1"),
         (5, -1, "microbatches=-1: a batch is cut into at least 1"),
     ],

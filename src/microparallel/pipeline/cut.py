@@ -13,6 +13,7 @@ A pipeline runs at the pace of its slowest stage, so the best cut is the one who
 from __future__ import annotations
 
 import math
+import warnings
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -25,6 +26,7 @@ from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.replicate import require_same_model
 from microparallel.errors import PartitionError, UsageError
 from microparallel.pipeline.layers import NamedLayer, layer_times, layers_of
+from microparallel.pipeline.parts import Part, joined
 
 BALANCES = ("auto", "parameters", "time")
 
@@ -45,7 +47,15 @@ def cut(
     layers = layers_of(model)
     sizes = _sizes(layers, stages, balance, example)
     ends = list(accumulate(sizes))
-    return [layers[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+    return [_joined(layers[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
+
+
+def _joined(layers: list[NamedLayer]) -> list[NamedLayer]:
+    """A stage's layers, where those that are neighbouring parts of one model are one."""
+    if not any(isinstance(layer.module, Part) for layer in layers):
+        return layers
+    names = {layer.module: layer.name for layer in layers}
+    return [NamedLayer(names.get(module, ""), module) for module in joined([layer.module for layer in layers])]
 
 
 def _sizes(layers: Sequence[NamedLayer], stages: int, balance: str | Sequence[int], example: Any) -> list[int]:
@@ -91,7 +101,7 @@ def cut_together(
     found: list[int] | str = []
     if comms.rank == 0:
         try:
-            found = [len(part) for part in cut(model, stages, balance, example)]
+            found = _sizes(layers, stages, balance, example)
         except UsageError as error:
             found = str(error)
     measured: list[int] | str = gather_json(found, comms)[0]
@@ -113,6 +123,21 @@ def shared_parameters(stages: Sequence[Sequence[NamedLayer]]) -> list[tuple[nn.P
                 if (stage, name) not in known:
                     known.append((stage, name))
     return [(parameter, known) for parameter, known in places.items() if known[0][0] != known[-1][0]]
+
+
+def warn_of_whole_models(stages: Sequence[Sequence[NamedLayer]]) -> None:
+    """Warn if every stage holds most of the model: then a pipeline saves no memory, and sums most gradients."""
+    if len(stages) == 1:
+        return
+    held = [{parameter for layer in stage for parameter in layer.module.parameters()} for stage in stages]
+    of_all = sum(parameter.numel() for parameter in set.intersection(*held))
+    of_any = sum(parameter.numel() for parameter in set.union(*held))
+    if 2 * of_all > of_any:
+        warnings.warn(
+            f"each of the {len(stages)} stages holds {of_all} of the model's {of_any} parameters, so every rank keeps "
+            "nearly the whole model: do the layers hold the model they come from? mp.pipeline_layers(model) cuts one",
+            stacklevel=3,
+        )
 
 
 # ── the evenest partition ───────────────────────────────────────────────────────────────────────────────────────────

@@ -265,12 +265,16 @@ class Microbatch:
         inputs: what the first stage gets, on the rank that has it.
         targets: what the last stage's outputs are compared with, on the rank that has it.
         weight: its part of the whole batch's samples.
+        sample: one sample's part of them.
+        counts: for how much its mean loss counts, where that is not its number of samples.
     """
 
     boundaries: Mapping[int, Boundary]
     inputs: Any = None
     targets: Any = None
     weight: float = 1.0
+    sample: float = 1.0
+    counts: float | None = None
 
 
 class Worker:
@@ -278,7 +282,8 @@ class Worker:
 
     Attributes:
         values: the tensors of each value that was computed or received, and not freed.
-        loss: this rank's part of the batch's mean loss.
+        loss: this rank's part of the batch's mean loss; where losses are counted, of their sum for each sample.
+        count: this rank's part of the count; None where losses are means over samples.
         outputs: for each micro-batch what the last stage returned, where there are no targets.
         most_kept: the largest number of activations that were held at once.
     """
@@ -293,6 +298,7 @@ class Worker:
     ) -> None:
         self.values: dict[Value, list[torch.Tensor]] = {}
         self.loss = torch.zeros((), dtype=torch.float64)
+        self.count: float | None = None
         self.outputs: dict[int, Any] = {}
         self.most_kept = 0
         self._rank = rank
@@ -363,12 +369,29 @@ class Worker:
         if microbatch.targets is None:
             self.outputs[number] = outputs
             return []
-        if not isinstance(outputs, torch.Tensor) or outputs.numel() != 1:
-            got = f"a tensor of shape {list(outputs.shape)}" if isinstance(outputs, torch.Tensor) else repr(outputs)
-            raise UsageError(f"loss_fn returned {got}; it must return the mean over the samples, one number")
-        weighted = outputs * microbatch.weight
+        weighted = self._weighted(outputs, microbatch)
         self.loss += weighted.detach().double().cpu().reshape(())
         return [weighted]
+
+    def _weighted(self, outputs: Any, microbatch: Microbatch) -> torch.Tensor:
+        """A micro-batch's part of the whole batch's loss.
+
+        The count of the whole batch is known at the end of the step. Until then, what is counted is divided by the
+        number of samples; `LossSum` has the factor for the rest.
+        """
+        counted = isinstance(outputs, tuple) and len(outputs) == 2
+        loss, count = outputs if counted else (outputs, microbatch.counts)
+        if counted and microbatch.counts is not None:
+            raise UsageError("loss_fn returned (sum, count), and step was given weight=: leave out one of them")
+        if not _is_number(loss) or not isinstance(loss, torch.Tensor) or (counted and not _is_number(count)):
+            got = f"a tensor of shape {list(loss.shape)}" if isinstance(outputs, torch.Tensor) else repr(outputs)
+            raise UsageError(
+                f"loss_fn returned {got}; it must return the mean over the samples, one number, or (sum, count)"
+            )
+        if count is None:
+            return loss * microbatch.weight
+        self.count = (self.count or 0.0) + float(count)
+        return loss * (microbatch.sample if counted else microbatch.sample * float(count))
 
     # ── backward ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -402,6 +425,10 @@ class Worker:
             f"rank {self._rank}, stage {op.stage}, {_WORDS[type(op)]} of micro-batch {op.microbatch} on {boundary}: "
             f"{reason}"
         )
+
+
+def _is_number(value: Any) -> bool:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, int | float)
 
 
 def _and_gradients(returned: Boundary, expected: Boundary) -> str:

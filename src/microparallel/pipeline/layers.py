@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from microparallel.errors import PartitionError, UsageError
+from microparallel.pipeline.parts import Part
 from microparallel.torch_private import buffers_of, children_of, pytree
 
 
@@ -38,6 +39,7 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[NamedLayer]:
 
     ```
     nn.Sequential, nn.ModuleList, a list or tuple    its modules               "0", "1", …
+    mp.pipeline_layers(model)                        parts of the model        their parameters have the model's names
     a module with a method pipeline_layers()         what the method returns   their names in the module
     ```
 
@@ -83,13 +85,13 @@ def _layers_it_names(model: Any) -> list[NamedLayer]:
 def _checked(name: str, module: object) -> NamedLayer:
     if not isinstance(module, nn.Module):
         raise PartitionError(f"layer {name} is a {type(module).__name__}, not an nn.Module: wrap it in one")
-    return NamedLayer(name, module)
+    return NamedLayer("" if isinstance(module, Part) else name, module)
 
 
 def _uncuttable(model: object) -> PartitionError:
     return PartitionError(
         f"cannot tell where to cut a {type(model).__name__}: pass an nn.Sequential or a list of layers, "
-        "or give it a method pipeline_layers() that returns its layers in order"
+        "mp.pipeline_layers(model), or give it a method pipeline_layers() that returns its layers in order"
     )
 
 

@@ -6,9 +6,11 @@ is gathered from all ranks of a pipeline.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import nn
@@ -103,11 +105,15 @@ class Member:
             return mine
         return int(self._column.all_reduce(torch.tensor(mine), operation=AllReduce(SAMPLES, "dp")))
 
-    def _summed_parameters(self) -> list[nn.Parameter]:
+    def _summed_parameters(self) -> set[nn.Parameter]:
         """The parameters whose gradients are sums over ranks."""
-        tied = [tie.parameter for tie in self._ties]
-        replicated = [one for stage in self.stages.values() for one in stage.parameters] if self.mesh.dp > 1 else []
-        return list(dict.fromkeys([*tied, *replicated]))
+        return set(self.parameters()) if self.mesh.dp > 1 else {tie.parameter for tie in self._ties}
+
+    def _scale_gradients(self, factor: float) -> None:
+        if factor != 1.0:
+            for parameter in self.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
 
     # ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -150,6 +156,24 @@ class Member:
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove the gradients of this rank's parameters, or set them to zero, as `nn.Module.zero_grad` does."""
+        for parameter in self.parameters():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad = torch.zeros_like(parameter.grad)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the layers of this rank to training mode, or to evaluation mode (`evaluate` does so by itself)."""
+        for layer in self._layers():
+            layer.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the layers of this rank to evaluation mode."""
+        return self.train(False)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this rank's part of the model's state, by the names it has in the whole model."""
@@ -209,6 +233,10 @@ class ColumnSum:
             bucket.fill_up(1.0)
             bucket.start(self._column, operation, overlap=True)
 
+    def forget_buckets(self) -> None:
+        """Make new buckets in the next step: the parameters have another dtype."""
+        self._buckets = []
+
     def _make_buckets(self) -> None:
         """Make new buckets if parameters were frozen, unfrozen or converted."""
         trained = [parameter for parameter in self._parameters if parameter.requires_grad]
@@ -247,24 +275,48 @@ class TiedSum:
 
 
 class LossSum:
-    """The loss of the whole batch: the sum of all ranks' parts of it, which is in `loss` after `start`."""
+    """The loss of the whole batch: the sum of all ranks' parts of it, and of what they count for.
 
-    def __init__(self, worker: Worker, comms: Comms) -> None:
+    Attributes:
+        loss: of the whole batch, after `start`.
+        factor: gradients must be multiplied by it, where losses are counted; they are those of the sum for each sample.
+    """
+
+    def __init__(self, worker: Worker, comms: Comms, samples: int) -> None:
         self.loss = worker.loss
+        self.factor = 1.0
+        self._worker = worker
         self._comms = comms
+        self._samples = samples
 
     def start(self, operation: AllReduce) -> None:
         """Add up the parts of all ranks."""
-        self._comms.all_reduce(self.loss, operation=operation)
+        count = self._worker.count
+        parts = torch.tensor([float(self._worker.loss), count or 0.0, float(count is not None)], dtype=torch.float64)
+        loss, total, counted = self._comms.all_reduce(parts, operation=operation).tolist()
+        if counted:
+            # Without any count there is no mean, and the gradients are those of a sum of nothing: zero.
+            self.factor = self._samples / total if total else 1.0
+            loss = loss * self.factor if total else math.nan
+        self.loss = torch.tensor(loss, dtype=torch.float64)
 
     def finish(self) -> None:
         """Do nothing: `start` has waited for the sum."""
 
 
 @contextmanager
-def beside_earlier_gradients(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Begin with no gradients, and add the earlier ones at the end: they are sums over the ranks already."""
-    earlier = [(parameter, parameter.grad.clone()) for parameter in parameters if parameter.grad is not None]
+def beside_earlier_gradients(parameters: Iterable[nn.Parameter], summed: Collection[nn.Parameter]) -> Iterator[None]:
+    """Begin with no gradients, and add the earlier ones at the end: they are means of batches already.
+
+    Args:
+        parameters: of this rank.
+        summed: those whose gradients are sums over ranks; they may lie in buckets, which are filled again.
+    """
+    earlier = [
+        (parameter, parameter.grad.clone() if parameter in summed else parameter.grad)
+        for parameter in parameters
+        if parameter.grad is not None
+    ]
     for parameter, _ in earlier:
         parameter.grad = None
     try:

@@ -51,7 +51,10 @@ def sizes(samples: int, count: int) -> list[int]:
         raise UsageError(f"microbatches={count}: a batch is cut into at least 1")
     if count > samples:
         fewer = f"microbatches={samples} or fewer" if samples > 1 else "microbatches=1"
-        raise UsageError(f"{count} micro-batches of a batch of {_samples(samples)}: use {fewer}, or a larger batch")
+        raise UsageError(
+            f"{count} micro-batches of a batch of {_samples(samples)}: use {fewer}, a larger batch, "
+            "or step(…, allow_fewer=True)"
+        )
     size, longer = divmod(samples, count)
     return [size + (index < longer) for index in range(count)]
 

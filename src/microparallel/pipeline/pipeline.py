@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -15,11 +15,13 @@ from microparallel.comms.record import Recorder
 from microparallel.comms.wire import gather_json
 from microparallel.errors import TransportError, UsageError
 from microparallel.observe import Activity, Observation
-from microparallel.pipeline.cut import cut_together
+from microparallel.pipeline.cut import cut_together, warn_of_whole_models
+from microparallel.pipeline.generate import Prompt, generate
 from microparallel.pipeline.interpreter import Interpreter, Microbatch, Worker
 from microparallel.pipeline.layers import NamedLayer
-from microparallel.pipeline.member import LossSum, Member, beside_earlier_gradients
+from microparallel.pipeline.member import ColumnSum, LossSum, Member, beside_earlier_gradients
 from microparallel.pipeline.microbatches import batch_size, join_batch, sizes, split_batch
+from microparallel.pipeline.parts import Part, as_plain
 from microparallel.pipeline.programs import Schedule
 from microparallel.pipeline.shapes import BatchShapes, Shapes
 from microparallel.pipeline.stage import LossFunction, Stage
@@ -41,11 +43,14 @@ class Pipeline(Member):
 
     Args:
         layers: an `nn.Sequential`, a list of layers, or a model with a method `pipeline_layers()`; each layer takes
-            what the one before it returned.
+            what the one before it returned. For a model with a forward of its own, such as those of Hugging Face:
+            `mp.pipeline_layers(model)`.
         comms: the ranks. With `replicas`, there are that many pipelines among them: ranks 0 to p-1 are the first.
         schedule: `naive`, `gpipe`, `1f1b`, `interleaved`, `zb-h1`, `zb-h2`, `zbv` or `dualpipev`; or a program.
         microbatches: into how many micro-batches a batch is cut; a program says so itself.
-        loss_fn: takes the last layer's outputs and the targets, and returns the mean loss over the samples.
+        loss_fn: takes the last layer's outputs and the targets, and returns the mean loss over the samples. Where the
+            mean is over something else, such as the tokens that are not padding, it returns a tuple `(sum, count)`:
+            then the loss of the batch is the sum of all sums over the sum of all counts, whatever the micro-batches.
         balance: where to cut: "parameters" (and "auto") so that stages have equally many, "time" so that they take
             equally long on `example`, or the numbers of layers, such as [3, 4, 5, 4].
         replicas: how many pipelines there are, each on samples of its own; their gradients are summed.
@@ -89,6 +94,7 @@ class Pipeline(Member):
         mesh = _mesh(comms, replicas)
         chosen = Schedule(schedule, mesh.pp, microbatches, stages_per_rank)
         pieces = cut_together(layers, chosen.stages, balance, example, comms)
+        warn_of_whole_models(pieces)
         stages = {
             index: Stage(index, pieces[index], loss_fn, recompute)
             for index, home in enumerate(chosen.homes)
@@ -136,31 +142,51 @@ class Pipeline(Member):
     # ── a step ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(
-        self, inputs: Any = None, targets: Any = None, *, samples: int | None = None, allow_fewer: bool = False
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        weight: torch.Tensor | None = None,
+        samples: int | None = None,
+        allow_fewer: bool = False,
     ) -> torch.Tensor:
         """Do the forward and backward of one batch, and return its mean loss, the same on every rank.
 
         Gradients accumulate in the parameters of this rank's stages, as after `loss.backward()`.
 
+        Each micro-batch counts by its number of samples. This is wrong for a loss that is a mean over tokens of which
+        some are padding: a micro-batch with much padding would count as much as one without. Then let `loss_fn` return
+        `(sum, count)`, or pass the `weight` of each sample.
+
         Args:
-            inputs: the batch: a tensor, or a tuple or dict of them; needed by the rank with the first stage.
+            inputs: the batch: a tensor, or a tuple, dict or other mapping of them; needed by the rank with the first
+                stage.
             targets: what the outputs are compared with; needed by the rank with the last stage.
+            weight: for how much each sample counts, such as its number of tokens, where `loss_fn` returns the mean over
+                those; a tensor with a row for each sample, whose numbers are added up (so `attention_mask` will do).
+                Needed by the rank with the last stage.
             samples: of all replicas together, where they have different numbers of them. A replica that has none
                 passes no inputs.
             allow_fewer: cut a batch with fewer samples than micro-batches into fewer, instead of refusing it.
         """
-        loss, _ = self._step(inputs, targets, samples, allow_fewer)
+        loss, _ = self._step(inputs, targets, weight, samples, allow_fewer)
         return loss
 
     def traced_step(
-        self, inputs: Any = None, targets: Any = None, *, samples: int | None = None, allow_fewer: bool = False
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        weight: torch.Tensor | None = None,
+        samples: int | None = None,
+        allow_fewer: bool = False,
     ) -> tuple[torch.Tensor, Trace]:
         """Do a step, and return its trace as well: what every rank did, and when."""
         recorder = Recorder(self.comms)
         self.comms.barrier()
         recorder.start()
         try:
-            loss, count = self._step(inputs, targets, samples, allow_fewer)
+            loss, count = self._step(inputs, targets, weight, samples, allow_fewer)
         finally:
             recorder.stop()
         counts = gather_json(count, self.comms)  # a replica with fewer samples may have fewer micro-batches, or none
@@ -213,18 +239,23 @@ class Pipeline(Member):
             buffers=self._buffered_places if buffers else (),
         )
 
-    def _step(self, inputs: Any, targets: Any, samples: int | None, allow_fewer: bool) -> tuple[torch.Tensor, int]:
+    def _step(
+        self, inputs: Any, targets: Any, weight: torch.Tensor | None, samples: int | None, allow_fewer: bool
+    ) -> tuple[torch.Tensor, int]:
         """Do a step; returns the loss, and into how many micro-batches this rank's batch was cut."""
+        inputs, targets = as_plain(inputs), as_plain(targets)
         self._require_batch("step", inputs, targets, samples)
         shapes = self._agree(True, inputs, allow_fewer)
         self._require_targets("step", shapes, targets)
         total = self._samples_of_all(shapes.samples) if samples is None else samples
-        worker = self._worker(shapes, inputs, targets, total)
-        with beside_earlier_gradients(self._summed_parameters()), torch.enable_grad():
+        worker = self._worker(shapes, inputs, targets, weight, total)
+        loss_sum = LossSum(worker, self.comms, total)
+        with beside_earlier_gradients(self.parameters(), self._summed_parameters()), torch.enable_grad():
             count = len(shapes.microbatches)
-            self._run(self._ops(count), worker, self._message_order(count, training=True))
+            self._run(self._ops(count), worker, self._message_order(count, training=True), loss_sum)
+            self._scale_gradients(loss_sum.factor)
         self.most_activations = worker.most_kept
-        return worker.loss, count
+        return loss_sum.loss, count
 
     def _ops(self, microbatches: int) -> Sequence[Op]:
         """The operations of this rank, numbered as in a single pipeline; without samples, only its sums."""
@@ -248,14 +279,21 @@ class Pipeline(Member):
             return None
         return self._schedule.message_orders(microbatches, training)[self._place]
 
-    def _worker(self, shapes: BatchShapes, inputs: Any, targets: Any, total: int) -> Worker:
+    def _worker(
+        self, shapes: BatchShapes, inputs: Any, targets: Any, weight: torch.Tensor | None, total: int
+    ) -> Worker:
         count = len(shapes.microbatches)
         lengths = sizes(shapes.samples, count) if count else []
         parts = self._split(inputs, self._has_first, shapes, "inputs")
         answers = self._split(targets, self._has_last, shapes, "targets")
+        weights = self._split(weight, self._has_last, shapes, "weights")
         microbatches = [
-            Microbatch(boundaries, part, answer, length / total)
-            for boundaries, part, answer, length in zip(shapes.microbatches, parts, answers, lengths, strict=True)
+            Microbatch(
+                boundaries, part, answer, length / total, 1 / total, None if counts is None else float(counts.sum())
+            )
+            for boundaries, part, answer, counts, length in zip(
+                shapes.microbatches, parts, answers, weights, lengths, strict=True
+            )
         ]
         return Worker(self.comms.rank, self.stages, self._schedule.stages - 1, microbatches, self.comms.device)
 
@@ -268,12 +306,14 @@ class Pipeline(Member):
             raise UsageError(f"rank {self.comms.rank} was given {samples} {what}, and the batch has {shapes.samples}")
         return split_batch(batch, count, what) if count else []
 
-    def _run(self, ops: Sequence[Op], worker: Worker, message_order: Sequence[Send | Recv] | None) -> None:
+    def _run(
+        self, ops: Sequence[Op], worker: Worker, message_order: Sequence[Send | Recv] | None, loss_sum: LossSum
+    ) -> None:
         interpreter = Interpreter(
             ops,
             worker,
             self._row.messages,
-            {**self._sums, LOSS: LossSum(worker, self.comms)},
+            {**self._sums, LOSS: loss_sum},
             ahead=_AHEAD,
             message_order=message_order,
             observers=self.comms.observers,
@@ -318,28 +358,39 @@ class Pipeline(Member):
 
     # ── forwards alone ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def evaluate(self, inputs: Any = None, targets: Any = None, *, samples: int | None = None) -> torch.Tensor:
+    def evaluate(
+        self,
+        inputs: Any = None,
+        targets: Any = None,
+        *,
+        weight: torch.Tensor | None = None,
+        samples: int | None = None,
+    ) -> torch.Tensor:
         """Return the mean loss of a batch, the same on every rank, in evaluation mode and without gradients.
 
-        The batch may have fewer samples than there are micro-batches.
+        The arguments are those of `step`. The batch may have fewer samples than there are micro-batches.
         """
         self._require_batch("evaluate", inputs, targets, samples)
-        worker, shapes = self._forwards(inputs, targets, samples)
+        loss_sum, shapes, _ = self._forwards(inputs, targets, weight, samples)
         self._require_targets("evaluate", shapes, targets)
-        return self.comms.all_reduce(worker.loss, operation=AllReduce(LOSS, WORLD))
+        loss_sum.start(AllReduce(LOSS, WORLD))
+        return loss_sum.loss
 
     def predict(self, inputs: Any = None) -> Any:
         """Return the last stage's outputs on the rank that has it, and None on all others."""
         if self._has_first and inputs is None:
             raise UsageError(f"predict: rank {self.comms.rank} has the first stage, and was given no inputs")
-        worker, shapes = self._forwards(inputs, None, None)
+        _, shapes, worker = self._forwards(inputs, None, None, None)
         return (
             join_batch([worker.outputs[number] for number in range(len(shapes.microbatches))])
             if self._has_last
             else None
         )
 
-    def _forwards(self, inputs: Any, targets: Any, samples: int | None) -> tuple[Worker, BatchShapes]:
+    def _forwards(
+        self, inputs: Any, targets: Any, weight: torch.Tensor | None, samples: int | None
+    ) -> tuple[LossSum, BatchShapes, Worker]:
+        inputs, targets = as_plain(inputs), as_plain(targets)
         modules = [module for layer in self._layers() for module in layer.module.modules()]
         modes = [module.training for module in modules]
         for layer in self._layers():
@@ -348,14 +399,79 @@ class Pipeline(Member):
             with torch.no_grad():
                 shapes = self._agree(False, inputs, allow_fewer=True)
                 total = self._samples_of_all(shapes.samples) if samples is None else samples
-                worker = self._worker(shapes, inputs, targets, total)
+                worker = self._worker(shapes, inputs, targets, weight, total)
+                loss_sum = LossSum(worker, self.comms, total)
                 if count := len(shapes.microbatches):
                     ops = self._schedule.forwards(count).ranks[self._place]
-                    self._run(ops, worker, self._message_order(count, training=False))
-                return worker, shapes
+                    self._run(ops, worker, self._message_order(count, training=False), loss_sum)
+                return loss_sum, shapes, worker
         finally:
             for module, mode in zip(modules, modes, strict=True):
                 module.training = mode
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        max_new_tokens: int,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        eos_token_id: int | None = None,
+        pad_token_id: int = 0,
+        decoder_start_token_id: int | None = None,
+    ) -> torch.Tensor:
+        """Append the likeliest tokens to prompts, one at a time (greedy); return the sequences, on every rank.
+
+        Every rank passes the same prompts; with replicas, each pipeline has its own. Each new token costs a forward of
+        all tokens so far: there is no cache of keys and values. The model's output is logits, or has them as `logits`.
+        An encoder-decoder returns what the decoder wrote.
+
+        Args:
+            input_ids: the prompts, of shape (prompts, tokens); shorter ones are padded on the left.
+            max_new_tokens: how many tokens to append.
+            attention_mask: 0 where a prompt is padded, else 1.
+            eos_token_id: a sequence ends with this token; when all have ended, so does the generation.
+            pad_token_id: what follows in a sequence that has ended.
+            decoder_start_token_id: with what the decoder of an encoder-decoder begins.
+        """
+        if max_new_tokens < 0 or input_ids.dim() != 2:
+            raise UsageError(
+                f"generate: max_new_tokens={max_new_tokens} and input_ids of shape {list(input_ids.shape)}: pass a "
+                "number of at least 0, and a tensor of prompts × tokens"
+            )
+        parts = [layer.module for layer in self._layers() if isinstance(layer.module, Part)]
+        prompt = Prompt(input_ids, attention_mask, parts[0].takes if parts else frozenset(), decoder_start_token_id)
+        return generate(prompt, max_new_tokens, self._logits, self._from_last, eos_token_id, pad_token_id)
+
+    def _from_last(self, found: torch.Tensor) -> torch.Tensor:
+        """What the rank with the last stage found."""
+        return self._row.broadcast(found.to(self.comms.device), self._homes[-1])
+
+    def _logits(self, batch: Any) -> torch.Tensor | None:
+        outputs = self.predict(batch if self._has_first else None)
+        logits: torch.Tensor | None = getattr(outputs, "logits", outputs)
+        return logits
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Give this rank's layers another dtype, as in `pipe.to(torch.float64)`; every rank calls this.
+
+        A rank's device is that of its Comms, and cannot be changed.
+        """
+        probe = torch.empty(0, device=self.comms.device).to(*args, **kwargs)
+        if probe.device != torch.empty(0, device=self.comms.device).device:
+            raise UsageError(
+                f"to: rank {self.comms.rank} is on {self.comms.device}, and its layers with it: the device of a Comms "
+                "cannot be changed"
+            )
+        dtypes = {torch.empty(0, dtype=one).to(*args, **kwargs).dtype for one in (torch.float16, torch.float32)}
+        for layer in self._layers():
+            layer.module.to(*args, **kwargs)
+            if isinstance(layer.module, Part) and len(dtypes) == 1:
+                layer.module.follow_dtype(*dtypes)
+        for one in self._sums.values():
+            if isinstance(one, ColumnSum):
+                one.forget_buckets()
+        self._prepare(self._schedule)  # other shapes and dtypes will be sent
+        return self
 
     def __repr__(self) -> str:
         where = ", ".join(f"stage {index}" for index in self.stages)

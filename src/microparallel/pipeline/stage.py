@@ -6,7 +6,6 @@ torch's meta device first (`DryRun`), and its rank describes to the next what it
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from microparallel.comms.calls import describe_content
 from microparallel.errors import PartitionError, UsageError
 from microparallel.pipeline.layers import NamedLayer
+from microparallel.pipeline.parts import Part
 from microparallel.pipeline.split_backward import DeferredGradients, DeferringLinear, SplitBackward
+from microparallel.pipeline.stand_ins import on_meta
 from microparallel.torch_private import pytree, version_of
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
@@ -275,13 +276,14 @@ class DryRun:
         copies: dict[int, Any] = {}  # one for all layers, so that tied parameters stay tied
         self._index = index
         self._real = layers
-        self._layers = [_on_meta(layer, copies) for layer in layers]
+        self._layers = [layer.dry() if isinstance(layer, Part) else on_meta(layer, copies) for layer in layers]
         self.changes_input = False
 
     def outputs(self, inputs: Boundary, training: bool) -> Boundary:
         """Describe what the stage returns, in the mode that its modules are in; in training, with gradients."""
         for layer, real in zip(self._layers, self._real, strict=True):
-            for module, original in zip(layer.modules(), real.modules(), strict=True):
+            # The modules of a part that are not its own are skipped, in either mode.
+            for module, original in zip(layer.modules(), real.modules(), strict=not isinstance(layer, Part)):
                 module.training = original.training
         with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training), torch.device("meta"):
             return Boundary.of(self._run(inputs), f"what stage {self._index} returns")
@@ -314,14 +316,3 @@ class DryRun:
         # torch counts how often a tensor was changed in place. Views count together, as micro-batches of a batch do.
         self.changes_input |= any(version_of(tensor) for tensor in tensors)
         return value
-
-
-def _on_meta(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """A copy of a module on the meta device: its structure, without its contents."""
-    for parameter in layer.parameters():
-        if id(parameter) not in memo:
-            empty = torch.empty_like(parameter, device="meta")
-            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-    for buffer in layer.buffers():
-        memo.setdefault(id(buffer), torch.empty_like(buffer, device="meta"))
-    return copy.deepcopy(layer, memo)
