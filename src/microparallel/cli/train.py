@@ -145,10 +145,14 @@ def _in_this_process(train_rank: Callable[..., Any], comms: Comms, *arguments: A
 def _report(summary: dict[str, Any]) -> str:
     """What came of the run, in a few short lines."""
     lines = []
-    if summary["validation_accuracy"] is not None:
-        lines.append(f"validation accuracy {summary['validation_accuracy']:.1%}, loss {summary['validation_loss']:.4f}")
-    elif summary["validation_loss"] is not None:
-        lines.append(f"validation loss {summary['validation_loss']:.4f}")
+    measured = {
+        name.removeprefix("validation_"): f"{value:.1%}" if name == "validation_accuracy" else f"{value:.4f}"
+        for name, value in summary.items()
+        if name.startswith("validation_") and value is not None
+    }
+    if measured:
+        order = sorted(measured, key=lambda name: name != "accuracy")  # the rest stays in its order
+        lines.append("validation " + ", ".join(f"{name} {measured[name]}" for name in order))
     loss = f", training loss {summary['loss']:.4f}" if summary["loss"] is not None else ""
     speed = f", {summary['samples_per_second']:,.0f} samples/s" if summary["samples_per_second"] else ""
     lines.append(f"{summary['steps']} steps{loss}; {summary['seconds']:.1f} s{speed}")
