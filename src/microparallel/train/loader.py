@@ -305,14 +305,18 @@ class _Reading(IterableDataset[Any]):
             number = 0 if state is None else used  # without a state, the pass is read from its beginning
             for samples in self._read(epoch, number, state):
                 if number >= used:
-                    behind: dict[str, Any] = {"epoch": epoch, "batch": number + 1}
+                    # Fewer samples than a batch: this pass is over, and the next batch is the first of another.
+                    over = len(samples) < self._batch
+                    behind: dict[str, Any] = {"epoch": epoch + over, "batch": 0 if over else number + 1}
                     if keeps_state:
                         behind["data"] = user_code.call(self._stream.dataset.state_dict, "state_dict of the data")
                     yield epoch, behind, self._loaded(samples, number)
                 number += 1
-            if not number:
+            if number:
+                epoch, used = epoch + 1, 0
+            elif state is None:
                 raise DataError(f"the stream of samples yielded none in pass {epoch}: yield at least one")
-            epoch, used, state = epoch + 1, 0, None
+            state = None  # if that was the end of a pass, the next iter() is the beginning of one
 
     def _read(self, epoch: int, number: int, state: Any) -> Iterator[list[Any]]:
         """The global batches of a pass, from this number on; the last may have fewer samples."""
