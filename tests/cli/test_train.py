@@ -105,7 +105,7 @@ def test_a_metric_that_fails_costs_one_line_and_not_the_training(tmp_path, micro
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--optimizer", "adamx"], "--optimizer adamx: did you mean 'adamax'?"),
+        (["--optimizer", "rmspop"], "--optimizer rmspop: did you mean 'rmsprop'?"),
         (["--optimizer", "LBFGS"], "--optimizer LBFGS: LBFGS calls the model several times in a step"),
         (["--optimizer", "mine:nothing"], "module mine has no 'nothing'"),
         (["--optimizer", "rprop", "--weight-decay", 0.1], "--weight-decay 0.1 means nothing to --optimizer rprop"),

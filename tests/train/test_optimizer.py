@@ -166,7 +166,7 @@ def bad_schedule(steps):
 
 def test_what_ones_own_functions_return_is_checked():
     own = {"model": "mine:make", "data": "digits"}
-    with pytest.raises(ConfigError, match="no_optimizer returned list: return a torch.optim.Optimizer"):
+    with pytest.raises(ConfigError, match=r"no_optimizer returned list: return a torch\.optim\.Optimizer"):
         build_optimizer(TrainConfig(**own, optimizer=f"{__name__}:no_optimizer").resolved(), nn.Linear(1, 1))
     with pytest.raises(ConfigError, match="no_schedule returned int: return a function from the step"):
         build_learning_rate(TrainConfig(**own, schedule_lr=f"{__name__}:no_schedule").resolved(), 5)

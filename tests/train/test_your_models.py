@@ -110,7 +110,7 @@ class TakesThree(Plain):
 @pytest.mark.parametrize(
     ("model", "data", "words"),
     [
-        ("Needs", "pairs", r"Needs was given all of a sample, targets too, and returned float64\[.*\] without a loss: "),
+        ("Needs", "pairs", r"Needs was given all of a sample, targets too, and returned float64\[.*\] without a loss"),
         ("TakesThree", "pairs", r"a sample has 2 values.* forward\(a, b, c\) of TakesThree takes 3 of them"),
         ("OwnLoss", "dicts", r"forward\(x, y\) of OwnLoss needs 'x', 'y', and the samples have 'inputs', 'labels'"),
         ("Objects", "pairs", r"the model returned Output and the targets are Tensor: name a loss that compares them"),

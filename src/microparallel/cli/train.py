@@ -29,6 +29,7 @@ EXAMPLES = flags.examples(
     ("microparallel train --ranks 4", "a 16-layer MLP on handwritten digits, the batch shared by 4 processes"),
     ("microparallel train --model gpt --data notes/ --steps 500 --ranks 2", "a small GPT on your own text"),
     ("microparallel train --model my_module:make_model --data my_module:make_dataset", "your own model and data"),
+    ("microparallel train --optimizer radam --schedule-lr cosine --warmup 0.05 --clip 1", "optimizer and schedule"),
     ("microparallel train --ranks 2 --batch 512 --accumulate 8", "a large batch, computed in 8 micro-batches a rank"),
     ("microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8", "two pipelines of two ranks each"),
     ("microparallel train --ranks 4 --trace --out runs/mine; microparallel report runs/mine", "see where time went"),

@@ -30,7 +30,7 @@ from microparallel.settings import (
     declared,
     setting,
 )
-from microparallel.text import did_you_mean
+from microparallel.text import did_you_mean, nearest
 from microparallel.topology import parse_slow_links, parse_slow_ranks, require_cores
 from microparallel.train import user_code
 
@@ -107,7 +107,9 @@ def _check_optimizer(value: str, given: str) -> None:
     if name in _NOT_FOR_STEPS:
         raise ConfigError(f"{given}: {value} {_NOT_FOR_STEPS[name]}, and train does not; try --optimizer adamw")
     if name not in (known := optimizer_names()):
-        raise ConfigError(f"{given}: {did_you_mean(name, sorted(known))}, or your own as my_module:make_optimizer")
+        usual = ("adam", "adamw", "sgd")  # what is most often meant
+        likely = usual if nearest(name, usual) else sorted(known)
+        raise ConfigError(f"{given}: {did_you_mean(name, likely)}, or your own as my_module:make_optimizer")
 
 
 def _check_warmup(value: float, given: str) -> None:
