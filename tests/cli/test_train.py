@@ -136,6 +136,15 @@ def test_what_cannot_be_stops_before_anything_starts(tmp_path, microparallel, fl
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_stream_without_a_state_says_what_its_resume_costs(tmp_path, microparallel, train):
+    (tmp_path / "mine.py").write_text(MINE)
+    train("--model", "mine:make_model", "--data", "mine:Endless", "--steps", 3, "--ranks", 2, "--out", "run")
+    result = microparallel("train", "--resume", "run", "--steps", 5)
+    assert result.returncode == 0
+    notes = [line for line in result.stderr.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1 and "no state_dict and load_state_dict, so 3 batches are read again" in notes[0]
+
+
 def test_text_of_your_own(tmp_path, train):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("to be or not to be, that is the question. " * 100)

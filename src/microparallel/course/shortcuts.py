@@ -129,10 +129,8 @@ def _over_count(model: nn.Module, loss: torch.Tensor, samples: int, count: float
     """Make a mean over `samples` one over what the loss counted: scale the loss and all gradients, if that differs."""
     if count == samples:
         return loss
-    if count <= 0:
-        raise UsageError(
-            f"the loss returned (sum, count), and the counts add up to {count:g}: count at least something"
-        )
+    if not count:  # a sum of nothing: gradients are zero, and there is no mean
+        return loss * math.nan
     if begun:
         raise UsageError(
             "the loss returned (sum, count), which scales all gradients at the end, and there were gradients before "
