@@ -155,11 +155,11 @@ def test_text_of_your_own(tmp_path, train):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number"),
-    [(1, signal.SIGINT), (2, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.slow)],
+    ("ranks", "number", "workers"),
+    [(1, signal.SIGINT, 1), (2, signal.SIGTERM, 0), pytest.param(2, signal.SIGINT, 2, marks=pytest.mark.slow)],
 )
-def test_stopping_saves_and_resume_goes_on(tmp_path, train, start, ranks, number):
-    small = ["--ranks", ranks, "--dim", 16, "--depth", 3, "--schedule-lr", "constant"]
+def test_stopping_saves_and_resume_goes_on(tmp_path, train, start, ranks, number, workers):
+    small = ["--ranks", ranks, "--workers", workers, "--dim", 16, "--depth", 3, "--schedule-lr", "constant"]
     process = start("microparallel", "train", *small, "--steps", 100_000, "--out", "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 40

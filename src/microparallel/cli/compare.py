@@ -68,7 +68,8 @@ _CHANGED["microbatches"] = {"help": "With --pipelines: micro-batches of each bat
 @takes(
     TrainConfig,
     (
-        *("model", "data", "loss", "dim", "depth", "heads", "context", "steps", "batch", "lr", "schedule_lr"),
+        *("model", "data", "collate", "loss", "dim", "depth", "heads", "context", "steps", "batch", "lr"),
+        "schedule_lr",
         *("optimizer", "momentum", "seed", "dtype", "ranks", "microbatches", "device", "transport"),
     ),
     changed=_CHANGED,

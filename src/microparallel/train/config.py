@@ -217,7 +217,9 @@ class TrainConfig:
         shown=_by_model("optimizer"),
         check=_check_optimizer,
     )
-    momentum: float = setting(0.0, "Momentum of sgd.", STEPS, within=Range(at_least=0, below=1), example=0.9)
+    momentum: float = setting(
+        0.0, "Momentum of sgd, rmsprop or muon.", STEPS, within=Range(at_least=0, below=1), example=0.9
+    )
     weight_decay: float | None = setting(
         None, "Weight decay.", STEPS, shown="the optimizer's own", within=Range(at_least=0), example=0.01
     )
