@@ -81,18 +81,24 @@ def test_a_data_parallel_step(any_pool, kind, overlap):
         assert ("=" in later[0].partition("rank 0")[2]) == (not overlap or kind == "buffers and weights")
 
 
-def accumulated(comms):
+def summed_and_counted(outputs, targets):
+    return nn.functional.mse_loss(outputs, targets, reduction="sum"), targets.numel()
+
+
+def accumulated(comms, loss_fn):
     model = mp.DataParallel(nn.Linear(WIDTH, WIDTH), comms)
     batches = [(torch.ones(2, WIDTH), torch.ones(2, WIDTH))] * 2
     program = model.program(2, samples=True, loss=True)
     with mp.record(comms) as recorder:
-        mp.course.accumulated_step(model, batches, nn.functional.mse_loss)
+        mp.course.accumulated_step(model, batches, loss_fn)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     return differences(recorder.trace, program)
 
 
-def test_an_accumulated_step_counts_samples_first_and_sums_the_loss_last(pool):
-    assert pool.run(accumulated, 2, transport="shm", timeout=50) == [[], []]
+@pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, summed_and_counted], ids=["mean", "sum and count"])
+def test_an_accumulated_step_counts_samples_first_and_sums_the_loss_last(pool, loss_fn):
+    """What a loss counts goes with the loss: no message of its own."""
+    assert pool.run(accumulated, 2, loss_fn, transport="shm", timeout=50) == [[], []]
 
 
 def buffers_of_nothing(comms):

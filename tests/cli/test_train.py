@@ -71,6 +71,80 @@ def test_your_own_model_and_data_from_a_config_file(tmp_path, train):
     assert summary["validation_loss"] < 0.1
 
 
+MINE = """
+import torch
+from torch.utils.data import IterableDataset, TensorDataset
+def make_model(): return torch.nn.Linear(3, 2)
+def make_dataset():
+    inputs = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    return data, data
+def broken(outputs, targets): return outputs.nothing
+def fine(outputs, targets): return 0.5
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.ones(3), 1
+"""
+OWN = ["--model", "mine:make_model", "--data", "mine:make_dataset"]
+
+
+def test_a_metric_that_fails_costs_one_line_and_not_the_training(tmp_path, microparallel):
+    (tmp_path / "mine.py").write_text(MINE)
+    several = ["--metric", "mine:broken", "--metric", "mine:fine", "--epochs", 3, "--ranks", 2, "--out", "run"]
+    result = microparallel("train", *OWN, *several)
+    assert result.returncode == 0
+    warnings = [line for line in result.stderr.splitlines() if "warning" in line]
+    reason = "AttributeError: 'Tensor' object has no attribute 'nothing'"
+    assert warnings == [f"warning: validation broken is left out, since it failed: {reason}"]
+    assert ", fine 0.5000" in result.stdout and "broken" not in result.stdout
+    kept = tomllib.loads((tmp_path / "run" / "config.toml").read_text())
+    assert kept["metric"] == "mine:broken mine:fine"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--optimizer", "rmspop"], "--optimizer rmspop: did you mean 'rmsprop'?"),
+        (["--optimizer", "LBFGS"], "--optimizer LBFGS: LBFGS calls the model several times in a step"),
+        (["--optimizer", "mine:nothing"], "module mine has no 'nothing'"),
+        (["--optimizer", "rprop", "--weight-decay", 0.1], "--weight-decay 0.1 means nothing to --optimizer rprop"),
+        (["--optimizer", "mine:make", "--momentum", 0.9], "--momentum 0.9 is for torch's optimizers; set it in"),
+        (["--schedule-lr", "cosin"], "--schedule-lr cosin: did you mean 'cosine'?"),
+        (["--lr-schedule", "cosine"], "--lr-schedule is --schedule-lr now"),
+        (["--warmup", 1.5], "--warmup 1.5: a number of steps is whole, and a part of all steps is below 1; try 1"),
+        (["--warmup", -1], "--warmup -1.0: must be at least 0"),
+        (["--clip", 0], "--clip 0.0: must be above 0"),
+        (["--weight-decay", -0.1], "--weight-decay -0.1: must be at least 0"),
+        (["--workers", -1], "--workers -1: must be at least 0"),
+        (["--metric", "broken"], "--metric broken: broken does not name a function; write it as my_module:my_metric"),
+        (["--metric", "mine:broke"], "module mine has no 'broke'; did you mean 'broken'?"),
+        (["--collate", "pad"], "--collate pad: this does not name a function; write it as my_module:collate"),
+        (["--log", "tensorbord"], "--log tensorbord: did you mean 'tensorboard'?"),
+        (["--log", "wandb"], "--log wandb: the package wandb is not installed; pip install wandb"),
+        (["--data", "mine:Endless"], "--data mine:Endless is a stream without __len__, so nobody knows how long a"),
+        (["--data", "mine:Endless", "--steps", 3, "--workers", 2], "--workers 2: a stream is read by one worker"),
+        (["--data", "digits", "--collate", "mine:fine"], "--collate mine:fine is for data of your own"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_stops_before_anything_starts(tmp_path, microparallel, flags, words):
+    (tmp_path / "mine.py").write_text(MINE)
+    result = microparallel("train", *OWN, *flags, "--quiet")
+    assert result.returncode == 2
+    assert words in result.stderr and result.stderr.count("\n") == 1, result.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_stream_without_a_state_says_what_its_resume_costs(tmp_path, microparallel, train):
+    (tmp_path / "mine.py").write_text(MINE)
+    train("--model", "mine:make_model", "--data", "mine:Endless", "--steps", 3, "--ranks", 2, "--out", "run")
+    result = microparallel("train", "--resume", "run", "--steps", 5)
+    assert result.returncode == 0
+    notes = [line for line in result.stderr.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1 and "no state_dict and load_state_dict, so 3 batches are read again" in notes[0]
+
+
 def test_text_of_your_own(tmp_path, train):
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("to be or not to be, that is the question. " * 100)
@@ -81,11 +155,11 @@ def test_text_of_your_own(tmp_path, train):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number"),
-    [(1, signal.SIGINT), (2, signal.SIGTERM), pytest.param(2, signal.SIGINT, marks=pytest.mark.slow)],
+    ("ranks", "number", "workers"),
+    [(1, signal.SIGINT, 1), (2, signal.SIGTERM, 0), pytest.param(2, signal.SIGINT, 2, marks=pytest.mark.slow)],
 )
-def test_stopping_saves_and_resume_goes_on(tmp_path, train, start, ranks, number):
-    small = ["--ranks", ranks, "--dim", 16, "--depth", 3, "--lr-schedule", "constant"]
+def test_stopping_saves_and_resume_goes_on(tmp_path, train, start, ranks, number, workers):
+    small = ["--ranks", ranks, "--workers", workers, "--dim", 16, "--depth", 3, "--schedule-lr", "constant"]
     process = start("microparallel", "train", *small, "--steps", 100_000, "--out", "run")
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 40

@@ -66,6 +66,53 @@ def micro_batches(comms, sizes, step):
     return list(zip(inputs.split(sizes[comms.rank]), targets.split(sizes[comms.rank]), strict=True))
 
 
+def sum_over_classes(outputs, targets):
+    """A sum over the samples that are not of class 0, and how many these are."""
+    counted = targets > 0
+    return cross_entropy(outputs[counted], targets[counted], reduction="sum"), counted.sum()
+
+
+def counting(comms, shares):
+    """Two steps with a loss that counts; beside each other the loss, the gradients, and what went wrong."""
+    model = mp.DataParallel(make_model(), comms)
+    found = []
+    for step in range(2):
+        model.zero_grad()
+        loss = mp.course.accumulated_step(model, micro_batches(comms, shares, step), sum_over_classes)
+        found.append((loss.item(), torch.cat([one.grad.flatten() for one in model.parameters()]).clone()))
+    with pytest.raises(mp.errors.UsageError, match=r"call optimizer.zero_grad\(\) first"):
+        mp.course.accumulated_step(model, micro_batches(comms, shares, 0), sum_over_classes)
+    model.zero_grad()
+    loss = mp.course.accumulated_step(model, micro_batches(comms, shares, 0), lambda outputs, _: (0 * outputs.sum(), 0))
+    assert loss.isnan() and not any(one.grad.any() for one in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_a_loss_may_be_a_sum_and_a_count(pool, name):
+    shares = SHARES[name]
+    for found in pool.run(counting, len(shares), shares, timeout=50):
+        for step, (loss, gradients) in enumerate(found):
+            model, (inputs, targets) = make_model(), batch(step)
+            total, count = sum_over_classes(model(inputs), targets)
+            (total / count).backward()
+            assert loss == pytest.approx((total / count).item(), rel=1e-12)
+            wanted = torch.cat([one.grad.flatten() for one in model.parameters()])
+            torch.testing.assert_close(gradients, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_steps_that_weigh_by_samples_refuse_a_sum_and_a_count(comms_alone):
+    for step in (mp.course.naive_data_parallel_step, mp.course.ddp_step):
+        with pytest.raises(mp.errors.UsageError, match=r"use mp.course.accumulated_step \(train: --strategy ddp\)"):
+            step(make_model(), comms_alone, *batch(0), sum_over_classes)
+
+
+@pytest.fixture
+def comms_alone():
+    with mp.connect("gloo", device="cpu") as comms:
+        yield comms
+
+
 def accumulating(comms, cases):
     found = []
     for sizes, optimizer_name, counted in cases:

@@ -13,6 +13,7 @@ from tests.spans import recorded, span
 
 from microparallel.program.ops import Observed
 from microparallel.reporting import Run, report_page
+from microparallel.reporting.page import tiles_of
 
 
 def data_of(page):
@@ -171,3 +172,10 @@ def test_what_was_predicted_stands_beside_what_was_measured(pipeline):
     assert ["work of the busiest rank", "6.00\u00a0ms", "12.0\u00a0ms", "2.00"] in rows
     assert [row[0] for row in rows] == ["makespan", "work of the busiest rank", "bubble", "exposed communication"]
     assert 'id="prediction"' not in report_page(Run("pipeline", {}, [], {}, pipeline))
+
+
+def test_metrics_of_ones_own_stand_beside_the_accuracy():
+    summary = {"validation_accuracy": 0.5, "validation_recall_of_seven": 0.25, "validation_failed": None}
+    run = Run("mine", {}, [], summary)
+    [learning, *_] = tiles_of(run, None)
+    assert learning == {"accuracy": "50.0\u00a0%", "recall of seven": "0.25"}

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import microparallel as mp
+from microparallel.train.batch import Batch
 from microparallel.train.compare import (
     Outcome,
     _beside,
@@ -123,8 +124,8 @@ def test_torch_s_losses_are_weighed_where_the_model_computes_its_own(monkeypatch
 
     monkeypatch.setattr(nn, "DataParallel", OnTwoDevices)
     model, inputs, targets = OwnLoss(3, 2), torch.randn(9, 3), torch.arange(9) % 2
-    training = type("Training", (), {"model": model, "loss_fn": None, "comms": None})
-    loss = _torch_data_parallel(training, [0, 1])(inputs, targets, 9)
+    training = type("Training", (), {"model": model})
+    loss = _torch_data_parallel(training, [0, 1])([Batch((inputs, targets), {}, targets, 9, own_loss=True)], 9)
     assert loss.item() == pytest.approx(model(inputs, targets).item(), rel=1e-6)
     wanted = torch.autograd.grad(model(inputs, targets), model.weight)[0]
     torch.testing.assert_close(model.weight.grad, wanted)

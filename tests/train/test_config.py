@@ -116,7 +116,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"lr": float("inf")}, "--lr inf"),
     ({"lr": -1}, "--lr -1"),
     ({"optimizer": "admw"}, "--optimizer admw: did you mean 'adamw'?"),
-    ({"optimizer": "zzz"}, "--optimizer zzz: choose one of adam, adamw, sgd"),
+    ({"optimizer": "zzz"}, "--optimizer zzz: choose one of adadelta, .*, sgd, or your own as my_module:make_optimizer"),
     ({"strategy": "naiv"}, "--strategy naiv: did you mean 'naive'?"),
     ({"dtype": "float23"}, "did you mean 'float32'"),
     ({"device": "gpu0"}, "choose one of auto, cpu, cuda"),

@@ -27,7 +27,7 @@ def configuration(model, **changes):
         "gpt": {"batch": 7, "dim": 32, "depth": 2, "heads": 2, "context": 16},
     }[model]
     return TrainConfig(
-        **{"model": model, "steps": 20, "optimizer": "sgd", "momentum": 0.9, "lr": 0.02, "lr_schedule": "constant"}
+        **{"model": model, "steps": 20, "optimizer": "sgd", "momentum": 0.9, "lr": 0.02, "schedule_lr": "constant"}
         | settings
         | changes
     ).resolved()

@@ -12,7 +12,7 @@ from microparallel.train.config import TrainConfig
 from microparallel.train.loop import train_on_rank as train
 from microparallel.train.shortcuts import compare_shortcuts
 
-SMALL = {"dim": 16, "depth": 3, "dtype": "float64", "lr_schedule": "constant", "transport": "gloo", "device": "cpu"}
+SMALL = {"dim": 16, "depth": 3, "dtype": "float64", "schedule_lr": "constant", "transport": "gloo", "device": "cpu"}
 
 
 def curves(pool, every, **changes):

@@ -48,6 +48,12 @@ def test_a_slow_link_changes_nothing_but_time(pool, tmp_path, layout):
     assert losses(tmp_path / "slow") == losses(tmp_path / "plain")
 
 
+def test_a_forward_is_recorded_by_the_models_own_name(pool, tmp_path):
+    run(pool, tmp_path / "run", ranks=1, steps=3, dim=8)
+    trace = Trace.from_json((tmp_path / "run" / "trace.json").read_text())
+    assert "forward of FullMLP" in {event.name for event in trace.events}
+
+
 def test_every_layer_is_slowed_down():
     from microparallel.train.strategies import slow_down_model
 

@@ -18,7 +18,7 @@ STEPS = 6
 def configuration(out, **changes):
     settings = {
         **{"out": str(out), "dim": 16, "depth": 6, "batch": 300, "steps": STEPS, "validate_every": 3},
-        **{"lr_schedule": "constant", "dtype": "float64"},
+        **{"schedule_lr": "constant", "dtype": "float64"},
     }
     return TrainConfig(**settings | changes).resolved()
 

@@ -180,14 +180,15 @@ def test_nccl_without_a_gpu_is_refused_with_the_reason():
 
 THREADS = """
 import os, torch, microparallel as mp
+from microparallel.train.batch import Batch, ModelWithLoss
 from microparallel.train.strategies import torch_ddp
 threads = lambda: len(os.listdir("/proc/self/task"))
 before = threads()
 with mp.connect(transport="gloo", timeout=30) as comms:
     model = mp.models.FullMLP(4, 2)
-    step = torch_ddp(model, comms, None)
+    step = torch_ddp(ModelWithLoss(model, torch.nn.functional.cross_entropy), comms)
     optimizer = torch.optim.AdamW(model.parameters())
-    step(torch.ones(2, 4), torch.tensor([0, 1]), 4)
+    step([Batch((torch.ones(2, 4),), {}, torch.tensor([0, 1]), 2)], 4)
     comms.group([0, 1]).barrier()
     during = threads()
     del step

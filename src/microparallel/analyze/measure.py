@@ -14,7 +14,7 @@ from microparallel.bench.engine import Measured, where
 from microparallel.bench.ranks import progress_on_standard_error
 from microparallel.collectives import ALL_REDUCES
 from microparallel.comms import Comms
-from microparallel.models.loss import mean_loss
+from microparallel.course.shortcuts import accumulate
 from microparallel.train.build import build
 from microparallel.train.config import TrainConfig
 from microparallel.train.training import Training
@@ -69,9 +69,9 @@ def _beside_barriers(
     analyzer: DDPPerformanceAnalyzer, training: Training, timing: StepTiming, first: bool
 ) -> StepTiming:
     def backward() -> Any:
-        inputs, targets, samples = training.draw()
+        batches, samples = training.draw()
         training.optimizer.zero_grad()
-        return training.strategy(inputs, targets, samples)
+        return training.strategy(batches, samples)
 
     update = training.optimizer.step
     samples = training.last_samples * first
@@ -83,14 +83,14 @@ def _demand(training: Training, config: TrainConfig) -> Demand | None:
     """What a step asks of this rank; None for a pipeline, whose ranks have a part of the model each."""
     if config.is_pipeline:
         return None
-    inputs, targets, _ = training.draw()
-    if not len(targets):
+    batches, _ = training.draw()
+    if not batches:
         return None
-    model = copy.deepcopy(training.model)  # without hooks, so no other rank is needed
+    model = copy.deepcopy(training.with_loss)  # without hooks, so no other rank is needed
     parameters = [one for one in model.parameters() if one.requires_grad]
 
     def step() -> None:
-        mean_loss(model, inputs, targets, training.loss_fn).backward()  # type: ignore[no-untyped-call]
+        accumulate(model, [batch.pair for batch in batches], samples=sum(map(len, batches)))
 
     return demand_of(step, parameters, type(training.optimizer).__name__)
 

@@ -47,7 +47,8 @@ _STEPS_OF_SCHEDULE = 10**6  # of the learning rate's schedule, whose end is neve
 @takes(
     TrainConfig,
     (
-        *("model", "data", "loss", "dim", "depth", "heads", "context", "batch", "accumulate", "optimizer", "seed"),
+        *("model", "data", "collate", "loss", "dim", "depth", "heads", "context", "batch", "accumulate", "optimizer"),
+        "seed",
         *("dtype", "ranks", "strategy", "average_every", "dp", "pp", *OF_PIPELINES, "device", "transport"),
         *("slow_rank", "slow_link"),
     ),

@@ -119,7 +119,11 @@ def main() -> NoReturn:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-_RENAMED = {"--chunks": "--stages-per-rank", "--bucket-mb": "--bucket-cap-mb"}
+_RENAMED = {
+    "--chunks": "--stages-per-rank",
+    "--bucket-mb": "--bucket-cap-mb",
+    "--lr-schedule": "--schedule-lr",
+}
 
 
 def _wrong_call(error: Any) -> int:

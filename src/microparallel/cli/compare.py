@@ -43,7 +43,7 @@ _DEFAULTS: dict[str, Any] = {
     "dtype": "float64",
     "optimizer": "sgd",
     "lr": 0.01,
-    "lr_schedule": "constant",
+    "schedule_lr": "constant",
 }
 
 _LOSSES_SHOWN = 20  # in the terminal; --json has the loss of every step
@@ -68,7 +68,8 @@ _CHANGED["microbatches"] = {"help": "With --pipelines: micro-batches of each bat
 @takes(
     TrainConfig,
     (
-        *("model", "data", "loss", "dim", "depth", "heads", "context", "steps", "batch", "lr", "lr_schedule"),
+        *("model", "data", "collate", "loss", "dim", "depth", "heads", "context", "steps", "batch", "lr"),
+        "schedule_lr",
         *("optimizer", "momentum", "seed", "dtype", "ranks", "microbatches", "device", "transport"),
     ),
     changed=_CHANGED,

@@ -29,6 +29,7 @@ EXAMPLES = flags.examples(
     ("microparallel train --ranks 4", "a 16-layer MLP on handwritten digits, the batch shared by 4 processes"),
     ("microparallel train --model gpt --data notes/ --steps 500 --ranks 2", "a small GPT on your own text"),
     ("microparallel train --model my_module:make_model --data my_module:make_dataset", "your own model and data"),
+    ("microparallel train --optimizer radam --schedule-lr cosine --warmup 0.05 --clip 1", "optimizer and schedule"),
     ("microparallel train --ranks 2 --batch 512 --accumulate 8", "a large batch, computed in 8 micro-batches a rank"),
     ("microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8", "two pipelines of two ranks each"),
     ("microparallel train --ranks 4 --trace --out runs/mine; microparallel report runs/mine", "see where time went"),
@@ -145,10 +146,14 @@ def _in_this_process(train_on_rank: Callable[..., Any], comms: Comms, *arguments
 def _report(summary: dict[str, Any]) -> str:
     """What came of the run, in a few short lines."""
     lines = []
-    if summary["validation_accuracy"] is not None:
-        lines.append(f"validation accuracy {summary['validation_accuracy']:.1%}, loss {summary['validation_loss']:.4f}")
-    elif summary["validation_loss"] is not None:
-        lines.append(f"validation loss {summary['validation_loss']:.4f}")
+    measured = {
+        name.removeprefix("validation_"): f"{value:.1%}" if name == "validation_accuracy" else f"{value:.4f}"
+        for name, value in summary.items()
+        if name.startswith("validation_") and value is not None
+    }
+    if measured:
+        order = sorted(measured, key=lambda name: name != "accuracy")  # the rest stays in its order
+        lines.append("validation " + ", ".join(f"{name} {measured[name]}" for name in order))
     loss = f", training loss {summary['loss']:.4f}" if summary["loss"] is not None else ""
     speed = f", {summary['samples_per_second']:,.0f} samples/s" if summary["samples_per_second"] else ""
     lines.append(f"{summary['steps']} steps{loss}; {summary['seconds']:.1f} s{speed}")

@@ -13,7 +13,7 @@ after the first update each rank has other weights, and computes its next gradie
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 import torch
@@ -23,10 +23,10 @@ from microparallel.comms import Comms
 from microparallel.data_parallel.replicate import replicate, require_same_model
 from microparallel.data_parallel.wrapper import DataParallel
 from microparallel.errors import UsageError
-from microparallel.models.loss import LossFunction, mean_loss
+from microparallel.models.loss import LossFunction, loss_of, sum_and_count
 from microparallel.program import LOSS, SAMPLES, AllReduce
 
-MicroBatch = tuple[Any, torch.Tensor]  # (inputs, targets)
+MicroBatch = tuple[Any, Sized]  # (inputs, targets), of as many samples as the targets' length
 
 
 # ── accumulation ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -48,7 +48,9 @@ def accumulated_step(
     Args:
         model: wrapped, on every rank.
         micro_batches: this rank's, as pairs of inputs and targets.
-        loss_fn: the mean loss of outputs and targets; without it, `model(inputs, targets)` is the loss.
+        loss_fn: the mean loss of outputs and targets; without it, `model(inputs, targets)` is the loss. Either may
+            return a tuple (sum, count) instead, such as a sum over all tokens that are not padding and their number:
+            then the result is the total sum over the total count of all ranks. `grad` must be None before.
         samples: how many samples all ranks have together, if the caller knows; otherwise an all-reduce adds them up.
 
     Returns:
@@ -72,15 +74,20 @@ def accumulated_step(
         samples = int(model.comms.all_reduce(torch.tensor(mine), operation=AllReduce(SAMPLES, "dp")).item())
     if not samples:
         raise UsageError("accumulated_step: no rank has a sample, and the mean of nothing is not a number")
-    loss = torch.zeros((), dtype=torch.float64)
+    loss, count = torch.zeros((), dtype=torch.float64), 0.0
+    begun = _has_gradients(model)
     with model.weighted(mine, samples):
         if filled:
             with model.no_sync():
-                loss += accumulate(model, filled[:-1], loss_fn, samples=mine)
-            loss += accumulate(model, filled[-1:], loss_fn, samples=mine)
+                loss, count = _add_up(model, filled[:-1], loss_fn, mine)
+            last_loss, last_count = _add_up(model, filled[-1:], loss_fn, mine)
+            loss, count = loss + last_loss, count + last_count
         else:
             model.sit_out()
-    return model.comms.all_reduce(loss * (mine / samples), operation=AllReduce(LOSS, "dp"))
+    # What was counted goes with the loss: only now does every rank know the total, and can divide by it.
+    totals = torch.stack([loss * (mine / samples), torch.tensor(count, dtype=torch.float64)])
+    model.comms.all_reduce(totals, operation=AllReduce(LOSS, "dp"))
+    return _over_count(model, totals[0], samples, float(totals[1]), begun)
 
 
 def accumulate(
@@ -88,15 +95,51 @@ def accumulate(
 ) -> torch.Tensor:
     """Forward and backward of one micro-batch after another, without communication; returns their loss.
 
-    Each micro-batch counts for its part of `samples`. If `samples` is the number that this rank has, its gradients are
-    those of the mean over its samples, not of a mean of the micro-batches' means.
+    `samples` is how many this rank has: its gradients are those of the mean over them, not of a mean of the
+    micro-batches' means. With a loss that returns (sum, count), they are those of the total sum over the total count.
     """
-    total = torch.zeros((), dtype=torch.float64)
+    begun = _has_gradients(model)
+    loss, count = _add_up(model, micro_batches, loss_fn, samples)
+    return _over_count(model, loss, samples, count, begun) if micro_batches else loss
+
+
+def _add_up(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], loss_fn: LossFunction | None, samples: int
+) -> tuple[torch.Tensor, float]:
+    """Forward and backward of each micro-batch; returns the sum of their losses over `samples`, and what it counts."""
+    total, counted = torch.zeros((), dtype=torch.float64), 0.0
     for inputs, targets in micro_batches:
-        loss = mean_loss(model, inputs, targets, loss_fn) * (len(targets) / samples)
-        loss.backward()  # type: ignore[no-untyped-call]
-        total += loss.detach().to("cpu", torch.float64)
-    return total
+        loss = loss_of(model, inputs, targets, loss_fn)
+        if isinstance(loss, tuple):
+            whole, count = sum_and_count(loss, len(targets))
+            part = whole / samples
+        else:
+            part, count = loss * (len(targets) / samples), float(len(targets))
+        part.backward()  # type: ignore[no-untyped-call]
+        total += part.detach().to("cpu", torch.float64)
+        counted += count
+    return total, counted
+
+
+def _has_gradients(model: nn.Module) -> bool:
+    return any(parameter.grad is not None for parameter in model.parameters())
+
+
+def _over_count(model: nn.Module, loss: torch.Tensor, samples: int, count: float, begun: bool) -> torch.Tensor:
+    """Make a mean over `samples` one over what the loss counted: scale the loss and all gradients, if that differs."""
+    if count == samples:
+        return loss
+    if not count:  # a sum of nothing: gradients are zero, and there is no mean
+        return loss * math.nan
+    if begun:
+        raise UsageError(
+            "the loss returned (sum, count), which scales all gradients at the end, and there were gradients before "
+            "this step: call optimizer.zero_grad() first"
+        )
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(samples / count)
+    return loss * (samples / count)
 
 
 # ── averaging parameters ────────────────────────────────────────────────────────────────────────────────────────────

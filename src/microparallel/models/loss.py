@@ -11,15 +11,36 @@ from torch.nn import functional
 
 from microparallel.errors import UsageError
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
+# The mean over the samples; or (sum, count), such as the sum over all tokens that are not padding, and their number.
+Loss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]
+LossFunction = Callable[[Any, Any], Loss]
+
+
+def loss_of(model: nn.Module, inputs: Any, targets: Any, loss_fn: LossFunction | None = None) -> Loss:
+    """The loss of a batch: `loss_fn(model(inputs), targets)`, or without a `loss_fn` `model(inputs, targets)`."""
+    loss: Loss = model(inputs, targets) if loss_fn is None else loss_fn(model(inputs), targets)
+    return loss
 
 
 def mean_loss(model: nn.Module, inputs: Any, targets: Any, loss_fn: LossFunction | None = None) -> torch.Tensor:
-    """The mean loss of a batch: `loss_fn(model(inputs), targets)`, or without a `loss_fn` `model(inputs, targets)`."""
-    if loss_fn is not None:
-        return loss_fn(model(inputs), targets)
-    loss: torch.Tensor = model(inputs, targets)
+    """The mean loss of a batch, for callers that weigh batches by their samples: a (sum, count) is refused."""
+    loss = loss_of(model, inputs, targets, loss_fn)
+    if isinstance(loss, tuple):
+        raise UsageError(
+            "the loss returned (sum, count), and this step weighs batches by their samples; "
+            "return the mean, or use mp.course.accumulated_step (train: --strategy ddp)"
+        )
     return loss
+
+
+def sum_and_count(loss: Loss, samples: int) -> tuple[torch.Tensor, float]:
+    """A loss as a sum and what it is a sum over: a mean is one over the samples."""
+    if not isinstance(loss, tuple):
+        return loss * samples, float(samples)
+    if len(loss) != 2:
+        raise UsageError(f"the loss returned {len(loss)} values; return the mean, or (sum, count)")
+    total, count = loss
+    return total, float(count)
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

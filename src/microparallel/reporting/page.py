@@ -135,6 +135,7 @@ def tiles_of(run: Run, measured: Measured | None) -> list[dict[str, str]]:
         "training loss": _number(summary.get("loss", _last(run, "loss")), ".4g"),
         "validation loss": _number(summary.get("validation_loss", _last(run, "validation_loss")), ".4g"),
         "accuracy": _number(summary.get("validation_accuracy", _last(run, "validation_accuracy")), ".1%"),
+        **_own_metrics(summary),
         "samples/s": _number(summary.get("samples_per_second"), ",.0f"),
         "steps": _number(summary.get("steps", _last(run, "step")), ",.0f"),
         "parameters": _number(summary.get("parameters"), ",.0f"),
@@ -150,6 +151,13 @@ def tiles_of(run: Run, measured: Measured | None) -> list[dict[str, str]]:
         }
     groups = [{name: value for name, value in group.items() if value} for group in (learning, steps)]
     return [group for group in groups if group]
+
+
+def _own_metrics(summary: dict[str, Any]) -> dict[str, str]:
+    """What the user's own functions have measured (`train --metric`)."""
+    known = ("validation_loss", "validation_accuracy")
+    own = {name: value for name, value in summary.items() if name.startswith("validation_") and name not in known}
+    return {name.removeprefix("validation_").replace("_", " "): _number(value, ".4g") for name, value in own.items()}
 
 
 def lead_of(measured: Measured) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,17 +23,22 @@ from microparallel.pipeline.cut import cut
 from microparallel.pipeline.programs import Schedule
 from microparallel.text import nearest
 from microparallel.topology import parse_slow_links, parse_slow_ranks
-from microparallel.torch_private import pytree
 from microparallel.train import user_code
+from microparallel.train.batch import ModelSignature, ModelWithLoss, fitting_loss, placed
 from microparallel.train.config import DEFAULTS, TrainConfig, parse_balance
-from microparallel.train.data import Split, digits, from_user, text
-from microparallel.train.sampler import ShardedSampler
-from microparallel.train.strategies import STEPS, Step, slow_down_model
-from microparallel.train.training import LearningRate, PipelineTraining, Training
+from microparallel.train.data import Dataset, Split, Stream, digits, from_user, text
+from microparallel.train.loader import Loader, Loading, SampleLoader, StreamLoader
+from microparallel.train.logs import require_installed
+from microparallel.train.metrics import load_metrics
+from microparallel.train.optimizer import build_learning_rate, build_optimizer
+from microparallel.train.sampler import Ranked, ShardedSampler
+from microparallel.train.strategies import STEPS, slow_down_model
+from microparallel.train.training import PipelineTraining, Training
 
 Value = TypeVar("Value")
 
 _LOSSES: dict[str, LossFunction] = {"cross-entropy": cross_entropy, "mse": mean_squared_error}
+_VALIDATION_BATCH = 256
 
 
 def build(config: TrainConfig, comms: Comms) -> Training:
@@ -47,23 +53,50 @@ def build(config: TrainConfig, comms: Comms) -> Training:
         model.to(comms.device)
     replicate(model, comms)  # the same model, even if it was made with other random numbers than torch's
     torch.manual_seed(config.seed + 1 + comms.rank)  # from here on each rank draws its own
-    loss_fn = build_loss(config, model, data)
+    loss_fn = build_loss(config, model)
     _slow_down(config, model, comms.rank)
     if config.is_pipeline:
         return _build_pipeline(config, comms, model, loss_fn, data, dtype)
-    sampler = ShardedSampler(data.training, _resolved(config.batch), comms=comms, seed=config.seed)
+    with_loss = ModelWithLoss(model, loss_fn)
     return Training(
-        comms=comms,
         model=model,
-        loss_fn=loss_fn,
+        with_loss=with_loss,
+        signature=ModelSignature(model, has_loss=loss_fn is not None),
         optimizer=build_optimizer(config, model),
-        data=data,
-        sampler=sampler,
-        strategy=build_step(config, model, comms, loss_fn),
-        learning_rate=LearningRate(_resolved(config.lr_schedule), _resolved(config.lr), total_steps(config, sampler)),
-        dtype=dtype,
+        strategy=STEPS[config.strategy](with_loss, comms),
         averaging=None if config.average_every is None else ParameterAveraging(model, comms, config.average_every),
+        **_rest(config, comms, data, comms, dtype),
     )
+
+
+def _rest(config: TrainConfig, comms: Comms, data: Split, ranked: Ranked, dtype: torch.dtype) -> dict[str, Any]:
+    """What a run has in any layout; `ranked` is the place of this rank's share among the shares of a batch."""
+    loader = build_loader(config, data.training, _resolved(config.batch), ranked, comms)
+    held_back = data.validation
+    return {
+        "comms": comms,
+        "data": data,
+        "loader": loader,
+        "measuring": None if held_back is None else _measuring(config, held_back, ranked, comms),
+        "learning_rate": build_learning_rate(config, total_steps(config, loader)),
+        "dtype": dtype,
+        "clip": config.clip,
+        "metrics": load_metrics(config.metric),
+    }
+
+
+def build_loader(
+    config: TrainConfig, data: Dataset | Stream, batch: int, ranked: Ranked, comms: Comms, shuffle: bool = True
+) -> Loader:
+    """How a rank gets its share of each global batch."""
+    loading = Loading(config.workers, config.accumulate, comms.device.type == "cuda", config.seed)
+    if isinstance(data, Stream):
+        return StreamLoader(data, batch, ranked, loading)
+    return SampleLoader(data, ShardedSampler(data, batch, comms=ranked, seed=config.seed, shuffle=shuffle), loading)
+
+
+def _measuring(config: TrainConfig, data: Dataset | Stream, ranked: Ranked, comms: Comms) -> Loader:
+    return build_loader(replace(config, accumulate=1), data, _VALIDATION_BATCH, ranked, comms, shuffle=False)
 
 
 def _with_slow_links(config: TrainConfig, comms: Comms) -> Comms:
@@ -77,42 +110,55 @@ def _slow_down(config: TrainConfig, model: nn.Module, rank: int) -> None:
         slow_down_model(model, factor)
 
 
+@dataclass(frozen=True)
+class _Replica:
+    """Which of several pipelines a rank belongs to: all ranks of a pipeline share the samples of one."""
+
+    rank: int
+    world_size: int
+
+
 def _build_pipeline(
     config: TrainConfig, comms: Comms, model: nn.Module, loss_fn: LossFunction | None, data: Split, dtype: torch.dtype
 ) -> PipelineTraining:
     """Make one rank's part of a run whose model is spread over ranks."""
-    if loss_fn is None:
+    if loss_fn is None and _takes_targets(model):
         raise ConfigError(
             "--pp cuts the model from its loss, and this model computes its own; try --loss cross-entropy"
         )
+    loss_fn = loss_fn or fitting_loss
     names = _first_names(model)
-    inputs, _ = data.training.batch(range(_samples_of_microbatch(config, len(data.training))))
     pipe = Pipeline(
         model,
         comms,
         user_code.schedule_of(_resolved(config.schedule)),
         _resolved(config.microbatches),
-        loss_fn,
+        loss_fn,  # type: ignore[arg-type]
         parse_balance(_resolved(config.balance)),
         replicas=_resolved(config.dp),
         stages_per_rank=config.stages_per_rank,
-        example=_cast(inputs, dtype) if config.balance == "time" else None,
+        example=_example(config, model, data, dtype) if config.balance == "time" else None,
         recompute=bool(config.recompute),
-    )
-    sampler = ShardedSampler(
-        data.training, _resolved(config.batch), rank=pipe.replica, world_size=pipe.mesh.dp, seed=config.seed
     )
     return PipelineTraining(
         pipe,
         names,
-        comms=comms,
-        loss_fn=loss_fn,
+        with_loss=ModelWithLoss(pipe.own_layers, loss_fn),
+        signature=ModelSignature(model, has_loss=True, one_argument=True),
         optimizer=build_optimizer(config, pipe),
-        data=data,
-        sampler=sampler,
-        learning_rate=LearningRate(_resolved(config.lr_schedule), _resolved(config.lr), total_steps(config, sampler)),
-        dtype=dtype,
+        **_rest(config, comms, data, _Replica(pipe.replica, pipe.mesh.dp), dtype),
     )
+
+
+def _example(config: TrainConfig, model: nn.Module, data: Split, dtype: torch.dtype) -> Any:
+    """A micro-batch, to measure layers on."""
+    if isinstance(data.training, Stream):
+        raise ConfigError(
+            "--balance time measures layers on samples with numbers, and --data is a stream; leave it out"
+        )
+    samples = _samples_of_microbatch(config, len(data.training))
+    batch = ModelSignature(model, has_loss=True, one_argument=True).batch(data.training.batch(range(samples)), samples)
+    return placed(batch.arguments[0], torch.device("cpu"), dtype)
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
@@ -126,15 +172,14 @@ def _samples_of_microbatch(config: TrainConfig, samples: int) -> int:
     return max(1, min(samples, share // _resolved(config.microbatches)))
 
 
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, batch
-    )
-
-
-def total_steps(config: TrainConfig, sampler: ShardedSampler) -> int:
+def total_steps(config: TrainConfig, loader: Loader) -> int:
     """How many steps the run has from its beginning to its end."""
-    return config.steps or (config.epochs or 1) * len(sampler)
+    if config.steps is None and loader.length is None:
+        raise ConfigError(
+            f"--epochs {config.epochs}: --data {config.data} is a stream without __len__, so nobody knows how long "
+            "a pass is; say how long the run is with --steps"
+        )
+    return config.steps or (config.epochs or 1) * (loader.length or 1)
 
 
 def check(config: TrainConfig) -> None:
@@ -143,9 +188,14 @@ def check(config: TrainConfig) -> None:
         user_code.load(config.data, "dataset")
     else:
         _require_fit(config, build_data(config))
-    for name, what in ((config.model, "model"), (config.loss or "", "loss")):
-        if user_code.is_spec(name):
-            user_code.load(name, what)
+    own = {"model": config.model, "loss": config.loss, "collate": config.collate, "optimizer": config.optimizer}
+    for what, name in (own | {"schedule": config.schedule_lr}).items():
+        if user_code.is_spec(name or ""):
+            user_code.load(name or "", what)
+    if not user_code.is_spec(config.optimizer or "a:b"):
+        build_optimizer(config, nn.Linear(1, 1, bias=False))  # its options are right, or it says which is not
+    load_metrics(config.metric)
+    require_installed(config.log)
     if config.is_pipeline and not user_code.is_spec(config.model):
         _require_cut(config)
 
@@ -166,7 +216,7 @@ def build_data(config: TrainConfig) -> Split:
     if name == "digits":
         return digits()
     if user_code.is_spec(name):
-        return from_user(name)
+        return from_user(name, config.collate)
     context = config.context or DEFAULTS["gpt"]["context"]
     if name == "text":
         return text(None, context)
@@ -179,6 +229,7 @@ def build_model(config: TrainConfig, data: Split) -> nn.Module:
     """Make the model, its ends fitted to the data where it is one of ours."""
     _require_fit(config, data)
     if config.model == "mlp":
+        assert not isinstance(data.training, Stream)  # _require_fit has seen to it
         inputs, targets = data.training.batch(range(len(data.training)))
         classes = int(targets.max()) + 1
         return FullMLP(_resolved(config.dim), _resolved(config.depth), inputs.shape[1], classes)
@@ -197,39 +248,34 @@ def build_model(config: TrainConfig, data: Split) -> nn.Module:
     return model
 
 
-def build_loss(config: TrainConfig, model: nn.Module, data: Split) -> LossFunction | None:
-    """Choose the loss; None when the model computes its own from `model(inputs, targets)`."""
+def build_loss(config: TrainConfig, model: nn.Module) -> LossFunction | None:
+    """Choose the loss; None when the model computes its own, or what fits the targets is used."""
     if config.loss in _LOSSES:
         return _LOSSES[config.loss]
     if config.loss is not None:
         return user_code.load(config.loss, "loss")
-    if isinstance(model, FullMLP | GPT):
-        return cross_entropy
-    if "targets" in inspect.signature(model.forward).parameters:
-        return None
-    _, targets = data.training.batch([0])
-    return mean_squared_error if targets.is_floating_point() else cross_entropy
+    return cross_entropy if isinstance(model, FullMLP | GPT) else None
 
 
-def build_step(config: TrainConfig, model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
-    """Choose how a step is done; only some strategies can cut it into micro-batches."""
-    make = STEPS[config.strategy]
-    return make(model, comms, loss_fn) if config.accumulate == 1 else make(model, comms, loss_fn, config.accumulate)
-
-
-def build_optimizer(config: TrainConfig, model: nn.Module | Pipeline) -> torch.optim.Optimizer:
-    """Make one of torch's own optimizers."""
-    parameters, lr = model.parameters(), _resolved(config.lr)
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=lr, momentum=config.momentum)
-    if config.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=lr)
-    return torch.optim.AdamW(parameters, lr=lr)
+def _takes_targets(model: nn.Module) -> bool:
+    """Whether a model is called with the targets: it names them, or needs more than its inputs."""
+    parameters = inspect.signature(model.forward).parameters
+    return "targets" in parameters or sum(one.default is one.empty and one.kind < 2 for one in parameters.values()) > 1
 
 
 def _require_fit(config: TrainConfig, data: Split) -> None:
     """Refuse data that means nothing to a model of ours."""
-    inputs, targets = data.training.batch([0])
+    if user_code.is_spec(config.model):
+        return
+    if isinstance(data.training, Stream):
+        raise ConfigError(f"--model {config.model} is made to fit its data, and --data {config.data} is a stream")
+    sample = data.training.batch([0])
+    if not (isinstance(sample, tuple | list) and len(sample) == 2 and isinstance(sample[1], torch.Tensor)):
+        raise ConfigError(
+            f"--model {config.model} takes pairs (input, target), and --data {config.data} has other samples; "
+            "try a model of your own"
+        )
+    inputs, targets = sample
     is_tensor = isinstance(inputs, torch.Tensor) and inputs.dim() == 2
     kind = describe(inputs[0]) if isinstance(inputs, torch.Tensor) else type(inputs).__name__
     given = f"inputs {kind} and targets {describe(targets[0])}"

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +15,17 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
 from microparallel.course.replicas import Replicas
+from microparallel.course.shortcuts import accumulate
 from microparallel.errors import UsageError
+from microparallel.models.loss import LossFunction
 from microparallel.schedules import PIPELINES
 from microparallel.text import count
 from microparallel.trace import Trace
-from microparallel.train.build import build, build_optimizer
+from microparallel.train.batch import Batch
+from microparallel.train.build import build
 from microparallel.train.config import TrainConfig
-from microparallel.train.strategies import Step, single
+from microparallel.train.optimizer import build_optimizer
+from microparallel.train.strategies import Step
 from microparallel.train.training import Training
 from microparallel.world import Pool, connect
 
@@ -148,17 +153,23 @@ def _replicated(training: Training, config: TrainConfig, devices: list[torch.dev
     """Let replicas do a training's steps in place of its model."""
     replicas = Replicas(training.model, devices, averaging)
     training.optimizer = build_optimizer(config, nn.ModuleList(replicas.models))
-    training.strategy = lambda inputs, targets, _: replicas.step(inputs, targets, training.loss_fn)
+
+    def step(batches: Sequence[Batch], _samples: int) -> torch.Tensor:
+        inputs, targets, loss_fn = _pair(training, batches)
+        return replicas.step(inputs, targets, loss_fn)
+
+    training.strategy = step
     return replicas
 
 
 def _torch_data_parallel(training: Training, gpus: list[int]) -> Step:
     """torch's own: outputs are gathered on the first GPU, and the loss of the whole batch is computed there."""
     wrapped = nn.DataParallel(training.model, device_ids=gpus)
-    if training.loss_fn is not None:
-        return single(wrapped, training.comms, training.loss_fn)
 
-    def step(inputs: object, targets: torch.Tensor, samples: int) -> torch.Tensor:
+    def step(batches: Sequence[Batch], samples: int) -> torch.Tensor:
+        inputs, targets, loss_fn = _pair(training, batches)
+        if loss_fn is not None:
+            return accumulate(wrapped, [(inputs, targets)], loss_fn, samples=samples)
         losses = wrapped(inputs, targets).view(-1)  # the model computes its own: a mean from each GPU,
         shares = [len(share) / samples for share in targets.chunk(len(gpus))]  # which saw a share of this size
         loss: torch.Tensor = (losses * losses.new_tensor(shares)).sum()
@@ -168,13 +179,21 @@ def _torch_data_parallel(training: Training, gpus: list[int]) -> Step:
     return step
 
 
+def _pair(training: Training, batches: Sequence[Batch]) -> tuple[Any, torch.Tensor, LossFunction | None]:
+    """A batch of pairs as inputs, targets, and the loss function; None where the model computes its own loss."""
+    [batch] = batches
+    if batch.named or len(batch.arguments) > 1 + batch.own_loss or not isinstance(batch.targets, torch.Tensor):
+        raise UsageError("--in-process cuts batches of pairs (input, target), and this data has other samples")
+    return batch.arguments[0], batch.targets, None if batch.own_loss else training.with_loss.loss_fn
+
+
 # ── what both have in common ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _carry_out(training: Training, config: TrainConfig, state: Callable[[], dict[str, torch.Tensor]]) -> Outcome:
     """Do every step of a job; `state` returns what has been learnt."""
     losses, seconds = [], []
-    steps = config.steps or len(training.sampler)
+    steps = config.steps or training.loader.length or 1
     recorder = Recorder(training.comms) if config.trace else None
     for number in range(steps):
         if recorder is not None and number == max(0, steps - _RECORDED):

@@ -30,7 +30,7 @@ from microparallel.settings import (
     declared,
     setting,
 )
-from microparallel.text import did_you_mean
+from microparallel.text import did_you_mean, nearest
 from microparallel.topology import parse_slow_links, parse_slow_ranks, require_cores
 from microparallel.train import user_code
 
@@ -38,23 +38,30 @@ MODELS = ("mlp", "gpt")
 LOSSES = ("cross-entropy", "mse")
 STRATEGIES = ("auto", "single", "naive", "hooks", "ddp", "averaging", "torch-ddp", "pipeline")
 ACCUMULATING = ("auto", "single", "ddp", "averaging")  # can compute a step in several micro-batches
-OPTIMIZERS = ("adam", "adamw", "sgd")
-LR_SCHEDULES = ("constant", "linear")
+LR_SCHEDULES = ("constant", "linear", "cosine")
+LOGS = ("tensorboard", "wandb")
+# torch's optimizers, so that a right name is known to be right without torch. A newer torch may have more.
+OPTIMIZERS = (
+    *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam", "rmsprop"),
+    *("rprop", "sgd"),
+)
+_WITH_MOMENTUM = ("muon", "rmsprop", "sgd")
+_NOT_FOR_STEPS = {"lbfgs": "calls the model several times in a step", "sparseadam": "needs sparse gradients"}
 
 # What a model trains with when nothing else is said. A size that is missing here means nothing to that model.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mlp": {
         **{"data": "digits", "dim": 128, "depth": 16},
-        **{"epochs": 15, "batch": 64, "lr": 3e-3, "lr_schedule": "linear", "optimizer": "adamw"},
+        **{"epochs": 15, "batch": 64, "lr": 3e-3, "schedule_lr": "linear", "optimizer": "adamw"},
     },
     "gpt": {
         **{"data": "text", "dim": 128, "depth": 4, "heads": 4, "context": 64},
-        **{"steps": 300, "batch": 32, "lr": 1e-3, "lr_schedule": "linear", "optimizer": "adamw"},
+        **{"steps": 300, "batch": 32, "lr": 1e-3, "schedule_lr": "linear", "optimizer": "adamw"},
     },
     # your own; it may train on text, so it has a context
     "module:function": {
         **{"context": 64, "epochs": 10, "batch": 32},
-        **{"lr": 1e-3, "lr_schedule": "constant", "optimizer": "adamw"},
+        **{"lr": 1e-3, "schedule_lr": "constant", "optimizer": "adamw"},
     },
 }
 
@@ -84,6 +91,49 @@ def _one_of_or_your_own(known: Sequence[str]) -> Callable[[str, str], None]:
     return check
 
 
+def optimizer_names() -> dict[str, str]:
+    """The optimizers that the installed torch has, in small letters, with their real names; this imports torch."""
+    from torch import optim
+
+    classes = {name: one for name, one in vars(optim).items() if isinstance(one, type)}
+    found = {name.lower(): name for name, one in classes.items() if issubclass(one, optim.Optimizer)}
+    return {name: real for name, real in found.items() if name != "optimizer" and name not in _NOT_FOR_STEPS}
+
+
+def _check_optimizer(value: str, given: str) -> None:
+    name = value.lower()
+    if name in OPTIMIZERS or user_code.is_spec(value):
+        return
+    if name in _NOT_FOR_STEPS:
+        raise ConfigError(f"{given}: {value} {_NOT_FOR_STEPS[name]}, and train does not; try --optimizer adamw")
+    if name not in (known := optimizer_names()):
+        usual = ("adam", "adamw", "sgd")  # what is most often meant
+        likely = usual if nearest(name, usual) else sorted(known)
+        raise ConfigError(f"{given}: {did_you_mean(name, likely)}, or your own as my_module:make_optimizer")
+
+
+def _check_warmup(value: float, given: str) -> None:
+    if value > 1 and value != int(value):
+        raise ConfigError(f"{given}: a number of steps is whole, and a part of all steps is below 1; try {int(value)}")
+
+
+def _check_specs(value: str, given: str) -> None:
+    for spec in value.split():
+        if not user_code.is_spec(spec):
+            raise ConfigError(f"{given}: {spec} does not name a function; write it as my_module:my_metric")
+
+
+def _check_collate(value: str, given: str) -> None:
+    if not user_code.is_spec(value):
+        raise ConfigError(f"{given}: this does not name a function; write it as my_module:collate")
+
+
+def _check_logs(value: str, given: str) -> None:
+    for name in value.split():
+        if name not in LOGS:
+            raise ConfigError(f"{given}: {did_you_mean(name, LOGS)}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The settings of one training run; None stands for the model's own default, which `resolved` fills in."""
@@ -106,6 +156,12 @@ class TrainConfig:
         SUBJECT,
         shown="what fits the model and data",
         check=_one_of_or_your_own(LOSSES),
+    )
+    collate: str | None = setting(
+        None,
+        "Your function that makes a batch of a list of samples, as my_module:collate; it may pad them.",
+        SUBJECT,
+        check=_check_collate,
     )
     dim: int | None = setting(None, "Width of the model.", SUBJECT, shown=_by_model("dim"), within=AT_LEAST_ONE)
     depth: int | None = setting(None, "Layers of the model.", SUBJECT, shown=_by_model("depth"), within=AT_LEAST_ONE)
@@ -137,15 +193,44 @@ class TrainConfig:
         may_change=True,
     )
     lr: float | None = setting(None, "Learning rate.", STEPS, shown=_by_model("lr"), within=POSITIVE, example=0.001)
-    lr_schedule: str | None = setting(
+    schedule_lr: str | None = setting(
         None,
-        "linear (a tenth of the steps up, the rest down to 0) or constant.",
+        "The learning rate over the steps: constant, linear (down to 0), cosine (down to 0 along a cosine), or your "
+        "own as my_module:make_schedule.",
         STEPS,
-        shown=_by_model("lr_schedule"),
-        choices=LR_SCHEDULES,
+        shown=_by_model("schedule_lr"),
+        check=_one_of_or_your_own(LR_SCHEDULES),
     )
-    optimizer: str | None = setting(None, group=STEPS, shown=_by_model("optimizer"), choices=OPTIMIZERS)
-    momentum: float = setting(0.0, "Momentum of sgd.", STEPS, within=Range(at_least=0, below=1), example=0.9)
+    warmup: float | None = setting(
+        None,
+        "Steps in which the learning rate first goes up, or, below 1, the part of all steps.",
+        STEPS,
+        shown="0.1 for linear and cosine, else 0",
+        within=Range(at_least=0),
+        example=100,
+        check=_check_warmup,
+    )
+    optimizer: str | None = setting(
+        None,
+        "Any of torch.optim, in any letter case, or your own as my_module:make_optimizer.",
+        STEPS,
+        shown=_by_model("optimizer"),
+        check=_check_optimizer,
+    )
+    momentum: float = setting(
+        0.0, "Momentum of sgd, rmsprop or muon.", STEPS, within=Range(at_least=0, below=1), example=0.9
+    )
+    weight_decay: float | None = setting(
+        None, "Weight decay.", STEPS, shown="the optimizer's own", within=Range(at_least=0), example=0.01
+    )
+    clip: float | None = setting(
+        None,
+        "Scale gradients so that the norm of all of them, over all ranks and stages, is at most this.",
+        STEPS,
+        within=POSITIVE,
+        example=1.0,
+        metavar="NORM",
+    )
     seed: int = setting(0, "Seed of weights and order.", STEPS, within=Range(at_least=0, at_most=_LARGEST_SEED))
     dtype: str = setting("float32", group=STEPS, choices=("float32", "float64"))
 
@@ -224,6 +309,13 @@ class TrainConfig:
     recompute: bool | None = setting(
         None, "Let a pipeline compute activations again instead of keeping them.", WORLD, may_change=True
     )
+    workers: int = setting(
+        0,
+        "Processes of each rank that load data ahead of time.",
+        WORLD,
+        within=Range(at_least=0),
+        may_change=True,
+    )
     device: str = setting("auto", group=WORLD, choices=DEVICES, may_change=True)
     transport: str = setting("auto", group=WORLD, choices=TRANSPORTS, may_change=True)
 
@@ -258,6 +350,22 @@ class TrainConfig:
         within=AT_LEAST_ONE,
         may_change=True,
     )
+    metric: str | None = setting(
+        None,
+        "Measure on held-back data with your own my_module:f(outputs, targets). Can be given several times.",
+        metavar="MODULE:F",
+        several=True,
+        check=_check_specs,
+        may_change=True,
+    )
+    log: str | None = setting(
+        None,
+        "tensorboard or wandb, where installed: write metrics there as well. Can be given several times.",
+        metavar="NAME",
+        several=True,
+        check=_check_logs,
+        may_change=True,
+    )
     trace: bool | None = setting(None, "Record ten steps: what every rank did when (see report).", may_change=True)
 
     def __post_init__(self) -> None:
@@ -276,6 +384,8 @@ class TrainConfig:
         elif self.strategy == "auto":
             several = "ddp" if self.average_every is None else "averaging"
             missing["strategy"] = "single" if self.world_size == 1 else several
+        if self.optimizer is not None and not user_code.is_spec(self.optimizer):
+            missing["optimizer"] = self.optimizer.lower()
         return replace(self, ranks=self.world_size, **missing)
 
     def _resolved_pipeline(self, batch: int) -> dict[str, Any]:
@@ -309,7 +419,10 @@ class TrainConfig:
         return math.prod(self.layout)
 
 
-_RENAMED = {"chunks": "stages_per_rank"}  # so that a run which began under the old name can go on
+_RENAMED = {
+    "chunks": "stages_per_rank",
+    "lr_schedule": "schedule_lr",
+}  # so that a run which began under the old name can go on
 
 
 def read_config(path: Path | str) -> dict[str, Any]:
@@ -380,10 +493,9 @@ def _check_together(config: TrainConfig) -> None:
             f"sample; try --batch {config.world_size} or --ranks {used['batch']}"
         )
     _check_accumulation(config, used["batch"])
-    if config.momentum and used["optimizer"] != "sgd":
-        raise ConfigError(
-            f"--momentum {config.momentum} is for sgd, and --optimizer is {used['optimizer']}; try --optimizer sgd"
-        )
+    _check_options_of_optimizer(config, used["optimizer"])
+    if config.collate is not None and not user_code.is_spec(used["data"] or "a:b"):
+        raise ConfigError(f"--collate {config.collate} is for data of your own, and --data is {used['data']}")
     for name in ("dim", "depth", "heads", "context"):
         if used[name] is not None and name not in defaults:
             raise ConfigError(f"--{name} {used[name]} means nothing to --model {config.model}; leave it out")
@@ -397,6 +509,18 @@ def _check_together(config: TrainConfig) -> None:
         raise ConfigError(
             f"--dim {used['dim']} cannot be split evenly over --heads {used['heads']}; try --dim {nearest}"
         )
+
+
+def _check_options_of_optimizer(config: TrainConfig, optimizer: str) -> None:
+    if config.momentum and optimizer.lower() in OPTIMIZERS and optimizer.lower() not in _WITH_MOMENTUM:
+        raise ConfigError(
+            f"--momentum {config.momentum} is for sgd, and --optimizer is {optimizer}; try --optimizer sgd"
+        )
+    if user_code.is_spec(optimizer):
+        for name in ("momentum", "weight_decay"):
+            if value := getattr(config, name):
+                given = declared(TrainConfig)[name].given(value)
+                raise ConfigError(f"{given} is for torch's optimizers; set it in --optimizer {optimizer} itself")
 
 
 def _check_layout(config: TrainConfig) -> None:

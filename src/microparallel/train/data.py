@@ -1,7 +1,7 @@
 """What to train on: the digits that ship with the package, text, and datasets of the user's own.
 
 A `Split` holds training data and, perhaps, validation data. Whatever they are made of, the training loop asks them for
-two things only: `len(data)`, and `data.batch(indices)`.
+two things only: `len(data)`, and `data.batch(indices)`. A `Stream` has neither: its samples just come.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import safetensors.torch
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import IterableDataset, default_collate
 
 from microparallel.errors import DataError, UsageError
 from microparallel.train import user_code
@@ -33,11 +33,11 @@ class Dataset(Protocol):
         ...
 
     def __getitem__(self, index: int) -> Any:
-        """Return one sample, a pair (input, target)."""
+        """Return one sample: a tuple whose last value is the target, or a dict."""
         ...
 
-    def batch(self, indices: Sequence[int]) -> tuple[Any, torch.Tensor]:
-        """Return the samples with these numbers as (inputs, targets); for no numbers, a batch of size zero."""
+    def batch(self, indices: Sequence[int]) -> Any:
+        """Return the samples with these numbers put together; for no numbers, a batch of size zero."""
         ...
 
 
@@ -45,8 +45,8 @@ class Dataset(Protocol):
 class Split:
     """Data to learn from, and data held back to measure on."""
 
-    training: Dataset
-    validation: Dataset | None
+    training: Dataset | Stream
+    validation: Dataset | Stream | None
     description: str
     """One line for people."""
 
@@ -114,11 +114,15 @@ def digits(seed: int = 0, dtype: torch.dtype = torch.float32) -> Split:
 # ── the user's own ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class CollatedData:
-    """A user's dataset, its samples put together into batches as torch's DataLoader would."""
+Collate = Callable[[list[Any]], Any]
 
-    def __init__(self, dataset: Any) -> None:
+
+class CollatedData:
+    """A user's dataset, its samples put together as torch's DataLoader would, or by the user's function."""
+
+    def __init__(self, dataset: Any, collate: Collate = default_collate) -> None:
         self.dataset = dataset
+        self._collate = collate
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -126,59 +130,98 @@ class CollatedData:
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
 
-    def batch(self, indices: Sequence[int]) -> tuple[Any, torch.Tensor]:
+    def batch(self, indices: Sequence[int]) -> Any:
         """Collate the samples with these numbers."""
         if not indices:  # nothing to collate: the shape of an empty batch is known from a batch of one
-            inputs, targets = self.batch([0])
-            return first_samples(inputs, 0), first_samples(targets, 0)
+            return first_samples(self.batch([0]), 0)
         samples = [user_code.call(self.dataset.__getitem__, f"sample {index} of the data", index) for index in indices]
-        try:
-            inputs, targets = default_collate(samples)
-        except (RuntimeError, TypeError) as error:
-            raise DataError(f"samples {list(indices)[:4]} … cannot be put together in a batch: {error}") from error
-        return inputs, targets
+        return collated(samples, self._collate, f"samples {list(indices)[:4]} …")
 
 
-def from_user(spec: str) -> Split:
+class Stream:
+    """A user's IterableDataset: samples that come one after another, perhaps without an end that is known."""
+
+    def __init__(self, dataset: Any, collate: Collate = default_collate) -> None:
+        self.dataset = dataset
+        self._collate = collate
+
+    @property
+    def length(self) -> int | None:
+        """How many samples a pass has, if the dataset says so."""
+        return len(self.dataset) if hasattr(self.dataset, "__len__") else None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the dataset can say where it stands, and go on from there."""
+        return all(hasattr(self.dataset, name) for name in ("state_dict", "load_state_dict"))
+
+    def collate(self, samples: list[Any], place: str) -> Any:
+        """Put some samples together."""
+        return collated(samples, self._collate, place)
+
+
+def collated(samples: list[Any], collate: Collate, place: str) -> Any:
+    """Put samples together in a batch; an error says which samples, and what to do."""
+    plain = [dict(one) if isinstance(one, Mapping) else one for one in samples]
+    if collate is not default_collate:
+        return user_code.call(collate, f"--collate, given {place},", samples)
+    try:
+        return default_collate(plain)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise DataError(
+            f"{place} cannot be put together in a batch: {reason}; samples of different lengths need "
+            "--collate my_module:collate, which pads them"
+        ) from error
+
+
+def from_user(spec: str, collate: str | None = None) -> Split:
     """Load a dataset of the user's own, named as `my_module:make_dataset`.
 
     The function is called without arguments. It returns a dataset, or a pair (training, validation) of them, where a
-    dataset is anything with `__len__` and `__getitem__` whose samples are pairs (input, target).
+    dataset is anything with `__len__` and `__getitem__`, or a torch IterableDataset. Samples are tuples whose last
+    value is the target, or dicts. `collate` names a function that makes a batch of a list of samples.
     """
     try:
+        put_together = default_collate if collate is None else user_code.load(collate, "collate")
         made = user_code.call(user_code.load(spec, "dataset"), f"dataset {spec!r}")
         training, validation = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-        _check(training, f"training data of {spec!r}")
-        if validation is not None:
-            _check(validation, f"validation data of {spec!r}")
+        first = _checked(training, f"training data of {spec!r}", put_together)
+        second = None if validation is None else _checked(validation, f"validation data of {spec!r}", put_together)
     except DataError:
         raise
     except UsageError as error:
         raise DataError(str(error)) from error.__cause__
-    held_back = "" if validation is None else f" and {len(validation)} held back"
-    return Split(
-        training=CollatedData(training),
-        validation=None if validation is None else CollatedData(validation),
-        description=f"{spec}, {len(training)} samples to train on{held_back}",
-    )
+    held_back = "" if second is None else f" and {_size(second).removesuffix(' samples')} held back"
+    return Split(training=first, validation=second, description=f"{spec}, {_size(first)} to train on{held_back}")
 
 
-def _check(dataset: Any, place: str) -> None:
+def _size(data: CollatedData | Stream) -> str:
+    if isinstance(data, CollatedData):
+        return f"{len(data)} samples"
+    return "a stream of samples" if data.length is None else f"a stream of {data.length} samples"
+
+
+def _checked(dataset: Any, place: str, collate: Collate) -> CollatedData | Stream:
     """Stop at once at what would otherwise fail in the middle of a step, on every rank."""
+    if isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and hasattr(dataset, "state_dict")):
+        return Stream(dataset, collate)
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
     if missing:
         raise DataError(
             f"{place}: {type(dataset).__name__} has no {' and no '.join(missing)}: "
-            "return a list, or a torch.utils.data.Dataset with both"
+            "return a list, a torch.utils.data.Dataset with both, or an IterableDataset"
         )
     if len(dataset) == 0:
         raise DataError(f"{place}: it is empty: return at least one sample")
     sample = user_code.call(dataset.__getitem__, f"sample 0 of the {place}", 0)
-    if not (isinstance(sample, tuple | list) and len(sample) == 2):
+    fits = isinstance(sample, Mapping) or (isinstance(sample, tuple | list) and len(sample) > 1)
+    if not fits and collate is default_collate:
         raise DataError(
-            f"sample 0 of the {place} is {type(sample).__name__}, not a pair (input, target): "
+            f"sample 0 of the {place} is {type(sample).__name__}, not a pair (input, target) nor a dict: "
             "return pairs; two tensors become such a dataset by torch.utils.data.TensorDataset(inputs, targets)"
         )
+    return CollatedData(dataset, collate)
 
 
 # ── text: any UTF-8 file or folder, or the sources of Python itself ───────────────────────────────────────────────────

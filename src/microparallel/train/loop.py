@@ -21,11 +21,13 @@ from microparallel.text import count
 from microparallel.trace import Trace
 from microparallel.train import checkpoint
 from microparallel.train.atomic import write_atomically
-from microparallel.train.build import build, total_steps
+from microparallel.train.build import build
 from microparallel.train.config import TrainConfig
+from microparallel.train.logs import Logs
+from microparallel.train.metrics import Validation
 from microparallel.train.progress import Display, display_for
 from microparallel.train.run_folder import RunFolder
-from microparallel.train.training import Training, Validation
+from microparallel.train.training import Training
 
 _SECONDS_BETWEEN_QUESTIONS = 0.3  # whether to stop
 _MOST_STEPS_BETWEEN_QUESTIONS = 1000
@@ -41,6 +43,7 @@ def train_on_rank(comms: Comms, config: TrainConfig, resume: Path | None = None,
     config = config.resolved()
     training = build(config, comms)
     with contextlib.ExitStack() as stack:
+        stack.callback(training.close)
         display = stack.enter_context(contextlib.closing(display_for(comms.rank, quiet)))
         folder = None
         if comms.rank == 0:
@@ -54,24 +57,36 @@ def train_on_rank(comms: Comms, config: TrainConfig, resume: Path | None = None,
             if folder is not None:
                 folder.truncate_metrics(after_step=training.steps_done)
                 folder.write_config(config)  # it may go on with more steps, or other ranks
-        return _Run(training, config, folder, display).to_the_end()
+        logs = None
+        if folder is not None:
+            logs = stack.enter_context(contextlib.closing(Logs(folder.path, config, training.steps_done, display.note)))
+        return _Run(training, config, folder, display, logs).to_the_end()
 
 
 class _Run:
-    """One rank's way through a run; rank 0 also has the folder."""
+    """One rank's way through a run; rank 0 also has the folder and the logs."""
 
-    def __init__(self, training: Training, config: TrainConfig, folder: RunFolder | None, display: Display) -> None:
+    def __init__(
+        self,
+        training: Training,
+        config: TrainConfig,
+        folder: RunFolder | None,
+        display: Display,
+        logs: Logs | None = None,
+    ) -> None:
+        self._logs = logs
         self._training = training
         self._config = config
         self._folder = folder
         self._display = display
-        self._total = total_steps(config, training.sampler)
-        self._validate_every = config.validate_every or len(training.sampler)
+        self._total = training.total_steps
+        self._validate_every = config.validate_every or training.loader.length or self._total
         self._apart = config.average_every or 1  # steps after which the ranks' models are the same again
         self._validation: Validation | None = None
         self._samples = 0
-        self._warned = False
+        self._warned: set[str] = set()  # of what there was a warning
         self._saved_at = training.steps_done  # nothing new to save yet
+        self._saved = training.steps_done > 0  # whether there is a checkpoint
 
     def to_the_end(self) -> dict[str, Any]:
         training = self._training
@@ -102,22 +117,28 @@ class _Run:
 
     def _step(self) -> None:
         training = self._training
-        epoch = training.sampler.epoch
         begun = time.monotonic()
         loss = training.step()
         seconds = time.monotonic() - begun
         done = training.steps_done
         self._samples += training.last_samples
         speed = training.last_samples / seconds
-        self._record({"step": done, "epoch": epoch, "loss": loss, "samples_per_second": round(speed, 1)})
+        self._record(
+            {"step": done, "epoch": training.loader.epoch, "loss": loss, "samples_per_second": round(speed, 1)}
+        )
         self._display.step(done, loss, speed)
-        if not math.isfinite(loss) and not self._warned:
-            self._warned = True
-            self._display.note(f"warning: the loss of step {done} is {loss}; a smaller --lr may help")
-        if self._due(self._validate_every) and done < self._total:
-            self._validate()
+        if not math.isfinite(loss):
+            self._warn("step", f"the loss of step {done} is {loss}; a smaller --lr may help")
         if self._config.save_every is not None and self._due(self._config.save_every):
             self._save()
+        if self._due(self._validate_every) and done < self._total:
+            self._validate()
+
+    def _warn(self, about: str, text: str) -> None:
+        """Show a warning, unless there was one about the same before."""
+        if about not in self._warned:
+            self._warned.add(about)
+            self._display.note(f"warning: {text}")
 
     def _together(self) -> bool:
         """Whether all ranks have the same model now; otherwise there is nothing yet that could be measured or saved."""
@@ -128,17 +149,15 @@ class _Run:
         return self._together() and self._training.steps_done % every < self._apart
 
     def _validate(self) -> None:
+        if not self._saved and self._training.data.validation is not None:
+            self._save()  # what was trained is safe before the model is measured for the first time
         self._validation = self._training.validate()
-        if self._validation is not None:
-            done = self._training.steps_done
-            self._record(
-                {
-                    "step": done,
-                    "validation_loss": self._validation.loss,
-                    "validation_accuracy": self._validation.accuracy,
-                }
-            )
-            self._display.validation(self._validation)
+        if self._validation is None:
+            return
+        self._record({"step": self._training.steps_done, **self._validation.record})
+        self._display.validation(self._validation)
+        for name, reason in self._validation.failures.items():
+            self._warn(f"validation {name}", f"validation {name} is left out, since it failed: {reason}")
 
     def _save(self) -> None:
         """Save a checkpoint: every rank tells its random state, rank 0 writes."""
@@ -146,7 +165,7 @@ class _Run:
         if training.steps_done == self._saved_at:
             return
         state, model_state, optimizer_state = training.state(), training.model_state(), training.optimizer_state()
-        self._saved_at = training.steps_done
+        self._saved_at, self._saved = training.steps_done, True
         if self._folder is not None:
             checkpoint.save(
                 self._folder.checkpoints,
@@ -160,6 +179,8 @@ class _Run:
     def _record(self, record: dict[str, Any]) -> None:
         if self._folder is not None:
             self._folder.append_metrics(record)
+        if self._logs is not None:
+            self._logs.write(record)
 
     def _summary(self, seconds: float, stopped: bool) -> dict[str, Any]:
         training = self._training
@@ -175,8 +196,7 @@ class _Run:
             "steps": training.steps_done,
             "stopped_early": stopped,
             "loss": training.last_loss,
-            "validation_loss": self._validation.loss if self._validation else None,
-            "validation_accuracy": self._validation.accuracy if self._validation else None,
+            **(self._validation or Validation(None, None)).record,
             "seconds": round(seconds, 3),
             "samples_per_second": round(self._samples / seconds, 1) if self._samples else None,
             "replicas_identical": identical,
@@ -206,7 +226,8 @@ def _go_on_from_latest(training: Training, resume: Path, display: Display) -> No
             raise CheckpointError(
                 f"rank {training.comms.rank} finds step {found.step} in {folder}, rank 0 {step.item()}"
             )
-    training.load(found)
+    if remark := training.load(found):
+        display.note(remark)
 
 
 def _description(training: Training, config: TrainConfig) -> str:

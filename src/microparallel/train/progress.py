@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from microparallel.train.training import Validation
+from microparallel.train.metrics import Validation
 
 _SECONDS_BETWEEN_LINES = 5.0
 
@@ -56,7 +56,8 @@ class Bar(Display):
 
     def validation(self, result: Validation) -> None:
         """Put the measurement beside the loss."""
-        measured = f"{result.loss:.4f}" if result.accuracy is None else f"{result.accuracy:.1%}"
+        loss = "…" if result.loss is None else f"{result.loss:.4f}"
+        measured = loss if result.accuracy is None else f"{result.accuracy:.1%}"
         self._progress.update(self._task, accuracy=f"validation {measured}")
 
     def note(self, text: str) -> None:

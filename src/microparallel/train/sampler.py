@@ -12,12 +12,21 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sized
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch.utils.data import Sampler
 
 from microparallel.errors import UsageError
+
+Item = TypeVar("Item")
+
+
+def share(batch: list[Item], rank: int, world_size: int) -> list[Item]:
+    """A rank's part of a batch: contiguous, and not more than one longer than another rank's."""
+    size, longer = divmod(len(batch), world_size)
+    start = rank * size + min(rank, longer)
+    return batch[start : start + size + (rank < longer)]
 
 
 class Ranked(Protocol):
@@ -88,7 +97,7 @@ class ShardedSampler(Sampler[list[int]]):
             last = number == batches - 1
             self._epoch, self._next_batch = (epoch + 1, 0) if last else (epoch, number + 1)
             start = number * self.batch
-            yield self._share(order[start : start + self.global_batch_size(number)])
+            yield share(order[start : start + self.global_batch_size(number)], self.rank, self.world_size)
 
     @property
     def epoch(self) -> int:
@@ -132,11 +141,6 @@ class ShardedSampler(Sampler[list[int]]):
         mixed = zlib.crc32(f"seed {self.seed}, epoch {epoch}".encode())
         order: list[int] = torch.randperm(self.samples, generator=torch.Generator().manual_seed(mixed)).tolist()
         return order
-
-    def _share(self, batch: list[int]) -> list[int]:
-        size, longer = divmod(len(batch), self.world_size)
-        start = self.rank * size + min(self.rank, longer)
-        return batch[start : start + size + (self.rank < longer)]
 
     def _check(self) -> None:
         if self.samples < 1:

@@ -85,7 +85,7 @@ def _parity(setting: Setting, dtype: str, pool: Pool, progress: Callable[[str], 
         batch=25,  # which few numbers of ranks divide
         optimizer="sgd",
         lr=0.05,
-        lr_schedule="constant",
+        schedule_lr="constant",
     ).resolved()
     rows = compare(config, ["naive", "ddp", "torch-ddp"], pool, lambda text: progress(f"{setting}: {dtype}, {text}"))
     return [

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -23,17 +22,21 @@ from microparallel.comms import Comms
 from microparallel.comms.message_group import count_messages
 from microparallel.course.shortcuts import ParameterAveraging, accumulate, accumulated_step
 from microparallel.data_parallel import DataParallel
-from microparallel.models.loss import mean_loss
+from microparallel.errors import UsageError
+from microparallel.models.loss import sum_and_count
+from microparallel.train.batch import Batch
 from microparallel.train.build import build
 from microparallel.train.compare import Progress, largest
 from microparallel.train.config import TrainConfig
+from microparallel.train.data import Stream
+from microparallel.train.loader import Loaded
 from microparallel.train.training import Training
 from microparallel.world import Pool
 
 _PROBE = 4  # batches: the samples on which the loss is measured, the same at every point and for every way
 
-Batch = tuple[Any, torch.Tensor, int]  # this rank's inputs and targets, and the samples of all ranks
-Learn = Callable[[Sequence[Batch]], int]  # learns from some batches; says how often the ranks synchronised
+Drawn = tuple[list[Batch], int]  # this rank's micro-batches of a batch, and the samples of all ranks
+Learn = Callable[[Sequence[Drawn]], int]  # learns from some batches; says how often the ranks synchronised
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def learn(comms: Comms, config: TrainConfig, way: str, every: int) -> _Counted:
         training.set_learning_rate(first)  # where it is not constant, it changes for all ways at the same samples
         batches = [training.draw() for _ in range(every)]
         synchronisations += learn_from(batches)
-        samples.append(samples[-1] + sum(together for *_, together in batches))
+        samples.append(samples[-1] + sum(together for _, together in batches))
         losses.append(_loss(training, config))
     parameters = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
     return _Counted(
@@ -98,12 +101,12 @@ def learn(comms: Comms, config: TrainConfig, way: str, every: int) -> _Counted:
 
 def every_step(training: Training, comms: Comms, every: int) -> Learn:  # noqa: ARG001
     """Average gradients after every batch."""
-    model = DataParallel(training.model, comms)
+    model = DataParallel(training.with_loss, comms)
 
-    def learn_from(batches: Sequence[Batch]) -> int:
-        for inputs, targets, samples in batches:
+    def learn_from(batches: Sequence[Drawn]) -> int:
+        for parts, samples in batches:
             training.optimizer.zero_grad()
-            accumulated_step(model, [(inputs, targets)], training.loss_fn, samples=samples)
+            accumulated_step(model, [part.pair for part in parts], samples=samples)
             training.optimizer.step()
         return len(batches)
 
@@ -112,12 +115,12 @@ def every_step(training: Training, comms: Comms, every: int) -> Learn:  # noqa: 
 
 def accumulation(training: Training, comms: Comms, every: int) -> Learn:  # noqa: ARG001
     """Add gradients up over several batches, average them once, and update once."""
-    model = DataParallel(training.model, comms)
+    model = DataParallel(training.with_loss, comms)
 
-    def learn_from(batches: Sequence[Batch]) -> int:
-        micro_batches = [(inputs, targets) for inputs, targets, _ in batches]
+    def learn_from(batches: Sequence[Drawn]) -> int:
+        micro_batches = [part.pair for parts, _ in batches for part in parts]
         training.optimizer.zero_grad()
-        accumulated_step(model, micro_batches, training.loss_fn, samples=sum(samples for *_, samples in batches))
+        accumulated_step(model, micro_batches, samples=sum(samples for _, samples in batches))
         training.optimizer.step()
         return 1
 
@@ -128,12 +131,12 @@ def averaging(training: Training, comms: Comms, every: int) -> Learn:
     """Let every rank update its own model after every batch, and average the models after several."""
     together = ParameterAveraging(training.model, comms, every)
 
-    def learn_from(batches: Sequence[Batch]) -> int:
+    def learn_from(batches: Sequence[Drawn]) -> int:
         synchronisations = 0
-        for inputs, targets, _ in batches:
+        for parts, _ in batches:
             training.optimizer.zero_grad()
-            if mine := len(targets):
-                accumulate(training.model, [(inputs, targets)], training.loss_fn, samples=mine)
+            if mine := sum(map(len, parts)):
+                accumulate(training.with_loss, [part.pair for part in parts], samples=mine)
             training.optimizer.step()
             synchronisations += together.after_step(samples=mine)
         return synchronisations
@@ -156,12 +159,15 @@ def _loss(training: Training, config: TrainConfig) -> float:
     if training.comms.rank != 0:
         return math.nan
     data = training.data.training
-    inputs, targets = training.batch(data, list(range(min(len(data), _PROBE * (config.batch or 1)))))
+    if isinstance(data, Stream):
+        raise UsageError("--shortcuts measures the loss on samples with numbers, and this data is a stream")
+    samples = min(len(data), _PROBE * (config.batch or 1))
+    [batch] = training.batches(Loaded([(data.batch(range(samples)), samples)], samples))
     training.model.eval()
     with torch.no_grad():
-        loss = float(mean_loss(training.model, inputs, targets, training.loss_fn))
+        total, count = sum_and_count(training.with_loss(batch), samples)
     training.model.train()
-    return loss
+    return float(total) / count
 
 
 def _curve(way: str, config: TrainConfig, every: int, results: Sequence[_Counted], reference: Sequence[float]) -> Curve:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,92 +12,89 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.course.ddp import ddp_step, register_ddp_hooks
 from microparallel.course.naive import naive_data_parallel_step
-from microparallel.course.shortcuts import MicroBatch, accumulate, accumulated_step
+from microparallel.course.shortcuts import accumulate, accumulated_step
 from microparallel.data_parallel import DataParallel
-from microparallel.models.loss import LossFunction, mean_loss
+from microparallel.models.loss import mean_loss
 from microparallel.program import LOSS, AllReduce
-from microparallel.train.data import chosen_samples, first_samples
+from microparallel.train.batch import EMPTY, Batch, ModelWithLoss
 
-# (this rank's inputs, this rank's targets, samples of all ranks together) → the mean loss of the whole batch
-Step = Callable[[Any, torch.Tensor, int], torch.Tensor]
+# (this rank's micro-batches, samples of all ranks together) → the mean loss of the whole batch
+Step = Callable[[Sequence[Batch], int], torch.Tensor]
 
 
-def single(model: nn.Module, comms: Comms, loss_fn: LossFunction | None, micro_batches: int = 1) -> Step:  # noqa: ARG001
+def single(model: ModelWithLoss, comms: Comms) -> Step:  # noqa: ARG001
     """One process and the whole batch: what every other strategy must agree with."""
 
-    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
-        return accumulate(model, cut(inputs, targets, micro_batches), loss_fn, samples=samples)
+    def step(batches: Sequence[Batch], samples: int) -> torch.Tensor:
+        return accumulate(model, [batch.pair for batch in batches], samples=samples)
 
     return step
 
 
-def naive(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
+def naive(model: ModelWithLoss, comms: Comms) -> Step:
     """Backward first, then one all-reduce for every gradient."""
 
-    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
-        return naive_data_parallel_step(model, comms, inputs, targets, loss_fn, samples=samples)
+    def step(batches: Sequence[Batch], samples: int) -> torch.Tensor:
+        return naive_data_parallel_step(model, comms, *_only(batches).pair, samples=samples)  # type: ignore[arg-type]
 
     return step
 
 
-def hooks(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
+def hooks(model: ModelWithLoss, comms: Comms) -> Step:
     """One all-reduce for every gradient, each as soon as backward has made it."""
     register_ddp_hooks(model, comms, use_bucketing=False)
 
-    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
-        return ddp_step(model, comms, inputs, targets, loss_fn, samples=samples)
+    def step(batches: Sequence[Batch], samples: int) -> torch.Tensor:
+        return ddp_step(model, comms, *_only(batches).pair, samples=samples)  # type: ignore[arg-type]
 
     return step
 
 
-def ddp(model: nn.Module, comms: Comms, loss_fn: LossFunction | None, micro_batches: int = 1) -> Step:
+def ddp(model: ModelWithLoss, comms: Comms) -> Step:
     """Gradients in buckets, averaged while backward still computes."""
     wrapped = DataParallel(model, comms)
 
-    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
-        return accumulated_step(wrapped, cut(inputs, targets, micro_batches), loss_fn, samples=samples)
+    def step(batches: Sequence[Batch], samples: int) -> torch.Tensor:
+        return accumulated_step(wrapped, [batch.pair for batch in batches], samples=samples)
 
     return step
 
 
-def averaging(model: nn.Module, comms: Comms, loss_fn: LossFunction | None, micro_batches: int = 1) -> Step:
+def averaging(model: ModelWithLoss, comms: Comms) -> Step:
     """Every rank keeps its gradients to itself; `ParameterAveraging` brings the ranks together every few steps."""
 
-    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
-        mine = len(targets)
-        loss = accumulate(model, cut(inputs, targets, micro_batches), loss_fn, samples=mine)
+    def step(batches: Sequence[Batch], samples: int) -> torch.Tensor:
+        mine = sum(map(len, batches))
+        loss = accumulate(model, [batch.pair for batch in batches], samples=mine)
         # For the display only: no rank's training depends on this number.
         return comms.all_reduce(loss * (mine / samples), operation=AllReduce(LOSS, "dp"))
 
     return step
 
 
-def torch_ddp(model: nn.Module, comms: Comms, loss_fn: LossFunction | None) -> Step:
+def torch_ddp(model: nn.Module, comms: Comms) -> Step:
     """torch's own DistributedDataParallel, to compare with."""
     from torch.nn.parallel import DistributedDataParallel
 
     wrapped = DistributedDataParallel(model, process_group=comms.process_group)
-    sample: list[Any] = []  # one sample, kept for steps in which this rank has none
+    last: list[Batch] = []  # kept for steps in which this rank has no samples
 
-    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
-        mine = len(targets)
+    def step(batches: Sequence[Batch], samples: int) -> torch.Tensor:
+        mine = len(_only(batches))
         if mine:
-            sample[:] = [first_samples(inputs, 1), targets[:1]]
-        else:
-            inputs, targets = sample  # DDP waits for every rank's backward: compute something, and weigh it nothing
+            last[:] = batches
+        # DDP waits for every rank's backward: a rank without samples computes something, and weighs it nothing.
         # DDP divides by the number of ranks what we want summed.
-        loss = mean_loss(wrapped, inputs, targets, loss_fn) * (mine * comms.world_size / samples)
+        loss = mean_loss(wrapped, *last[0].pair) * (mine * comms.world_size / samples)
         loss.backward()  # type: ignore[no-untyped-call]
         return comms.all_reduce_mean(loss.detach().to("cpu", torch.float64))
 
     return step
 
 
-def cut(inputs: Any, targets: torch.Tensor, count: int) -> list[MicroBatch]:
-    """Cut a rank's share of a batch into micro-batches; sizes differ by at most one, and there are no empty ones."""
-    bounds = [index * len(targets) // count for index in range(count + 1)]
-    parts = [slice(start, stop) for start, stop in pairwise(bounds) if start < stop]
-    return [(chosen_samples(inputs, part), targets[part]) for part in parts]
+def _only(batches: Sequence[Batch]) -> Batch:
+    """The one micro-batch of a strategy that cannot accumulate; one of no samples where this rank has none."""
+    return batches[0] if batches else EMPTY
 
 
 STEPS: dict[str, Callable[..., Step]] = {

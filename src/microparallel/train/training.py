@@ -1,7 +1,7 @@
 """A training run as an object: do a step, measure, say where it stands, go on from there.
 
 `Training` is one rank's part of it; in `PipelineTraining` the model is spread over the ranks of a pipeline. Below them
-stands what a step needs to be repeatable: the learning rate, a function of the step's number, and the random state.
+stands what a step needs to be repeatable: the random state.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import base64
 import random
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,80 +19,113 @@ from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.course.shortcuts import ParameterAveraging
 from microparallel.data_parallel import replicas_are_identical
-from microparallel.errors import CheckpointError
-from microparallel.models.loss import LossFunction, mean_loss
+from microparallel.errors import CheckpointError, ConfigError
 from microparallel.pipeline import Pipeline
+from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, placed
 from microparallel.train.checkpoint import Checkpoint, gather_states
-from microparallel.train.data import Dataset, Split
-from microparallel.train.sampler import ShardedSampler
+from microparallel.train.data import Split
+from microparallel.train.loader import Loaded, Loader
+from microparallel.train.metrics import Measurement, Metric, Validation
+from microparallel.train.optimizer import LearningRate
 from microparallel.train.strategies import Step
-
-_VALIDATION_BATCH = 256
-_WARM_UP = 0.1  # the part of a run in which a linear learning rate goes up
-
-
-@dataclass(frozen=True)
-class Validation:
-    """How well a model does on data it has not learnt from; accuracy is None where there is nothing to count."""
-
-    loss: float
-    accuracy: float | None
 
 
 class Training:
-    """One rank's part in a training run."""
+    """One rank's part in a training run.
+
+    Args:
+        comms: the ranks.
+        model: the plain model, or this rank's layers of it.
+        with_loss: the model that is called with a batch and returns the loss.
+        signature: how the model is called with a batch.
+        optimizer: of the model's parameters; its learning rates are the peaks of `learning_rate`.
+        data: to learn from and to measure on.
+        loader: of the training data.
+        measuring: a loader of the held-back data, if there is any.
+        strategy: how a step is done.
+        learning_rate: over the steps.
+        dtype: of real numbers.
+        clip: the largest norm of all gradients together.
+        metrics: what else is measured, by name.
+        averaging: of the ranks' parameters, where gradients are not averaged.
+    """
 
     def __init__(
         self,
+        *,
         comms: Comms,
         model: nn.Module,
-        loss_fn: LossFunction | None,
+        with_loss: ModelWithLoss,
+        signature: ModelSignature,
         optimizer: torch.optim.Optimizer,
         data: Split,
-        sampler: ShardedSampler,
+        loader: Loader,
+        measuring: Loader | None,
         strategy: Step,
         learning_rate: LearningRate,
         dtype: torch.dtype,
+        clip: float | None = None,
+        metrics: Mapping[str, Metric] | None = None,
         averaging: ParameterAveraging | None = None,
     ) -> None:
         self.comms = comms
         self.model = model
-        self.loss_fn = loss_fn
+        self.with_loss = with_loss
         self.optimizer = optimizer
         self.data = data
-        self.sampler = sampler
+        self.loader = loader
         self.strategy = strategy
         self.averaging = averaging
         self.steps_done = 0
         self.last_loss: float | None = None
         self.last_samples = 0  # of all ranks together, in the last step
+        self._signature = signature
+        self._measuring = measuring
         self._learning_rate = learning_rate
+        self._peaks = [group["lr"] for group in optimizer.param_groups]
         self._dtype = dtype
-        self._batches: Iterator[list[int]] = iter(())
+        self._clip = clip
+        self._metrics = metrics or {}
+
+    @property
+    def total_steps(self) -> int:
+        """How many steps the run has from its beginning to its end."""
+        return self._learning_rate.steps
 
     def step(self) -> float:
         """Do one step, and return the mean loss of its global batch."""
-        inputs, targets, samples = self.draw()
+        batches, samples = self.draw()
         self.set_learning_rate(self.steps_done)
         self.optimizer.zero_grad()
-        loss = self.strategy(inputs, targets, samples)
+        loss = self.strategy(batches, samples)
+        self.clip_gradients()
         self.optimizer.step()
         if self.averaging is not None:
-            self.averaging.after_step(samples=len(targets))
+            self.averaging.after_step(samples=sum(map(len, batches)))
         self.steps_done += 1
         self.last_samples = samples
         self.last_loss = float(loss)
         return self.last_loss
 
-    def draw(self) -> tuple[Any, torch.Tensor, int]:
-        """Take the next batch: this rank's inputs and targets of it, and how many samples all ranks have."""
-        indices, samples = self._next_batch()
-        return *self.batch(self.data.training, indices), samples
+    def draw(self) -> tuple[list[Batch], int]:
+        """Take the next batch: this rank's micro-batches of it, and how many samples all ranks have."""
+        loaded = self.loader.next()
+        return self.batches(loaded), loaded.samples
+
+    def batches(self, loaded: Loaded) -> list[Batch]:
+        """What was loaded as the model takes it, on this rank's device."""
+        device, dtype = self.comms.device, self._dtype
+        return [self._signature.batch(placed(part, device, dtype), samples) for part, samples in loaded.parts]
 
     def set_learning_rate(self, step: int) -> None:
         """Tell the optimizer the learning rate of that step."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate.at(step)
+        for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = self._learning_rate.at(step, peak)
+
+    def clip_gradients(self) -> None:
+        """Scale all gradients so that their norm is at most `clip`; every rank has all of them, and does the same."""
+        if self._clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
 
     def come_together(self) -> None:
         """Make the ranks' models the same at the end, where each has been learning on its own."""
@@ -102,45 +134,43 @@ class Training:
 
     def validate(self) -> Validation | None:
         """Measure on the held-back data, every rank on its share; None when nothing was held back."""
-        data = self.data.validation
-        if data is None:
+        if self._measuring is None:
             return None
         self._agree_on_buffers()
-        sums = torch.zeros(4, dtype=torch.float64)  # loss, right answers, answers, samples
-        sampler = ShardedSampler(data, _VALIDATION_BATCH, comms=self.sampler, shuffle=False)
+        measurement = Measurement(self._metrics)
         self.model.eval()
         with torch.no_grad():
-            for indices in sampler:
-                if indices:
-                    sums += self._measure(*self.batch(data, indices))
+            for loaded in self._measuring.one_pass():
+                for batch in self.batches(loaded):
+                    self._measure(batch, measurement)
         self.model.train()
-        loss, right, answers, samples = self.comms.all_reduce(sums).tolist()
-        return Validation(loss / samples, right / answers if answers else None)
+        return measurement.over_all_ranks(self.comms)
 
     def _agree_on_buffers(self) -> None:
         """Let all ranks have rank 0's batch statistics: those are the ones that are kept."""
         for buffer in self.model.buffers():
             self.comms.broadcast(buffer)
 
-    def _measure(self, inputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Add up loss, right answers, answers and samples of a batch; zeros where another rank counts them."""
-        samples = len(targets)
-        if self.loss_fn is None:
-            return torch.tensor([float(mean_loss(self.model, inputs, targets)) * samples, 0, 0, samples])
-        return self._compare(self.model(inputs), targets, self.loss_fn)
+    def _measure(self, batch: Batch, measurement: Measurement) -> None:
+        """Measure one batch, if this rank has the outputs."""
+        outputs = measurement.outputs(lambda: self.with_loss.outputs(batch))
+        if outputs is not None:
+            self._compare(outputs, batch, measurement)
 
-    def _compare(self, outputs: torch.Tensor, targets: torch.Tensor, loss_fn: LossFunction) -> torch.Tensor:
-        samples = len(targets)
-        loss = float(loss_fn(outputs, targets)) * samples
-        classes = not targets.dtype.is_floating_point and outputs.shape[:-1] == targets.shape
-        right = int((outputs.argmax(-1) == targets).sum()) if classes else 0
-        return torch.tensor([loss, right, targets.numel() if classes else 0, samples], dtype=torch.float64)
+    def _compare(self, outputs: Any, batch: Batch, measurement: Measurement) -> None:
+        measurement.add(outputs, batch.targets, batch.samples, lambda: self.with_loss.loss(outputs, batch))
+
+    def close(self) -> None:
+        """End the processes that load data."""
+        for loader in (self.loader, self._measuring):
+            if loader is not None:
+                loader.close()
 
     def state(self) -> dict[str, Any]:
         """Where the run stands, beside the model and the optimizer; a collective, so every rank must call it."""
         return {
             "loss": self.last_loss,
-            "sampler": self.sampler.state_dict(),
+            "sampler": self.loader.state_dict(),
             "random": gather_json(random_state(), self.comms),
         }
 
@@ -163,14 +193,13 @@ class Training:
         state: dict[str, Any] = self.optimizer.state_dict()
         return state if self.averaging is None else {"by_rank": gather_states(state, self.comms)}
 
-    def load(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint, bit for bit when the world has the size it had then."""
+    def load(self, checkpoint: Checkpoint) -> str | None:
+        """Go on from a checkpoint, bit for bit when the world has the size it had then; returns a remark, if any."""
         try:
             self._load_states(checkpoint)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
-        self.sampler.load_state_dict(checkpoint.state["sampler"])
-        self._batches = iter(())
+        remark = self.loader.load_state_dict(checkpoint.state["sampler"])
         self.steps_done = checkpoint.step
         self.last_loss = checkpoint.state["loss"]
         if self.averaging is not None:
@@ -178,6 +207,7 @@ class Training:
         states = checkpoint.state["random"]
         if len(states) == self.comms.world_size:
             restore_random_state(states[self.comms.rank])
+        return remark
 
     def _load_states(self, checkpoint: Checkpoint) -> None:
         self.model.load_state_dict(checkpoint.model)
@@ -189,29 +219,6 @@ class Training:
             return state
         states: list[dict[str, Any]] = state["by_rank"]
         return states[self.comms.rank % len(states)]
-
-    def _next_batch(self) -> tuple[list[int], int]:
-        number = self.sampler.state_dict()["batch"]
-        indices = next(self._batches, None)
-        if indices is None:  # an epoch is over, or nothing has begun
-            self._batches = iter(self.sampler)
-            indices = next(self._batches)
-        return indices, self.sampler.global_batch_size(number)
-
-    def batch(self, data: Dataset, indices: list[int]) -> tuple[Any, torch.Tensor]:
-        """Some samples of a dataset, on this rank's device."""
-        inputs, targets = data.batch(indices)
-        return self._place(inputs), self._place(targets)
-
-    def _place(self, value: Any) -> Any:
-        """Bring a batch to this rank's device, and its real numbers to the run's dtype."""
-        if isinstance(value, torch.Tensor):
-            return value.to(self.comms.device, self._dtype if value.is_floating_point() else value.dtype)
-        if isinstance(value, dict):
-            return {key: self._place(part) for key, part in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._place(part) for part in value)
-        return value
 
 
 class PipelineTraining(Training):
@@ -232,11 +239,15 @@ class PipelineTraining(Training):
     def _agree_on_buffers(self) -> None:
         self._pipe.broadcast_buffers()
 
-    def _measure(self, inputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        outputs = self._pipe.predict(inputs)
-        if outputs is None or self.loss_fn is None:  # the last rank of each pipeline counts
-            return torch.zeros(4, dtype=torch.float64)
-        return self._compare(outputs, targets, self.loss_fn)
+    def _measure(self, batch: Batch, measurement: Measurement) -> None:
+        outputs = self._pipe.predict(*batch.arguments)
+        if outputs is not None:  # the last rank of each pipeline counts
+            self._compare(outputs, batch, measurement)
+
+    def clip_gradients(self) -> None:
+        """Scale all gradients so that their norm over all stages is at most `clip`; every rank calls it."""
+        if self._clip is not None:
+            self._pipe.clip_grad_norm_(self._clip)
 
     @property
     def parameters(self) -> int:
@@ -256,66 +267,61 @@ class PipelineTraining(Training):
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state on rank 0, as that of an optimizer of the whole model."""
         mine = self.optimizer.state_dict()
-        own = [self._names[name] for name, _ in self._pipe.named_parameters()]
+        own = self._own_names()
         by_name = {own[index]: state for index, state in mine["state"].items()}
         states: dict[str, Any] = {}
         for theirs in gather_states(by_name if self._pipe.replica == 0 else {}, self.comms):
             states |= theirs
+        groups = self._whole_groups([[own[index] for index in group["params"]] for group in mine["param_groups"]])
+        order = {name: number for number, name in enumerate(name for names in groups for name in names)}
+        return {
+            "state": {order[name]: state for name, state in states.items()},
+            "param_groups": [
+                {**group, "params": [order[name] for name in names]}
+                for group, names in zip(mine["param_groups"], groups, strict=True)
+            ],
+        }
+
+    def _own_names(self) -> list[str]:
+        """The names in the whole model of this rank's parameters, in the order of its optimizer's state."""
+        names = {parameter: self._names[name] for name, parameter in self._pipe.named_parameters()}
+        return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def _whole_groups(self, mine: list[list[str]]) -> list[list[str]]:
+        """The parameters of each group of the whole model's optimizer, in the model's order; every rank calls this."""
+        everyones = gather_json(mine, self.comms)
+        if len({len(groups) for groups in everyones}) > 1:
+            raise ConfigError(
+                f"--optimizer made {sorted({len(groups) for groups in everyones})} groups of parameters on different "
+                "ranks of a pipeline: make the same groups on each, empty ones too"
+            )
         order = list(dict.fromkeys(self._names.values()))
-        group = {**mine["param_groups"][0], "params": list(range(len(order)))}
-        return {"state": {order.index(name): state for name, state in states.items()}, "param_groups": [group]}
+        members = [{name for groups in everyones for name in groups[index]} for index in range(len(mine))]
+        return [[name for name in order if name in group] for group in members]
 
     def _load_states(self, checkpoint: Checkpoint) -> None:
         self._pipe.load_state_dict(checkpoint.model)
         whole = self._own_part(checkpoint.optimizer_state)
-        order = list(dict.fromkeys(self._names.values()))
-        own = [order.index(self._names[name]) for name, _ in self._pipe.named_parameters()]
-        state = {mine: whole["state"][index] for mine, index in enumerate(own) if index in whole["state"]}
-        group = {**whole["param_groups"][0], "params": list(range(len(own)))}
-        self.optimizer.load_state_dict({"state": state, "param_groups": [group]})
+        own = self._own_names()
+        mine = self.optimizer.state_dict()["param_groups"]
+        groups = self._whole_groups([[own[index] for index in group["params"]] for group in mine])
+        order = {name: number for number, name in enumerate(name for names in groups for name in names)}
+        state = {index: whole["state"][order[name]] for index, name in enumerate(own) if order[name] in whole["state"]}
+        merged = [
+            {**theirs, "params": group["params"]} for theirs, group in zip(whole["param_groups"], mine, strict=True)
+        ]
+        self.optimizer.load_state_dict({"state": state, "param_groups": merged})
 
 
 def pipeline_step(pipe: Pipeline) -> Step:
     """How a pipeline does a step; the last batch of an epoch may have fewer samples than micro-batches."""
 
-    def step(inputs: Any, targets: torch.Tensor, samples: int) -> torch.Tensor:
-        if not len(targets):  # the other replicas have some
-            inputs = targets = None  # type: ignore[assignment]
-        return pipe.step(inputs, targets, samples=samples, allow_fewer=True)
+    def step(batches: Sequence[Batch], samples: int) -> torch.Tensor:
+        # A replica without samples passes none: the other replicas have some.
+        batch = (*batches[0].arguments, batches[0].targets) if batches else (None, None)
+        return pipe.step(*batch, samples=samples, allow_fewer=True)
 
     return step
-
-
-# ── the learning rate ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class LearningRate:
-    """A learning rate over a run of so many steps: constant, or linear.
-
-    ```
-    linear   peak    ╱╲__
-                    ╱    ╲__
-             0     ╱        ╲__
-                   0  10 %    100 % of the steps
-    ```
-
-    It is a function of the step alone, so a resumed run needs to remember nothing; one that is made longer follows the
-    longer schedule from there on.
-    """
-
-    schedule: str
-    peak: float
-    steps: int
-
-    def at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
-        if self.schedule == "constant":
-            return self.peak
-        up = max(1, round(_WARM_UP * self.steps))
-        if step < up:
-            return self.peak * (step + 1) / up
-        return self.peak * max(0, self.steps - step) / max(1, self.steps - up)
 
 
 # ── the random state ──────────────────────────────────────────────────────────────────────────────────────────────────
