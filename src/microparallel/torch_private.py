@@ -362,7 +362,7 @@ def works_may_enter_graphs() -> bool:
 
 
 def make_known_in_graphs(tensors: Iterable[torch.Tensor], work: dist.Work) -> None:
-    """Let `wait_tensor` of these tensors wait for a work; the caller keeps its Python object until then."""
+    """Let `wait_tensor` of these tensors wait for a work, which is kept until then."""
     for tensor in tensors:
         torch._C._distributed_c10d._register_work(tensor, work)
 

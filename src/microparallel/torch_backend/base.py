@@ -27,6 +27,7 @@ from microparallel.torch_backend.tensors import (
     TorchReduction,
     bring_back,
     copy_over,
+    first_tensor,
     in_words,
     is_copy,
     plain,
@@ -59,7 +60,7 @@ def on_cpu(method: Method) -> Method:
 
     @functools.wraps(method)
     def dispatch(self: GroupBase, *arguments: Any, **named: Any) -> Any:
-        tensor = next(tensors_of(arguments), None)
+        tensor = first_tensor(arguments)
         if tensor is not None and not tensor.is_cpu:
             return torch_private.call_on(self.side_of(tensor.device), name, *arguments, **named)
         if torch_private.is_profiling():

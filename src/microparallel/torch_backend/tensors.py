@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -88,6 +88,16 @@ def flat_pieces(tensor: torch.Tensor, like: torch.Tensor, ranks: int, call: str)
     if tensor.dtype != like.dtype:
         raise UsageError(f"{call}: {describe(tensor)} and {describe(like)} have different dtypes")
     return list(tensor.view(ranks, -1).unbind()) if like.numel() else [tensor.view(-1)] * ranks
+
+
+def first_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
+    """The first tensor among a call's arguments, which may be lists of lists."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            return argument
+        if isinstance(argument, list | tuple) and (found := first_tensor(argument)) is not None:
+            return found
+    return None
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:

@@ -40,15 +40,13 @@ from microparallel.transport.base import Work
 _MOST_DROPPED = 64  # works of a group
 _LARGE = 2**16  # bytes of tensors that are not kept just because their work was dropped
 
-# Works that `wait_tensor` may wait for: torch's C++ has them, and that does not keep their Python objects alive.
-_KNOWN_IN_GRAPHS: set[StartedWork] = set()
-
 
 @uncompiled
 class StartedWork(CalledWork):
     """What collectives and messages share; a subclass's `_finish` waits, and raises what went wrong."""
 
     _entry: Entry | NoEntry | ObservedCall | None = None  # until it has ended
+    _is_known_in_graphs = False
 
     def __init__(self, group: SharedMemoryGroup, call: Call, entry: Entry | NoEntry, result: Any) -> None:
         super().__init__()
@@ -71,14 +69,14 @@ class StartedWork(CalledWork):
         with named_failures(self._call, self._group, entry):
             self._finish(timeout)
         entry.ends()
-        if self in _KNOWN_IN_GRAPHS:
-            _KNOWN_IN_GRAPHS.discard(self)
+        if self._is_known_in_graphs:
+            self._is_known_in_graphs = False
             forget_in_graphs(tensors_of(self._result))
         return True
 
     def make_known_in_graphs(self) -> None:
         """Let `wait_tensor` wait for this work: the caller is within `allow_inflight_collective_as_graph_input_ctx`."""
-        _KNOWN_IN_GRAPHS.add(self)
+        self._is_known_in_graphs = True
         make_known_in_graphs(tensors_of(self._result), self)
 
     def _report_wait_at_end_of_backward(self) -> None:

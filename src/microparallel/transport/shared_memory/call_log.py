@@ -21,7 +21,6 @@ _CALLS, _TEXTS = 64, 160  # how many are kept
 _LONGS_OF_TEXT = 40
 _LONGEST = 8 * (_LONGS_OF_TEXT - 2)  # bytes of a text
 LOG_BYTES = 8 * (2 * _CALLS + _LONGS_OF_TEXT * _TEXTS)
-_ODD = 0x9E3779B97F4A7C15  # spreads the numbers of calls over 64 bits
 
 
 @functools.lru_cache(maxsize=4096)
@@ -32,7 +31,7 @@ def signature_of(call: str) -> int:
 
 def numbered(signature: int, number: int) -> int:
     """A call's signature that also says its number: the same call, made earlier or later, is another one."""
-    return (signature + number * _ODD) & 0xFFFFFFFFFFFFFFFF
+    return signature ^ number
 
 
 class CallLog:
