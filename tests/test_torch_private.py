@@ -4,10 +4,12 @@ Where a test fails with a new torch, the docstring of the function that it tests
 """
 
 import ast
+import functools
 import mmap
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx, wait_tensor
 from torch.utils.checkpoint import checkpoint
 
 from microparallel import torch_private
@@ -193,6 +196,55 @@ def test_a_function_is_left_uncompiled():
     assert not torch.compile(function, backend="eager")(torch.ones(1))
 
 
+def test_methods_of_a_class_are_left_uncompiled():
+    def wrapped(method):
+        return functools.wraps(method)(lambda *arguments: method(*arguments))
+
+    @torch_private.uncompiled
+    class Kind:
+        def method(self):
+            return torch.compiler.is_compiling()
+
+        def maker(self):
+            return lambda: torch.compiler.is_compiling()
+
+        @wrapped
+        def decorated(self):
+            return torch.compiler.is_compiling()
+
+        @property
+        def asked(self):
+            return torch.compiler.is_compiling()
+
+        @staticmethod
+        def static():
+            return torch.compiler.is_compiling()
+
+    one = Kind()
+    decorated, asked = (function.__get__(one) for function in (one.decorated.__wrapped__, Kind.asked.fget))
+    for call in (one.method, one.maker(), decorated, asked, one.static):
+        torch.compiler.reset()
+        assert not torch.compile(call, backend="eager")()
+
+
+# ── the profiler ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_profiler_is_told():
+    assert not torch_private.is_profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as recorded:
+        assert torch_private.is_profiling()
+        ends = []
+        with torch_private.profiled_call("a call", [torch.ones(3)]):
+            torch_private.profile_until("its work", ends.append)
+        thread = threading.Thread(target=ends[0])
+        thread.start()
+        thread.join()
+    events = {event.name: event for event in recorded.events()}
+    assert events["a call"].input_shapes == [[3]]
+    assert events["its work"].time_range.end >= events["a call"].time_range.end
+
+
 # ── torch.distributed ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -234,6 +286,34 @@ def test_nccl_can_be_told_a_timeout():
     assert options._timeout == timedelta(seconds=7)
 
 
+def test_works_that_may_enter_graphs():
+    waited = []
+
+    class Waiting(dist.Work):
+        def wait(self, timeout=None):
+            waited.append(self)
+            return True
+
+    tensor, works = torch.ones(2), [Waiting(), Waiting()]
+    assert not torch_private.works_may_enter_graphs()
+    with allow_inflight_collective_as_graph_input_ctx():
+        assert torch_private.works_may_enter_graphs()
+        torch_private.make_known_in_graphs([tensor], works[0])
+        wait_tensor(tensor)
+        assert waited == works[:1]
+        torch_private.make_known_in_graphs([tensor], works[1])
+        torch_private.forget_in_graphs([tensor])
+        assert waited == works
+        wait_tensor(tensor)
+        assert waited == works
+
+
+def test_options_of_a_backend():
+    options = torch_private.backend_options("a name", timedelta(seconds=7), (0, 2), "a group")
+    assert (options.backend, options._timeout) == ("a name", timedelta(seconds=7))
+    assert (options.global_ranks_in_group, options.group_name) == ([0, 2], "a group")
+
+
 class Group(torch_private.CalledProcessGroup):
     """Notes under which names of ours torch's calls arrive."""
 
@@ -255,6 +335,7 @@ class Group(torch_private.CalledProcessGroup):
     getBackendName = _note("getBackendName", "noting")
     setGroupName = _note("setGroupName")
     setGroupDesc = _note("setGroupDesc")
+    sequence_number = _note("sequence_number", 3)
     all_gather_single = _note("all_gather_single")
     reduce_scatter_single = _note("reduce_scatter_single")
 
@@ -268,6 +349,8 @@ def test_private_calls_arrive_under_our_names():
     group._set_group_name("a")
     group._set_group_desc("b")
     assert group._get_backend_name() == "noting"
+    group._set_sequence_number_for_group()
+    assert group._get_sequence_number_for_group() == 3
     for name in ("_allgather_base", "_reduce_scatter_base"):
         getattr(group, name)()
     assert group.calls == [
@@ -278,6 +361,7 @@ def test_private_calls_arrive_under_our_names():
         "setGroupName",
         "setGroupDesc",
         "getBackendName",
+        "sequence_number",
         "all_gather_single",
         "reduce_scatter_single",
     ]

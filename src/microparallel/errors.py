@@ -5,6 +5,7 @@ MicroparallelError
 ├── UsageError (ValueError)      what the caller asked for cannot be done; the command line exits with 2
 │   ├── ConfigError              a flag, or a key of a configuration file
 │   ├── DataError                a file or dataset that is missing, empty or of the wrong kind
+│   ├── DeviceError              a device that a process group has no backend for (RuntimeError, as in torch)
 │   ├── PartitionError           a model that cannot be cut that way
 │   └── ProgramError             a program that is not well-formed, or does not do what it says
 ├── LaunchError                  ranks could not be started, or did not all finish
@@ -38,6 +39,7 @@ __all__ = [
     "CommsTimeout",
     "ConfigError",
     "DataError",
+    "DeviceError",
     "GradientError",
     "Interrupted",
     "LaunchError",
@@ -70,6 +72,10 @@ class ConfigError(UsageError):
 
 class DataError(UsageError):
     """A file or a dataset is missing, empty or of the wrong kind."""
+
+
+class DeviceError(UsageError, RuntimeError):
+    """A process group has no backend for the tensors of a device; torch's own groups raise a RuntimeError."""
 
 
 class PartitionError(UsageError):

@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
+from types import CodeType, FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd import profiler
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed import distributed_c10d
 from torch.nn.modules import module as torch_modules
@@ -244,9 +247,64 @@ def leave_uncompiled(function: Any) -> None:
 
     Without it: compiled DDP models fail in our backend. `torch.compiler.disable` would import for a second.
     """
+    _leave_uncompiled(function.__code__)
+
+
+def _leave_uncompiled(code: CodeType) -> None:
     frames: Any = torch._C._dynamo.eval_frame
     skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    for inner in code.co_consts:  # the functions that it makes, which others may call
+        if isinstance(inner, CodeType):
+            _leave_uncompiled(inner)
+
+
+Kind = TypeVar("Kind", bound=type)
+
+
+def uncompiled(kind: Kind) -> Kind:
+    """Leave all methods of a class uncompiled: torch's C++, or Python when an object is gone, may call any of them.
+
+    Without it: a compiled DDP model with buffers fails now and then, since it waits in C++ for a work of ours.
+    """
+    for member in vars(kind).values():
+        for part in (member.fget, member.fset) if isinstance(member, property) else (member,):
+            function = getattr(part, "__func__", part)  # of a static method
+            if isinstance(function, FunctionType):
+                _leave_uncompiled(inspect.unwrap(function).__code__)
+    return kind
+
+
+# ── the profiler ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_profiling() -> bool:
+    """Whether `torch.profiler` records in this process.
+
+    Without it: each call would make events that nobody records, some microseconds each.
+    """
+    return profiler._is_profiler_enabled
+
+
+def profiled_call(name: str, tensors: Iterable[torch.Tensor]) -> AbstractContextManager[Any]:
+    """A block that `torch.profiler` shows under this name, with the shapes of these tensors.
+
+    Without it, and `profile_until`: the profiler would show none of our calls, and programs that look for
+    `c10d::allreduce_` in a profile would find nothing. `torch.profiler.record_function` knows no shapes.
+    """
+    block: AbstractContextManager[Any] = torch._C._profiler._RecordFunctionFast(name, list(tensors), {})
+    return block
+
+
+def profile_until(name: str, when_done: Callable[[Callable[[], None]], None]) -> None:
+    """Let `torch.profiler` show something that begins now, and ends, in any thread, when `when_done` calls back.
+
+    Without it: the profiler would show when a collective was called, and not how long it took.
+    """
+    done: torch.futures.Future[None] = torch.futures.Future()
+    with profiler.record_function(name) as event:
+        event._call_end_callbacks_on_future(done)
+    when_done(lambda: done.set_result(None))
 
 
 # ── torch.distributed ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -354,6 +412,38 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def works_may_enter_graphs() -> bool:
+    """Whether the program is within `allow_inflight_collective_as_graph_input_ctx`.
+
+    Without it, `make_known_in_graphs` and `forget_in_graphs`: `wait_tensor` would not wait for a collective that was
+    started with `async_op=True`, and a compiled graph would compute with tensors that have not arrived.
+    """
+    return bool(torch._C._distributed_c10d._allow_inflight_collective_as_graph_input())
+
+
+def make_known_in_graphs(tensors: Iterable[torch.Tensor], work: dist.Work) -> None:
+    """Let `wait_tensor` of these tensors wait for a work, which is kept until then."""
+    for tensor in tensors:
+        torch._C._distributed_c10d._register_work(tensor, work)
+
+
+def forget_in_graphs(tensors: Iterable[torch.Tensor]) -> None:
+    """Let `wait_tensor` wait for no work of these tensors any more: all that torch knows of are waited for here."""
+    for tensor in tensors:
+        torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def backend_options(backend: str, timeout: timedelta, world_ranks: Sequence[int], group_name: str) -> Any:
+    """The options of a process group's backend, as `group._get_backend(device).options` gives them.
+
+    Without it: programs that read a group's timeout there, or copy its options for another group, would fail.
+    """
+    options: Any = torch._C._distributed_c10d.Backend.Options(backend, timeout)
+    options.global_ranks_in_group = list(world_ranks)
+    options.group_name = group_name
+    return options
+
+
 # torch declares several signatures for each method. With a base that is Any, our methods can have one.
 _ProcessGroup: Any = dist.ProcessGroup
 
@@ -370,6 +460,13 @@ class CalledProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def _get_backend_name(self) -> str:
         return str(self.getBackendName())
+
+    def _get_sequence_number_for_group(self) -> int:
+        number: int = self.sequence_number()
+        return number
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Nothing to do: torch calls this when it has made the group, and no call has been made in it."""
 
     @property
     def _device_types(self) -> list[torch.device]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -163,18 +164,58 @@ def test_buckets_stay_where_they_are_by_default(both):
     both(large_buckets, (), False)
 
 
-def compiled(rank, _):
-    model = torch.compile(DistributedDataParallel(Net()), backend="eager")
+def uneven(rank, _, divide):
+    """Rank 1 has more batches. Forward starts to count who is still there, and C++ waits for that in backward."""
+    model = DistributedDataParallel(nn.Linear(WIDTH, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join(divide_by_initial_world_size=divide):
+        for step in range(2 + 2 * rank):
+            model(batch(rank, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            gc.collect()
+    return weights(model.module)
+
+
+@pytest.mark.parametrize("divide", [False, True])
+def test_ranks_with_different_numbers_of_batches(both, divide):
+    both(uneven, divide)
+
+
+@pytest.mark.parametrize("kind", ["FP16_COMPRESS", "ALLREDUCE"])
+def test_the_hooks_that_are_built_into_torch(both, kind):
+    both(built_in_hook, kind)
+
+
+def built_in_hook(rank, _, kind):
+    model = DistributedDataParallel(Net(), bucket_cap_mb=0.0005)
+    model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, kind))
+    for step in range(2):
+        model(batch(rank, step)).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def compiled(rank, _, backend):
+    """Also says which functions of ours were compiled: C++ calls them while a compiled model runs."""
+    of_ours = []
+
+    def note(graph, inputs):
+        of_ours.extend(node.stack_trace for node in graph.graph.nodes if "microparallel/" in (node.stack_trace or ""))
+        return lookup_backend(backend)(graph, inputs)
+
+    model = torch.compile(DistributedDataParallel(Net()), backend=note, dynamic=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
-        model(batch(rank, step)).square().mean().backward()
+        model(batch(rank, step)[: 8 - step]).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert of_ours == []
     return weights(model)
 
 
-def test_compiled_models(both):
-    both(compiled)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models(both, backend):
+    both(compiled, backend)
 
 
 def held():

@@ -42,6 +42,11 @@ class Call:
     def __str__(self) -> str:
         return self.text
 
+    @property
+    def name(self) -> str:
+        """What is called, without its details."""
+        return self.text.partition("(")[0]
+
     @staticmethod
     @functools.lru_cache(maxsize=4096)  # training makes the same few again and again
     def of_all(name: str, *details: str, size: int = 0) -> Call:

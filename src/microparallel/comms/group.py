@@ -6,6 +6,8 @@ torch's own collectives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -110,8 +112,14 @@ class ProgramGroup:
         self._block_bytes = block_bytes
         self._queue = WorkQueue()
 
-    def _run(self, program: RankProgram, blocks: Blocks, op: str = "sum") -> QueuedWork:
-        """Put a program into the queue: the thread that waits for it runs it, or the queue's own thread does."""
+    def _run(
+        self, program: RankProgram, blocks: Blocks, op: str = "sum", first: Callable[[], object] | None = None
+    ) -> QueuedWork:
+        """Put a program into the queue: the thread that waits for it runs it, or the queue's own thread does.
+
+        What a rank copies from one of its own tensors to another, it copies `first`: when the program runs, not when it
+        is put into the queue. A collective before it may change that tensor, and then all ranks must see the change.
+        """
         raise NotImplementedError
 
     def _program(
@@ -138,36 +146,39 @@ class ProgramGroup:
 
     def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> QueuedWork:
         """Collect every rank's tensor on every rank."""
-        outputs[self.rank].copy_(tensor)
-        return self._run(self._program("all-gather"), listed(outputs, self._block_bytes))
+        first = _copying(tensor, outputs[self.rank])
+        return self._run(self._program("all-gather"), listed(outputs, self._block_bytes), first=first)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> QueuedWork:
         """Combine the ranks' inputs position by position; rank r gets position r."""
         program = self._program("reduce-scatter")
-        output.copy_(inputs[self.rank])
         # The inputs stay as they are: sums that only pass through this rank, as in a ring, are made in copies.
-        pieces = [piece.clone() if slice_ in program.written else piece for slice_, piece in enumerate(inputs)]
+        pieces = [torch.empty_like(one) if slice_ in program.written else one for slice_, one in enumerate(inputs)]
         pieces[self.rank] = output
-        return self._run(program, listed(pieces, self._block_bytes), op)
+
+        def first() -> None:
+            for piece, tensor in zip(pieces, inputs, strict=True):
+                if piece is not tensor:
+                    piece.copy_(tensor)
+
+        return self._run(program, listed(pieces, self._block_bytes), op, first)
 
     def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, source: int) -> QueuedWork:
         """Hand the source's inputs out, one to each rank."""
-        if inputs is not None:
-            output.copy_(inputs[self.rank])
+        first = None if inputs is None else _copying(inputs[self.rank], output)
         pieces = inputs or [output] * self.world_size
-        return self._run(self._program("scatter", root=source), listed(pieces, self._block_bytes))
+        return self._run(self._program("scatter", root=source), listed(pieces, self._block_bytes), first=first)
 
     def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, to: int) -> QueuedWork:
         """Collect every rank's tensor on one rank."""
-        if outputs is not None:
-            outputs[self.rank].copy_(tensor)
+        first = None if outputs is None else _copying(tensor, outputs[self.rank])
         pieces = outputs or [tensor] * self.world_size
-        return self._run(self._program("gather", root=to), listed(pieces, self._block_bytes))
+        return self._run(self._program("gather", root=to), listed(pieces, self._block_bytes), first=first)
 
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> QueuedWork:
         """Hand input r to rank r, and get one from each; sizes may differ, as long as each pair of ranks agrees."""
-        outputs[self.rank].copy_(inputs[self.rank])
-        return self._run(self._program("all-to-all"), personal(inputs, outputs, self.rank))
+        first = _copying(inputs[self.rank], outputs[self.rank])
+        return self._run(self._program("all-to-all"), personal(inputs, outputs, self.rank), first=first)
 
     def barrier(self) -> QueuedWork:
         """Meet: complete when every rank has called this."""
@@ -176,3 +187,7 @@ class ProgramGroup:
     def run_in_background(self) -> None:
         """Let the queue's thread run the collectives that have been called and not waited for."""
         self._queue.run_in_background()
+
+
+def _copying(tensor: torch.Tensor, into: torch.Tensor) -> Callable[[], object]:
+    return partial(into.copy_, tensor)

@@ -76,10 +76,14 @@ class MessageGroup(ProgramGroup):
 
     # ── collectives ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _run(self, program: RankProgram, blocks: Blocks, op: str = "sum") -> QueuedWork:
+    def _run(
+        self, program: RankProgram, blocks: Blocks, op: str = "sum", first: Callable[[], object] | None = None
+    ) -> QueuedWork:
         transport, combine = LazyReceives(self._messages), COMBINE[op]
 
         def run(deadline: float | None) -> None:
+            if first is not None:
+                first()
             for pieces in blocks(program.slices, lambda: False):
                 for work in perform(program.rounds, pieces, transport, combine):
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,9 @@ from microparallel.errors import UsageError
 from microparallel.observe.flight import Flight
 from microparallel.program import AUTO
 from microparallel.topology import available_cores
-from microparallel.torch_private import at_end_of_backward, number_of_backward
+from microparallel.torch_private import at_end_of_backward, number_of_backward, uncompiled
 from microparallel.transport.base import SeparateMessages, Work
+from microparallel.transport.shared_memory.call_log import numbered, signature_of
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
 from microparallel.transport.shared_memory.works import CallState, SharedMemoryExchange
 from microparallel.transport.torch_distributed import make_group
@@ -40,6 +42,34 @@ def _close_all() -> None:
         group.shut_down()
 
 
+def _leave_all_to_parent() -> None:
+    for group in list(_OPEN):
+        group.leave_to_parent()
+    _OPEN.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+class _OfParent:
+    """Stands for what belongs to the process that this one was forked from: whatever is asked of it is refused.
+
+    The child shares the memory through which the parent's rank talks, so a call of the child would be taken for one of
+    the parent.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._refusal = (
+            f"this process was forked from rank {rank} and is no rank itself, so it cannot communicate; "
+            f"let rank {rank} make the call, or start this process as a rank of its own (mp.launch, torchrun)"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(self._refusal)
+
+
+@uncompiled  # autograd calls `_catch_up`
 class SharedMemoryGroup(ProgramGroup):
     """One rank's place in a group that talks through shared memory."""
 
@@ -66,10 +96,11 @@ class SharedMemoryGroup(ProgramGroup):
     def process_group(self, group: dist.ProcessGroup) -> None:
         self._process_group = group
 
-    def announce(self, call: str, timeout: float | None = None) -> None:
-        """Say what this thread calls next: in a collective, all ranks must say the same."""
+    def announce(self, call: str, timeout: float | None = None, agreement: str | None = None) -> None:
+        """Say what this thread calls next: in a collective, all ranks must say the same, or have the same agreement."""
         self._call.text = call
         self._call.timeout = timeout
+        self._call.agreement = call if agreement is None else agreement
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -77,9 +108,9 @@ class SharedMemoryGroup(ProgramGroup):
         """Start sending a contiguous tensor."""
         return self.transport.isend(tensor, to, tag)
 
-    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Start receiving into a contiguous tensor."""
-        return self.transport.irecv(tensor, source, tag)
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0, *, allow_less: bool = False) -> Work:
+        """Start receiving into a contiguous tensor, which may be larger than the message if `allow_less`."""
+        return self.transport.irecv(tensor, source, tag, allow_less=allow_less)
 
     def irecv_from_any(self, tensor: torch.Tensor, tag: int = 0) -> Work:
         """Start receiving the first message that comes, from any rank."""
@@ -96,8 +127,8 @@ class SharedMemoryGroup(ProgramGroup):
         program = self._program("all-reduce", tensor.numel() * tensor.element_size(), algorithm)
         return self._run(program, whole(tensor, self._block_bytes), op, movable=tensor)
 
-    def afterwards(self, action: Callable[[], object]) -> QueuedWork:
-        """Do something on this rank alone, after the collectives that it has called."""
+    def in_turn(self, action: Callable[[], object]) -> QueuedWork:
+        """Do something on this rank alone, after the collectives that it has called and before those that it will."""
 
         def run(_: float | None) -> None:
             action()
@@ -135,10 +166,18 @@ class SharedMemoryGroup(ProgramGroup):
         self._queue.run_in_background()
 
     def _run(
-        self, program: RankProgram, blocks: Blocks, op: str = "sum", movable: torch.Tensor | None = None
+        self,
+        program: RankProgram,
+        blocks: Blocks,
+        op: str = "sum",
+        first: Callable[[], object] | None = None,
+        movable: torch.Tensor | None = None,
     ) -> QueuedWork:
-        call = getattr(self._call, "text", program.name)
-        state = CallState(call)
+        text = getattr(self._call, "text", program.name)
+        signature = signature_of(getattr(self._call, "agreement", text))
+        peers = self.transport.peers
+        number = peers.call(signature, text)
+        state = CallState(text, number, numbered(signature, number))
         exchanges = _Exchanges(self.transport, state)
         combine = COMBINE[op]
 
@@ -148,16 +187,15 @@ class SharedMemoryGroup(ProgramGroup):
             return state.copied or not program.all_receive_from_all
 
         def run(deadline: float | None) -> None:
-            self.transport.peers.begin(call, state.signature)
             self.transport.exchange_notices()
+            if first is not None:
+                first()
             if movable is not None:  # now: while the collective runs, no other thread may use the tensor
                 self.transport.move_what_comes_again(movable)
             for pieces in blocks(program.slices, in_blocks):
                 for work in perform(program.rounds, pieces, exchanges, combine):
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
-        number = self.transport.peers.call()
-        peers = self.transport.peers
         return self._queue.append(
             run,
             getattr(self._call, "timeout", None),
@@ -185,10 +223,18 @@ class SharedMemoryGroup(ProgramGroup):
         if self._process_group is not None:
             dist.destroy_process_group(self._process_group)
 
+    def leave_to_parent(self) -> None:
+        """Refuse all calls from now on: this process was forked, and the rank is its parent."""
+        self.transport = self._queue = cast(Any, _OfParent(self.world_ranks[self.rank]))
+        self.flight = Flight(None)
+        self.log = self.flight.group(self.world_ranks)
+
     def shut_down(self) -> None:
         """Free the shared memory and end the queue's threads."""
-        _OPEN.discard(self)
         self._process_group = None
+        if isinstance(self.transport, _OfParent):
+            return
+        _OPEN.discard(self)
         self.transport.close()
         self._queue.close()
 

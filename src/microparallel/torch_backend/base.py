@@ -20,30 +20,59 @@ from microparallel import torch_private
 from microparallel.comms.calls import Call, describe
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.work_queue import QueuedWork
-from microparallel.errors import UsageError
+from microparallel.errors import DeviceError, UsageError
 from microparallel.observe.flight import Flight, agreed_folder
-from microparallel.torch_backend.tensors import Options, TorchReduction, bring_back, first_tensor, in_words, is_copy
-from microparallel.torch_backend.work import CollectiveWork, SeveralWorks
+from microparallel.torch_backend.tensors import (
+    Options,
+    TorchReduction,
+    bring_back,
+    copy_over,
+    first_tensor,
+    in_words,
+    is_copy,
+    plain,
+    room_for,
+    tensors_of,
+)
+from microparallel.torch_backend.work import CollectiveWork, DroppedWorks, SeveralWorks, StartedWork
 from microparallel.torch_private import gloo_group, nccl_group
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+# What torch's profiler calls these methods, where that is not like "c10d::allreduce_" for `allreduce`.
+_OPERATORS = {
+    "all_gather_single": "_allgather_base_",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced_",
+    "reduce_scatter_single": "_reduce_scatter_base_",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced_",
+    "all_to_all_single": "alltoall_base_",
+    "recv_anysource": "recv_any_source_",
+    "send": "send",
+    "barrier": "barrier",
+}
+
+
 def on_cpu(method: Method) -> Method:
     """Hand a call whose tensors are on another device to the backend that the user chose for that device."""
     name = method.__name__
+    operator = f"c10d::{_OPERATORS.get(name, f'{name}_')}"
 
     @functools.wraps(method)
     def dispatch(self: GroupBase, *arguments: Any, **named: Any) -> Any:
         tensor = first_tensor(arguments)
-        if tensor is None or tensor.is_cpu:
-            return method(self, *arguments, **named)
-        return torch_private.call_on(self.side_of(tensor.device), name, *arguments, **named)
+        if tensor is not None and not tensor.is_cpu:
+            return torch_private.call_on(self.side_of(tensor.device), name, *arguments, **named)
+        if torch_private.is_profiling():
+            with torch_private.profiled_call(operator, tensors_of(arguments)):
+                return method(self, *arguments, **named)
+        return method(self, *arguments, **named)
 
     torch_private.leave_uncompiled(dispatch)
     return dispatch  # type: ignore[return-value]
 
 
+@torch_private.uncompiled
 class GroupBase(torch_private.CalledProcessGroup):
     """One rank's place in a group, as torch sees it, without the calls themselves."""
 
@@ -62,6 +91,8 @@ class GroupBase(torch_private.CalledProcessGroup):
         self._names = ["", ""]
         self._sides: dict[str, dist.ProcessGroup] = {}
         self._together: list[dist.Work] | None = None
+        self._dropped = DroppedWorks()
+        self._sequence_number = 0
         self._owns_flight = owns_flight
 
     @property
@@ -73,8 +104,40 @@ class GroupBase(torch_private.CalledProcessGroup):
 
     def _announce(self, options: Options, name: str, content: str, *details: str) -> Call:
         call = in_words(name, content, *details)
-        self._group.announce(call.text, options.timeout)
+        self._group.announce(call.text, options.timeout, call.agreement)
         return call
+
+    def _wire(
+        self,
+        tensor: torch.Tensor,
+        works: list[QueuedWork],
+        reduction: TorchReduction | None = None,
+        *,
+        separate: bool = False,
+    ) -> torch.Tensor:
+        """What collectives take in place of a caller's tensor; what it takes to fill it joins the works.
+
+        It is filled in its turn: a collective that was called before may still change the tensor.
+
+        Args:
+            tensor: the caller's.
+            works: of this call.
+            reduction: what is done to the tensor `before` ranks communicate.
+            separate: whether the caller's tensor must stay as it is.
+        """
+        wire = room_for(tensor) if separate else plain(tensor)
+        changes = reduction is not None and reduction.changes_input
+        if not changes and not is_copy(wire, tensor):
+            return wire
+
+        def fill() -> None:
+            if is_copy(wire, tensor):
+                copy_over(tensor, wire)
+            if reduction is not None:
+                reduction.before(wire)
+
+        works.append(self._group.in_turn(fill))
+        return wire
 
     def _finish(
         self, wires: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], reduction: TorchReduction | None = None
@@ -90,25 +153,31 @@ class GroupBase(torch_private.CalledProcessGroup):
                     reduction.after(wire)
             bring_back(wires, tensors)
 
-        return [self._group.afterwards(finish)]
+        return [self._group.in_turn(finish)]
 
     def _work(
         self, call: Call, queued: Sequence[QueuedWork], result: Any, options: Options, *, after_backward: bool = False
     ) -> dist.Work:
-        entry = self._group.log.collective(call.text, call.text, call.size)
+        self._sequence_number += 1
+        entry = self._group.log.collective(call.text, call.agreement, call.size)
         entry.started()
-        work = CollectiveWork(self._group, call, entry, queued, result)
+        work = CollectiveWork(self._group, call, entry, queued, result, self._dropped)
+        if torch_private.is_profiling():
+            work.profile()
         if options.waits and self._together is None:
             work.wait()
-        elif after_backward:
+            return work
+        if after_backward:
             self._group.run_after_backward()
         else:
             self._group.run_in_background()
         return self._remember(work)
 
-    def _remember(self, work: dist.Work) -> dist.Work:
+    def _remember(self, work: StartedWork) -> dist.Work:
         if self._together is not None:
             self._together.append(work)
+        if torch_private.works_may_enter_graphs():
+            work.make_known_in_graphs()
         return work
 
     def _require_one_for_each(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
@@ -203,6 +272,15 @@ class GroupBase(torch_private.CalledProcessGroup):
         """The store through which the ranks of this group met."""
         return self._store
 
+    def sequence_number(self) -> int:
+        """How many collectives this rank has called in this group."""
+        return self._sequence_number
+
+    @property
+    def options(self) -> Any:
+        """What torch knows of a group's backend besides its name: its timeout, its ranks."""
+        return torch_private.backend_options("microparallel", self._timeout, self._group.world_ranks, self._names[0])
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long calls wait for the other ranks from now on."""
         self._timeout = timeout
@@ -218,6 +296,7 @@ class GroupBase(torch_private.CalledProcessGroup):
             side.shutdown()
         self._sides.clear()
         self._group.shut_down()
+        self._dropped.clear()
         if self._owns_flight:
             self._group.flight.close()
 
@@ -253,9 +332,9 @@ def _start_beside(
     )
 
 
-def _no_backend_for(device: torch.device) -> UsageError:
+def _no_backend_for(device: torch.device) -> DeviceError:
     """The error for a tensor on a device that this group has no backend for."""
-    return UsageError(
+    return DeviceError(
         f"backend 'microparallel' shares the CPU's memory, and this tensor is on {device}; "
         f"call init_process_group('cpu:microparallel,{device.type}:{'nccl' if device.type == 'cuda' else 'gloo'}')"
     )

@@ -32,6 +32,7 @@ from microparallel.torch_backend.tensors import (
     Options,
     TorchReduction,
     bring_back,
+    contiguous,
     flat_pieces,
     in_words,
     pieces,
@@ -39,7 +40,7 @@ from microparallel.torch_backend.tensors import (
     require_sum,
 )
 from microparallel.torch_backend.work import MessageWork
-from microparallel.torch_private import number_of_backward
+from microparallel.torch_private import is_profiling, number_of_backward, uncompiled
 from microparallel.transport.base import Work
 from microparallel.transport.shared_memory import SharedMemoryTransport, futex, this_machine
 
@@ -71,6 +72,7 @@ def _require_one_machine(store: dist.Store, rank: int, ranks: int) -> None:
             )
 
 
+@uncompiled
 class MicroparallelGroup(GroupBase):
     """One rank's place in a group, as torch sees it."""
 
@@ -79,24 +81,31 @@ class MicroparallelGroup(GroupBase):
     @on_cpu
     def allreduce(self, tensors: Any, opts: Any = None, **named: Any) -> dist.Work:
         """Combine the ranks' tensors, in place, on every rank."""
-        tensors, options = _as_list(tensors), Options.of(opts, **named)
-        call, works = _NOTHING, []
+        return self._all_reduce(_as_list(tensors), Options.of(opts, **named))
+
+    @on_cpu
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
+        """The same, for several tensors."""
+        return self._all_reduce(_as_list(tensors), Options.of(opts))
+
+    def _all_reduce(self, tensors: list[torch.Tensor], options: Options) -> dist.Work:
+        call, works = _NOTHING, _new_works()
         if any(tensor.layout is torch.sparse_coo for tensor in tensors):
             return self._sparse_all_reduce(tensors, options)
         for tensor in tensors:
             reduction = TorchReduction(options.op, tensor.dtype, self.size())
             call = self._announce(options, "all_reduce", describe(tensor), f"op={reduction.name}")
-            wire = plain(tensor)
-            reduction.before(wire)
+            wire = self._wire(tensor, works, reduction)
             works.append(self._group.all_reduce(wire, reduction.together))
             works += self._finish([wire], [tensor], reduction)
         return self._work(call, works, tensors, options, after_backward=number_of_backward() is not None)
 
     def _sparse_all_reduce(self, tensors: list[torch.Tensor], options: Options) -> dist.Work:
         """Add up sparse tensors: every rank gets all ranks' indices and values, and adds them in rank order."""
-        call, works = _NOTHING, []
+        call, works = _NOTHING, _new_works()
         for tensor in tensors:
             require_sum(tensor, options.op)
+            self._group.in_turn(_nothing).wait()  # a collective that was called before may change the tensor
             content = f"sparse {describe(tensor)}"
             call = self._announce(options, "all_reduce", content, f"sparse_dim={tensor.sparse_dim()}")
             contribution = Contribution(tensor)
@@ -107,13 +116,8 @@ class MicroparallelGroup(GroupBase):
             arrived = contribution.room(counts)
             for mine, theirs in zip(contribution.wires, arrived, strict=True):
                 works.append(self._group.all_to_all(theirs, [mine] * self.size()))
-            works.append(self._group.afterwards(functools.partial(contribution.add_up, counts, *arrived)))
+            works.append(self._group.in_turn(functools.partial(contribution.add_up, counts, *arrived)))
         return self._work(call, works, tensors, options)
-
-    @on_cpu
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
-        """The same, for several tensors."""
-        return self.allreduce(tensors, opts)
 
     @on_cpu
     def reduce(self, tensors: Any, opts: Any = None, **named: Any) -> dist.Work:
@@ -123,11 +127,9 @@ class MicroparallelGroup(GroupBase):
         call = self._announce(
             options, "reduce", describe(tensor), f"dst={self._world_rank(options.root)}", f"op={reduction.name}"
         )
-        wire, here = plain(tensor), self.rank() == options.root
-        if reduction.changes_input and not here:
-            wire = wire.clone()
-        reduction.before(wire)
-        works = [self._group.reduce(wire, options.root, reduction.together)]
+        here, works = self.rank() == options.root, _new_works()
+        wire = self._wire(tensor, works, reduction, separate=reduction.changes_input and not here)
+        works.append(self._group.reduce(wire, options.root, reduction.together))
         if here:
             works += self._finish([wire], [tensor], reduction)
         return self._work(call, works, [tensor], options)
@@ -140,39 +142,43 @@ class MicroparallelGroup(GroupBase):
         self._require_one_for_each("reduce_scatter", listed)
         reduction = TorchReduction(options.op, output.dtype, self.size())
         call = self._announce(options, "reduce_scatter", describe_list(listed), f"op={reduction.name}")
-        works = self._reduce_scatter(output, [plain(tensor) for tensor in listed], reduction)
+        works, separate = _new_works(), reduction.changes_input
+        wires = [self._wire(tensor, works, reduction, separate=separate) for tensor in listed]
+        works += self._reduce_scatter(output, wires, reduction)
         return self._work(call, works, [output], options)
 
     @on_cpu
     def reduce_scatter_single(self, output: torch.Tensor, entire: torch.Tensor, opts: Any = None) -> dist.Work:
         """The same, with the list as one tensor."""
-        return self.reduce_scatter_single_coalesced([output], [entire], opts)
+        return self._reduce_scatter_tensors([output], [entire], Options.of(opts))
 
     @on_cpu
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """The same, for several tensors."""
-        options, call, works = Options.of(opts), _NOTHING, []
+        return self._reduce_scatter_tensors(outputs, inputs, Options.of(opts))
+
+    def _reduce_scatter_tensors(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Options
+    ) -> dist.Work:
+        call, works = _NOTHING, _new_works()
         for output, entire in zip(outputs, inputs, strict=True):
             reduction = TorchReduction(options.op, output.dtype, self.size())
             call = self._announce(options, "reduce_scatter_tensor", describe(output), f"op={reduction.name}")
-            wires = flat_pieces(plain(entire), output, self.size(), str(call))
+            wire = self._wire(entire, works, reduction, separate=reduction.changes_input)
+            wires = flat_pieces(wire, output, self.size(), str(call))
             works += self._reduce_scatter(output, wires, reduction)
         return self._work(call, works, list(outputs), options)
 
     def _reduce_scatter(
         self, output: torch.Tensor, wires: list[torch.Tensor], reduction: TorchReduction
     ) -> list[QueuedWork]:
-        mine = plain(output).view(-1)
-        if reduction.changes_input:
-            wires = [wire.clone() for wire in wires]
-        for wire in wires:
-            reduction.before(wire)
+        mine, works = plain(output).view(-1), _new_works()
         if len({wire.numel() for wire in wires}) == 1:
-            works = [self._group.reduce_scatter(mine, [wire.view(-1) for wire in wires], reduction.together)]
+            works.append(self._group.reduce_scatter(mine, [wire.view(-1) for wire in wires], reduction.together))
         else:
-            mine.copy_(wires[self.rank()].view(-1))
+            works.append(self._group.in_turn(functools.partial(mine.copy_, wires[self.rank()].view(-1))))
             wires = [mine if rank == self.rank() else wire for rank, wire in enumerate(wires)]
-            works = [self._group.reduce(wire, rank, reduction.together) for rank, wire in enumerate(wires)]
+            works += [self._group.reduce(wire, rank, reduction.together) for rank, wire in enumerate(wires)]
         return works + self._finish([mine.view(output.shape)], [output], reduction)
 
     # ── moving ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,10 +187,10 @@ class MicroparallelGroup(GroupBase):
     def broadcast(self, tensors: Any, opts: Any = None, **named: Any) -> dist.Work:
         """Copy one rank's tensors over those of every other rank."""
         tensors, options = _as_list(tensors), Options.of(opts, **named)
-        call, works = _NOTHING, []
+        call, works = _NOTHING, _new_works()
         for tensor in tensors:
             call = self._announce(options, "broadcast", describe(tensor), f"src={self._world_rank(options.root)}")
-            wire = plain(tensor)
+            wire = self._wire(tensor, works)
             works.append(self._group.broadcast(wire, options.root))
             works += self._finish([wire], [tensor])
         return self._work(call, works, tensors, options)
@@ -192,27 +198,38 @@ class MicroparallelGroup(GroupBase):
     @on_cpu
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> dist.Work:
         """Collect every rank's tensor on every rank."""
-        options, lists, call, works = Options.of(opts, **named), _as_lists(outputs), _NOTHING, []
-        for tensor, listed in zip(_as_list(inputs), lists, strict=True):
+        return self._all_gather_lists(_as_lists(outputs), _as_list(inputs), Options.of(opts, **named))
+
+    @on_cpu
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
+        """The same for several tensors, with a list of them for each rank."""
+        lists = [list(of_one) for of_one in zip(*outputs, strict=True)]
+        return self._all_gather_lists(lists, _as_list(inputs), Options.of(opts))
+
+    def _all_gather_lists(
+        self, lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Options
+    ) -> dist.Work:
+        call, works = _NOTHING, _new_works()
+        for tensor, listed in zip(inputs, lists, strict=True):
             self._require_one_for_each("all_gather", listed)
             call = self._announce(options, "all_gather", describe_list(listed))
             works += self._all_gather(tensor, [plain(output) for output in listed], listed, str(call))
         return self._work(call, works, lists, options)
 
     @on_cpu
-    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """The same for several tensors, with a list of them for each rank."""
-        return self.allgather([list(of_one) for of_one in zip(*outputs, strict=True)], inputs, opts)
-
-    @on_cpu
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         """The same, with the list as one tensor."""
-        return self.all_gather_single_coalesced([output], [tensor], opts)
+        return self._all_gather_tensors([output], [tensor], Options.of(opts))
 
     @on_cpu
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """The same, for several tensors."""
-        options, call, works = Options.of(opts), _NOTHING, []
+        return self._all_gather_tensors(outputs, inputs, Options.of(opts))
+
+    def _all_gather_tensors(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], options: Options
+    ) -> dist.Work:
+        call, works = _NOTHING, _new_works()
         for output, tensor in zip(outputs, inputs, strict=True):
             call = self._announce(options, "all_gather_into_tensor", describe(tensor))
             wire = plain(output)
@@ -227,12 +244,13 @@ class MicroparallelGroup(GroupBase):
         mine = wires[self.rank()].view(-1)
         if tensor.numel() != mine.numel() or tensor.dtype != mine.dtype:
             raise UsageError(f"{call}: this rank's tensor is {describe(tensor)}, and its output {describe(mine)}")
-        wires = [wire.view(-1) for wire in wires]
+        wires, works = [wire.view(-1) for wire in wires], _new_works()
+        flat = self._wire(tensor, works).view(-1)
         if len({wire.numel() for wire in wires}) == 1:
-            works = [self._group.all_gather(plain(tensor).view(-1), wires)]
+            works.append(self._group.all_gather(flat, wires))
         else:
-            mine.copy_(plain(tensor).view(-1))
-            works = [self._group.broadcast(wire, rank) for rank, wire in enumerate(wires)]
+            works.append(self._group.in_turn(functools.partial(mine.copy_, flat)))
+            works += [self._group.broadcast(wire, rank) for rank, wire in enumerate(wires)]
         shaped = [wire.view(output.shape) for wire, output in zip(wires, outputs, strict=True)]
         return works + self._finish(shaped, outputs)
 
@@ -241,13 +259,16 @@ class MicroparallelGroup(GroupBase):
         """Collect every rank's tensor on one rank."""
         options, (tensor,) = Options.of(opts, **named), _as_list(inputs)
         call = self._announce(options, "gather", describe(tensor), f"dst={self._world_rank(options.root)}")
+        works = _new_works()
         if self.rank() != options.root:
-            return self._work(call, [self._group.gather(plain(tensor), None, options.root)], [], options)
+            works.append(self._group.gather(self._wire(tensor, works), None, options.root))
+            return self._work(call, works, [], options)
         (listed,) = _as_lists(outputs)
         self._require_one_for_each("gather", listed)
         self._require_alike(call, listed, tensor)
         wires = [plain(output) for output in listed]
-        works = [self._group.gather(plain(tensor), wires, options.root), *self._finish(wires, listed)]
+        works.append(self._group.gather(self._wire(tensor, works), wires, options.root))
+        works += self._finish(wires, listed)
         return self._work(call, works, [listed], options)
 
     @on_cpu
@@ -255,14 +276,14 @@ class MicroparallelGroup(GroupBase):
         """Hand one rank's list out, a tensor to each rank."""
         options, (output,) = Options.of(opts, **named), _as_list(outputs)
         call = self._announce(options, "scatter", describe(output), f"src={self._world_rank(options.root)}")
-        wires = None
+        wires, works = None, _new_works()
         if self.rank() == options.root:
             (listed,) = _as_lists(inputs)
             self._require_one_for_each("scatter", listed)
             self._require_alike(call, listed, output)
-            wires = [plain(tensor) for tensor in listed]
+            wires = [self._wire(tensor, works) for tensor in listed]
         mine = plain(output)
-        works = [self._group.scatter(mine, wires, options.root), *self._finish([mine], [output])]
+        works += [self._group.scatter(mine, wires, options.root), *self._finish([mine], [output])]
         return self._work(call, works, [output], options)
 
     @on_cpu
@@ -270,7 +291,9 @@ class MicroparallelGroup(GroupBase):
         """Hand tensor r to rank r, and get one from each."""
         self._require_one_for_each("all_to_all", inputs)
         self._require_one_for_each("all_to_all", outputs)
-        return self._all_to_all("all_to_all", list(outputs), list(inputs), list(outputs), Options.of(opts, **named))
+        works, options = _new_works(), Options.of(opts, **named)
+        wires = [self._wire(tensor, works) for tensor in inputs]
+        return self._all_to_all("all_to_all", list(outputs), wires, list(outputs), options, works)
 
     @on_cpu
     def all_to_all_single(
@@ -283,11 +306,11 @@ class MicroparallelGroup(GroupBase):
         **named: Any,
     ) -> dist.Work:
         """The same, with the lists as one tensor each, cut along the first dimension."""
-        wire = plain(output)
+        wire, works = plain(output), _new_works()
         outputs = pieces(wire, output_sizes, self.size())
-        inputs = pieces(plain(tensor), input_sizes, self.size())
+        inputs = pieces(self._wire(tensor, works), input_sizes, self.size())
         options = Options.of(opts, **named)
-        return self._all_to_all("all_to_all_single", outputs, inputs, [output], options, wire)
+        return self._all_to_all("all_to_all_single", outputs, inputs, [output], options, works, wire)
 
     def _all_to_all(
         self,
@@ -296,6 +319,7 @@ class MicroparallelGroup(GroupBase):
         inputs: list[torch.Tensor],
         result: list[torch.Tensor],
         options: Options,
+        works: list[QueuedWork],
         entire: torch.Tensor | None = None,
     ) -> dist.Work:
         mine, theirs = outputs[self.rank()], inputs[self.rank()]
@@ -303,7 +327,7 @@ class MicroparallelGroup(GroupBase):
             raise UsageError(f"{name}: this rank hands itself {describe(theirs)}, and expects {describe(mine)}")
         call = self._announce(options, name, str(theirs.dtype).removeprefix("torch."))
         wires = [plain(output).view(-1) for output in outputs]
-        works = [self._group.all_to_all(wires, [plain(tensor).view(-1) for tensor in inputs])]
+        works.append(self._group.all_to_all(wires, [tensor.view(-1) for tensor in inputs]))
         if entire is None:
             shaped = [wire.view(output.shape) for wire, output in zip(wires, outputs, strict=True)]
             works += self._finish(shaped, outputs)
@@ -311,6 +335,7 @@ class MicroparallelGroup(GroupBase):
             works += self._finish([entire], result)
         return self._work(call, works, result, options)
 
+    @on_cpu
     def barrier(self, opts: Any = None, **named: Any) -> dist.Work:
         """Meet: complete when every rank has called this."""
         device = getattr(opts, "device", None)
@@ -320,6 +345,7 @@ class MicroparallelGroup(GroupBase):
         call = self._announce(options, "barrier", "")
         return self._work(call, [self._group.barrier()], [], options)
 
+    @on_cpu
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
         """Meet in time, or raise `CommsTimeout` on every rank that came, naming all ranks that did not.
 
@@ -340,9 +366,9 @@ class MicroparallelGroup(GroupBase):
         call = words.as_message(to, sends=True, size=tensor.nbytes)
         entry = self._group.log.send(call.text, describe(tensor), to, tag, tensor.nbytes)
         with named_failures(call, self._group, entry):
-            work = self._group.isend(plain(tensor), to, tag)
+            work = self._group.isend(contiguous(tensor), to, tag)
         entry.started()
-        return self._remember(MessageWork(self._group, call, entry, work, [tensor]))
+        return self._message(MessageWork(self._group, call, entry, work, [tensor]))
 
     @on_cpu
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
@@ -352,7 +378,7 @@ class MicroparallelGroup(GroupBase):
         call = words.as_message(source, sends=False, size=tensor.nbytes)
         wire = plain(tensor)
         entry = self._group.log.recv(call.text, describe(tensor), source, tag, tensor.nbytes)
-        work = self._group.irecv(wire, source, tag)
+        work = self._group.irecv(wire, source, tag, allow_less=True)
         return self._receiving(call, entry, work, wire, tensor)
 
     @on_cpu
@@ -371,12 +397,26 @@ class MicroparallelGroup(GroupBase):
     ) -> dist.Work:
         entry.started()
         receipt = MessageWork(self._group, call, entry, work, [tensor], lambda: bring_back([wire], [tensor]))
-        return self._remember(receipt)
+        return self._message(receipt)
+
+    def _message(self, work: MessageWork) -> dist.Work:
+        if is_profiling():
+            work.profile()
+        return self._remember(work)
 
     # The names that torch used before 2.13; `torch_private.BEFORE_2_13` has the others.
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def _new_works() -> list[QueuedWork]:
+    """What a call puts into the queue: nothing as yet."""
+    return []
+
+
+def _nothing() -> None:
+    """Take a turn in the queue."""
 
 
 def _as_list(tensors: Any) -> list[torch.Tensor]:

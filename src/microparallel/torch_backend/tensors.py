@@ -7,10 +7,11 @@ those of torch's own backends do: into leaves that require a gradient, and witho
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,16 +25,33 @@ _ONE_TENSOR = re.compile(r"\w+\[[\d, ]*\]")  # as `describe` writes it
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a contiguous tensor that autograd does not watch; a copy where that cannot be."""
+    """The same memory as a contiguous tensor that autograd does not watch; where that cannot be, room for a copy."""
     if tensor.layout is not torch.strided:
         raise UsageError(f"backend 'microparallel' moves dense tensors, not {tensor.layout}; call .to_dense() first")
     if not tensor.is_cpu:
         raise UsageError(f"backend 'microparallel' was given tensors on the CPU and on {tensor.device} in one call")
-    if tensor.is_inference():
-        return _same_memory(tensor).contiguous()
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    return tensor.data.contiguous()
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return room_for(tensor)
+    return _same_memory(tensor) if tensor.is_inference() else tensor.data
+
+
+def room_for(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of the same shape and dtype, into which the thread that runs a collective may write."""
+    with torch.inference_mode(False):
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as `plain` gives it, or a copy: for a message, which leaves at once."""
+    wire = plain(tensor)
+    if is_copy(wire, tensor):
+        copy_over(tensor, wire)
+    return wire
+
+
+def copy_over(tensor: torch.Tensor, wire: torch.Tensor) -> None:
+    """Copy a caller's tensor to the room that `plain` has made for it."""
+    wire.copy_(tensor.detach())
 
 
 def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -82,11 +100,29 @@ def first_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
     return None
 
 
+def tensors_of(values: Any) -> Iterator[torch.Tensor]:
+    """The tensors among a call's arguments, or in its result, which may be lists of lists."""
+    if isinstance(values, torch.Tensor):
+        yield values
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from tensors_of(value)
+
+
 @functools.lru_cache(maxsize=4096)
 def in_words(name: str, content: str, *details: str) -> Call:
-    """A call as every rank must make it; training makes the same few again and again."""
+    """A call as every rank must make it; training makes the same few again and again.
+
+    As with torch's own backends, ranks agree on the dtype and the number of elements; each may have a shape of its own.
+    """
     size = content_bytes(content) if _ONE_TENSOR.fullmatch(content) else 0
-    return Call.of_all(name, content, *details, size=size)
+    call = Call.of_all(name, content, *details, size=size)
+    return replace(call, agreement=call.text.replace(content, _ONE_TENSOR.sub(_without_shape, content)))
+
+
+def _without_shape(content: re.Match[str]) -> str:
+    dtype, _, shape = content[0].partition("[")
+    return f"{dtype} times {math.prod(json.loads(f'[{shape}'))}"
 
 
 # ── reductions ──────────────────────────────────────────────────────────────────────────────────────────────────────

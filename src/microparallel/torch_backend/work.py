@@ -1,8 +1,16 @@
-"""The `Work` that torch gets for a call that has started: to wait for, to poll, or to take a future from."""
+"""The `Work` that torch gets for a call that has started: to wait for, to poll, or to take a future from.
+
+torch's C++ may keep a work that no Python variable holds any more, and wait for it later: `DDP.join` does. C++ finds
+our methods only as long as the Python object lives. So a collective that was dropped before anybody waited for it is
+kept (`DroppedWorks`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -17,22 +25,35 @@ from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import TransportTimeout
 from microparallel.observe import ObservedCall, observe_call
 from microparallel.observe.flight_recorder import Entry, NoEntry
-from microparallel.torch_backend.tensors import seconds
-from microparallel.torch_private import CalledWork, at_end_of_backward, number_of_backward
+from microparallel.torch_backend.tensors import seconds, tensors_of
+from microparallel.torch_private import (
+    CalledWork,
+    at_end_of_backward,
+    forget_in_graphs,
+    make_known_in_graphs,
+    number_of_backward,
+    profile_until,
+    uncompiled,
+)
 from microparallel.transport.base import Work
 
+_MOST_DROPPED = 64  # works of a group
+_LARGE = 2**16  # bytes of tensors that are not kept just because their work was dropped
 
+
+@uncompiled
 class StartedWork(CalledWork):
     """What collectives and messages share; a subclass's `_finish` waits, and raises what went wrong."""
+
+    _entry: Entry | NoEntry | ObservedCall | None = None  # until it has ended
+    _is_known_in_graphs = False
 
     def __init__(self, group: SharedMemoryGroup, call: Call, entry: Entry | NoEntry, result: Any) -> None:
         super().__init__()
         self._group = group
         self._call = call
         observers = group.flight.observers
-        self._entry: Entry | NoEntry | ObservedCall | None = (  # until it has ended
-            observe_call(entry, observers, activity_of(call, group)) if observers else entry
-        )
+        self._entry = observe_call(entry, observers, activity_of(call, group)) if observers else entry
         self._result = result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -48,7 +69,15 @@ class StartedWork(CalledWork):
         with named_failures(self._call, self._group, entry):
             self._finish(timeout)
         entry.ends()
+        if self._is_known_in_graphs:
+            self._is_known_in_graphs = False
+            forget_in_graphs(tensors_of(self._result))
         return True
+
+    def make_known_in_graphs(self) -> None:
+        """Let `wait_tensor` wait for this work: the caller is within `allow_inflight_collective_as_graph_input_ctx`."""
+        self._is_known_in_graphs = True
+        make_known_in_graphs(tensors_of(self._result), self)
 
     def _report_wait_at_end_of_backward(self) -> None:
         """Tell the observers, at the end of backward, that the rank waits: a future is taken, so `wait` is not called.
@@ -63,6 +92,14 @@ class StartedWork(CalledWork):
     def _all_is_computed(self) -> None:
         if self._entry is not None:
             self._entry.waits()
+
+    def profile(self) -> None:
+        """Show the call in `torch.profiler`, from now until it is complete."""
+        profile_until(f"microparallel:{self._call.name}", self._when_complete)
+
+    def _when_complete(self, callback: Callable[[], None]) -> None:
+        """Call back when it is complete; unlike `_when_done`, this completes nothing."""
+        raise NotImplementedError
 
     def _finish(self, timeout: float | None) -> None:
         raise NotImplementedError
@@ -102,6 +139,8 @@ class StartedWork(CalledWork):
             return self._result
 
         future: torch.futures.Future[Any] = done.then(outcome)
+        if number_of_backward() is not None and _is_half(self._result):
+            future = _typed().later(future, self._result)
         if self._group.flight.observers:
             self._report_wait_at_end_of_backward()
         self._when_done(lambda: done.set_result(None))
@@ -112,14 +151,80 @@ class StartedWork(CalledWork):
         return self.get_future()
 
 
+def _is_half(result: Any) -> bool:
+    first = result[0] if isinstance(result, list) and result else None
+    return isinstance(first, torch.Tensor) and first.dtype == torch.float16
+
+
+@functools.cache
+def _typed() -> Any:
+    """A function that makes a future of tensors from one of Python objects, which is all that Python can make.
+
+    DDP's built-in FP16 hook is written in C++, and takes nothing else. Only for futures that this hook may have asked
+    for, it is worth the time of another thread.
+    """
+    return torch.jit.CompilationUnit("""
+def tensors_when(done: Future[int], tensors: List[Tensor]) -> List[Tensor]:
+    torch.jit.wait(done)
+    return tensors
+
+def later(done: Future[int], tensors: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(tensors_when, done, tensors)
+""")
+
+
+class DroppedWorks:
+    """Collectives of a group that no variable holds, and nobody has waited for: torch's C++ may still do so.
+
+    Each is kept until it is done. Then it is kept as one of the last few, unless its tensors are large. Objects may be
+    dropped in any thread, and while any lock is held, so this takes none.
+    """
+
+    def __init__(self) -> None:
+        self._works: deque[CollectiveWork] = deque()
+
+    def keep(self, work: CollectiveWork) -> None:
+        """Keep one more; let go of older ones."""
+        self._works.append(work)
+        with contextlib.suppress(IndexError):  # another thread has let it go
+            while (len(self._works) > _MOST_DROPPED or self._works[0].is_large) and self._works[0].is_done:
+                self._works.popleft()
+
+    def clear(self) -> None:
+        """Let go of all: the group ends."""
+        self._works.clear()
+
+
+@uncompiled
 class CollectiveWork(StartedWork):
     """One or more collectives in the work queue of their group."""
 
     def __init__(
-        self, group: SharedMemoryGroup, call: Call, entry: Entry | NoEntry, works: Sequence[QueuedWork], result: Any
+        self,
+        group: SharedMemoryGroup,
+        call: Call,
+        entry: Entry | NoEntry,
+        works: Sequence[QueuedWork],
+        result: Any,
+        dropped: DroppedWorks,
     ) -> None:
         super().__init__(group, call, entry, result)
         self._works = works
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        if self._entry is not None:
+            self._dropped.keep(self)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its tensors take much memory."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(self._result)) > _LARGE
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has ended; unlike `is_completed`, asking does not make it run."""
+        return all(work.done for work in self._works)
 
     def _finish(self, timeout: float | None) -> None:
         for work in self._works:
@@ -131,14 +236,16 @@ class CollectiveWork(StartedWork):
         else:
             callback()
 
+    _when_complete = _when_done
+
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
-        done = all(work.done for work in self._works)
-        if not done:
+        if not self.is_done:
             self._group.end_delay()
-        return done
+        return self.is_done
 
 
+@uncompiled
 class MessageWork(StartedWork):
     """A message under way. The thread that waits receives it; for a caller that only polls, another thread does."""
 
@@ -158,6 +265,7 @@ class MessageWork(StartedWork):
         self._done = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._completed: Callable[[], None] = _nothing
 
     def _finish(self, timeout: float | None) -> None:
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
@@ -178,6 +286,10 @@ class MessageWork(StartedWork):
         except Exception as error:
             self._error = error
         self._done = True
+        self._completed()
+
+    def _when_complete(self, callback: Callable[[], None]) -> None:
+        self._completed = callback
 
     def source_rank(self) -> int:
         """The rank that sent it, once it is here; torch asks when a program receives from any source."""
@@ -207,6 +319,11 @@ class MessageWork(StartedWork):
             self._error = error
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
+@uncompiled
 class SeveralWorks(dist.Work):
     """Calls that were started together."""
 

@@ -2,7 +2,7 @@
 
 Each rank keeps a connection to every other, which the kernel closes when a process ends, however it ends. And each rank
 has a `RankStatus` at the beginning of its segment, which the others can still read when the rank is gone: how many
-collectives it has called, which ranks it had lost, or which call it made when the others made another.
+collectives it has called, and which (`call_log.py`); which ranks it had lost; whether its calls differ from theirs.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import json
 import select
 import socket
 import time
-from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from microparallel.errors import Mismatch, PeerGone
-from microparallel.text import show_ranks
+from microparallel.transport.shared_memory.call_log import LOG_BYTES, CallLog, difference_in_words, first_difference
 from microparallel.transport.shared_memory.segment import Segment
 
-STATUS_BYTES = 4096
+_LOG = 2048  # where in a status the log of calls begins
+STATUS_BYTES = _LOG + LOG_BYTES
 _WELL, _CLOSED, _FAILED = 0, 1, 2
 _TEXT = 64  # where in a status the text of a failure begins
-_EXPLANATION = 2.0  # seconds for the others to write down which call they made
-_LONGEST = 300  # characters of a call that are kept for error messages
+_EXPLANATION = 2.0  # seconds for the others to make a call that can be compared
 
 
 class RankStatus:
@@ -31,6 +30,7 @@ class RankStatus:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
+        self.log = CallLog(segment, _LOG)
 
     @property
     def closed(self) -> bool:
@@ -69,7 +69,7 @@ class RankStatus:
         """Write down what went wrong on this rank; only the first failure is kept."""
         if self._segment.words[0] != _WELL:
             return
-        text = json.dumps(failure).encode()[: STATUS_BYTES - _TEXT]
+        text = json.dumps(failure).encode()[: _LOG - _TEXT]
         self._segment.map[_TEXT : _TEXT + len(text)] = text
         self._segment.words[1] = len(text)
         self._segment.words[0] = _FAILED
@@ -100,12 +100,14 @@ class Peers:
         self._world_ranks = world_ranks
         self._connections = connections
         self._statuses = {peer: RankStatus(segment) for peer, segment in segments.items()}
-        self._call = ""  # the collective that this rank is in, as text
-        self._recent: deque[tuple[int, str]] = deque(maxlen=8)
+        self._own = self._statuses[rank]
+        self._logs = {peer: status.log for peer, status in self._statuses.items()}
 
-    def call(self) -> int:
-        """Let the other ranks know that this rank has called one more collective; returns its number."""
-        return self._statuses[self._rank].call()
+    def call(self, signature: int, text: str) -> int:
+        """Let the other ranks know that this rank has called one more collective, and which; returns its number."""
+        number = self._own.call()
+        self._own.log.write(number, signature, text)
+        return number
 
     def have_called(self, number: int) -> bool:
         """Whether all ranks have called the collective of this number."""
@@ -115,17 +117,12 @@ class Peers:
         """The ranks that have not called the collective of this number."""
         return sorted(rank for rank, status in self._statuses.items() if not status.has_called(number))
 
-    def begin(self, call: str, signature: int) -> None:
-        """Remember which collective this rank is in, and the last few before it."""
-        self._call = call[:_LONGEST]
-        self._recent.append((signature, self._call))
-
     def require_alive(self, peer: int) -> None:
         """Raise if a peer will never answer; the failures that ranks wrote down say which one was lost first."""
         for other in (peer, *self._connections):
             failure = self._statuses[other].failure()
-            if failure is not None and "call" in failure:
-                self.disagree()
+            if failure is not None and "differs" in failure:
+                self.disagree(int(failure["differs"]), str(failure.get("detail", "")))
             if failure is not None:
                 lost = [self._world_ranks.index(rank) for rank in failure.get("lost", []) if rank in self._world_ranks]
                 self._give_up([rank for rank in lost if rank != self._rank] or [other])
@@ -137,19 +134,31 @@ class Peers:
         if all(self._is_disconnected(peer) or self._statuses[peer].closed for peer in self._connections):
             self._give_up(list(self._connections))
 
-    def disagree(self, signature: int | None = None, source: int | None = None) -> NoReturn:
-        """Raise `Mismatch`, since not all ranks make the same call: each writes down its own, and reads the others'."""
-        self._statuses[self._rank].fail({"call": self._call, "recent": list(self._recent)})
+    def disagree(self, number: int, detail: str = "") -> NoReturn:
+        """Raise `Mismatch`, since not all ranks make the same calls; the others do the same when they next look.
+
+        Args:
+            number: of the call in which this was noticed; the calls may differ since an earlier one.
+            detail: what differs, where all ranks make the same calls.
+        """
+        self._own.fail({"differs": number, "detail": detail})
         deadline = time.monotonic() + _EXPLANATION
-        calls: dict[int, str] = {}
-        while len(calls) < len(self._statuses) and time.monotonic() < deadline:
-            calls = {rank: call for rank in self._statuses if (call := self._call_of(rank)) is not None}
+        while True:
+            found = first_difference(self._logs)
+            at = number if found is None else found[0]
+            if all(self._will_not_call(rank, at) for rank in self._statuses) or time.monotonic() > deadline:
+                break
             time.sleep(0.001)
-        rows = _rows(calls)
-        if source is not None and len(set(calls.values())) == 1:  # a message of an earlier call
-            earlier = dict((self._statuses[source].failure() or {}).get("recent", ())).get(signature, "an earlier call")
-            rows = f"  rank {source} made {earlier}, and rank {self._rank} took no part in that"
-        raise Mismatch(f"the calls of these ranks do not belong together\n{rows}")
+        if found is not None:
+            detail = difference_in_words(self._logs, *found)
+        elif not detail:
+            detail = "  all make the same calls, but a message of an earlier one, which had failed, has come only now"
+        raise Mismatch(f"the calls of these ranks do not belong together\n{detail}")
+
+    def _will_not_call(self, rank: int, number: int) -> bool:
+        """Whether a rank has made the call of this number, or is gone."""
+        status = self._statuses[rank]
+        return status.has_called(number) or status.closed or (rank != self._rank and self._is_disconnected(rank))
 
     def close(self) -> None:
         """Let the others know that this rank leaves, and close its connections."""
@@ -157,10 +166,6 @@ class Peers:
         for connection in self._connections.values():
             connection.close()
         self._connections.clear()
-
-    def _call_of(self, rank: int) -> str | None:
-        call = (self._statuses[rank].failure() or {}).get("call")
-        return call if isinstance(call, str) else None
 
     def _give_up(self, lost: list[int]) -> NoReturn:
         self._statuses[self._rank].fail({"lost": [self._world_ranks[rank] for rank in lost]})
@@ -173,10 +178,3 @@ class Peers:
         ended = select.poll()  # unread notices (`regions.py`) do not hide that the connection is closed
         ended.register(connection, select.POLLRDHUP)
         return bool(ended.poll(0))
-
-
-def _rows(calls: dict[int, str]) -> str:
-    ranks_of: dict[str, list[int]] = defaultdict(list)
-    for rank, call in sorted(calls.items()):
-        ranks_of[call].append(rank)
-    return "\n".join(f"  {show_ranks(ranks)}: {call}" for call, ranks in ranks_of.items())

@@ -7,6 +7,7 @@ that lies neither in its rank's segment nor in memory that was moved (`regions.p
     channel.py     the slots in which a sender posts its messages
     futex.py       sleep until a number in shared memory changes
     peers.py       which ranks are gone, and which made another call
+    call_log.py    the last calls of each rank, to say which one differs
     segment.py     the memory itself, and its pieces
     regions.py     tensors that were moved to where peers can read them
     rendezvous.py  how the ranks get each other's segments
@@ -131,10 +132,10 @@ class SharedMemoryTransport:
             copy.let_go()
         return sent
 
-    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Received:
-        """Start receiving into a contiguous tensor."""
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0, *, allow_less: bool = False) -> Received:
+        """Start receiving into a contiguous tensor, which may be larger than the message if `allow_less`."""
         pending = self._pending[source, tag]
-        received = Received(self, tensor, source, tag, pending)
+        received = Received(self, tensor, source, tag, pending, allow_less)
         pending.receives.append(received)
         return received
 
@@ -145,7 +146,8 @@ class SharedMemoryTransport:
     def take_from_any(self, into: torch.Tensor, tag: int, deadline: float) -> int:
         """Wait for a message with this tag from any rank, and copy it; returns the rank that sent it.
 
-        A thread cannot sleep on several futexes at once, so this one polls the channels of all ranks.
+        The tensor may be larger than the message: torch's programs, which alone call this, expect that. A thread cannot
+        sleep on several futexes at once, so this one polls the channels of all ranks.
         """
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         while True:
@@ -154,14 +156,14 @@ class SharedMemoryTransport:
                 with channel.lock:
                     number = channel.find(tag, channel.posted())
                     if number is not None:
-                        self._copy_message(channel, number, into, source)
+                        self._copy_message(channel, number, into, source, allow_less=True)
                         return source
             self.peers.require_any_alive()
             if time.monotonic() > deadline:
                 raise TransportTimeout("timed out waiting for a message from any rank")
             time.sleep(_POLL_INTERVAL)
 
-    def take_message(self, into: torch.Tensor, source: int, tag: int, deadline: float) -> float:
+    def take_message(self, into: torch.Tensor, source: int, tag: int, deadline: float, allow_less: bool) -> float:
         """Wait for the next message with this tag, and copy it; returns the time at which it had arrived."""
         channel = self._in[1][source]
         while True:
@@ -170,17 +172,18 @@ class SharedMemoryTransport:
                 number = channel.find(tag, seen)
                 if number is not None:
                     arrived = time.perf_counter()
-                    self._copy_message(channel, number, into, source)
+                    self._copy_message(channel, number, into, source, allow_less)
                     return arrived
             self._sleep_until_changed(channel.posted_address(), channel.posted, seen, source, deadline)
 
-    def _copy_message(self, channel: Channel, number: int, into: torch.Tensor, source: int) -> None:
+    def _copy_message(self, channel: Channel, number: int, into: torch.Tensor, source: int, allow_less: bool) -> None:
         _, offset, size, _ = channel.read(number % SLOTS)
         room = into.numel() * into.element_size()
-        if size == room:
-            _as_bytes(into).copy_(self._segments[source].bytes[offset : offset + size])
+        fits = size == room or (allow_less and size < room)
+        if fits:
+            _as_bytes(into)[:size].copy_(self._segments[source].bytes[offset : offset + size])
         channel.take_number(number)
-        if size != room:
+        if not fits:
             raise CommsError(
                 f"rank {source} sent {size} bytes, and {room} were expected; send and receive tensors of the same size"
             )

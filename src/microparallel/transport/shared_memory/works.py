@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import threading
 import time
 from collections import deque
@@ -127,10 +125,17 @@ class Received:
     """A receive that was started. Messages come in order, so waiting for a later one completes the earlier."""
 
     def __init__(
-        self, transport: SharedMemoryTransport, into: torch.Tensor, source: int, tag: int, pending: PendingReceives
+        self,
+        transport: SharedMemoryTransport,
+        into: torch.Tensor,
+        source: int,
+        tag: int,
+        pending: PendingReceives,
+        allow_less: bool,
     ) -> None:
         self._transport = transport
         self._into = into
+        self._allow_less = allow_less  # the message may be smaller than the tensor
         self._source = source
         self._tag = tag
         self._pending = pending
@@ -143,8 +148,11 @@ class Received:
         with self._pending.lock:
             while not self._complete:
                 first = self._pending.receives.popleft()
-                first.arrived = self._transport.take_message(first._into, first._source, first._tag, deadline)
-                first._complete = True
+                first._take(deadline)
+
+    def _take(self, deadline: float) -> None:
+        self.arrived = self._transport.take_message(self._into, self._source, self._tag, deadline, self._allow_less)
+        self._complete = True
 
 
 class ReceivedFromAny:
@@ -166,22 +174,20 @@ class ReceivedFromAny:
 # ── exchanges, for collective programs ──────────────────────────────────────────────────────────────────────────────
 
 
-@functools.lru_cache(maxsize=4096)
-def signature_of(call: str) -> int:
-    """A number that stands for a call, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(call.encode(), digest_size=8).digest(), "little")
-
-
 class CallState:
     """What all messages of one collective call share.
 
     Attributes:
-        signature: a number for the call's text, which each message carries.
+        text: the call in words.
+        number: of the call, among those of this rank in its group.
+        signature: a number for both, which each message carries.
         copied: whether this rank, or one that it has received from, had to copy its tensor.
     """
 
-    def __init__(self, call: str) -> None:
-        self.signature = signature_of(call)
+    def __init__(self, text: str, number: int, signature: int) -> None:
+        self.text = text
+        self.number = number
+        self.signature = signature
         self.copied = False
 
 
@@ -240,9 +246,15 @@ class Lent:
         """Return when the peer has offered its tensor."""
         like = self.tensor
         borrowed = self._transport.borrow(self._source, timeout)
-        same_size = borrowed.bytes.numel() == like.numel() * like.element_size()
-        if borrowed.signature != self._call.signature or not same_size:
-            self._transport.peers.disagree(borrowed.signature, self._source)
+        if borrowed.signature != self._call.signature:
+            self._transport.peers.disagree(self._call.number)
+        sent, expected = borrowed.bytes.numel(), like.numel() * like.element_size()
+        if sent != expected:
+            self._transport.peers.disagree(
+                self._call.number,
+                f"  {self._call.text}: rank {self._source} has {sent} bytes for rank {self._transport.rank}, "
+                f"which expects {expected}",
+            )
         if borrowed.copied:
             self._call.copied = True
         self.tensor = borrowed.bytes.view(like.dtype)
