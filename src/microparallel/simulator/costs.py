@@ -30,7 +30,8 @@ from microparallel.program import (
     Value,
     halves,
 )
-from microparallel.topology import Link
+from microparallel.text import count
+from microparallel.topology import Cluster, Link, Port
 
 PerStage = float | Sequence[float]
 
@@ -53,6 +54,7 @@ class Costs:
         transport: what carries the messages; it decides by which algorithm an AllReduce or a Broadcast runs that names
             none (`collectives.resolve`).
         links: connections that differ from the others, by (sender, receiver); what a `Link` leaves out is as usual.
+        topology: the nodes on which the ranks are; `Costs.cluster` gives it.
 
     Example:
         ```python
@@ -72,6 +74,38 @@ class Costs:
     bytes_per_value: float | Callable[[Value], float] = 1
     transport: str = "gloo"
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    topology: Cluster | None = None
+
+    @classmethod
+    def cluster(
+        cls, *, nodes: int, per_node: int, inside: Link, between: Link, shared_nic: bool = True, **costs: Any
+    ) -> Costs:
+        """The costs on a cluster: fast links inside a node, slower ones between nodes, and one network port a node.
+
+        A message between two nodes holds its sender's port, the port through which its node sends, and the port
+        through which the other node receives, for latency + bytes × seconds per byte. So messages that leave a node
+        go one after another, and so do messages that enter it; of those that wait, the one that can begin first is
+        next. Sending does not hold up receiving. Messages inside a node do not use the network port.
+
+        An AllReduce or a Broadcast of a training step is simulated by itself, on these links and ports. It does not
+        contend with what other groups of ranks send at the same time.
+
+        Args:
+            nodes: how many there are.
+            per_node: how many ranks each has; they are numbered node by node.
+            inside: the link between two ranks of a node.
+            between: the link between ranks of different nodes; what either leaves out is as `costs` says.
+            shared_nic: whether the ranks of a node share one network port; if not, each has its own.
+            costs: everything else that `Costs` takes.
+
+        Example:
+            ```python
+            nvlink, ethernet = mp.Link(5e-6, 1 / 300e9), mp.Link(20e-6, 1 / 12.5e9)
+            costs = mp.Costs.cluster(nodes=2, per_node=4, inside=nvlink, between=ethernet, bytes_per_value=100e6)
+            print(mp.simulate(mp.collectives.build("hierarchical", 8, ranks_per_node=4), costs).makespan)
+            ```
+        """
+        return cls(topology=Cluster(nodes, per_node, inside, between, shared_nic), **costs)
 
     def __post_init__(self) -> None:
         for name, value in _numbers(self):
@@ -83,6 +117,12 @@ class Costs:
         for sender, receiver in self.links:
             if not (0 <= sender < program.world_size and 0 <= receiver < program.world_size and sender != receiver):
                 raise UsageError(f"Costs: there is no link {sender} → {receiver} among {program.world_size} ranks")
+        nodes = self.topology
+        if nodes is not None and nodes.ranks != program.world_size:
+            raise UsageError(
+                f"Costs.cluster: {count(nodes.nodes, 'node')} of {count(nodes.per_node, 'rank')} are "
+                f"{count(nodes.ranks, 'rank')}, and program {program.name!r} has {program.world_size}"
+            )
         if isinstance(program.goal, Collective):
             return
         stages = program.goal.stages
@@ -146,9 +186,20 @@ class Costs:
 
     def link(self, sender: int, receiver: int) -> Link:
         """The connection from one rank to another."""
-        usual = Link(self.latency, self.seconds_per_byte)
+        link = Link(self.latency, self.seconds_per_byte)
+        if self.topology is not None:
+            link = self.topology.link(sender, receiver).or_else(link)
         own = self.links.get((sender, receiver))
-        return usual if own is None else own.or_else(usual)
+        return link if own is None else own.or_else(link)
+
+    @property
+    def shares_ports(self) -> bool:
+        """Whether messages of different ranks may wait for the same port."""
+        return self.topology is not None and self.topology.shared_nic
+
+    def ports(self, sender: int, receiver: int) -> tuple[Port, ...]:
+        """The ports that a message passes beside its sender's own."""
+        return () if self.topology is None else self.topology.ports(sender, receiver)
 
 
 def _at(cost: PerStage, stage: int) -> float:
@@ -166,12 +217,15 @@ def _numbers(costs: Costs) -> Iterator[tuple[str, Any]]:
         yield name, getattr(costs, name)
     if not callable(costs.bytes_per_value):
         yield "bytes_per_value", costs.bytes_per_value
-    for (sender, receiver), link in costs.links.items():
+    links = {f"link {sender} → {receiver}": link for (sender, receiver), link in costs.links.items()}
+    if costs.topology is not None:
+        links |= {"the links inside a node": costs.topology.inside, "the links between nodes": costs.topology.between}
+    for which, link in links.items():
         if not isinstance(link, Link):
-            raise UsageError(f"Costs: link {sender} → {receiver} is {link!r}; give mp.Link(latency=…)")
+            raise UsageError(f"Costs: {which} is {link!r}; give mp.Link(latency=…)")
         for name in ("latency", "seconds_per_byte"):
             if getattr(link, name) is not None:
-                yield f"{name} of link {sender} → {receiver}", getattr(link, name)
+                yield f"{name} of {which}", getattr(link, name)
 
 
 def default_costs(program: Program) -> Costs:

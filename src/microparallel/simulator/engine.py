@@ -3,6 +3,9 @@
 - A lane does its operations in order; a computation begins when its lane is free and what it needs is there.
 - A Send never stops its lane. Its transfer begins when the value is there, the matching Recv has been posted, and the
   sender's port is free; it holds the port for latency + bytes × seconds per byte.
+- On a cluster whose nodes have one network port each (`Costs.cluster`), a message between nodes also holds the sending
+  side of one node's port and the receiving side of the other's, as long. Of all messages, the one that can begin first
+  is next; of those that can begin at the same time, the one that came first.
 - A Recv stops its lane until the message is there (and added, with `reduce`). A rank has one receive posted at a time,
   so messages never compete for a receiver's port.
 - What is being sent is not overwritten: an operation that writes to it waits for the transfer's end.
@@ -10,7 +13,8 @@
   its algorithm takes on the links between them.
 
 Transfers are taken from a heap in the order in which they can begin, so each port serves first what came first. Every
-operation is looked at a bounded number of times: the time grows with the number of operations.
+operation is looked at a bounded number of times: the time grows with the number of operations. (A message that finds a
+shared port busy goes back into the heap, once for each message that is served before it.)
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import functools
 import gc
 import heapq
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -27,6 +32,7 @@ from microparallel.program.walk import Meeting
 from microparallel.schedules import complete
 from microparallel.simulator.costs import Costs
 from microparallel.simulator.groups import GroupCosts, Share
+from microparallel.topology import Port
 from microparallel.trace import Event, Trace
 
 
@@ -75,8 +81,12 @@ class Simulation(Policy):
         self._groups = GroupCosts(costs, program.goal, lambda *inside: Simulation(*inside).run())
         self._link = functools.cache(costs.link)
         self._events: list[Event] = []
-        self._eligible: list[tuple[float, int, Message]] = []  # transfers that can begin, by time
+        # Transfers: when each can begin as far as is known, when it came, its number.
+        self._eligible: list[tuple[float, float, int, Message]] = []
         self._port_free: list[float] = [0] * program.world_size
+        self._shares_ports = costs.shares_ports
+        self._ports = functools.cache(costs.ports)
+        self._shared_port_free: defaultdict[Port, float] = defaultdict(float)
         self._count = 0  # of Sends
 
     def run(self) -> list[Event]:
@@ -110,25 +120,42 @@ class Simulation(Policy):
         """A transfer can begin: it does when it is the first of all that can."""
         assert message.offered is not None
         # Of transfers that can begin at the same time, a port serves first what was sent first.
-        heapq.heappush(self._eligible, (max(message.offered, message.posted), message.number, message))
+        came = max(message.offered, message.posted)
+        heapq.heappush(self._eligible, (came, came, message.number, message))
         return False
 
     def idle(self) -> Message | None:
         """Nothing more can happen without a transfer: the one that can begin first."""
-        if not self._eligible:
+        message = self._first_that_can_begin()
+        if message is None:
             return None
-        time, _, message = heapq.heappop(self._eligible)
         assert message.send is not None
         size = self._costs.bytes(message.send, self._program.goal, message.sender)
-        message.start = max(time, self._port_free[message.sender])
         seconds = self._costs.transfer(message.send, message.sender)
         if seconds is None:
             seconds = self._link(message.sender, message.receiver).seconds(size)
         end = message.start + seconds
         message.end = self._port_free[message.sender] = end
+        if self._shares_ports:
+            for port in self._ports(message.sender, message.receiver):
+                self._shared_port_free[port] = end
         sent = (1, size, size, 0, None, None, (), message.index, message.receiver)  # names would be slow
         self._events.append(Event(message.sender, Lane.COMM, message.send, message.start, end, *sent))
         return message
+
+    def _first_that_can_begin(self) -> Message | None:
+        """Take the next message from the heap, with its start: when its sender's port and all shared ones are free."""
+        while self._eligible:
+            known, came, number, message = heapq.heappop(self._eligible)
+            message.start = max(came, self._port_free[message.sender])
+            if not self._shares_ports:
+                return message
+            for port in self._ports(message.sender, message.receiver):
+                message.start = max(message.start, self._shared_port_free[port])
+            if message.start <= known:
+                return message
+            heapq.heappush(self._eligible, (message.start, came, number, message))
+        return None
 
     def _receive(self, cursor: Cursor, op: Recv) -> None:
         message = cursor.message

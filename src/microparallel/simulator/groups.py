@@ -21,7 +21,7 @@ from microparallel.program import (
     Value,
 )
 from microparallel.simulator.costs import Costs
-from microparallel.topology import Link
+from microparallel.topology import Link, Port
 from microparallel.trace import Event
 
 
@@ -82,9 +82,11 @@ class GroupCosts:
         return [Share(end, messages, part * size) for end, (messages, part) in zip(seconds, shape.sent, strict=True)]
 
     def _only_link(self, ranks: tuple[int, ...]) -> Link | None:
-        """How neighbours in a ring are connected, if all are in the same way."""
-        links = {self._costs.link(*pair) for pair in itertools.pairwise((*ranks, ranks[0])) if len(ranks) > 1}
-        return links.pop() if len(links) == 1 else None
+        """How neighbours in a ring are connected, if all are in the same way and none waits for another's port."""
+        pairs = list(itertools.pairwise((*ranks, ranks[0]))) if len(ranks) > 1 else []
+        links = {self._costs.link(*pair) for pair in pairs}
+        ports = [port for pair in pairs for port in self._costs.ports(*pair)]
+        return links.pop() if len(links) == 1 and len(set(ports)) == len(ports) else None
 
     def _ring(self, count: int, size: float, link: Link) -> Share:
         """Where all links are alike, all ranks do each step at the same time. So one rank's steps are enough.
@@ -96,7 +98,8 @@ class GroupCosts:
         return Share(messages * link.seconds(size / count) + adding, messages, messages * size / count)
 
     def _simulated(self, shape: _Shape, ranks: tuple[int, ...], size: float) -> list[float]:
-        links = tuple(self._costs.link(ranks[sender], ranks[receiver]) for sender, receiver in shape.channels)
+        channels = [(ranks[sender], ranks[receiver]) for sender, receiver in shape.channels]
+        links = tuple((self._costs.link(*channel), self._costs.ports(*channel)) for channel in channels)
         key = (id(shape), links, size)
         if key not in self._known:
             ends: list[float] = [0] * len(ranks)
@@ -132,3 +135,12 @@ class _Within(Costs):
     def link(self, sender: int, receiver: int) -> Link:
         """The connection between two ranks of the group."""
         return self.costs.link(self.ranks[sender], self.ranks[receiver])
+
+    @property
+    def shares_ports(self) -> bool:
+        """Whether messages of different ranks may wait for the same port."""
+        return self.costs.shares_ports
+
+    def ports(self, sender: int, receiver: int) -> tuple[Port, ...]:
+        """The ports that a message between two ranks of the group passes."""
+        return self.costs.ports(self.ranks[sender], self.ranks[receiver])

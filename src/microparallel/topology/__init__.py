@@ -1,6 +1,6 @@
 """The machine: its cores, the links between ranks, and where a process stands among them."""
 
-from microparallel.topology.links import Link, parse_slow_links, parse_slow_ranks
+from microparallel.topology.links import Cluster, Link, Port, parse_link, parse_slow_links, parse_slow_ranks
 from microparallel.topology.machine import (
     DO_NOT_SPIN,
     available_cores,
@@ -15,12 +15,15 @@ from microparallel.topology.placement import ALONE, Placement, find_placement
 __all__ = [
     "ALONE",
     "DO_NOT_SPIN",
+    "Cluster",
     "Link",
     "Mesh",
     "Placement",
+    "Port",
     "available_cores",
     "available_memory",
     "find_placement",
+    "parse_link",
     "parse_slow_links",
     "parse_slow_ranks",
     "require_cores",

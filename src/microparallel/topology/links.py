@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from microparallel.errors import ConfigError
+from microparallel.errors import ConfigError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,58 @@ class Link:
     def seconds(self, size: float) -> float:
         """How long a message of this many bytes is under way."""
         return (self.latency or 0) + size * (self.seconds_per_byte or 0)
+
+
+Port = tuple[str, int]  # ("out", 1): where messages leave node 1; ("in", 1): where they enter it
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Nodes with several ranks each, numbered node by node: ranks 0 to 3 are on node 0, ranks 4 to 7 on node 1.
+
+    Args:
+        nodes: how many there are.
+        per_node: how many ranks each has.
+        inside: the connection between two ranks of one node.
+        between: the connection between ranks of different nodes.
+        shared_nic: whether all ranks of a node share one network port. It sends one message to other nodes at a time,
+            and receives one. If not, every rank has a port of its own.
+    """
+
+    nodes: int
+    per_node: int
+    inside: Link
+    between: Link
+    shared_nic: bool = True
+
+    def __post_init__(self) -> None:
+        for name, number, what in (
+            ("nodes", self.nodes, "a cluster has at least 1 node"),
+            ("per_node", self.per_node, "a node has at least 1 rank"),
+        ):
+            if not isinstance(number, int) or number < 1:
+                raise UsageError(f"Costs.cluster: {name}={number}: {what}")
+        for name, link in (("inside", self.inside), ("between", self.between)):
+            if not isinstance(link, Link):
+                raise UsageError(f"Costs.cluster: {name}={link!r}: give mp.Link(latency=…, seconds_per_byte=…)")
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks all nodes have together."""
+        return self.nodes * self.per_node
+
+    def node_of(self, rank: int) -> int:
+        """The node on which a rank is."""
+        return rank // self.per_node
+
+    def link(self, sender: int, receiver: int) -> Link:
+        """The connection from one rank to another."""
+        return self.inside if self.node_of(sender) == self.node_of(receiver) else self.between
+
+    def ports(self, sender: int, receiver: int) -> tuple[Port, ...]:
+        """The shared ports that a message passes; none inside a node."""
+        source, target = self.node_of(sender), self.node_of(receiver)
+        return (("out", source), ("in", target)) if self.shared_nic and source != target else ()
 
 
 # ── --slow-rank 2=3x and --slow-link 0-1=5ms,100Mbit ────────────────────────────────────────────────────────────────
@@ -70,11 +122,12 @@ def parse_slow_links(texts: Iterable[str], ranks: int) -> dict[frozenset[int], L
             raise ConfigError(f"{given}: a link leads from one rank to another; name two")
         if ends in found:
             raise ConfigError(f"{given}: these two have a link already; say both at once, as in 0-1=5ms,100Mbit")
-        found[ends] = _parse_link(match[3], given)
+        found[ends] = parse_link(match[3], given)
     return found
 
 
-def _parse_link(text: str, given: str) -> Link:
+def parse_link(text: str, given: str) -> Link:
+    """Read a latency, a bandwidth or both: `5ms,100Mbit`; `given` is how the user wrote it, for the error."""
     latency = seconds_per_byte = 0.0
     for part in text.split(","):
         time, speed = _TIME.fullmatch(part), _SPEED.fullmatch(part)
