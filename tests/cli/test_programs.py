@@ -62,6 +62,49 @@ def test_simulate_several_on_the_same_model(run):
     assert interleaved["bubble"] == plain["bubble"] / 2
 
 
+def test_an_option_goes_to_the_programs_that_take_it(run, tmp_path):
+    (tmp_path / "mine.txt").write_text(MINE)
+    names = ["ring", "hierarchical", "1f1b", "ddp", "mine.txt"]
+    code, output, _ = run(
+        "simulate", *names, "--ranks", 8, "--ranks-per-node", 4, "--microbatches", 2, "--layers", 3, "--json"
+    )
+    found = json.loads(output)
+    assert code == 0
+    assert [one["ranks"] for one in found] == [8, 8, 8, 8, 2]
+    assert [one["goal"].partition(",")[0] for one in found] == [
+        "all-reduce of 8 slices",
+        "all-reduce of 8 slices",
+        "training step of 8 stages",
+        "training step of 3 stages",
+        "training step of 2 stages",
+    ]
+    assert found[1]["messages_sent"] == [2 * 3 + 2 * 1] * 8
+    table = run("simulate", "ring", "mine.txt")[1]
+    assert [line.split()[:2] for line in table.splitlines()[3:5]] == [["ring", "4"], ["mine", "2"]]
+
+
+CLUSTER = ["--nodes", 2, "--per-node", 4, "--inside", "1us,100GB", "--between", "10us,10GB"]
+
+
+def test_simulate_on_a_cluster(run):
+    """A ring crosses the network with each of its 14 steps; two levels with 2, in which 4 ranks take turns."""
+    code, output, _ = run("simulate", "ring", "hierarchical", *CLUSTER, "--bytes", 8e6, "--json")
+    ring, two_levels = json.loads(output)
+    assert code == 0
+    assert (ring["ranks"], two_levels["ranks"]) == (8, 8)
+    assert ring["makespan"] == pytest.approx(14 * (10e-6 + 1e6 / 10e9))
+    inside, between = 1e-6 + 2e6 / 100e9, 10e-6 + 1e6 / 10e9
+    assert two_levels["makespan"] == pytest.approx(6 * inside + 2 * 4 * between)
+    code, output, _ = run("simulate", "hierarchical", *CLUSTER, "--bytes", 8e6, "--no-shared-nic", "--json")
+    assert json.loads(output)["makespan"] == pytest.approx(6 * inside + 2 * between)
+
+
+def test_draw_on_a_cluster(run):
+    code, output, _ = run("draw", "hierarchical", *CLUSTER)
+    assert code == 0
+    assert "8 ranks" in output and "time" in output
+
+
 def test_simulate_writes_a_chrome_trace(run, tmp_path):
     code, output, _ = run("simulate", "1f1b", "--chrome", "trace.json")
     assert code == 0
@@ -123,11 +166,19 @@ def test_verify_says_it_in_json(run, tmp_path):
         (["simulate", "ring", "--link", "2:3"], ["--link 2:3", "2-3=5"]),
         (["simulate", "ring", "tree", "--chrome", "trace.json"], ["--chrome trace.json", "2 were named"]),
         (["simulate", "ring", "--chrome", "absent/trace.json"], ["absent/trace.json", "no folder absent"]),
+        (["simulate", "ring", "tree", "--layers", "2"], ["'ring' does not take layers"]),
+        (["simulate", "ring", "--nodes", "2"], ["--nodes 2", "--per-node, --inside and --between as well"]),
+        (["simulate", "ring", "--between", "5us"], ["--between 5us", "--nodes, --per-node and --inside as well"]),
+        (["simulate", "ring", "--no-shared-nic"], ["--no-shared-nic", "--nodes"]),
+        (["simulate", "ring", *CLUSTER, "--ranks", 4], ["--ranks 4", "2 nodes of 4 ranks are 8 ranks"]),
+        (["simulate", "ring", *CLUSTER[:3], 0, *CLUSTER[4:]], ["--per-node 0", "at least 1"]),
+        (["simulate", "ring", *CLUSTER[:3], 10**9, *CLUSTER[4:]], ["--ranks 2000000000", "at most 1024"]),
+        (["simulate", "ring", *CLUSTER[:5], "fast", *CLUSTER[6:]], ["--inside fast", "5ms", "100Mbit"]),
         (["verify", "absent.txt"], ["absent.txt"]),
         (["verify", "bad.txt"], ["bad.txt", "line 3", "'F0'"]),
         (["verify", "1f1b", "--sends", "eager"], ["--sends eager", "blocking"]),
     ],
-    ids=lambda value: " ".join(value) if value[0] in ("simulate", "verify") else "",
+    ids=lambda value: " ".join(map(str, value)) if value[0] in ("simulate", "verify") else "",
 )
 def test_wrong_calls_get_one_line(run, tmp_path, arguments, words):
     (tmp_path / "bad.txt").write_text(MINE.replace("F0.0", "F0"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,11 +15,11 @@ import typer
 from microparallel import collectives, schedules
 from microparallel.errors import ConfigError, DataError, ProgramError, UsageError
 from microparallel.program import Program, from_text
-from microparallel.settings import declared, setting
+from microparallel.settings import AT_LEAST_ONE, check_value, declared, setting
 from microparallel.simulator import Costs
 from microparallel.simulator.costs import default_costs
-from microparallel.text import did_you_mean
-from microparallel.topology import Link
+from microparallel.text import count, did_you_mean
+from microparallel.topology import Cluster, Link, parse_link
 from microparallel.verifier import verify
 
 Name = Annotated[
@@ -33,7 +34,7 @@ Name = Annotated[
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_PROGRAM, _COSTS = "Which program", "What operations cost"  # the headings of `--help`
+_PROGRAM, _COSTS, _CLUSTER = "Which program", "What operations cost", "A cluster"  # the headings of `--help`
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,28 @@ class ProgramAndCostFlags(ProgramFlags):
         metavar="FROM-TO=TIME[,TIME]",
         several=True,
     )
+    nodes: int | None = setting(
+        None,
+        "How many nodes; --ranks follows. Needs --per-node, --inside and --between as well.",
+        _CLUSTER,
+        within=AT_LEAST_ONE,
+    )
+    per_node: int | None = setting(
+        None, "Ranks of each node, numbered node by node; --ranks-per-node follows.", _CLUSTER, within=AT_LEAST_ONE
+    )
+    inside: str | None = setting(None, "The links inside a node: 5us,100GB.", _CLUSTER, metavar="LATENCY,BANDWIDTH")
+    between: str | None = setting(
+        None,
+        "The links between nodes: 20us,10GB, or 1ms,100Mbit. Times are in seconds then.",
+        _CLUSTER,
+        metavar="LATENCY,BANDWIDTH",
+    )
+    no_shared_nic: bool | None = setting(
+        None,
+        "Every rank has a network port of its own. Otherwise the ranks of a node share one, which sends one message at "
+        "a time and receives one.",
+        _CLUSTER,
+    )
 
 
 Given = Mapping[str, Any]  # the flags that were given, by name
@@ -129,27 +152,70 @@ def load(name: str, given: Given | None = None, *, completed: bool = True) -> Pr
 
     Args:
         name: of a schedule or a collective, or a file.
-        given: those of `ProgramFlags` are used.
+        given: those of `ProgramFlags` are used, and the number of ranks of a cluster.
         completed: give a file that says only what to compute its sends, receives and frees.
     """
-    options = {flag: number for flag, number in (given or {}).items() if flag in declared(ProgramFlags)}
-    _require_not_too_many(options)
-    kind, _, short = name.rpartition(":")
-    if (kind or _kind(name, options)) == "pipeline" and short in _SCHEDULES:
-        return schedules.build(short, **_usual(options, microbatches=8 if short in schedules.PIPELINES else None))
-    if kind in ("", "all-reduce") and short in _COLLECTIVES:
-        if (number := options.get("microbatches")) is not None:
-            raise ConfigError(f"--microbatches {number}: {short} is a collective, which has none; leave it out")
-        return collectives.build(short, **_usual(options))
-    if not Path(name).exists():
-        raise UsageError(_unknown(name))
-    for flag, number in options.items():
-        raise ConfigError(f"{_flag(flag)} {number}: the program in {name} says that; leave it out")
-    return complete(read(Path(name)), name) if completed else read(Path(name))
+    return load_all([name], given, completed=completed)[0]
 
 
-def _usual(options: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"ranks": 4, **more, **options}
+def load_all(names: Sequence[str], given: Given | None = None, *, completed: bool = True) -> list[Program]:
+    """The programs that several names or files mean: an option goes to those that take it, and one must take it."""
+    flags = given or {}
+    options = {flag: number for flag, number in flags.items() if flag in declared(ProgramFlags)}
+    cluster = cluster_of(flags)
+    on_nodes = {} if cluster is None else {"ranks": cluster.ranks, "ranks_per_node": cluster.per_node}
+    _require_not_too_many(on_nodes | options)
+    meant = [_Meant.by(name, options) for name in names]
+    unknown = {flag for flag in options if not any(flag in one.takes for one in meant)}
+    programs = []
+    for one in meant:
+        # What no program takes is given to the first, which refuses it in its own words.
+        own = {flag: number for flag, number in (on_nodes | options).items() if flag in one.takes | unknown}
+        programs.append(one.load(own, completed=completed))
+    return programs
+
+
+@dataclass(frozen=True)
+class _Meant:
+    """What a name on the command line means.
+
+    Attributes:
+        name: as it was given.
+        kind: "pipeline" (or data parallelism), "all-reduce" (or another collective), or "file".
+        builder: its name there.
+        takes: the options that it takes.
+    """
+
+    name: str
+    kind: str
+    builder: str
+    takes: frozenset[str]
+
+    @classmethod
+    def by(cls, name: str, options: dict[str, int]) -> _Meant:
+        kind, _, short = name.rpartition(":")
+        if (kind or _kind(name, options)) == "pipeline" and short in _SCHEDULES:
+            return cls(name, "pipeline", short, frozenset(inspect.signature(_SCHEDULES[short]).parameters))
+        if kind in ("", "all-reduce") and short in _COLLECTIVES:
+            return cls(name, "all-reduce", short, frozenset(inspect.signature(_COLLECTIVES[short]).parameters))
+        if not Path(name).exists():
+            raise UsageError(_unknown(name))
+        return cls(name, "file", "", frozenset())
+
+    def load(self, options: dict[str, int], *, completed: bool) -> Program:
+        if self.kind == "pipeline":
+            usual = {"ranks": 4} | ({"microbatches": 8} if self.builder in schedules.PIPELINES else {})
+            return schedules.build(self.builder, **usual | options)
+        if self.kind == "all-reduce":
+            if (number := options.get("microbatches")) is not None:
+                raise ConfigError(
+                    f"--microbatches {number}: {self.builder} is a collective, which has none; leave it out"
+                )
+            return collectives.build(self.builder, **{"ranks": 4} | options)
+        for flag, number in options.items():
+            raise ConfigError(f"{_flag(flag)} {number}: the program in {self.name} says that; leave it out")
+        program = read(Path(self.name))
+        return complete(program, self.name) if completed else program
 
 
 def _require_not_too_many(options: dict[str, int]) -> None:
@@ -223,7 +289,36 @@ def costs_of(program: Program, given: Given | None = None) -> Costs:
     messages: dict[str, Any] = {"latency": defaults.latency, "seconds_per_byte": defaults.seconds_per_byte}
     messages |= {name: _number(name, flags[name]) for name in _OF_MESSAGES if name in flags}
     links = dict(_link(text, program) for text in flags.get("link", "").split())
-    return Costs(**stages, **messages, links=links)
+    return Costs(**stages, **messages, links=links, topology=cluster_of(flags))
+
+
+_OF_CLUSTER = ("nodes", "per_node", "inside", "between")
+
+
+def cluster_of(flags: Given) -> Cluster | None:
+    """The cluster that flags describe; either all of it, or none."""
+    given = [name for name in (*_OF_CLUSTER, "no_shared_nic") if name in flags]
+    if not given:
+        return None
+    for name in ("nodes", "per_node"):
+        if name in flags:
+            check_value(declared(ProgramAndCostFlags)[name], flags[name])
+    missing = [_flag(name) for name in _OF_CLUSTER if name not in flags]
+    if missing:
+        value = "" if given[0] == "no_shared_nic" else f" {flags[given[0]]}"
+        raise ConfigError(f"{_flag(given[0])}{value}: a cluster needs {_and(missing)} as well")
+    inside, between = (parse_link(flags[name], f"{_flag(name)} {flags[name]}") for name in ("inside", "between"))
+    cluster = Cluster(flags["nodes"], flags["per_node"], inside, between, not flags.get("no_shared_nic", False))
+    if "ranks" in flags and flags["ranks"] != cluster.ranks:
+        nodes, ranks = count(cluster.nodes, "node"), count(cluster.per_node, "rank")
+        raise ConfigError(
+            f"--ranks {flags['ranks']}: {nodes} of {ranks} are {count(cluster.ranks, 'rank')}; leave --ranks out"
+        )
+    return cluster
+
+
+def _and(words: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def _number(name: str, number: float) -> float:

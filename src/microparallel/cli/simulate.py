@@ -34,6 +34,11 @@ EXAMPLES = flags.examples(
         "all-reduces of 1 MB over links with a latency of 10 µs and 1 GB/s",
     ),
     ("microparallel simulate ring --link 2-3=10", "a ring with one slow link"),
+    (
+        "microparallel simulate ring hierarchical --nodes 2 --per-node 4 --inside 5us,100GB --between 20us,10GB "
+        "--bytes 1e8",
+        "two nodes of four ranks, which share their node's network port",
+    ),
 )
 
 Names = Annotated[
@@ -65,7 +70,8 @@ def simulate(
 ) -> int:
     """Walk through programs with a clock for every rank, and say what they would cost.
 
-    One program is shown rank by rank, several are shown side by side. Times have the unit of the costs that are given,
+    One program is shown rank by rank, several are shown side by side; an option, such as --ranks-per-node, then goes to
+    those that take it. Times have the unit of the costs that are given,
     which are those of one stage; interleaved, zbv and dualpipev have several stages on a rank, so compare them with
     others by --same-model.
     """
@@ -75,8 +81,7 @@ def simulate(
         require_writable(chrome, "--chrome")
     traces: list[Trace] = []
     shares: list[float] = []
-    for name in names:
-        program = programs.load(name, given)
+    for name, program in zip(names, programs.load_all(names, given), strict=True):
         wrong = programs.complaint(name, program)
         if wrong is not None:  # its numbers would mislead
             raise MicroparallelError(f"{name} is wrong: {wrong}")

@@ -120,7 +120,7 @@ class Costs:
         nodes = self.topology
         if nodes is not None and nodes.ranks != program.world_size:
             raise UsageError(
-                f"Costs.cluster: {count(nodes.nodes, 'node')} of {count(nodes.per_node, 'rank')} are "
+                f"{count(nodes.nodes, 'node')} of {count(nodes.per_node, 'rank')} are "
                 f"{count(nodes.ranks, 'rank')}, and program {program.name!r} has {program.world_size}"
             )
         if isinstance(program.goal, Collective):
