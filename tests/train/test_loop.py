@@ -8,7 +8,7 @@ import pytest
 
 import microparallel as mp
 from microparallel.train.config import TrainConfig
-from microparallel.train.loop import train
+from microparallel.train.loop import train_on_rank as train
 
 
 def configuration(out, **changes):

@@ -9,7 +9,7 @@ import pytest
 
 from microparallel.cli.compare import draw_curves, explain
 from microparallel.train.config import TrainConfig
-from microparallel.train.loop import train
+from microparallel.train.loop import train_on_rank as train
 from microparallel.train.shortcuts import compare_shortcuts
 
 SMALL = {"dim": 16, "depth": 3, "dtype": "float64", "lr_schedule": "constant", "transport": "gloo", "device": "cpu"}

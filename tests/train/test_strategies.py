@@ -8,7 +8,7 @@ from torch import nn
 from microparallel.trace import Trace
 from microparallel.trace.parts import parts
 from microparallel.train.config import TrainConfig
-from microparallel.train.loop import train
+from microparallel.train.loop import train_on_rank as train
 
 
 def run(pool, out, **changes):

@@ -10,7 +10,7 @@ from torch import nn
 import microparallel as mp
 from microparallel.train import checkpoint
 from microparallel.train.config import TrainConfig, read_config
-from microparallel.train.loop import train
+from microparallel.train.loop import train_on_rank as train
 
 STEPS = 6
 

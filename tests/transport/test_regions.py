@@ -13,7 +13,7 @@ from microparallel.errors import CommsError, PeerGone
 from microparallel.transport.shared_memory import regions
 from microparallel.transport.shared_memory.peers import Peers, RankStatus
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
-from microparallel.transport.shared_memory.segment import create
+from microparallel.transport.shared_memory.segment import create_segment
 
 LARGE = 2**18  # floats: a megabyte
 
@@ -30,7 +30,7 @@ def sockets():
 
 @pytest.fixture
 def status():
-    return RankStatus(create(8192)[1])
+    return RankStatus(create_segment(8192)[1])
 
 
 @pytest.fixture
@@ -196,7 +196,7 @@ def test_memory_that_was_not_handed_over(theirs, sockets, status):
 
 
 def test_unread_notices_do_not_hide_that_a_peer_is_gone(own, sockets):
-    segments = {rank: create(8192)[1] for rank in range(2)}
+    segments = {rank: create_segment(8192)[1] for rank in range(2)}
     peers = Peers(1, range(2), segments, {0: sockets[1]})
     assert moved(own, torch.zeros(LARGE))
     peers.require_alive(0)

@@ -15,7 +15,7 @@ from microparallel.transport.shared_memory import SharedMemoryTransport
 from microparallel.transport.shared_memory import segment as arena
 from microparallel.transport.shared_memory import transport as transport_module
 from microparallel.transport.shared_memory.channel import SLOTS
-from microparallel.transport.shared_memory.segment import Arena, create
+from microparallel.transport.shared_memory.segment import Arena, create_segment
 
 
 def everywhere(ranks, function):
@@ -175,7 +175,7 @@ def test_empty_shapes():
 
 
 def test_the_arena_joins_free_neighbours():
-    descriptor, segment = create(2**20)
+    descriptor, segment = create_segment(2**20)
     os.close(descriptor)
     pieces = Arena(segment.map, 0, 2**20)
     places = [pieces.take(1000) for _ in range(5)]
@@ -251,7 +251,7 @@ class Garbage:
 
 
 def test_garbage_may_be_collected_while_memory_is_taken():
-    _, segment = create(2**20)
+    _, segment = create_segment(2**20)
     pieces = Arena(segment.map, 0, 2**20)
     start = pieces.take(4096)
     pieces._free[0] = Garbage(pieces, (start, 4096))  # looking through the free pieces triggers it

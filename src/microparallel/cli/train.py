@@ -111,30 +111,30 @@ def _run(config: TrainConfig, resume: Path | None, quiet: bool) -> dict[str, Any
     if resume is None and config.out is not None:
         check_new(Path(config.out))
     from microparallel.train.build import check
-    from microparallel.train.loop import train as train_rank
+    from microparallel.train.loop import train_on_rank
     from microparallel.world import connect, launch
 
     check(config)
     if config.ranks == 1 or find_placement(os.environ) != ALONE:
         with connect(config.transport, device=config.device) as comms:
-            summary = _in_this_process(train_rank, comms, config, resume, quiet)
+            summary = _in_this_process(train_on_rank, comms, config, resume, quiet)
             return summary if comms.rank == 0 else None
     if not quiet:
         print(f"starting {config.ranks} ranks …", file=sys.stderr)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM saves the work too, as Ctrl-C does
     transport, device = config.transport, config.device
     try:
-        results = launch(train_rank, config.ranks, config, resume, quiet, transport=transport, device=device)
+        results = launch(train_on_rank, config.ranks, config, resume, quiet, transport=transport, device=device)
     except Interrupted as interrupt:
         results = interrupt.results
     first: dict[str, Any] = results[0]
     return first
 
 
-def _in_this_process(train_rank: Callable[..., Any], comms: Comms, *arguments: Any) -> dict[str, Any]:
+def _in_this_process(train_on_rank: Callable[..., Any], comms: Comms, *arguments: Any) -> dict[str, Any]:
     """Run the one rank here, and report what it raises as that of a rank elsewhere would be."""
     try:
-        summary: dict[str, Any] = train_rank(comms, *arguments)
+        summary: dict[str, Any] = train_on_rank(comms, *arguments)
     except MicroparallelError:
         raise
     except Exception as error:

@@ -33,7 +33,7 @@ _WARM_UP = 3  # steps before the first that is recorded: buckets are arranged, m
 _STEPS = 10  # that are recorded
 
 
-def train(comms: Comms, config: TrainConfig, resume: Path | None = None, quiet: bool = False) -> dict[str, Any]:
+def train_on_rank(comms: Comms, config: TrainConfig, resume: Path | None = None, quiet: bool = False) -> dict[str, Any]:
     """Run one rank of a training run, and return its summary (the same on every rank, but for the folder).
 
     Rank 0 writes the run's folder: `config.out`, or the folder that `resume` names.

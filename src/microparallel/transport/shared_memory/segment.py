@@ -37,7 +37,7 @@ class Segment:
         return offset if 0 <= offset < self.size else None
 
 
-def create(size: int) -> tuple[int, Segment]:
+def create_segment(size: int) -> tuple[int, Segment]:
     """Make a segment; returns the descriptor to hand to the peers, and the segment as this process maps it."""
     descriptor = os.memfd_create("microparallel", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size)

@@ -32,7 +32,7 @@ from microparallel.transport.shared_memory.channel import CHANNEL_BYTES, COPY, L
 from microparallel.transport.shared_memory.peers import STATUS_BYTES, Peers, RankStatus
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
 from microparallel.transport.shared_memory.rendezvous import exchange_descriptors
-from microparallel.transport.shared_memory.segment import Arena, Segment, create
+from microparallel.transport.shared_memory.segment import Arena, Segment, create_segment
 from microparallel.transport.shared_memory.works import (
     Borrowed,
     Copy,
@@ -61,7 +61,7 @@ class SharedMemoryTransport:
         self.timeout = timeout
         control = -(-(STATUS_BYTES + ranks * LANES * CHANNEL_BYTES) // 4096) * 4096
         size = control + (total_memory() or _MOST)  # of addresses: memory is taken as it is touched
-        descriptor, self._segment = create(size)
+        descriptor, self._segment = create_segment(size)
         try:
             found = exchange_descriptors(store, rank, ranks, descriptor, timeout)
         finally:
