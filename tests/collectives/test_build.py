@@ -71,17 +71,22 @@ def test_ranks_end_with_the_bits_of_the_one_process_run(any_pool, name):
         assert torch.equal(result, tensors[0])
 
 
-def test_refusals():
-    with pytest.raises(mp.errors.UsageError, match="did you mean 'ring'"):
-        mp.all_reduce_in_process("rings", [torch.zeros(1)])
-    with pytest.raises(mp.errors.UsageError, match="list of tensors is empty"):
-        mp.all_reduce_in_process("ring", [])
-    with pytest.raises(mp.errors.UsageError, match=r"tensor 1 is float32\[3\], and tensor 0 is float32\[2\]"):
-        mp.all_reduce_in_process("ring", [torch.zeros(2), torch.zeros(3)])
-    with pytest.raises(mp.errors.UsageError, match="at least 1 rank"):
-        build("ring", 0)
-    with pytest.raises(mp.errors.UsageError, match="does not take ranks_per_node"):
-        build("ring", 4, ranks_per_node=2)
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: mp.all_reduce_in_process("rings", [torch.zeros(1)]), "did you mean 'ring'"),
+        (lambda: mp.all_reduce_in_process("ring", []), "list of tensors is empty"),
+        (
+            lambda: mp.all_reduce_in_process("ring", [torch.zeros(2), torch.zeros(3)]),
+            r"tensor 1 is float32\[3\], and tensor 0 is float32\[2\]",
+        ),
+        (lambda: build("ring", 0), "at least 1 rank"),
+        (lambda: build("ring", 4, ranks_per_node=2), "does not take ranks_per_node"),
+    ],
+)
+def test_refusals(call, words):
+    with pytest.raises(mp.errors.UsageError, match=words):
+        call()
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 9])
