@@ -18,15 +18,24 @@ def test_a_number_is_a_number(value):
     assert require_number(value, "the loss") == 2.0
 
 
-def test_other_requirements():
-    with pytest.raises(Wrong, match="the ball should be a tensor, and is None"):
-        require_tensor(None, "the ball")
-    with pytest.raises(Wrong, match="it should be a range, and is 5"):
-        require_type(5, range, "it", "a range")
-    with pytest.raises(Wrong, match=r"it has shape \[2\], and should have \[3\]"):
-        require_like(torch.ones(2), torch.ones(3), "it")
-    with pytest.raises(Wrong, match="it has dtype int64, and should have float32"):
-        require_like(torch.ones(3).long(), torch.ones(3), "it")
+@pytest.mark.parametrize(
+    ("requirement", "words"),
+    [
+        (lambda: require_tensor(None, "the ball"), "the ball should be a tensor, and is None"),
+        (lambda: require_type(5, range, "it", "a range"), "it should be a range, and is 5"),
+        (lambda: require_like(torch.ones(2), torch.ones(3), "it"), r"it has shape \[2\], and should have \[3\]"),
+        (
+            lambda: require_like(torch.ones(3).long(), torch.ones(3), "it"),
+            "it has dtype int64, and should have float32",
+        ),
+    ],
+)
+def test_other_requirements(requirement, words):
+    with pytest.raises(Wrong, match=words):
+        requirement()
+
+
+def test_nothing_is_flat():
     assert flat([None]).numel() == 0
 
 
