@@ -95,15 +95,18 @@ def test_a_trace_in_which_nothing_took_time_is_drawn_too():
         assert "gradient 1" in mp.course.draw_overlap(at_once, as_)
 
 
-def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(mp.errors.UsageError, match="has no buckets to draw"):
-        mp.course.draw_overlap(mp.simulate(mp.schedules.build("gpipe", 2, 2), mp.Costs()))
-    with pytest.raises(mp.errors.UsageError, match="ranks 0 to 1"):
-        mp.course.draw_overlap(simulated(), rank=2)
-    with pytest.raises(mp.errors.UsageError, match="text, svg"):
-        mp.course.draw_overlap(simulated(), "html")
-    with pytest.raises(mp.errors.UsageError, match="at least 40"):
-        mp.course.draw_overlap(simulated(), width=39)
+@pytest.mark.parametrize(
+    ("trace", "options", "words"),
+    [
+        (lambda: mp.simulate(mp.schedules.build("gpipe", 2, 2), mp.Costs()), {}, "has no buckets to draw"),
+        (lambda: simulated(), {"rank": 2}, "ranks 0 to 1"),
+        (lambda: simulated(), {"as_": "html"}, "text, svg"),
+        (lambda: simulated(), {"width": 39}, "at least 40"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(trace, options, words):
+    with pytest.raises(mp.errors.UsageError, match=words):
+        mp.course.draw_overlap(trace(), **options)
 
 
 def test_what_is_broadcast_is_no_computation():
