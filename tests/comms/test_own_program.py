@@ -76,7 +76,7 @@ def test_a_program_of_ones_own_runs_in_one_process():
     tensors = [torch.tensor([1.0, 2.0, 3.0]) * rank for rank in range(3)]
     mp.all_reduce_in_process(mp.program.from_text(STAR), tensors)
     assert [tensor.tolist() for tensor in tensors] == [[3.0, 6.0, 9.0]] * 3
-    with pytest.raises(mp.errors.UsageError, match=r"'star' is for 3 ranks, and there are 2 here"):
+    with pytest.raises(mp.errors.UsageError):
         mp.all_reduce_in_process(mp.program.from_text(STAR), tensors[:2])
     with pytest.raises(mp.errors.UsageError, match=r"root=1: .* 'star' .* options"):
         mp.all_reduce_in_process(mp.program.from_text(STAR), tensors, root=1)

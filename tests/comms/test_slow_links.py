@@ -241,7 +241,7 @@ def closing(comms):
     during = threads_of_ours()
     slow.close()
     slow.close()
-    with pytest.raises(mp.errors.CommsError, match="closed"):
+    with pytest.raises(mp.errors.CommsError):
         slow._group.isend(torch.ones(1), (comms.rank + 1) % 3)
     after = threads_of_ours()
     return before, during, after, comms.all_reduce(torch.ones(1)).item()

@@ -36,14 +36,17 @@ def test_the_queues_thread_runs_what_no_thread_waits_for(queue):
 
 
 def test_an_error_belongs_to_its_own_work(queue):
+    error = CommsError("lost")
+
     def fail(_):
-        raise CommsError("lost")
+        raise error
 
     failing, fine = queue.append(fail), queue.append(lambda _: None)
     fine.wait()
     for _ in range(2):
-        with pytest.raises(CommsError, match="lost"):
+        with pytest.raises(CommsError) as raised:
             failing.wait()
+        assert raised.value is error
 
 
 def test_a_callback_may_wait_for_other_work(queue):
@@ -83,7 +86,7 @@ def test_waiting_gives_up(queue):
     queue.run_in_background()
     assert begun.wait(20)
     later = queue.append(lambda _: None)
-    with pytest.raises(TransportTimeout, match="timed out"):
+    with pytest.raises(TransportTimeout):
         later.wait(0.01)
     gate.set()
     later.wait()
@@ -170,7 +173,7 @@ def test_a_queue_closes_though_its_thread_is_delayed():
     work = queue.append(lambda _: None)
     queue.run_in_background(delay=1000)
     queue.close()
-    with pytest.raises(CommsError, match="closed"):
+    with pytest.raises(CommsError):
         work.wait()
 
 
