@@ -5,6 +5,7 @@ import pytest
 import microparallel as mp
 from microparallel.collectives import ALL_REDUCES, OTHERS, build
 from microparallel.program import from_text
+from microparallel.verifier import Deadlock
 
 
 @pytest.mark.parametrize("name", ALL_REDUCES | OTHERS)
@@ -25,9 +26,7 @@ def test_blocking_sends_stop_what_passes_round_in_circles(name):
     if survives:
         mp.verify(build(name, 6), sends="blocking")
     else:
-        with pytest.raises(
-            mp.errors.ProgramError, match=r"deadlock under blocking sends: rank \d sends C.* to rank \d"
-        ):
+        with pytest.raises(Deadlock):
             mp.verify(build(name, 6), sends="blocking")
 
 

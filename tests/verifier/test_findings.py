@@ -2,13 +2,14 @@
 
 import pytest
 
+from microparallel.errors import ProgramError
 from microparallel.program import Act, Backward, Bucket, Delta, Recv, Send, Slices, from_text
 from microparallel.verifier import Deadlock, Miscounted, Missing, NeverReduced, Unmatched, Unreached, verify
 
 
 def found(goal, *rows, sends="rendezvous"):
     ranks = "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
-    with pytest.raises(ValueError, match=r"\w") as caught:
+    with pytest.raises(ProgramError) as caught:
         verify(from_text(f"program p\ngoal: {goal}\n{ranks}\n"), sends)
     return caught.value
 
