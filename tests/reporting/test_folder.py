@@ -68,18 +68,19 @@ def test_an_event_that_makes_no_sense(run_folder, trace, changes):
     assert "\n" not in str(caught.value)
 
 
+BROKEN_TRACES = ("", "{", "[]", "null", "{}", '{"format": 9}', "\udcff", "[" * 100_000)
+
+
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "null", "{}", '{"format": 9}', "\udcff", "[" * 100_000], ids=range(8)
+    ("file", "content"),
+    [
+        *((file, content) for file in ("trace.json", "predicted.json") for content in BROKEN_TRACES),
+        ("config.toml", "model = "),
+        ("summary.json", "[1]"),
+    ],
+    ids=range(18),
 )
-@pytest.mark.parametrize("file", ["trace.json", "predicted.json"])
-def test_a_broken_trace(run_folder, file, content):
+def test_a_broken_file_is_named(run_folder, file, content):
     (run_folder / file).write_text(content, errors="surrogateescape")
-    with pytest.raises(DataError, match=f"{file} is broken"):
-        read_run(run_folder)
-
-
-@pytest.mark.parametrize(("file", "content"), [("config.toml", "model = "), ("summary.json", "[1]")])
-def test_other_broken_files(run_folder, file, content):
-    (run_folder / file).write_text(content)
     with pytest.raises(DataError, match=f"{file} is broken"):
         read_run(run_folder)
