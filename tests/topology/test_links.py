@@ -26,20 +26,19 @@ def test_links(text, link):
     assert found.seconds_per_byte == pytest.approx(link.seconds_per_byte)
 
 
-def test_what_is_said_twice():
-    with pytest.raises(mp.errors.ConfigError, match="--slow-rank 2=4x: rank 2 has a speed already"):
-        parse_slow_ranks(["2=3x", "2=4x"], 3)
-    with pytest.raises(mp.errors.ConfigError, match="--slow-link 1-0=1Gbit: these two have a link already"):
-        parse_slow_links(["0-1=5ms", "1-0=1Gbit"], 3)
+LINKS = ("0-1", "0-1=", "0-1=5", "0-0=5ms", "0-3=5ms", "0-1=5ms,0Mbit", "0-1=5ms;1Mbit")
 
 
-@pytest.mark.parametrize("text", ["2", "2=", "2=x", "2=0.5x", "a=2x", "3=2x"])
-def test_ranks_that_mean_nothing(text):
-    with pytest.raises(mp.errors.ConfigError, match=f"--slow-rank {text}: "):
-        parse_slow_ranks([text], 3)
-
-
-@pytest.mark.parametrize("text", ["0-1", "0-1=", "0-1=5", "0-0=5ms", "0-3=5ms", "0-1=5ms,0Mbit", "0-1=5ms;1Mbit"])
-def test_links_that_mean_nothing(text):
-    with pytest.raises(mp.errors.ConfigError, match=f"--slow-link {text}: "):
-        parse_slow_links([text], 3)
+@pytest.mark.parametrize(
+    ("parse", "texts", "words"),
+    [
+        *((parse_slow_ranks, [text], f"--slow-rank {text}: ") for text in ("2", "2=", "2=x", "2=0.5x", "a=2x", "3=2x")),
+        (parse_slow_ranks, ["2=3x", "2=4x"], "--slow-rank 2=4x: rank 2 has a speed already"),
+        *((parse_slow_links, [text], f"--slow-link {text}: ") for text in LINKS),
+        (parse_slow_links, ["0-1=5ms", "1-0=1Gbit"], "--slow-link 1-0=1Gbit: these two have a link already"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_means_nothing_or_is_said_twice(parse, texts, words):
+    with pytest.raises(mp.errors.ConfigError, match=words):
+        parse(texts, 3)
