@@ -58,9 +58,14 @@ def test_there_are_no_other_sizes(size, problem):
         pipeline_subject(Size(**size))
 
 
-def test_more_stages_than_layers_and_more_microbatches_than_samples_are_refused():
+@pytest.mark.parametrize(
+    ("size", "schedules", "microbatches", "words"),
+    [
+        ({"depth": 3}, tuple(PIPELINES), 4, "interleaved on 2 ranks has 4 stages, and this mlp 3 .* try --depth 4"),
+        ({"batch": 8}, ("1f1b",), 9, r"--microbatches 9: .* try --batch 9"),
+    ],
+)
+def test_more_stages_than_layers_and_more_microbatches_than_samples_are_refused(size, schedules, microbatches, words):
     require_cuttable(Size(depth=4, batch=4), tuple(PIPELINES), ranks=2, microbatches=4)
-    with pytest.raises(ConfigError, match="interleaved on 2 ranks has 4 stages, and this mlp 3 layers; try --depth 4"):
-        require_cuttable(Size(depth=3), tuple(PIPELINES), ranks=2, microbatches=4)
-    with pytest.raises(ConfigError, match=r"--microbatches 9: .* try --batch 9"):
-        require_cuttable(Size(batch=8), ("1f1b",), ranks=2, microbatches=9)
+    with pytest.raises(ConfigError, match=words):
+        require_cuttable(Size(**size), schedules, ranks=2, microbatches=microbatches)
