@@ -321,14 +321,16 @@ def test_a_sparse_gradient_is_refused_by_name(comms):
 
 
 def test_what_cannot_be_averaged_is_refused(comms):
-    with pytest.raises(mp.errors.UsageError, match="no trainable parameters"):
-        mp.course.register_ddp_hooks(nn.Linear(2, 2).requires_grad_(False), comms)
     model = Subject("plain")
     mp.course.register_ddp_hooks(model, comms)
-    with pytest.raises(mp.errors.UsageError, match="has hooks already, and two sets"):
-        mp.course.register_ddp_hooks(model, comms)
-    with pytest.raises(mp.errors.UsageError, match="another Comms"):
-        mp.course.ddp_step(model, Alone(), torch.zeros(1, 4), torch.zeros(1, 4), nn.functional.mse_loss)
+    frozen, batch, loss = nn.Linear(2, 2).requires_grad_(False), torch.zeros(1, 4), nn.functional.mse_loss
+    for call, words in (
+        (lambda: mp.course.register_ddp_hooks(frozen, comms), "no trainable parameters"),
+        (lambda: mp.course.register_ddp_hooks(model, comms), "has hooks already, and two sets"),
+        (lambda: mp.course.ddp_step(model, Alone(), batch, batch, loss), "another Comms"),
+    ):
+        with pytest.raises(mp.errors.UsageError, match=words):
+            call()
 
 
 def test_a_step_that_fails_leaves_no_hooks_behind(comms):

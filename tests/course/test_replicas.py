@@ -142,10 +142,10 @@ def test_the_master_copy_is_on_the_cpu_and_cuda_means_the_current_gpu():
     replicas = mp.course.Replicas(Subject().cuda(), ["cuda", torch.device("cuda", 0)])
     assert {parameter.device.type for parameter in replicas.master.parameters()} == {"cpu"}
     assert {parameter.device for parameter in replicas.parameters()} == {torch.device("cuda", 0)}
-    with pytest.raises(mp.errors.UsageError, match="round differently"):
-        mp.course.Replicas(Subject(), ["cpu", "cuda"])
-    with pytest.raises(mp.errors.UsageError, match=f"the last of {torch.cuda.device_count()} GPUs"):
-        mp.course.Replicas(Subject(), ["cuda:99"])
+    last = f"the last of {torch.cuda.device_count()} GPUs"
+    for devices, words in ((["cpu", "cuda"], "round differently"), (["cuda:99"], last)):
+        with pytest.raises(mp.errors.UsageError, match=words):
+            mp.course.Replicas(Subject(), devices)
 
 
 @given(samples=st.integers(1, 20), count=st.integers(1, 7), averaging=st.sampled_from(sorted(AVERAGES)))
