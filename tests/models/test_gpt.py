@@ -121,12 +121,13 @@ def test_too_long_a_sequence():
         small()(torch.zeros(1, 9, dtype=torch.int64))
 
 
-def test_heads_that_do_not_divide():
-    with pytest.raises(UsageError, match=r"dim=10 .* heads=4: use dim=12"):
-        small(dim=10, heads=4)
-
-
-@pytest.mark.parametrize("name", ["vocabulary", "context", "dim", "heads", "depth"])
-def test_impossible_sizes(name):
-    with pytest.raises(UsageError, match=f"{name}=0"):
-        small(**{name: 0})
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        *(({name: 0}, f"{name}=0") for name in ("vocabulary", "context", "dim", "heads", "depth")),
+        ({"dim": 10, "heads": 4}, r"dim=10 .* heads=4: use dim=12"),
+    ],
+)
+def test_impossible_sizes(sizes, words):
+    with pytest.raises(UsageError, match=words):
+        small(**sizes)

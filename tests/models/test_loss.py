@@ -15,9 +15,21 @@ def test_every_position_counts_the_same():
     torch.testing.assert_close(cross_entropy(outputs.flatten(0, 1), targets.flatten()), cross_entropy(outputs, targets))
 
 
-def test_targets_of_another_shape():
-    with pytest.raises(UsageError, match=r"targets of shape \(4,\).*outputs of shape \(3, 5\)"):
-        cross_entropy(torch.randn(3, 5), torch.zeros(4, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("loss", "outputs", "targets", "words"),
+    [
+        (cross_entropy, (3, 5), torch.zeros(4).long(), r"targets of shape \(4,\).*outputs of shape \(3, 5\)"),
+        (
+            mean_squared_error,
+            (3, 1),
+            torch.zeros(3),
+            r"targets of shape \(3,\) do not fit outputs of shape \(3, 1\).*unsqueeze",
+        ),
+    ],
+)
+def test_targets_of_another_shape(loss, outputs, targets, words):
+    with pytest.raises(UsageError, match=words):
+        loss(torch.zeros(outputs), targets)
 
 
 def test_mean_loss_uses_the_models_own_or_the_one_given():
@@ -27,7 +39,5 @@ def test_mean_loss_uses_the_models_own_or_the_one_given():
     assert mean_loss(model, inputs, targets, lambda outputs, targets: outputs.sum() * 0).item() == 0
 
 
-def test_mean_squared_error_does_not_stretch():
+def test_mean_squared_error():
     assert mean_squared_error(torch.zeros(3, 1), torch.ones(3, 1)).item() == 1.0
-    with pytest.raises(UsageError, match=r"targets of shape \(3,\) do not fit outputs of shape \(3, 1\).*unsqueeze"):
-        mean_squared_error(torch.zeros(3, 1), torch.zeros(3))
