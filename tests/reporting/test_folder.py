@@ -30,11 +30,10 @@ def test_a_line_that_a_crash_cut_in_two_is_left_out(run_folder, run):
     assert read_run(run_folder).metrics == run.metrics
 
 
-def test_what_is_not_a_run(tmp_path):
-    with pytest.raises(DataError, match="it has none of"):
-        read_run(tmp_path)
-    with pytest.raises(DataError, match="there is no such folder"):
-        read_run(tmp_path / "nothing")
+@pytest.mark.parametrize(("name", "words"), [("", "it has none of"), ("nothing", "there is no such folder")])
+def test_what_is_not_a_run(tmp_path, name, words):
+    with pytest.raises(DataError, match=words):
+        read_run(tmp_path / name)
 
 
 def spoiled(trace, **changes):
