@@ -1,7 +1,5 @@
 """Whether a file can be written is known before the work begins."""
 
-from pathlib import Path
-
 import pytest
 
 import microparallel as mp
@@ -14,14 +12,14 @@ def test_looking_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("absent/plot.svg", "there is no folder .*absent"), ("folder.svg", "this is a folder")]
+    ("name", "words"),
+    [
+        ("absent/plot.svg", "there is no folder .*absent"),
+        ("folder.svg", "this is a folder"),
+        ("/proc/plot.svg", "cannot be written"),  # without permission
+    ],
 )
 def test_what_cannot_be_written_is_refused(tmp_path, name, words):
     (tmp_path / "folder.svg").mkdir()
     with pytest.raises(mp.errors.UsageError, match=words):
         require_writable(tmp_path / name, "--plot")
-
-
-def test_a_place_without_permission_is_refused():
-    with pytest.raises(mp.errors.UsageError, match="cannot be written"):
-        require_writable(Path("/proc/plot.svg"), "--plot")
