@@ -444,16 +444,15 @@ def test_gradients_may_be_missing():
 
 def test_what_is_refused():
     inputs = torch.randn(2, 4, requires_grad=True)
-    with pytest.raises(UsageError, match="output 1 of the stage does not require grad"):
-        SplitBackward([inputs * 2, inputs.detach()], [inputs])
-    with pytest.raises(UsageError, match="input 0 of the stage is the result of an operation"):
-        SplitBackward([inputs * 2], [inputs * 2])
-    split = SplitBackward([inputs * 2], [inputs])
-    with pytest.raises(UsageError, match="input_half\\(\\) comes next"):
-        split.weight_half()
-    with pytest.raises(UsageError, match="2 gradients for 1 outputs"):
-        split.input_half([inputs, inputs])
-    split.input_half([inputs])
-    split.weight_half()
-    with pytest.raises(UsageError, match="both halves are done"):
-        split.weight_half()
+    split, done = SplitBackward([inputs * 2], [inputs]), SplitBackward([inputs * 2], [inputs])
+    done.input_half([inputs])
+    done.weight_half()
+    for call, words in (
+        (lambda: SplitBackward([inputs * 2, inputs.detach()], [inputs]), "output 1 of the stage does not require grad"),
+        (lambda: SplitBackward([inputs * 2], [inputs * 2]), "input 0 of the stage is the result of an operation"),
+        (split.weight_half, r"input_half\(\) comes next"),
+        (lambda: split.input_half([inputs, inputs]), "2 gradients for 1 outputs"),
+        (done.weight_half, "both halves are done"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            call()
