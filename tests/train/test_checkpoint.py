@@ -297,10 +297,9 @@ def test_a_folder_that_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 def test_when_none_is_left_all_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no checkpoint to resume from"):
-        checkpoint.latest(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="holds no checkpoint to resume from"):
-        checkpoint.latest(tmp_path)
+    for folder in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(CheckpointError, match="holds no checkpoint to resume from"):
+            checkpoint.latest(folder)
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*nowhere"):
         checkpoint.load(tmp_path / "nowhere")
     for number in (1, 2):

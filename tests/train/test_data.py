@@ -198,22 +198,21 @@ def test_files_that_cannot_be_used(tmp_path, content, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_path_that_does_not_exist(tmp_path):
-    with pytest.raises(DataError, match=r"nowhere\.txt does not exist: check the path"):
-        text(tmp_path / "nowhere.txt")
-
-
-def test_folders_that_cannot_be_used(tmp_path):
-    with pytest.raises(DataError, match="no files"):
-        text(tmp_path)
-    (tmp_path / "binary").write_bytes(b"\xff")
-    with pytest.raises(DataError, match="none of its 1 files is UTF-8"):
-        text(tmp_path)
-
-
-def test_neither_file_nor_folder():
-    with pytest.raises(DataError, match="/dev/null is neither a file nor a folder"):
-        text("/dev/null")
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("nowhere.txt", r"nowhere\.txt does not exist: check the path"),
+        ("empty", "no files"),
+        ("folder", "none of its 1 files is UTF-8"),
+        ("/dev/null", "/dev/null is neither a file nor a folder"),
+    ],
+)
+def test_paths_that_cannot_be_used(tmp_path, path, words):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "binary").write_bytes(b"\xff")
+    with pytest.raises(DataError, match=words):
+        text(tmp_path / path)
 
 
 @pytest.mark.parametrize("inside_a_folder", [False, True])

@@ -69,12 +69,13 @@ def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
         RunFolder.create(run.path, CONFIG)
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "cat.png").touch()
-    with pytest.raises(ConfigError, match="photos holds other files"):
-        RunFolder.create(tmp_path / "photos", CONFIG)
-    with pytest.raises(ConfigError, match=r"cat.png is a file"):
-        RunFolder.create(tmp_path / "photos" / "cat.png", CONFIG)
-    with pytest.raises(ConfigError, match=r"below cannot be written: .*cat.png is not a folder .*; choose another"):
-        RunFolder.create(tmp_path / "photos" / "cat.png" / "below", CONFIG)
+    for place, words in (
+        ("photos", "photos holds other files"),
+        ("photos/cat.png", r"cat.png is a file"),
+        ("photos/cat.png/below", r"below cannot be written: .*cat.png is not a folder .*; choose another"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            RunFolder.create(tmp_path / place, CONFIG)
 
     def refuse(path: Path, data: bytes) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -85,10 +86,9 @@ def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_not_a_run_cannot_be_opened(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"not the folder of a run: there is no config\.toml"):
-        RunFolder.open(tmp_path)
-    with pytest.raises(ConfigError, match="nowhere is not the folder of a run: there is no such folder"):
-        RunFolder.open(tmp_path / "nowhere")
+    for name, words in (("", r"there is no config\.toml"), ("nowhere", "there is no such folder")):
+        with pytest.raises(ConfigError, match=f"is not the folder of a run: {words}"):
+            RunFolder.open(tmp_path / name)
 
 
 def test_metrics_can_be_followed_line_by_line(tmp_path: Path) -> None:
@@ -134,10 +134,9 @@ def test_the_summary_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_a_lost_folder_is_named(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "gone")
-    with pytest.raises(MicroparallelError, match=r"cannot write .*metrics.jsonl: No such file"):
-        run.append_metrics({"step": 1})
-    with pytest.raises(MicroparallelError, match=r"cannot write .*summary.json: No such file"):
-        run.write_summary({})
+    for file, write in (("metrics.jsonl", run.append_metrics), ("summary.json", run.write_summary)):
+        with pytest.raises(MicroparallelError, match=f"cannot write .*{file}: No such file"):
+            write({"step": 1})
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

@@ -176,10 +176,13 @@ def test_impossible_states(state, words):
 
 
 def test_other_impossible_calls():
-    with pytest.raises(UsageError, match="epoch=-1"):
-        ShardedSampler(8, 2).set_epoch(-1)
-    with pytest.raises(UsageError, match="batch 4 is outside an epoch of 4 batches"):
-        ShardedSampler(8, 2).global_batch_size(4)
+    sampler = ShardedSampler(8, 2)
+    for call, value, words in (
+        (sampler.set_epoch, -1, "epoch=-1"),
+        (sampler.global_batch_size, 4, "batch 4 is outside an epoch of 4 batches"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            call(value)
     state = {"epoch": 3, "batch": 4}  # the end of one epoch is the start of the next
     sampler = ShardedSampler(8, 2)
     sampler.load_state_dict(state)
