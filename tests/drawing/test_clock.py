@@ -40,8 +40,3 @@ def test_ranks_that_do_not_fit_are_named():
     text = mp.draw(mp.schedules.build("gpipe", 9, 2), view="clock", width=40)
     assert max(map(len, text.splitlines())) <= 40
     assert re.search(r"ranks 3 to 8\s+do not fit", text)
-
-
-def test_a_collective_has_none():
-    with pytest.raises(mp.errors.UsageError, match="no clock view"):
-        mp.draw(mp.collectives.build("ring", 3), view="clock")

@@ -122,8 +122,3 @@ def test_contributions_are_counted_where_they_cannot_be_named():
 def test_contributions_kept_apart_are_named():
     text = mp.draw(mp.collectives.build("gather-add", 3))
     assert "0·· P2" in text and "P contribution kept apart" in text
-
-
-def test_too_many_ranks_for_a_page():
-    with pytest.raises(mp.errors.UsageError, match="65 ranks do not fit on a page"):
-        mp.draw(mp.collectives.build("tree", 65), as_="html")

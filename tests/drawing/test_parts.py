@@ -2,7 +2,6 @@
 
 from xml.etree import ElementTree
 
-import pytest
 from tests.spans import recorded, span
 
 import microparallel as mp
@@ -43,11 +42,6 @@ def test_as_a_figure():
 def test_an_empty_trace_is_drawn_too():
     assert "0 s" in mp.draw(recorded(1, []))
     ElementTree.fromstring(mp.draw(recorded(1, []), as_="svg"))
-
-
-def test_its_page_is_the_report():
-    with pytest.raises(mp.errors.UsageError, match="microparallel report"):
-        mp.draw(straggler(), as_="html")
 
 
 def test_a_simulated_step_has_the_unit_of_its_costs():

@@ -17,6 +17,7 @@ from microparallel.program import Free, Join, Lane, Program, Recv, Send, from_te
 from microparallel.trace import Event, Trace
 
 PIPELINES = [*mp.schedules.PIPELINES]
+SCHEDULE = mp.schedules.build("1f1b", 2, 2)
 times = st.floats(min_value=0.01, max_value=100)
 
 
@@ -182,24 +183,22 @@ def test_nothing_to_do():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("subject", "arguments", "words"),
     [
-        ({"as_": "pdf"}, "text, svg, html"),
-        ({"view": "sideways"}, "timeline, clock, hops"),
-        ({"view": "hops"}, "no hops"),
-        ({"width": 39}, "width=39"),
-        ({"as_": "svg", "view": "clock"}, "view='clock'"),
+        (SCHEDULE, {"as_": "pdf"}, "text, svg, html"),
+        (SCHEDULE, {"view": "sideways"}, "timeline, clock, hops"),
+        (SCHEDULE, {"view": "hops"}, "no hops"),
+        (SCHEDULE, {"width": 39}, "width=39"),
+        (SCHEDULE, {"as_": "svg", "view": "clock"}, "view='clock'"),
+        (mp.simulate(SCHEDULE), {"costs": mp.Costs()}, "costs are for a program"),
+        (mp.collectives.build("ring", 3), {"view": "clock"}, "no clock view"),
+        (mp.collectives.build("tree", 65), {"as_": "html"}, "65 ranks do not fit on a page"),
+        (Trace([], ranks=1), {"as_": "html"}, "microparallel report"),  # what was recorded has its page there
     ],
 )
-def test_wrong_calls(arguments, words):
+def test_wrong_calls(subject, arguments, words):
     with pytest.raises(mp.errors.UsageError, match=re.escape(words)):
-        mp.draw(mp.schedules.build("1f1b", 2, 2), **arguments)
-
-
-def test_a_trace_has_its_own_costs():
-    trace = mp.simulate(mp.schedules.build("1f1b", 2, 2))
-    with pytest.raises(mp.errors.UsageError, match="costs are for a program"):
-        mp.draw(trace, costs=mp.Costs())
+        mp.draw(subject, **arguments)
 
 
 def test_a_page_knows_how_many_activations_are_held():

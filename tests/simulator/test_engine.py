@@ -133,10 +133,16 @@ def test_costs_of_each_stage():
     assert trace.makespan == 7
 
 
-def test_a_program_that_stands_still_is_refused():
-    stuck = program("<C0@1", "<C0@0", goal="all-reduce of 1 slice")
-    with pytest.raises(mp.errors.ProgramError, match=r"rank 0 stands at <C0@1 for ever; mp.verify says why"):
-        mp.simulate(stuck)
+@pytest.mark.parametrize(
+    ("ops", "words"),
+    [
+        (("<C0@1", "<C0@0"), "rank 0 stands at <C0@1 for ever; mp.verify says why"),
+        ((">C0@1", ""), "loses a message: rank 0 does >C0@1, and no rank receives it"),
+    ],
+)
+def test_a_program_that_does_not_come_to_its_end_is_refused(ops, words):
+    with pytest.raises(mp.errors.ProgramError, match=words):
+        mp.simulate(program(*ops, goal="all-reduce of 1 slice"))
 
 
 @pytest.mark.parametrize(
@@ -177,11 +183,6 @@ def test_a_link_inherits_what_it_does_not_say():
     assert mp.simulate(ring, mp.Costs(**costs)).makespan == 402
     slow = {(0, 1): mp.Link(latency=5), (1, 0): mp.Link(latency=5)}
     assert mp.simulate(ring, mp.Costs(**costs, links=slow)).makespan == 410
-
-
-def test_a_message_that_nobody_receives_is_refused():
-    with pytest.raises(mp.errors.ProgramError, match=r"loses a message: rank 0 does >C0@1, and no rank receives it"):
-        mp.simulate(program(">C0@1", "", goal="all-reduce of 1 slice"))
 
 
 def test_many_buckets_take_no_longer_than_their_number():
