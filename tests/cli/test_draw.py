@@ -234,7 +234,7 @@ def test_an_operation_that_can_never_begin_is_shown_instead_of_a_drawing(draw, t
     (tmp_path / "unmade.txt").write_text("program p\ngoal: training step of 2 stages, 1 micro-batch\nrank 0: F1.0\n")
     code, output, errors = draw("unmade.txt")
     assert (code, output) == (1, "")
-    assert "unmade.txt cannot be drawn: rank 0 does F1.0, which needs A0.0, and does not have it" in errors
+    assert "unmade.txt cannot be drawn: rank 0 does F1.0, which needs A0.0, and no rank makes that" in errors
 
 
 def test_what_is_wrong_is_drawn_and_said(draw, tmp_path):

@@ -126,7 +126,7 @@ def test_verify_finds_what_is_wrong(run, tmp_path):
     code, output, errors = run("verify", "mine.txt")
     assert code == 1
     assert "sends, receives and frees were added" in errors
-    assert "rank 0 does B0.0, which needs G0.0, and does not have it" in output
+    assert "rank 0 does B0.0, which needs G0.0, and no rank makes that" in output
 
 
 def test_simulate_refuses_what_is_wrong(run, tmp_path):

@@ -52,7 +52,7 @@ def test_ranks_that_share_something_meet():
     [
         (step("F0.0 F1.0 B1.0"), "B0.0 never, I0.0 never, W0.0 never; every forward needs one backward"),
         (step("F0.0 F1.0 I1.0 I0.0 W1.0"), "I0.0 once, W0.0 never"),
-        (step("F0.0 B0.0"), "rank 0 does B0.0, which needs G0.0, and does not have it"),
+        (step("F0.0 B0.0"), "rank 0 does B0.0, which needs G0.0, and no rank makes that"),
         (
             step("F1.0 F0.0 B1.0 B0.0"),
             r"rank 0 does F1.0, which needs A0.0, and does not have it\n  rank 0: \[F1.0\] F0",

@@ -100,8 +100,9 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
         words = functools.partial(_words, program, cursor)
         for value in rules[rank].needs(op):
             if value not in held[rank]:
-                state = "has freed" if value in ever[rank] else "does not have"
-                needs = words(f"which needs {value}, and {state} it")
+                made = any(value in rules[other].makes(op) for other, ops in enumerate(program.ranks) for op in ops)
+                state = "has freed it" if value in ever[rank] else "does not have it" if made else "no rank makes that"
+                needs = words(f"which needs {value}, and {state}")
                 raise Missing(needs, rank, cursor.place, op, value)
         for value in rules[rank].makes(op):
             if value in ever[rank] and not isinstance(value, Named):
