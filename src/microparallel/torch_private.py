@@ -141,15 +141,48 @@ def share_by_descriptor(storage: torch.UntypedStorage) -> tuple[int, int]:
 
 Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
+Kind = TypeVar("Kind", bound=type)
 _compiler: Any = torch._C._dynamo.eval_frame
 _NOT_COMPILED = "it talks to other ranks; compile the model inside: DataParallel(torch.compile(model), comms)"
 
 
+def _skip(code: CodeType, *, what_it_calls: bool) -> None:
+    """Let the compiler leave a function as it is; and perhaps all that it calls, and the functions that it makes.
+
+    `torch.compiler.disable` does the same, but imports all of the compiler first, which takes seconds.
+    """
+    skip, as_usual = _compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT
+    _compiler.set_code_exec_strategy(code, _compiler._FrameExecStrategy(skip, skip if what_it_calls else as_usual))
+    for inner in code.co_consts if what_it_calls else ():
+        if isinstance(inner, CodeType):
+            _skip(inner, what_it_calls=True)
+
+
+def leave_uncompiled(function: Any) -> None:
+    """Keep `torch.compile` from compiling a function, and all that it calls, when torch calls it.
+
+    Without it: compiled DDP models fail in our backend.
+    """
+    _skip(function.__code__, what_it_calls=True)
+
+
+def uncompiled(kind: Kind) -> Kind:
+    """Leave all methods of a class uncompiled: torch's C++, or Python when an object is gone, may call any of them.
+
+    Without it: a compiled DDP model with buffers fails now and then, since it waits in C++ for a work of ours.
+    """
+    for member in vars(kind).values():
+        for part in (member.fget, member.fset) if isinstance(member, property) else (member,):
+            function = getattr(part, "__func__", part)  # of a static method
+            if isinstance(function, FunctionType):
+                leave_uncompiled(inspect.unwrap(function))
+    return kind
+
+
 def not_compiled(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
-    """Let `torch.compile` compile neither this function nor what it calls.
+    """Let `torch.compile` compile neither this function nor what it calls, also where a compiled function calls it.
 
     Without it: `torch.compile(mp.DataParallel(model, comms))` would try to compile how ranks talk, and fail.
-    `torch.compiler.disable` does the same, but imports all of the compiler first, which takes seconds.
     """
 
     @functools.wraps(function)
@@ -168,8 +201,7 @@ def not_compiled_itself(function: Callable[Given, Returned]) -> Callable[Given, 
 
     Without it: a model inside of a compiled `DataParallel` would not be compiled, or not as one graph.
     """
-    skip, as_usual = _compiler._FrameAction.SKIP, _compiler._FrameAction.DEFAULT  # itself, and what it calls
-    _compiler.set_code_exec_strategy(function.__code__, _compiler._FrameExecStrategy(skip, as_usual))
+    _skip(function.__code__, what_it_calls=False)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _NOT_COMPILED  # type: ignore[attr-defined]
     return function
@@ -240,39 +272,6 @@ def load_for_optimizers() -> None:
     Without it: ranks that are forked from a process that has imported torch would each need a second for that.
     """
     import torch._dynamo  # noqa: F401
-
-
-def leave_uncompiled(function: Any) -> None:
-    """Keep `torch.compile` from compiling a function, and all that it calls, when a compiled model calls it.
-
-    Without it: compiled DDP models fail in our backend. `torch.compiler.disable` would import for a second.
-    """
-    _leave_uncompiled(function.__code__)
-
-
-def _leave_uncompiled(code: CodeType) -> None:
-    frames: Any = torch._C._dynamo.eval_frame
-    skip = frames._FrameAction.SKIP
-    frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
-    for inner in code.co_consts:  # the functions that it makes, which others may call
-        if isinstance(inner, CodeType):
-            _leave_uncompiled(inner)
-
-
-Kind = TypeVar("Kind", bound=type)
-
-
-def uncompiled(kind: Kind) -> Kind:
-    """Leave all methods of a class uncompiled: torch's C++, or Python when an object is gone, may call any of them.
-
-    Without it: a compiled DDP model with buffers fails now and then, since it waits in C++ for a work of ours.
-    """
-    for member in vars(kind).values():
-        for part in (member.fget, member.fset) if isinstance(member, property) else (member,):
-            function = getattr(part, "__func__", part)  # of a static method
-            if isinstance(function, FunctionType):
-                _leave_uncompiled(inspect.unwrap(function).__code__)
-    return kind
 
 
 # ── the profiler ────────────────────────────────────────────────────────────────────────────────────────────────────
