@@ -12,6 +12,7 @@ half the distance between the quartiles of the medians of the starts: what a rat
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import socket
@@ -42,6 +43,12 @@ def pieces(comms: object) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "all-reduce, 4 MiB, copied", lambda: comms.all_reduce(loose, op="mean")  # type: ignore[attr-defined]
     yield "broadcast, 256 KiB", lambda: comms.broadcast(loose[: 2**16])  # type: ignore[attr-defined]
 
+    small = torch.ones(2**10)
+    largest = torch.distributed.ReduceOp.MAX
+    yield "all-reduce, 4 KiB, async", lambda: comms.all_reduce(small, op="max", async_op=True).wait()  # type: ignore[attr-defined]
+    yield "torch's all_reduce, 4 KiB", lambda: torch.distributed.all_reduce(small, largest)
+    yield "torch's all_reduce, 4 KiB, async", lambda: torch.distributed.all_reduce(small, largest, async_op=True).wait()
+
     def layers(width: int, depth: int) -> torch.nn.Sequential:
         torch.manual_seed(0)
         return torch.nn.Sequential(
@@ -49,8 +56,21 @@ def pieces(comms: object) -> Iterator[tuple[str, Callable[[], object]]]:
         )
 
     loss_fn = torch.nn.functional.mse_loss
-    for width, depth, overlap in ((256, 8, True), (256, 8, False), (1024, 4, True)):
-        model = mp.DataParallel(layers(width, depth), comms, width / 512, overlap=overlap)  # type: ignore[arg-type]
+    known = inspect.signature(mp.DataParallel).parameters
+    views = {"gradient_as_bucket_view": True} if "gradient_as_bucket_view" in known else {}
+    for width, depth, how in (
+        (256, 8, "overlap"),
+        (256, 8, "views"),
+        (256, 8, "one after another"),
+        (1024, 4, "overlap"),
+    ):
+        model = mp.DataParallel(
+            layers(width, depth),
+            comms,  # type: ignore[arg-type]
+            width / 512,
+            overlap=how != "one after another",
+            **(views if how == "views" else {}),
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         batch = torch.randn(64, width), torch.randn(64, width)
 
@@ -63,11 +83,18 @@ def pieces(comms: object) -> Iterator[tuple[str, Callable[[], object]]]:
             loss_fn(model(batch[0]), batch[1]).backward()
             optimizer.step()
 
-        yield f"data-parallel step, {width}, {'overlap' if overlap else 'one after another'}", step
+        yield f"data-parallel step, {width}, {how}", step
     batch = torch.randn(64, 256), torch.randn(64, 256)
     for schedule in ("1f1b", "zb-h1"):
         pipe = mp.Pipeline(layers(256, 8), comms, schedule, microbatches=8, loss_fn=loss_fn)  # type: ignore[arg-type]
-        yield f"pipeline step, {schedule}", lambda pipe=pipe: pipe.step(*batch)  # type: ignore[misc]
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1e-3)
+
+        def pipeline_step(pipe: mp.Pipeline = pipe, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.zero_grad()
+            pipe.step(*batch)
+            optimizer.step()
+
+        yield f"pipeline step, {schedule}", pipeline_step
 
 
 def be_a_rank() -> None:

@@ -158,12 +158,13 @@ def _skip(code: CodeType, *, what_it_calls: bool) -> None:
             _skip(inner, what_it_calls=True)
 
 
-def leave_uncompiled(function: Any) -> None:
-    """Keep `torch.compile` from compiling a function, and all that it calls, when torch calls it.
+def leave_uncompiled(function: Callable[Given, Returned]) -> Callable[Given, Returned]:
+    """Keep `torch.compile` from compiling a function, and all that it calls, when torch's C++ calls it; it is free.
 
-    Without it: compiled DDP models fail in our backend.
+    Without it: compiled DDP models fail in our backend, and so do hooks of a compiled `DataParallel`.
     """
     _skip(function.__code__, what_it_calls=True)
+    return function
 
 
 def uncompiled(kind: Kind) -> Kind:

@@ -9,7 +9,7 @@ import pytest
 from microparallel.errors import ConfigError
 from microparallel.train.config import TrainConfig
 from microparallel.train.logs import Logs, require_installed
-from microparallel.train.loop import train
+from microparallel.train.loop import train_on_rank as train
 
 SETTINGS = {"dim": 8, "depth": 2, "batch": 700, "validate_every": 2, "schedule_lr": "constant"}
 

@@ -13,7 +13,7 @@ import microparallel as mp
 from microparallel.errors import ConfigError
 from microparallel.train import checkpoint
 from microparallel.train.config import OPTIMIZERS, TrainConfig, optimizer_names
-from microparallel.train.loop import train
+from microparallel.train.loop import train_on_rank as train
 from microparallel.train.optimizer import LearningRate, build_learning_rate, build_optimizer
 
 STEPS = 5

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import microparallel as mp
 from microparallel.train import checkpoint
 from microparallel.train.config import TrainConfig
-from microparallel.train.loop import train
+from microparallel.train.loop import train_on_rank as train
 
 SAMPLES, PAD = 30, -100
 

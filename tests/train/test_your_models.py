@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import microparallel as mp
 from microparallel.train.config import TrainConfig
-from microparallel.train.loop import train
+from microparallel.train.loop import train_on_rank as train
 
 
 def configuration(out, model, data="pairs", **changes):

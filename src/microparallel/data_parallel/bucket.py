@@ -48,8 +48,10 @@ class FlatBucket:
         self.parameters = parameters
         self.number = number
         self._overwrites = overwrites
-        self._offsets, self._stop = _offsets(parameters)
-        self._strides = [_strides(parameter) for parameter in parameters]
+        offsets, self._stop = _offsets(parameters)
+        self._places = [(one.size(), _strides(one), at) for one, at in zip(parameters, offsets, strict=True)]
+        ends = [at + one.numel() for one, at in zip(parameters, offsets, strict=True)]
+        self._gaps = [gap for gap in zip(ends, [*offsets[1:], self._stop], strict=True) if gap[0] < gap[1]]
         self._memory = Memory(self._stop + len(parameters) + _AFTER_COUNTS, parameters[0], comms)
         self.not_finite = 0
         self.ready = [False] * len(parameters)
@@ -60,17 +62,17 @@ class FlatBucket:
     def _lay_out(self) -> None:
         """Begin a buffer, and in it the place of every gradient."""
         self.views: list[torch.Tensor] = []
-        self.buffer = self._not_finite_on_all = self.ranks_with_gradient = torch.empty(0)
-        self.buffer = flat = self._memory.unheld()  # we have just let go of what we held
-        ends = [at + one.numel() for at, one in zip(self._offsets, self.parameters, strict=True)]
-        for end, begin in zip(ends, [*self._offsets[1:], self._stop], strict=True):
-            if end < begin:
-                flat[end:begin].zero_()  # between gradients: it is sent with them
-        places = zip(self.parameters, self._strides, self._offsets, strict=True)
-        self.views = [flat.as_strided(one.size(), strides, at) for one, strides, at in places]
-        self.ranks_with_gradient = flat[self._stop : self._stop + len(self.parameters)]
+        self.buffer = self._not_finite_on_all = self.ranks_with_gradient = (
+            self._memory.nothing
+        )  # let go of what we held
+        self.buffer = flat = self._memory.unheld()
+        for end, begin in self._gaps:
+            flat[end:begin].zero_()  # between gradients: it is sent with them
+        self.views = [flat.as_strided(*place) for place in self._places]
+        self.ranks_with_gradient = flat[self._stop : -_AFTER_COUNTS]
         self._not_finite_on_all = flat[-1]
-        self._addresses = [view.data_ptr() for view in self.views]
+        begin, each = flat.data_ptr(), flat.element_size()
+        self._addresses = [begin + at * each for _, _, at in self._places]
         self._handed_out = [False] * len(self.parameters)
         self._open = False  # whether something of this pass is in the buffer
 
@@ -178,6 +180,7 @@ class Memory:
         self._comms = comms
         self._memory: Any = None  # a NumPy array of bytes
         self._lent: weakref.ref[memoryview] | None = None
+        self.nothing = torch.empty(0)
 
     def unheld(self) -> torch.Tensor:
         """A tensor in memory that no other tensor uses; what is in it is left from before."""

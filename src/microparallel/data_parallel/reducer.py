@@ -35,7 +35,7 @@ from microparallel.errors import GradientError, UsageError
 from microparallel.observe import Activity, Observation, Observer
 from microparallel.program import ORDER, WEIGHTS, AllReduce, Backward, Broadcast, Bucket, Program
 from microparallel.schedules import data_parallel_step
-from microparallel.torch_private import at_end_of_backward, not_compiled
+from microparallel.torch_private import at_end_of_backward, leave_uncompiled
 
 _MOST_NAMES = 8  # parameters of a rank that an error names
 _step = functools.lru_cache(maxsize=64)(data_parallel_step)  # every backward asks for its program
@@ -388,7 +388,7 @@ class ArrivalHook:
     def __init__(self, reducer: Reducer) -> None:
         self.reducer = weakref.ref(reducer)
 
-    @not_compiled
+    @leave_uncompiled
     def __call__(self, parameter: nn.Parameter) -> None:
         """Pass the parameter on, if its reducer still exists."""
         reducer = self.reducer()

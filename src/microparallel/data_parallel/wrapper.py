@@ -25,7 +25,14 @@ from microparallel.errors import UsageError
 from microparallel.observe import UNOBSERVED, Activity, Observation
 from microparallel.program import BUFFERS, Broadcast, ForwardStages, Program
 from microparallel.schedules import data_parallel_step
-from microparallel.torch_private import at_end_of_backward, not_compiled, not_compiled_itself, pytree, share_tensors
+from microparallel.torch_private import (
+    at_end_of_backward,
+    leave_uncompiled,
+    not_compiled,
+    not_compiled_itself,
+    pytree,
+    share_tensors,
+)
 
 
 class DataParallel(nn.Module):
@@ -163,7 +170,7 @@ class DataParallel(nn.Module):
         if self._broadcasts_buffers and self.training and not self._no_sync_depth and not joining:
             self._broadcast_buffers(0)
 
-    @not_compiled
+    @leave_uncompiled
     def _backward_begins(self, _: torch.Tensor) -> None:
         if self._single is not None:
             self._single.backward_begins(local=self._no_sync_depth > 0 or self._forward_was_local)

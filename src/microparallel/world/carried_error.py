@@ -7,6 +7,7 @@ An exception that cannot be rebuilt exactly is left out: `RankFailed` has its te
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Callable, Iterator
 from itertools import pairwise, takewhile
 from typing import Any
@@ -57,7 +58,7 @@ def _rebuilder(error: BaseException) -> tuple[Any, ...] | None:
         try:
             rebuild, *parts = way()
             again = rebuild(*parts)
-            if type(again) is type(error) and str(again) == str(error):
+            if traceback.format_exception_only(again) == traceback.format_exception_only(error):
                 return (rebuild, *parts)
         except Exception:  # its __init__ takes other arguments than its `args`, or it holds a lock, say
             continue
