@@ -95,6 +95,18 @@ def test_a_tensor_counts_its_changes():
     assert torch_private.version_of(tensor) == before + 1
 
 
+def test_what_holds_a_tensor_is_counted():
+    tensor, parameter = torch.zeros(4), nn.Parameter(torch.ones(4))
+    held, together = torch_private.references_to(tensor), torch_private.tensors_in_memory_of(tensor)
+    parameter.grad = tensor
+    assert torch_private.references_to(tensor) == held + 1
+    parameter.grad = None
+    view = tensor[:2]
+    assert torch_private.references_to(tensor) >= held and torch_private.tensors_in_memory_of(tensor) == together + 1
+    del view
+    assert torch_private.references_to(tensor) == held and torch_private.tensors_in_memory_of(tensor) == together
+
+
 def test_hooks_of_a_parameter_are_found():
     plain, watched, accumulated = (nn.Parameter(torch.ones(1)) for _ in range(3))
     hook = lambda _: None  # noqa: E731

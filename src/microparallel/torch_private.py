@@ -83,6 +83,25 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def references_to(tensor: torch.Tensor) -> int:
+    """How many hold a tensor in C++: one for all of Python, one for each parameter whose `grad` it is, and so on.
+
+    Without it: a gradient that only torch's C++ holds would be overwritten by the next pass of `DataParallel`.
+    """
+    count: int = tensor._use_count()  # type: ignore[attr-defined]
+    return count
+
+
+def tensors_in_memory_of(tensor: torch.Tensor) -> int:
+    """How many tensors share a tensor's memory, itself included, plus a constant for this question.
+
+    Without it: what a user has made of a gradient (a view, a flat tensor) would be overwritten by the next pass of
+    `DataParallel`; or every pass would have to begin with new memory.
+    """
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
 def hooks_of_gradient(tensor: torch.Tensor) -> Collection[Any]:
     """What was given to `register_post_accumulate_grad_hook`.
 

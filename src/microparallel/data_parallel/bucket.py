@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
 
 from microparallel.comms import Comms, Request
 from microparallel.program import AllReduce
+from microparallel.torch_private import references_to, tensors_in_memory_of
 
 _ALIGNMENT = 64  # bytes: each gradient begins on a cache line of its own
 _AFTER_COUNTS = 1  # numbers behind the counts: how many gradients are not finite
@@ -23,15 +23,15 @@ class FlatBucket:
     gradient 0 │ gradient 1 │ … │ for each: how many ranks have one │ how many are not finite
     ```
 
-    `parameter.grad` becomes a view of the buffer, so nothing is copied when the sum arrives. Whoever keeps a gradient
-    keeps it as it is: when gradients begin anew (`zero_grad`), so does the buffer, and only memory that nobody holds
-    any more is used again.
+    `parameter.grad` becomes a view of the buffer, so nothing is copied when the sum arrives. A gradient that
+    the user keeps stays as it is: if something still holds one of the last pass when gradients begin anew
+    (`zero_grad`), the bucket begins a new buffer and leaves the old one alone.
 
     Args:
         parameters: whose gradients it holds, all of one dtype and on one device.
         comms: the ranks.
         number: its place among the buckets of the model.
-        overwrites: always use the same buffer, also if somebody still holds gradients of an earlier pass.
+        overwrites: always use the same buffer, also if something still holds gradients of an earlier pass.
 
     Attributes:
         buffer: the flat tensor that is all-reduced.
@@ -48,11 +48,9 @@ class FlatBucket:
         self.parameters = parameters
         self.number = number
         self._overwrites = overwrites
+        self._comms = comms
         offsets, self._stop = _offsets(parameters)
         self._places = [(one.size(), _strides(one), at) for one, at in zip(parameters, offsets, strict=True)]
-        ends = [at + one.numel() for one, at in zip(parameters, offsets, strict=True)]
-        self._gaps = [gap for gap in zip(ends, [*offsets[1:], self._stop], strict=True) if gap[0] < gap[1]]
-        self._memory = Memory(self._stop + len(parameters) + _AFTER_COUNTS, parameters[0], comms)
         self.not_finite = 0
         self.ready = [False] * len(parameters)
         self.missing = len(parameters)
@@ -61,20 +59,25 @@ class FlatBucket:
 
     def _lay_out(self) -> None:
         """Begin a buffer, and in it the place of every gradient."""
-        self.views: list[torch.Tensor] = []
-        self.buffer = self._not_finite_on_all = self.ranks_with_gradient = (
-            self._memory.nothing
-        )  # let go of what we held
-        self.buffer = flat = self._memory.unheld()
-        for end, begin in self._gaps:
-            flat[end:begin].zero_()  # between gradients: it is sent with them
-        self.views = [flat.as_strided(*place) for place in self._places]
-        self.ranks_with_gradient = flat[self._stop : -_AFTER_COUNTS]
-        self._not_finite_on_all = flat[-1]
-        begin, each = flat.data_ptr(), flat.element_size()
-        self._addresses = [begin + at * each for _, _, at in self._places]
+        length, first = self._stop + len(self.parameters) + _AFTER_COUNTS, self.parameters[0]
+        if first.device.type == "cpu":
+            self.buffer = self._comms.empty((length,), first.dtype)
+        else:
+            self.buffer = torch.empty(length, dtype=first.dtype, device=first.device)
+        self.buffer.zero_()
+        at_first = self.buffer.storage_offset()
+        self.views = [self.buffer.as_strided(size, strides, at_first + at) for size, strides, at in self._places]
+        self.ranks_with_gradient = self.buffer[self._stop : -_AFTER_COUNTS]
+        self._not_finite_on_all = self.buffer[-1]
+        self._addresses = [view.data_ptr() for view in self.views]
         self._handed_out = [False] * len(self.parameters)
         self._open = False  # whether something of this pass is in the buffer
+        self._holders_at_first = self._holders()  # which are this bucket alone
+
+    def _holders(self) -> list[int]:
+        """How many hold each gradient's place: in Python, in C++; and how many tensors lie in the buffer's memory."""
+        in_python = [sys.getrefcount(view) for view in self.views]
+        return [*in_python, *map(references_to, self.views), tensors_in_memory_of(self.buffer)]
 
     @property
     def fits(self) -> bool:
@@ -91,11 +94,12 @@ class FlatBucket:
         buckets.
         """
         if not self._open:
-            if not self._overwrites and self._may_be_held():
+            if not self._overwrites and self._begins_anew() and self._holders() != self._holders_at_first:
                 self._lay_out()
             self._open = True
 
-    def _may_be_held(self) -> bool:
+    def _begins_anew(self) -> bool:
+        """Whether a gradient of the last pass is no longer its parameter's: then another may hold it."""
         given = zip(self.parameters, self.views, self._handed_out, strict=True)
         return any(handed_out and parameter.grad is not view for parameter, view, handed_out in given)
 
@@ -165,32 +169,6 @@ class FlatBucket:
         self.missing = len(self.parameters)
         self.not_finite = 0
         self._open = False
-
-
-class Memory:
-    """Memory for a bucket's buffers, one after another; one piece is enough as long as nobody keeps a gradient.
-
-    On the CPU a tensor that is handed out lies in a `memoryview` of its own. It is gone with the last tensor in it,
-    whoever made that, and then the memory may be overwritten. On a GPU torch's allocator does the same.
-    """
-
-    def __init__(self, length: int, like: torch.Tensor, comms: Comms) -> None:
-        self._length = length
-        self._dtype, self._device = like.dtype, like.device
-        self._comms = comms
-        self._memory: Any = None  # a NumPy array of bytes
-        self._lent: weakref.ref[memoryview] | None = None
-        self.nothing = torch.empty(0)
-
-    def unheld(self) -> torch.Tensor:
-        """A tensor in memory that no other tensor uses; what is in it is left from before."""
-        if self._device.type != "cpu":
-            return torch.empty(self._length, dtype=self._dtype, device=self._device)
-        if self._lent is None or self._lent() is not None:
-            self._memory = self._comms.empty((self._length * self._dtype.itemsize,), torch.uint8).numpy()
-        lent = memoryview(self._memory)
-        self._lent = weakref.ref(lent)
-        return torch.frombuffer(lent, dtype=self._dtype)
 
 
 def split(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
