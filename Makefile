@@ -12,8 +12,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PIP := $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # The last four are frameworks whose programs the tests run beside ours; the package itself needs none of them.
 DEV_TOOLS := pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter nbclient ipykernel build transformers accelerate lightning tensorboard
-# Few tests keep two cores busy from beginning to end.
-TWO_FILES_AT_A_TIME := -n 2 --dist loadfile --no-loadscope-reorder
+# Few tests keep a core busy from beginning to end: three files at a time fill two cores.
+THREE_FILES_AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
 DOCS_TOOLS := mkdocs mkdocs-material mkdocstrings[python]
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
 
@@ -25,10 +25,10 @@ train: $(VENV)/.installed ## Train the 16-layer MLP on handwritten digits with 4
 	@$(BIN)/microparallel train $(if $(ARGS),$(ARGS),--ranks 4)
 
 test: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Run the tests
-	@$(BIN)/python -m pytest $(or $(ARGS),$(TWO_FILES_AT_A_TIME))
+	@$(BIN)/python -m pytest $(or $(ARGS),$(THREE_FILES_AT_A_TIME))
 
 test-full: $(VENV)/.installed-dev $(VENV)/.installed-docs ## Run the tests and the slow ones, with everything in processes of its own
-	@$(BIN)/python -m pytest -m 'slow or not slow' --fresh $(ARGS)
+	@$(BIN)/python -m pytest -m 'slow or not slow' --fresh $(or $(ARGS),-n 2 --dist loadfile --no-loadscope-reorder)
 
 lint: $(VENV)/.installed-dev ## Check style, types and the direction of imports
 	@$(BIN)/ruff check .
