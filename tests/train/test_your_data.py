@@ -94,6 +94,11 @@ class WithLoss(Tagger):
         return of_all_tokens(super().forward(tokens), tags)
 
 
+def make_layers():
+    tagger = Tagger()
+    return nn.Sequential(tagger.embed, tagger.head)
+
+
 VARIABLE = {"collate": f"{__name__}:pad", "loss": f"{__name__}:of_all_tokens", "strategy": "auto"}
 
 
@@ -135,6 +140,43 @@ def test_a_mean_over_tokens_is_the_same_on_any_number_of_ranks(pool, alone, tmp_
         alone = tmp_path / "alone"
     run(pool, config)
     assert_same(tmp_path / "run", alone)
+
+
+@pytest.mark.parametrize("layout", [{"pp": 2}, {"dp": 2, "pp": 2}], ids=["pp", "dp and pp"])
+def test_a_mean_over_tokens_is_the_same_in_pipelines(pool, alone, tmp_path, layout):
+    run(pool, configuration(tmp_path / "run", model="make_layers", microbatches=2, **VARIABLE | layout))
+    for name in ("loss", "validation_loss"):
+        assert metrics(tmp_path / "run", name) == pytest.approx(metrics(alone, name), rel=1e-11)
+    for ours, theirs in zip(weights(tmp_path / "run").values(), weights(alone).values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+class Masked(nn.Module):
+    """Not a list of layers: each layer gets the mask, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, tokens):
+        mask, hidden = (tokens > 0).unsqueeze(-1), self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden).relu() * mask
+        return self.head(hidden)
+
+
+class CutByItself(Masked):
+    def pipeline_layers(self):
+        return mp.pipeline_layers(self, at=["layers.2"], example=torch.ones(2, 3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("model", ["Masked", "CutByItself"])
+def test_a_model_with_a_forward_of_its_own_is_cut_for_a_pipeline(pool, tmp_path, model):
+    run(pool, configuration(tmp_path / "alone", model=model, **VARIABLE))
+    run(pool, configuration(tmp_path / "run", model=model, pp=2, microbatches=2, **VARIABLE | {"steps": 4}))
+    run(pool, configuration(tmp_path / "run", model=model, pp=2, microbatches=2, **VARIABLE), tmp_path / "run")
+    assert_same(tmp_path / "run", tmp_path / "alone")
 
 
 @pytest.mark.parametrize("strategy", ["naive", "hooks", "torch-ddp"])

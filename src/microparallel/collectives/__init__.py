@@ -184,6 +184,8 @@ def require_algorithm(collective: GroupKind, algorithm: str) -> None:
     known = ALGORITHMS[collective]
     if algorithm not in known:
         hint = did_you_mean(algorithm, (AUTO, *known))
+        if "\n" in algorithm:
+            algorithm, hint = algorithm.split("\n", 1)[0] + " …", "a program's text is read by mp.program.from_text"
         raise UsageError(f"there is no {collective} algorithm {algorithm!r}; {hint}")
 
 

@@ -207,23 +207,24 @@ class DataParallel(nn.Module):
             self._no_sync_depth -= 1
 
     @contextmanager
-    def weighted(self, weight: float, total: float | None = None) -> Iterator[None]:
+    def weighted(self, weight: float | torch.Tensor, total: float | torch.Tensor | None = None) -> Iterator[None]:
         """Let this rank's gradients count by what they were computed from: its samples, or tokens.
 
         With `weight` samples on each rank and a loss that is the mean over them, gradients are those of the mean over
         all samples of all ranks. Every rank calls this, around its backward.
 
         Args:
-            weight: how much this rank has.
+            weight: how much this rank has: a number, or a tensor with one number, as a loss that counts tokens returns.
             total: how much all ranks have together, if the caller knows it; otherwise an all-reduce adds it up.
         """
-        if not (isinstance(weight, int | float) and math.isfinite(weight) and weight >= 0):
+        mine, everyones = _number(weight), None if total is None else _number(total)
+        if not (math.isfinite(mine) and mine >= 0):
             raise UsageError(f"weighted: weight={weight!r} must be a finite number, at least 0")
-        if total is not None and not (math.isfinite(total) and total >= weight and total > 0):
+        if everyones is not None and not (math.isfinite(everyones) and everyones >= mine and everyones > 0):
             raise UsageError(f"weighted: total={total!r} must be a finite number, at least this rank's {weight}")
         participants = self._reducer.participants
         before = participants.weight, participants.total
-        participants.weight, participants.total = float(weight), total
+        participants.weight, participants.total = mine, everyones
         try:
             yield
         finally:
@@ -362,6 +363,14 @@ class DataParallel(nn.Module):
             "a DataParallel cannot be pickled: its connection to the other ranks belongs to this process; "
             "save or return model.state_dict(), or model.module for the module itself"
         )
+
+
+def _number(value: Any) -> float:
+    """A number of Python, NumPy or torch as a float; not a number for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return math.nan
 
 
 def _call(module: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:

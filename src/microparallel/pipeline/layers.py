@@ -40,7 +40,8 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[NamedLayer]:
     ```
     nn.Sequential, nn.ModuleList, a list or tuple    its modules               "0", "1", …
     mp.pipeline_layers(model)                        parts of the model        their parameters have the model's names
-    a module with a method pipeline_layers()         what the method returns   their names in the module
+    a module with a method pipeline_layers()         what the method returns   their names in the module; or it returns
+                                                                               mp.pipeline_layers(self, at=[…])
     ```
 
     The method is for a model whose `forward` runs its layers one after the other and does nothing else to what they
@@ -58,13 +59,18 @@ def layers_of(model: nn.Module | Sequence[nn.Module]) -> list[NamedLayer]:
     return layers
 
 
-def _layers_of_module(model: nn.Module) -> list[NamedLayer]:
-    if callable(getattr(model, "pipeline_layers", None)):
-        return _layers_it_names(model)
+def has_layers(model: nn.Module) -> bool:
+    """Whether a module says what its layers are; one with a `forward` of its own needs `mp.pipeline_layers`."""
     # A subclass with a forward of its own may do more than run its children in order.
     plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-    if not plain and not isinstance(model, nn.ModuleList):
+    return plain or isinstance(model, nn.ModuleList) or callable(getattr(model, "pipeline_layers", None))
+
+
+def _layers_of_module(model: nn.Module) -> list[NamedLayer]:
+    if not has_layers(model):
         raise _uncuttable(model)
+    if callable(getattr(model, "pipeline_layers", None)):
+        return _layers_it_names(model)
     # named_children() would leave out the second of two equal modules.
     return [_checked(name, module) for name, module in children_of(model).items()]
 
@@ -73,6 +79,9 @@ def _layers_it_names(model: Any) -> list[NamedLayer]:
     names = {id(module): name for name, module in model.named_modules() if name}
     layers = []
     for index, module in enumerate(model.pipeline_layers()):
+        if isinstance(module, Part):  # the method called mp.pipeline_layers, to say where to cut
+            layers.append(_checked(str(index), module))
+            continue
         if id(module) not in names:
             raise PartitionError(
                 f"{type(model).__name__}.pipeline_layers() returned a {type(module).__name__} at {index} that is not "

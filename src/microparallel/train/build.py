@@ -20,6 +20,8 @@ from microparallel.models import GPT, FullMLP, cross_entropy, mean_squared_error
 from microparallel.models.loss import LossFunction
 from microparallel.pipeline import Pipeline
 from microparallel.pipeline.cut import cut
+from microparallel.pipeline.layers import has_layers
+from microparallel.pipeline.parts import pipeline_layers
 from microparallel.pipeline.programs import Schedule
 from microparallel.text import nearest
 from microparallel.topology import parse_slow_links, parse_slow_ranks
@@ -129,7 +131,7 @@ def _build_pipeline(
     loss_fn = loss_fn or fitting_loss
     names = _first_names(model)
     pipe = Pipeline(
-        model,
+        model if has_layers(model) else _parts(config, model, data, dtype),
         comms,
         user_code.schedule_of(_resolved(config.schedule)),
         _resolved(config.microbatches),
@@ -150,8 +152,14 @@ def _build_pipeline(
     )
 
 
+def _parts(config: TrainConfig, model: nn.Module, data: Split, dtype: torch.dtype) -> list[nn.Module]:
+    """Cut a model with a `forward` of its own, with a micro-batch as the example of what it takes."""
+    streamed = isinstance(data.training, Stream)
+    return pipeline_layers(model, example=None if streamed else _example(config, model, data, dtype))
+
+
 def _example(config: TrainConfig, model: nn.Module, data: Split, dtype: torch.dtype) -> Any:
-    """A micro-batch, to measure layers on."""
+    """A micro-batch, to measure layers on, or to cut a model by."""
     if isinstance(data.training, Stream):
         raise ConfigError(
             "--balance time measures layers on samples with numbers, and --data is a stream; leave it out"

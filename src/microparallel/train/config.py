@@ -86,7 +86,7 @@ def _by_model(name: str) -> str:
 def _one_of_or_your_own(known: Sequence[str]) -> Callable[[str, str], None]:
     def check(value: str, given: str) -> None:
         if value not in known and not user_code.is_spec(value):
-            raise ConfigError(f"{given}: {did_you_mean(value, known)}, or your own as my_module:my_function")
+            raise ConfigError(f"{given}: {did_you_mean(value, known)} (your own: my_module:my_function)")
 
     return check
 
@@ -109,7 +109,7 @@ def _check_optimizer(value: str, given: str) -> None:
     if name not in (known := optimizer_names()):
         usual = ("adam", "adamw", "sgd")  # what is most often meant
         likely = usual if nearest(name, usual) else sorted(known)
-        raise ConfigError(f"{given}: {did_you_mean(name, likely)}, or your own as my_module:make_optimizer")
+        raise ConfigError(f"{given}: {did_you_mean(name, likely)} (your own: my_module:make_optimizer)")
 
 
 def _check_warmup(value: float, given: str) -> None:

@@ -138,7 +138,7 @@ class _Run:
         """Show a warning, unless there was one about the same before."""
         if about not in self._warned:
             self._warned.add(about)
-            self._display.note(f"warning: {text}")
+            self._display.warn(text)
 
     def _together(self) -> bool:
         """Whether all ranks have the same model now; otherwise there is nothing yet that could be measured or saved."""

@@ -74,7 +74,7 @@ class Measurement:
         try:
             return what()
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:_LONGEST_REASON]
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0][:_LONGEST_REASON] + user_code.line_of(error)
             for name in names:
                 self._failures.setdefault(name, reason)
             return None

@@ -14,7 +14,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class Display:
-    """Shows how training goes. This one shows nothing: it is for all ranks but 0, and for scripts."""
+    """Shows how training goes. This one shows nothing: it is for all ranks but 0."""
 
     def start(self, description: str, done: int, total: int) -> None:
         """Show that the run begins (or goes on)."""
@@ -27,6 +27,10 @@ class Display:
 
     def note(self, text: str) -> None:
         """Show a remark."""
+
+    def warn(self, text: str) -> None:
+        """Show a warning, in any case."""
+        self.note(f"warning: {text}")
 
     def close(self) -> None:
         """Leave the terminal tidy."""
@@ -96,10 +100,18 @@ class Lines(Display):
         self._console.print(text, highlight=False, soft_wrap=True)
 
 
+class Quiet(Display):
+    """Shows warnings alone, for scripts."""
+
+    def warn(self, text: str) -> None:
+        """Print a warning."""
+        Console(stderr=True).print(f"warning: {text}", highlight=False, markup=False, soft_wrap=True)
+
+
 def display_for(rank: int, quiet: bool = False) -> Display:
     """The display that suits this rank and where its standard error goes."""
     if rank != 0 or quiet:
-        return Display()
+        return Display() if rank else Quiet()
     console = Console(stderr=True)
     return Bar(console) if console.is_terminal else Lines(console)
 

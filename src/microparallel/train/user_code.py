@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from microparallel.errors import ConfigError, DataError, ProgramError, UsageError
+from microparallel.observe.place import where_raised
 from microparallel.program import Program, TrainingStep, from_text
 from microparallel.schedules import PIPELINES
 from microparallel.text import did_you_mean
@@ -57,7 +58,13 @@ def call(function: Callable[..., Any], place: str, *arguments: Any) -> Any:
     try:
         return function(*arguments)
     except Exception as error:
-        raise UsageError(f"{place} raised {type(error).__name__}: {error}") from error
+        raise UsageError(f"{place} raised {type(error).__name__}: {error}{line_of(error)}") from error
+
+
+def line_of(error: BaseException) -> str:
+    """Where in the user's code an exception was raised, to stand behind its words: ` (mine.py:24)`."""
+    place = where_raised(error.__traceback__)
+    return "" if place is None or place.is_ours else f" ({place.short})"
 
 
 def _import(module_name: str, spec: str, what: str) -> ModuleType:
