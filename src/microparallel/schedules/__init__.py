@@ -16,6 +16,7 @@ from microparallel.schedules.naive import naive
 from microparallel.schedules.one_f_one_b import one_f_one_b
 from microparallel.schedules.passes import forwards_only, free_dead_values, insert_sends, lower
 from microparallel.schedules.replicas import replicate, with_sums
+from microparallel.schedules.zero import zero
 from microparallel.schedules.zero_bubble import zb_h1, zb_h2, zbv
 from microparallel.text import did_you_mean
 
@@ -102,4 +103,5 @@ __all__ = [
     "zb_h1",
     "zb_h2",
     "zbv",
+    "zero",
 ]

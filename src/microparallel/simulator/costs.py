@@ -24,9 +24,11 @@ from microparallel.program import (
     Observed,
     Op,
     OptimizerStep,
+    Parameters,
     Program,
     Send,
     Slices,
+    TrainingStep,
     Value,
     halves,
 )
@@ -49,8 +51,9 @@ class Costs:
         seconds_per_byte: what each of its bytes costs.
         add_seconds_per_byte: what it costs to add a received byte to the rank's own.
         bytes_per_value: the size of a rank's whole tensor in a collective, of a stage's output, or of a layer's
-            gradients; or a function from a value to its size. Without a function, named values (`:loss`) have none.
-        transport: what carries the messages; it decides by which algorithm an AllReduce or a Broadcast runs that names
+            gradients or parameters; or a function from a value to its size. Without a function, named values (`:loss`)
+            have none.
+        transport: what carries the messages; it decides by which algorithm a group's operation runs that names
             none (`collectives.resolve`).
         links: connections that differ from the others, by (sender, receiver); what a `Link` leaves out is as usual.
 
@@ -137,7 +140,7 @@ class Costs:
             return size
         if isinstance(value, Slices) and isinstance(goal, Collective):
             return self.bytes_per_value * len(value) / goal.per_rank
-        if isinstance(value, Bucket) and not isinstance(goal, Collective) and value.index < len(goal.buckets):
+        if isinstance(value, Bucket | Parameters) and isinstance(goal, TrainingStep) and goal.buckets[value.index :]:
             start, stop = goal.buckets[value.index]
             return self.bytes_per_value * (stop - start)
         if isinstance(value, Named):
