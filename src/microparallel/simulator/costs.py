@@ -33,6 +33,7 @@ from microparallel.program import (
     halves,
 )
 from microparallel.topology import Link
+from microparallel.trace import Sizes
 
 PerStage = float | Sequence[float]
 
@@ -56,6 +57,7 @@ class Costs:
         transport: what carries the messages; it decides by which algorithm a group's operation runs that names
             none (`collectives.resolve`).
         links: connections that differ from the others, by (sender, receiver); what a `Link` leaves out is as usual.
+        sizes: how many bytes the parameters of a stage take, and what goes with them; `Trace.memory` adds them up.
 
     Example:
         ```python
@@ -75,6 +77,7 @@ class Costs:
     bytes_per_value: float | Callable[[Value], float] = 1
     transport: str = "gloo"
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    sizes: Sizes = field(default_factory=Sizes)
 
     def __post_init__(self) -> None:
         for name, value in _numbers(self):

@@ -45,7 +45,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Trace:
     costs = costs or Costs()
     costs.check(program)
     with _no_garbage_collection():
-        return Trace(Simulation(program, costs).run(), program, simulated=True)
+        return Trace(Simulation(program, costs).run(), program, simulated=True, sizes=costs.sizes)
 
 
 @contextmanager
