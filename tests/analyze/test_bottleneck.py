@@ -45,7 +45,7 @@ def step(works, seconds, sizes=None, waits=False, last=1.0):
             times[rank, AllReduce(Bucket(index), "dp")] = taken
             bytes_of[rank, AllReduce(Bucket(index), "dp")] = size
     program = data_parallel_step(count, ranks, overlap=not waits) if count else alone(ranks)
-    return Fitted(program, RecordedCosts(seconds=times, sizes=bytes_of))
+    return Fitted(program, RecordedCosts(seconds=times, exchanged=bytes_of))
 
 
 def alone(ranks):

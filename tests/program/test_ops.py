@@ -37,6 +37,8 @@ MEANT = {
     "Add": {"value": Part(1), "into": Slices(0, 4)},
     "AllReduce": {"value": mp.program.Bucket(0)},
     "Broadcast": {"value": Named("w")},
+    "ReduceScatter": {"value": mp.program.Bucket(0)},
+    "AllGather": {"value": mp.program.Parameters(0)},
     "ForwardBackward": {"f": Forward(0, 3), "b": Backward(1, 2)},
     "Observed": {"kind": "backward"},
 }

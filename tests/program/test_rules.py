@@ -53,6 +53,10 @@ RULE = {  # operation: what it needs, and what it makes
     "*:loss@dp": ("", ":loss"),
     "^:w@dp/0": ("", ":w"),
     "S": ("U1 D0.0", ""),  # stage 0 is in no bucket
+    "%U1@dp": ("D1.0 D1.2 D2.0", "U1/"),
+    "%U1.1@dp": ("D1.2", "U1.1/"),  # of this rank's second micro-batch
+    "%U1.5@dp": ("", "U1.5/"),  # it has no sixth
+    "~T1@dp": ("T1/", "T1"),
     "=": ("", ""),
     "?forward/0/forward": ("", ""),
 }

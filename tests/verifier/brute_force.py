@@ -6,9 +6,22 @@ Ranks take turns in random order, once with buffered and once with rendezvous se
 """
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 
-from microparallel.program import Add, AllReduce, Collective, Free, Join, OptimizerStep, Part, Recv, Send, Slices
+from microparallel.program import (
+    Add,
+    AllGather,
+    AllReduce,
+    Collective,
+    Free,
+    Join,
+    OptimizerStep,
+    Part,
+    Recv,
+    ReduceScatter,
+    Send,
+    Slices,
+)
 
 
 class Wrong(Exception):
@@ -54,12 +67,13 @@ class World:
             memory.check_end()
         if isinstance(self.memories[0], Shelf):
             check_training_step(self.program.goal, self.memories)
+            check_parts(self.program, self.memories)
 
     def step(self, rank):
         """Let a rank do its next operation if it can; says whether it did."""
         op = self.to_do[rank][0] if self.to_do[rank] else None
-        if isinstance(op, AllReduce):
-            return self.all_reduce(op)
+        if isinstance(op, AllReduce | ReduceScatter | AllGather):
+            return self.together(op)
         if isinstance(op, Recv) and rank not in self.at_receive:
             return self.post(rank, op)
         if op is None or (isinstance(op, Recv | Add) and not self.may_write(rank, op)):
@@ -111,12 +125,13 @@ class World:
         waiting = receiver in self.at_receive and self.to_do[receiver][0].source == sender
         return self.received[sender, receiver] + waiting
 
-    def all_reduce(self, op):
+    def together(self, op):
         partners = [rank for rank, ops in enumerate(self.program.ranks) if op in ops]
         if not all(self.to_do[rank][:1] == [op] for rank in partners):
             return False
+        given = {rank: self.memories[rank].give(op) for rank in partners}
         for rank in partners:
-            self.memories[rank].do(op)
+            self.memories[rank].take(op, given)
             self.to_do[rank].pop(0)
         return True
 
@@ -194,6 +209,9 @@ class Shelf:
         self.program, self.goal, self.rank = program, program.goal, rank
         self.held, self.ever_held = set(), set()
         self.did = []  # (kind, stage, micro-batch), and the names of buckets and of the optimizer step
+        self.sums = defaultdict(Counter)  # bucket → the gradients in this rank's part of the sum
+        self.parts = dict.fromkeys(range(len(self.goal.buckets) * self.goal.sharded), "old")  # of the parameters
+        self.wholes = {}  # bucket → its parameters as they were gathered: rank → part
 
     def read(self, name):
         require(str(name) in self.held, f"rank {self.rank} needs {name}, which it does not hold")
@@ -207,11 +225,11 @@ class Shelf:
 
     def do(self, op):
         require(not isinstance(op, Add), f"rank {self.rank} does {op}, which is not for a training step")
-        if isinstance(op, Free):
+        if isinstance(op, Free) and str(op.value) in self.wholes:
+            del self.wholes[str(op.value)]
+        elif isinstance(op, Free):
             self.read(op.value)
             self.held.remove(str(op.value))
-        elif isinstance(op, AllReduce):
-            self.all_reduce(op)
         elif isinstance(op, OptimizerStep):
             self.optimizer_step(op)
         else:
@@ -221,10 +239,43 @@ class Shelf:
         for part in parts:
             for name in needs(*part, last=self.goal.stages - 1):
                 self.read(name)
+            if self.goal.sharded:
+                index = next(i for i, (start, stop) in enumerate(self.goal.buckets) if start <= part[1] < stop)
+                require(f"T{index}" in self.wholes, f"rank {self.rank} computes without T{index}")
         for part in parts:
             self.did.append(part)
             for name in makes(*part):
                 self.write(name, None, add=False)
+
+    def give(self, op):
+        """What this rank brings to what its group does together."""
+        if isinstance(op, AllReduce):
+            require(not self.goal.sharded, f"rank {self.rank} does {op}, and keeps parts")
+            return None
+        require(op.algorithm in ("auto", "ring", "direct"), f"rank {self.rank} does {op} by an unknown algorithm")
+        if isinstance(op, AllGather):
+            require(str(op.value)[0] == "T" and op.value.index in self.parts, f"rank {self.rank} has no part for {op}")
+            return self.parts[op.value.index]
+        bucket = buckets(self.goal).get(f"U{op.value.index}", ()) if str(op.value)[0] == "U" else ()
+        require(bucket, f"rank {self.rank} does {op}, which is no bucket of the goal")
+        mine = self.gradients()
+        turns = sorted({name.partition(".")[2] for _, name in mine}, key=int)
+        turn = None if op.value.turn is None else turns[op.value.turn : op.value.turn + 1]
+        names = [name for stage, name in mine if stage in bucket and (turn is None or name.partition(".")[2] in turn)]
+        for name in names:
+            self.read(name)
+        return names
+
+    def take(self, op, given):
+        """What this rank has of it afterwards."""
+        if isinstance(op, AllReduce):
+            self.all_reduce(op)
+        elif isinstance(op, ReduceScatter):
+            self.sums[op.value.index].update(name for names in given.values() for name in names)
+            self.did += [f"U{op.value.index}", op]
+        else:
+            require(str(op.value) not in self.wholes, f"rank {self.rank} gathers {op.value} twice")
+            self.wholes[str(op.value)] = given
 
     def all_reduce(self, op):
         bucket = buckets(self.goal).get(str(op.value), ())
@@ -240,8 +291,13 @@ class Shelf:
 
     def optimizer_step(self, op):
         require(op not in self.did, f"rank {self.rank} updates the weights twice")
+        scatters = [op for op in self.program.ranks[self.rank] if isinstance(op, ReduceScatter)]
+        require(all(other in self.did for other in scatters), f"rank {self.rank} updates before its gradients came")
         self.did.append(op)
+        self.parts |= {index: frozenset(names.items()) for index, names in self.sums.items()}
         for stage, name in self.gradients():
+            if any(stage in buckets(self.goal)[f"U{index}"] for index in self.sums):
+                continue
             holding = [bucket for bucket, stages in buckets(self.goal).items() if stage in stages]
             for needed in holding or [name]:
                 self.read(needed)
@@ -256,9 +312,38 @@ class Shelf:
         return {(part[1], part[2]) for part in self.did if isinstance(part, tuple)}
 
     def check_end(self):
-        if any(isinstance(op, Free) for ops in self.program.ranks for op in ops):
+        if any(isinstance(op, Free) and str(op.value)[0] in "AGR" for ops in self.program.ranks for op in ops):
             left = sorted(name for name in self.held if name[0] in "AGR")
             require(not left, f"rank {self.rank} never frees {left}")
+
+
+def check_parts(program, shelves):
+    """Each part of the parameters was updated with every gradient, once; every rank ends with all of them."""
+    made = {(stage, name) for shelf in shelves for stage, name in shelf.gradients()}
+    updates = any(OptimizerStep() in ops for ops in program.ranks)
+    axes = defaultdict(set)
+    for ops in program.ranks:
+        for op in ops:
+            if isinstance(op, AllReduce | ReduceScatter | AllGather):
+                axes[op.value.index].add(op.axis)
+    for shelf in shelves:
+        for index, sums in shelf.sums.items():
+            bucket = buckets(program.goal)[f"U{index}"]
+            wanted = Counter(name for stage, name in made if stage in bucket)
+            require(
+                sums == wanted, f"rank {shelf.rank} has other gradients in its part of U{index} than all of them once"
+            )
+            require(len(axes[index]) == 1, f"bucket {index} is reduced and gathered along different axes")
+            if not updates:
+                continue
+            whole = {other.rank: frozenset(wanted.items()) for other in shelves if index in other.sums}
+            require(
+                shelf.parts.get(index) == whole[shelf.rank], f"rank {shelf.rank} does not update its part of T{index}"
+            )
+            if not program.goal.sharded:
+                require(
+                    shelf.wholes.get(f"T{index}") == whole, f"rank {shelf.rank} ends with other weights in T{index}"
+                )
 
 
 def halves(op):

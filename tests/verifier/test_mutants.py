@@ -102,7 +102,22 @@ def right_programs():
     steps = [
         [variant for program in programs for variant in variants(program)] for programs in [*pipelines, ddp, ddp_naive]
     ]
-    return [*collectives, *[chatters] * 3, *steps, *steps[-2:]]
+    return [*collectives, *[chatters] * 3, *steps, *steps[-2:], *[zeros()] * 4]
+
+
+def zeros():
+    """Steps of ZeRO, with and without frees, and with a rank that does nothing."""
+    raw = [
+        mp.schedules.zero(level, layers, p, m, buckets=b, gather=gather)
+        for level in (1, 2)
+        for gather in ("after", "before")
+        for p in (1, 2, 3)
+        for m in (1, 2)
+        for layers, b in ((1, 1), (2, 1), (3, 2))
+    ]
+    freed = [mp.schedules.free_dead_values(program) for program in raw]
+    kept = [edited(one, *enumerate([op for op in ops if not isinstance(op, Free)] for ops in one.ranks)) for one in raw]
+    return [*raw, *freed, *kept, *(dataclasses.replace(one, ranks=(*one.ranks, ())) for one in raw)]
 
 
 # ── mutations ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -269,7 +284,7 @@ def with_another_field(thing, program, chance):
     elif field in ("value", "into"):
         new = redirected(old, program, chance)
     else:
-        new = {"reduce": not old, "axis": "other", "algorithm": "tree"}[field]
+        new = {"reduce": not old, "axis": "other", "algorithm": "tree", "turn": chance.choice((None, 0, 1))}[field]
     return dataclasses.replace(thing, **{field: new})
 
 

@@ -31,6 +31,72 @@ def test_a_rank_without_micro_batches_takes_part_in_the_sums():
     mp.verify(step("F0.0 B0.0 F0.3 B0.3 *U0@dp S", "*U0@dp", goal=fewer))  # it has run out of data
 
 
+SHARDS = "training step of 1 stage, 2 micro-batches, buckets 0:1, sharded"
+FOUR = "training step of 1 stage, 4 micro-batches, buckets 0:1"
+
+
+def both(ops, goal=REPLICAS):
+    """Two ranks that do the same, each on its own micro-batches: `m` is the first, `n` the second."""
+    return step(*(ops.replace("m", str(rank)).replace("n", str(rank + 2)) for rank in (0, 1)), goal=goal)
+
+
+def test_right_steps_in_parts():
+    mp.verify(both("F0.m B0.m %U0@dp S ~T0@dp"))
+    mp.verify(both("F0.m B0.m %U0@dp:direct"))  # gradients alone, without an update
+    mp.verify(both("~T0@dp F0.m B0.m %U0@dp S", goal=SHARDS))
+    mp.verify(both("~T0@dp F0.m !T0 ~T0@dp B0.m %U0@dp !T0 S", goal=SHARDS))
+    mp.verify(both("F0.m B0.m %U0.0@dp F0.n B0.n %U0.1@dp S ~T0@dp", goal=FOUR))
+    fewer = "training step of 1 stage, 3 micro-batches, buckets 0:1"
+    one_more = ["F0.0 B0.0 %U0.0@dp F0.2 B0.2 %U0.1@dp S ~T0@dp", "F0.1 B0.1 %U0.0@dp %U0.1@dp S ~T0@dp"]
+    mp.verify(step(*one_more, goal=fewer))
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (both("F0.m B0.m %U0@dp S"), "left with different weights: rank 0 has updated its own part of T0"),
+        (both("F0.m B0.m S ~T0@dp"), "rank 0 does S, which needs U0"),
+        (both("F0.m B0.m %U0@dp ~T0@dp S"), "does ~T0@dp, which needs T0/, and does not have it; an optimizer step"),
+        (
+            both("F0.m B0.m %U0@dp S S ~T0@dp"),
+            "its second in one training step: it would update the same weights twice",
+        ),
+        (both("F0.m B0.m %U0@dp S ~T0@dp ~T0@dp"), "and has gathered T0 already"),
+        (
+            both("F0.m ~T0@dp B0.m %U0@dp S", goal=SHARDS),
+            "does F0.0, which needs T0, and does not have it; ~T0@dp gathers",
+        ),
+        (both("~T0@dp F0.m !T0 B0.m %U0@dp S", goal=SHARDS), "does B0.1, which needs T0, and has freed it; ~T0@dp"),
+        (both("~T0@dp ~T0@dp F0.m B0.m %U0@dp S", goal=SHARDS), "and has gathered T0 already; it frees T0 first"),
+        (both("F0.m B0.m !D0.m %U0@dp S ~T0@dp"), "does %U0@dp, which needs D0.1, and has freed it"),
+        (both("~T0@dp F0.m B0.m *U0@dp S", goal=SHARDS), "in a sharded step each rank keeps its part of the sum alone"),
+        (both("F0.m B0.m %U0@dp S ~T0@world"), "rank 0 sums U0 along dp, and rank 0 gathers T0 along world"),
+        (
+            step("F0.0 B0.0 %U0@dp S", "F0.1 B0.1 %U0@dp", goal=SHARDS.replace(", sharded", "")),
+            "rank 1 keeps its part of T0 and never updates",
+        ),
+        (
+            step("F0.0 B0.0 %U0@dp S ~T0@dp", "F0.1 B0.1 *U0@dp S", goal=REPLICAS),
+            "rank 0 reduces bucket 0 by %U0@dp, and rank 1 by \\*U0@dp; they would not meet",
+        ),
+        (both("F0.m B0.m %U0@dp %U0@dp S ~T0@dp"), "does %U0@dp twice: its gradients would count twice"),
+        (both("F0.m B0.m %U0.0@dp F0.n B0.n S ~T0@dp", goal=FOUR), "makes D0.2 and never reduce-scatters it with U0"),
+        (
+            both("F0.m B0.m %U0.0@dp F0.n B0.n %U0@dp S ~T0@dp", goal=FOUR),
+            "reduces D0.0 twice: by %U0.0@dp and by %U0@dp",
+        ),
+        (both("F0.m B0.m *U0.0@dp S"), "only a reduce-scatter takes the gradients of one micro-batch"),
+        (both("F0.m B0.m %U1@dp S"), "the goal names 1 buckets"),
+        (both("F0.m B0.m %U0@dp S ~U0@dp"), "only parameters of buckets are gathered"),
+        (both("F0.m B0.m %:loss@dp S"), "the goal names 1 buckets"),
+        (both("F0.m B0.m %U0@dp:tree S ~T0@dp"), "there is no reduce-scatter algorithm 'tree'"),
+    ],
+)
+def test_what_is_wrong_with_a_step_in_parts(program, words):
+    with pytest.raises(mp.errors.ProgramError, match=words):
+        mp.verify(program)
+
+
 def test_what_ranks_share_besides_gradients():
     begin, middle, end = "^:w@dp/1 ^:buffers@dp/0:direct", "*U0@dp", "*:norm@dp ^:buffers@dp/0:direct = S *:loss@dp"
     mp.verify(step(*(f"{begin} F0.{rank} B0.{rank} {middle} {end}" for rank in (0, 1)), goal=REPLICAS))

@@ -193,12 +193,12 @@ def _rewritten(step: Fitted, change: Callable[[list[_Timed]], list[_Timed]]) -> 
     costs, ranks = step.costs, []
     for rank, ops in enumerate(step.program.ranks):
         keys = [(rank, op) for op in ops]
-        ranks.append(change([_Timed(key[1], step.seconds(*key), costs.sizes.get(key, 0.0)) for key in keys]))
+        ranks.append(change([_Timed(key[1], step.seconds(*key), costs.exchanged.get(key, 0.0)) for key in keys]))
     everything = [(rank, row) for rank, rows in enumerate(ranks) for row in rows]
     program = replace(step.program, ranks=tuple(tuple(row.op for row in rows) for rows in ranks))
     seconds = {(rank, row.op): row.seconds for rank, row in everything}
     return Fitted(
-        program, RecordedCosts(seconds=seconds, sizes={(rank, row.op): row.bytes for rank, row in everything})
+        program, RecordedCosts(seconds=seconds, exchanged={(rank, row.op): row.bytes for rank, row in everything})
     )
 
 

@@ -269,7 +269,7 @@ def _with_sums(
         for op in filter(is_meeting, ops):
             bytes_of[rank, op] = size = sums.get(op, SMALL)
             seconds[rank, op] = (curve if op in sums else messages.in_place).at(size)
-    return Fitted(program, RecordedCosts(seconds=seconds, sizes=bytes_of))
+    return Fitted(program, RecordedCosts(seconds=seconds, exchanged=bytes_of))
 
 
 def predict_pipeline(

@@ -42,10 +42,12 @@ class ProgramFlags:
     """Which program: the flags of `draw`, `simulate` and `verify`."""
 
     ranks: int | None = setting(None, "How many ranks.", _PROGRAM, shown="4")
-    microbatches: int | None = setting(None, "Micro-batches of a pipeline's batch.", _PROGRAM, shown="8")
+    microbatches: int | None = setting(
+        None, "Micro-batches of a pipeline's batch, or of a rank in zero.", _PROGRAM, shown="8; zero 1"
+    )
     stages_per_rank: int | None = setting(None, "Stages a rank holds in interleaved.", _PROGRAM, shown="2")
-    layers: int | None = setting(None, "Layers of ddp and ddp-naive.", _PROGRAM, shown="8")
-    buckets: int | None = setting(None, "Buckets the layers of ddp share.", _PROGRAM, shown="4")
+    layers: int | None = setting(None, "Layers of ddp, ddp-naive and zero.", _PROGRAM, shown="8")
+    buckets: int | None = setting(None, "Buckets the layers of ddp and zero share.", _PROGRAM, shown="4")
     ranks_per_node: int | None = setting(None, "Ranks a node of hierarchical.", _PROGRAM, shown="2")
 
 

@@ -24,7 +24,18 @@ from microparallel.collectives.ring import ring_all_gather, ring_all_reduce, rin
 from microparallel.collectives.rooted import gather, scatter
 from microparallel.collectives.tree import tree_all_reduce, tree_broadcast, tree_reduce
 from microparallel.errors import UsageError
-from microparallel.program import AUTO, AllReduce, Broadcast, Collective, GroupOp, Program, Send, Slices
+from microparallel.program import (
+    AUTO,
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Collective,
+    GroupOp,
+    Program,
+    ReduceScatter,
+    Send,
+    Slices,
+)
 from microparallel.text import did_you_mean
 
 ALL_REDUCES: dict[str, Callable[..., Program]] = {
@@ -64,6 +75,12 @@ ALGORITHMS: dict[GroupKind, dict[str, str]] = {
     "scatter": {"direct": "scatter"},
     "gather": {"direct": "gather"},
     "all-to-all": {"direct": "all-to-all"},
+}
+_KIND_OF: dict[type, GroupKind] = {
+    AllReduce: "all-reduce",
+    Broadcast: "broadcast",
+    ReduceScatter: "reduce-scatter",
+    AllGather: "all-gather",
 }
 # What "auto" stands for where messages cross a network.
 _ON_A_NETWORK: dict[GroupKind, str] = {
@@ -130,12 +147,12 @@ def sent_by(
 
 
 def traffic(op: GroupOp, group: Sequence[int], size: float, transport: str) -> list[tuple[int, float]]:
-    """For each rank of a group, how many messages and bytes it sends for an AllReduce or a Broadcast.
+    """For each rank of a group, how many messages and bytes it sends for what the group does together.
 
     Args:
         op: what the group does.
         group: its ranks.
-        size: how many bytes each of them contributes.
+        size: how many bytes the value has, whole.
         transport: what carries the messages, which decides what "auto" stands for.
     """
     kind, root = group_kind(op), group.index(op.root) if isinstance(op, Broadcast) else None
@@ -145,7 +162,7 @@ def traffic(op: GroupOp, group: Sequence[int], size: float, transport: str) -> l
 
 def group_kind(op: GroupOp) -> GroupKind:
     """Which collective an operation is."""
-    return "all-reduce" if isinstance(op, AllReduce) else "broadcast"
+    return _KIND_OF[type(op)]
 
 
 def resolve(collective: GroupKind, algorithm: str, ranks: int, size: float, transport: str) -> str:

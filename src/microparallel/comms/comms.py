@@ -212,7 +212,7 @@ class Comms(Collectives):
     def __reduce__(self) -> NoReturn:
         raise UsageError(
             "a Comms cannot be pickled: it is this process's own connection to the other ranks; "
-            "every rank gets one from mp.launch or mp.connect; of a model that has one, save its state_dict(), and of a "
+            "every rank gets one from mp.launch or mp.connect; of a model that has one, save its state_dict(), of a "
             "pipeline its whole_state_dict()"
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from microparallel.program import (
     Act,
     Add,
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -25,8 +26,10 @@ from microparallel.program import (
     GroupOp,
     Op,
     OptimizerStep,
+    Parameters,
     Program,
     Recv,
+    ReduceScatter,
     Send,
     halves,
 )
@@ -59,6 +62,8 @@ RECEIVE_AND_ADD = Kind("<+", "receive and add", "#f0d442")
 ADD = Kind("+", "add", "#cc79a7")
 ALL_REDUCE = Kind("U", "all-reduce", "#0072b2", "#ffffff")
 BROADCAST = Kind("^", "broadcast", "#00664b", "#ffffff")
+REDUCE_SCATTER = Kind("%", "reduce-scatter", "#17708f", "#ffffff")
+ALL_GATHER = Kind("~", "all-gather", "#4b3a8c", "#ffffff")
 OPTIMIZER_STEP = Kind("S", "optimizer step", "#555b66", "#ffffff")
 OTHER = Kind("?", "other", "#999999")
 KINDS = (
@@ -73,6 +78,8 @@ KINDS = (
     ADD,
     ALL_REDUCE,
     BROADCAST,
+    REDUCE_SCATTER,
+    ALL_GATHER,
     OPTIMIZER_STEP,
     OTHER,
 )
@@ -89,6 +96,8 @@ _KIND_OF: dict[type, Kind] = {
     Add: ADD,
     AllReduce: ALL_REDUCE,
     Broadcast: BROADCAST,
+    ReduceScatter: REDUCE_SCATTER,
+    AllGather: ALL_GATHER,
     OptimizerStep: OPTIMIZER_STEP,
 }
 
@@ -158,7 +167,7 @@ class Naming:
     def related(self, op: Op) -> tuple[int, ...]:
         """What an operation is about: micro-batches in a pipeline, layers in a data-parallel step."""
         value = getattr(op, "value", None)
-        if isinstance(value, Bucket) and value.index < len(self.buckets):
+        if isinstance(value, Bucket | Parameters) and value.index < len(self.buckets):
             return tuple(range(*self.buckets[value.index]))
         if isinstance(value, Act | Grad):
             return (value.microbatch,)

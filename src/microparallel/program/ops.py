@@ -15,16 +15,18 @@
 | `Free(value)`                 | `!A0.3`     | forget a value                                                       |
 | `AllReduce(value, "dp")`      | `*U0@dp`    | sum a value over the ranks of one axis of the mesh                   |
 | `Broadcast(value, "dp", 0)`   | `^:w@dp/0`  | copy rank 0's value to the ranks of one axis of the mesh             |
-| `OptimizerStep()`             | `S`         | update the weights                                                   |
+| `ReduceScatter(value, "dp")`  | `%U0@dp`    | sum a value over those ranks; each keeps its part of the sum         |
+| `AllGather(value, "dp")`      | `~T0@dp`    | put the parts of those ranks together, so that each has the whole    |
+| `OptimizerStep()`             | `S`         | update the weights, or this rank's part of them                      |
 | `Join()`                      | `=`         | both lanes wait here for each other                                  |
 | `Observed("backward", kind)`  | `?backward/0/backward` | seen from outside: it names no values |
 
-An AllReduce or a Broadcast may name its algorithm (`*U0@dp:ring`, `^:w@dp/0:tree`). Without a name
+What a group does together may name its algorithm (`*U0@dp:ring`, `^:w@dp/0:tree`, `%U0@dp:direct`). Without a name
 it is "auto": then `collectives.resolve` chooses, for the run and for the simulator alike.
 
 A rank's operations are one list, and they do what they would do one after another. But they run on two *lanes*, one
 that computes and one that communicates: a lane keeps its order, and an operation waits for the other lane only where
-it needs a value from it (`rules.py`), or at a Join. A rank asks for an AllReduce or a Broadcast when it comes to it:
+it needs a value from it (`rules.py`), or at a Join. A rank asks for what its group does together when it comes to it:
 when all that it computes before it has ended.
 """
 
@@ -38,7 +40,7 @@ from microparallel.errors import ProgramError
 from microparallel.program.values import Value
 
 WORLD = "world"  # the axis that holds all ranks, whatever the mesh
-AUTO = "auto"  # the algorithm of an AllReduce or a Broadcast that leaves the choice open
+AUTO = "auto"  # the algorithm of a group's operation that leaves the choice open
 
 
 Kind = Literal["forward", "backward", "optimizer", "collective", "send", "receive", "other"]
@@ -192,13 +194,37 @@ class Broadcast:
         return f"^{self.value}@{self.axis}/{self.root}{_named(self.algorithm)}"
 
 
+@dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """Sum a value over the ranks along one axis of the mesh, and leave each of them its part of the sum."""
+
+    value: Value
+    axis: str
+    algorithm: str = AUTO
+
+    def __str__(self) -> str:
+        return f"%{self.value}@{self.axis}{_named(self.algorithm)}"
+
+
+@dataclass(frozen=True, slots=True)
+class AllGather:
+    """Give each rank along one axis of the mesh the whole of a value of which each of them has a part."""
+
+    value: Value
+    axis: str
+    algorithm: str = AUTO
+
+    def __str__(self) -> str:
+        return f"~{self.value}@{self.axis}{_named(self.algorithm)}"
+
+
 def _named(algorithm: str) -> str:
     return "" if algorithm == AUTO else f":{algorithm}"
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerStep:
-    """Update the weights."""
+    """Update the weights; where gradients were reduce-scattered, this rank's part of them."""
 
     def __str__(self) -> str:
         return "S"
@@ -246,13 +272,15 @@ Op = (
     | Free
     | AllReduce
     | Broadcast
+    | ReduceScatter
+    | AllGather
     | OptimizerStep
     | Join
     | Observed
 )
-GroupOp = AllReduce | Broadcast  # what the ranks of a group do together
+GroupOp = AllReduce | Broadcast | ReduceScatter | AllGather  # what the ranks of a group do together
 MeetingOp = GroupOp | Observed  # what several ranks do together; an Observed only if it is a collective
-_COMMUNICATION = (Send, Recv, Add, AllReduce, Broadcast)
+_COMMUNICATION = (Send, Recv, Add, AllReduce, Broadcast, ReduceScatter, AllGather)
 
 
 def is_meeting(op: Op) -> TypeGuard[MeetingOp]:

@@ -66,18 +66,24 @@ class TrainingStep:
 
     Micro-batches are counted from 0. A rank numbers its own without knowing how many the others have, so where some
     have fewer, their numbers are left out: `TrainingStep(1, 3, skipped=(2,))` has the micro-batches 0, 1 and 3.
+
+    Before and after a step every rank has all parameters of its stages. In a `sharded` step it has only its part of
+    them that is up to date: it gathers the parameters of a bucket before it computes with them.
     """
 
     stages: int
     microbatches: int
     buckets: tuple[tuple[int, int], ...] = ()
     skipped: tuple[int, ...] = ()
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         if self.stages < 1 or self.microbatches < 1:
             raise ProgramError(f"a {self} does nothing; at least 1 stage and 1 micro-batch are needed")
         if self.skipped != tuple(sorted({number for number in self.skipped if 0 <= number < self._stop - 1})):
             raise ProgramError(f"a {self}: what is skipped are numbers below its last micro-batch, once each, in order")
+        if self.sharded and sum(stop - start for start, stop in self.buckets) != self.stages:
+            raise ProgramError(f"a {self}: what is sharded are buckets, so every stage must be in one")
         for start, stop in self.buckets:
             if not 0 <= start < stop <= self.stages:
                 raise ProgramError(f"bucket {start}:{stop} is no range of {self.stages} stages")
@@ -108,7 +114,8 @@ class TrainingStep:
         stages = count(self.stages, "stage")
         microbatches = count(self.microbatches, "micro-batch", "es")
         skipped = f" skipping {' '.join(map(str, self.skipped))}" if self.skipped else ""
-        return f"training step of {stages}, {microbatches}{skipped}" + (f", buckets{buckets}" if buckets else "")
+        sharded = ", sharded" if self.sharded else ""
+        return f"training step of {stages}, {microbatches}{skipped}{f', buckets{buckets}' if buckets else ''}{sharded}"
 
 
 Goal = Collective | TrainingStep
@@ -165,7 +172,7 @@ class Program:
         return [op for op in dict.fromkeys(itertools.chain(*self.ranks)) if isinstance(op, AllReduce)]
 
     def groups(self) -> Groups:
-        """Each AllReduce and Broadcast a rank does, with the ranks that take part: those on its axis that do the same.
+        """What each rank does together with others, with the ranks that take part: those on its axis that do the same.
 
         A rank that does the same operation twice meets the others twice. An observed collective has no axis: all ranks
         that have it take part.

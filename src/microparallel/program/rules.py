@@ -19,12 +19,19 @@
 | AllReduce of bucket | the weights' gradients of its stages, of this rank| the bucket                         |
 | of a named value    |                                                   | the value                          |
 | Broadcast           |                                                   | the value                          |
+| ReduceScatter of    | the weights' gradients of its stages, of this rank| this rank's part of the sum        |
+| a bucket            | (`U0.1`: those of its second micro-batch)         |                                    |
+| AllGather of        | this rank's part of them                          | the whole of them                  |
+| parameters          |                                                   |                                    |
 | Observed            |                                                   |                                    |
-| OptimizerStep       | all buckets that its rank sums or has stages in;  |                                    |
-|                     | gradients of stages that are in no bucket         |                                    |
+| OptimizerStep       | all buckets that its rank sums or has stages in;  | its part of the parameters and of  |
+|                     | its parts of those that are reduce-scattered;     | the state, for the parts on the    |
+|                     | gradients of stages that are in no bucket         | left                               |
 
 - The first stage's input is the batch, which is always there; no operation needs its gradient.
 - The last stage makes its output's gradient itself, from the loss.
+- In a sharded step a stage's forward and backward also need the parameters of its bucket, whole. Each rank has its part
+  of the parameters from the beginning.
 - A program does not say which operations use a named value (`:loss`), so a Join stands where a lane must wait for one.
 
 A Send carries its value as it was when its rank came to the Send. As long as the Send is *open* (it may still read),
@@ -44,7 +51,7 @@ from typing import Generic, TypeVar
 from microparallel.errors import ProgramError
 from microparallel.program import ops as o
 from microparallel.program.program import Goal, TrainingStep
-from microparallel.program.values import Act, Bucket, Delta, Grad, Named, Rest, Slices, Value
+from microparallel.program.values import Act, Bucket, Delta, Grad, Named, Parameters, Rest, Shard, Slices, State, Value
 
 Compute = o.Forward | o.Backward | o.BackwardInput | o.BackwardWeight
 
@@ -67,13 +74,24 @@ class Rules:
     def __init__(self, goal: Goal, ops: Iterable[o.Op]) -> None:
         self._last = goal.stages - 1 if isinstance(goal, TrainingStep) else -1
         self._buckets = goal.buckets if isinstance(goal, TrainingStep) else ()
+        self._sharded = isinstance(goal, TrainingStep) and goal.sharded
         self._ops = ops
         self._deltas: list[Delta] | None = None
         self._gradients_of: dict[Value, tuple[Value, ...]] = {}
         self._updated_with: tuple[Value, ...] | None = None
 
+    def at_first(self) -> tuple[Value, ...]:
+        """The values that this rank has before the step, of those that operations make."""
+        return tuple(Shard(Parameters(index)) for index in range(len(self._buckets))) if self._sharded else ()
+
     def needs(self, op: o.Op) -> tuple[Value, ...]:
         """The values that must be there before an operation begins."""
+        if self._sharded and (parts := halves(op)):
+            whole = {Parameters(_bucket_of(self._buckets)[half.stage]): None for half in parts}
+            return (*self._needs(op), *whole)
+        return self._needs(op)
+
+    def _needs(self, op: o.Op) -> tuple[Value, ...]:
         match op:
             case o.Forward(stage, microbatch) | o.ForwardStages(stage, _, microbatch):
                 return (Act(stage - 1, microbatch),) if stage else ()
@@ -83,15 +101,17 @@ class Rules:
             case o.BackwardWeight(stage, microbatch):
                 return (*_kept(stage, microbatch), Rest(stage, microbatch))
             case o.ForwardBackward(forward, backward):
-                return self.needs(forward) + self.needs(backward)
+                return self._needs(forward) + self._needs(backward)
             case o.Recv(value, _, reduce):
                 return (value,) if reduce else ()
             case o.Add(value, into):
                 return (value, into)
             case o.Send(value) | o.Free(value):
                 return (value,)
-            case o.AllReduce(value) | o.Broadcast(value):
+            case o.AllReduce(value) | o.Broadcast(value) | o.ReduceScatter(value):
                 return self._gradients(value)
+            case o.AllGather(value):
+                return (part_of(value),)
             case o.OptimizerStep():
                 return self._reduced()
         return ()
@@ -111,8 +131,12 @@ class Rules:
                 return (Delta(stage, microbatch),)
             case o.ForwardBackward(forward, backward):
                 return self.makes(forward) + self.makes(backward)
-            case o.Recv(value) | o.Add(_, value) | o.AllReduce(value) | o.Broadcast(value):
+            case o.Recv(value) | o.Add(_, value) | o.AllReduce(value) | o.Broadcast(value) | o.AllGather(value):
                 return (value,)
+            case o.ReduceScatter(value):
+                return (part_of(value),)
+            case o.OptimizerStep():
+                return self._updated()
         return ()
 
     def deltas(self) -> list[Delta]:
@@ -137,7 +161,11 @@ class Rules:
         if value.index >= len(self._buckets):
             raise ProgramError(f"there is no bucket {value}; the goal names {len(self._buckets)}, counted from 0")
         start, stop = self._buckets[value.index]
-        return tuple(delta for delta in self.deltas() if start <= delta.stage < stop)
+        mine = [delta for delta in self.deltas() if start <= delta.stage < stop]
+        if value.turn is not None:
+            turns = sorted({delta.microbatch for delta in self.deltas()})[value.turn : value.turn + 1]
+            mine = [delta for delta in mine if delta.microbatch in turns]
+        return tuple(mine)
 
     def _reduced(self) -> tuple[Value, ...]:
         """What the weights are updated with: buckets, and gradients that are in none.
@@ -147,12 +175,28 @@ class Rules:
         """
         if self._updated_with is None:
             bucket_of = _bucket_of(self._buckets)
-            buckets = {Bucket(bucket_of[delta.stage]): None for delta in self.deltas() if delta.stage in bucket_of}
+            parts = {part_of(op.value): None for op in self._ops if isinstance(op, o.ReduceScatter)}
+            scattered = {part.of.index for part in parts}
+            mine = dict.fromkeys(bucket_of[delta.stage] for delta in self.deltas() if delta.stage in bucket_of)
+            buckets: dict[Value, None] = {Bucket(index): None for index in mine if index not in scattered}
             summed = (op.value for op in self._ops if isinstance(op, o.AllReduce))
             buckets |= {value: None for value in summed if isinstance(value, Bucket)}
+            buckets |= dict.fromkeys(parts)
             alone = [delta for delta in self.deltas() if delta.stage not in bucket_of]
             self._updated_with = (*buckets, *alone)
         return self._updated_with
+
+    def _updated(self) -> tuple[Value, ...]:
+        """What this rank's OptimizerStep changes of the parts that it keeps."""
+        updated = dict.fromkeys(part.of.index for part in self._reduced() if isinstance(part, Shard))
+        return tuple(Shard(whole) for index in updated for whole in (Parameters(index), State(index)))
+
+
+def part_of(value: Value) -> Shard:
+    """A rank's part of a value; raises `ProgramError` for a value that has no parts."""
+    if not isinstance(value, Bucket | Parameters | State):
+        raise ProgramError(f"{value} has no parts: gradients (U0) are reduce-scattered, parameters (T0) are gathered")
+    return Shard(value)
 
 
 @functools.lru_cache(maxsize=64)

@@ -29,6 +29,7 @@ _COMPUTE: dict[str, Callable[[int, int], o.Op]] = {
     "I": o.BackwardInput,
     "W": o.BackwardWeight,
 }
+_TOGETHER: dict[str, Callable[..., o.Op]] = {"*": o.AllReduce, "%": o.ReduceScatter, "~": o.AllGather}
 _N = "[0-9]{1,9}"
 _RANK = re.compile(_N)
 _STAGE_OP = re.compile(rf"([FBIW])({_N})\.({_N})")
@@ -40,7 +41,7 @@ _MESH = re.compile(rf"[A-Za-z_]\w* {_N}(?:, *[A-Za-z_]\w* {_N})*")
 _GROUP = re.compile(rf"([^:/]+)(?:/({_N}))?(?::([a-z][a-z-]*))?")  # axis, root, algorithm
 _SKIPPED = rf"(?: skipping((?: {_N})+))?"
 _OBSERVED = re.compile(rf"\?({'|'.join(get_args(o.Kind))})/({_N})/(.*)")
-_TRAINING = re.compile(rf"training step of ({_N}) stages?, ({_N}) micro-batch(?:es)?{_SKIPPED}{_BUCKETS}")
+_TRAINING = re.compile(rf"training step of ({_N}) stages?, ({_N}) micro-batch(?:es)?{_SKIPPED}{_BUCKETS}(, sharded)?")
 
 
 def to_text(program: Program) -> str:
@@ -93,13 +94,14 @@ def parse_goal(text: str) -> Goal:
         kind, slices, root = match.groups()
         return Collective(cast(CollectiveKind, kind), int(slices), None if root is None else int(root))
     if match := _TRAINING.fullmatch(text):
-        stages, microbatches, skipped, buckets = match.groups(default="")
+        stages, microbatches, skipped, buckets, sharded = match.groups(default="")
         bounds = [tuple(map(int, word.split(":"))) for word in buckets.split()]
         return TrainingStep(
             int(stages),
             int(microbatches),
             tuple((start, stop) for start, stop in bounds),
             tuple(map(int, skipped.split())),
+            bool(sharded),
         )
     raise ProgramError(
         f"{text!r} is no goal; it looks like `all-reduce of 4 slices` or `training step of 4 stages, 8 micro-batches`"
@@ -138,10 +140,10 @@ def parse_op(text: str) -> o.Op:
 
 def _parse_communication(text: str) -> o.Op:
     kind, (value, _, place) = text[:1], text[1:].partition("@")
-    if kind in ("*", "^") and (match := _GROUP.fullmatch(place)):
+    if (kind == "^" or kind in _TOGETHER) and (match := _GROUP.fullmatch(place)):
         axis, root, algorithm = match.groups(default="")
-        if kind == "*" and not root:
-            return o.AllReduce(parse_value(value), axis, algorithm or o.AUTO)
+        if kind in _TOGETHER and not root:
+            return _TOGETHER[kind](parse_value(value), axis, algorithm or o.AUTO)
         if kind == "^" and root:
             return o.Broadcast(parse_value(value), axis, int(root), algorithm or o.AUTO)
     if kind == ">" and _RANK.fullmatch(place):
@@ -149,7 +151,8 @@ def _parse_communication(text: str) -> o.Op:
     if kind == "<" and _RANK.fullmatch(place):
         return o.Recv(parse_value(value.removeprefix("+")), int(place), reduce=value.startswith("+"))
     raise ProgramError(
-        f"{text!r} is no operation; it looks like F0.3, B0.3, >A0.3@1, <A0.3@0, <+C2@0, C0+=P1, *U0@dp or ^:w@dp/0"
+        f"{text!r} is no operation; it looks like F0.3, B0.3, >A0.3@1, <A0.3@0, <+C2@0, C0+=P1, *U0@dp, ^:w@dp/0, "
+        "%U0@dp or ~T0@dp"
     )
 
 

@@ -10,6 +10,10 @@
 | `Slices(2, 5)`    | `C2:5` | slices 2, 3 and 4; two such values touch where their ranges overlap             |
 | `Part(1)`         | `P1`   | the whole contribution of rank 1, kept apart from this rank's own                |
 | `Bucket(4)`       | `U4`   | the gradients of some layers                                                     |
+| `Bucket(4, 1)`    | `U4.1` | of these, what the second micro-batch of each rank gave                          |
+| `Parameters(4)`   | `T4`   | the parameters of these layers, whole                                            |
+| `State(4)`        | `O4`   | the optimizer's state for these parameters (momentum, say)                       |
+| `Shard(Parameters(4))` | `T4/` | this rank's part of one of the three: rank r of p has the r-th of p equal parts  |
 | `Named("loss")`   | `:loss`| anything else that ranks share: the loss, buffers, weights, a norm, …            |
 """
 
@@ -100,12 +104,43 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The gradients of some layers, reduced together."""
+    """The gradients of some layers, reduced together: of all micro-batches, or of each rank's micro-batch `turn`."""
+
+    index: int
+    turn: int | None = None
+
+    def __str__(self) -> str:
+        return f"U{self.index}" if self.turn is None else f"U{self.index}.{self.turn}"
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of the layers of a bucket, whole."""
 
     index: int
 
     def __str__(self) -> str:
-        return f"U{self.index}"
+        return f"T{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What the optimizer keeps for the parameters of a bucket, from one step to the next."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"O{self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A rank's own part of a value: of p ranks, rank r has the r-th of p equal parts."""
+
+    of: Bucket | Parameters | State
+
+    def __str__(self) -> str:
+        return f"{self.of}/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +157,12 @@ class Named:
         return f":{self.name}"
 
 
-Value = Act | Grad | Rest | Delta | Slices | Part | Bucket | Named
+Value = Act | Grad | Rest | Delta | Slices | Part | Bucket | Parameters | State | Shard | Named
 
 _OF_A_STAGE: dict[str, type[Act | Grad | Rest | Delta]] = {"A": Act, "G": Grad, "R": Rest, "D": Delta}
 _N = "[0-9]{1,9}"
 _NAME = re.compile("[A-Za-z][A-Za-z0-9._-]*")
-_VALUE = re.compile(rf"([AGRD])({_N})\.({_N})|C({_N})(?::({_N}))?|P({_N})|U({_N})")
+_VALUE = re.compile(rf"([AGRD])({_N})\.({_N})|C({_N})(?::({_N}))?|P({_N})|U({_N})(?:\.({_N}))?|T({_N})|O({_N})")
 
 # The named values of our own programs. Builders and interpreters use these constants, so both mean the same value.
 BATCH = Named("batch")  # what comes into a pipeline: how many samples, of which shapes
@@ -166,12 +201,21 @@ def parse_value(text: str) -> Value:
     """Read a value's text form back."""
     if text.startswith(":"):
         return Named(text[1:])
+    if text.endswith("/"):
+        whole = parse_value(text[:-1])
+        if not isinstance(whole, Bucket | Parameters | State):
+            raise ProgramError(f"{text!r}: {whole} has no shards; U0/, U0.1/, T0/ and O0/ are shards")
+        return Shard(whole)
     match = _VALUE.fullmatch(text)
     if match is None:
-        raise ProgramError(f"{text!r} names no value; it looks like A0.3, G0.3, C2, C2:5, P1, U0 or :loss")
-    letter, stage, microbatch, start, stop, rank, bucket = match.groups()
+        raise ProgramError(f"{text!r} names no value; it looks like A0.3, G0.3, C2, C2:5, P1, U0, T0, T0/ or :loss")
+    letter, stage, microbatch, start, stop, rank, bucket, turn, parameters, state = match.groups()
     if letter is not None:
         return _OF_A_STAGE[letter](int(stage), int(microbatch))
     if start is not None:
         return Slices(int(start), int(stop) if stop is not None else int(start) + 1)
-    return Part(int(rank)) if rank is not None else Bucket(int(bucket))
+    if bucket is not None:
+        return Bucket(int(bucket), None if turn is None else int(turn))
+    if rank is not None:
+        return Part(int(rank))
+    return Parameters(int(parameters)) if parameters is not None else State(int(state))

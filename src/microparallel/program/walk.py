@@ -18,11 +18,11 @@ What a Send means decides when it holds its rank up:
 - *rendezvous*: its rank goes on, but may not change the value before the message is carried, which needs a posted Recv;
 - *blocking*: its rank stops until the message is carried.
 
-A Recv is posted when its rank comes to it and may write there (`rules.py`). An AllReduce or a Broadcast waits until all
-ranks that take part have come to it.
+A Recv is posted when its rank comes to it and may write there (`rules.py`). What a group does together, such as an
+AllReduce, waits until all ranks that take part have come to it.
 
 With two lanes, an operation waits until what it needs has been made, and a Join until the other lane has come to it; a
-rank asks for an AllReduce or a Broadcast when all that it computes before it has ended. Without lanes, a rank does one
+rank asks for what its group does together when all that it computes before it has ended. Without lanes, a rank does one
 operation after another: a program that comes to its end in that way does so on two lanes, too.
 
 Every operation is looked at a bounded number of times: a cursor that waits is called when what it waits for has come.
@@ -33,13 +33,12 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from microparallel.program.ops import (
     Add,
-    AllReduce,
-    Broadcast,
     Free,
+    GroupOp,
     Join,
     Lane,
     MeetingOp,
@@ -77,7 +76,7 @@ class Message:
 
 @dataclass(slots=True, eq=False)
 class Meeting:
-    """Ranks that do an AllReduce or a Broadcast together: when each came to it."""
+    """Ranks that do one operation together, such as an AllReduce: when each came to it."""
 
     op: MeetingOp
     ranks: tuple[int, ...]
@@ -180,23 +179,21 @@ class Walk:
             Send: self._begin_blocking_send if policy.sends == "blocking" else self._begin_send,
             Recv: self._receive,
             Add: self._may_write,
-            AllReduce: self._meet,
-            Broadcast: self._meet,
             Observed: self._meet_if_together,
+            **dict.fromkeys(get_args(GroupOp), self._meet),
         }
         self._after: dict[type, Callable[[Cursor, Any], None]] = {
             Send: self._sent,
             Recv: self._received,
-            AllReduce: self._have_met,
-            Broadcast: self._have_met,
             Observed: self._have_met_if_together,
+            **dict.fromkeys(get_args(GroupOp), self._have_met),
         }
         self._made: list[dict[Value, float]] = []  # with lanes: when each rank made what
         self._unmade: list[dict[Value, list[Message]]] = []  # to be sent as soon as it is made
         if policy.lanes:
-            self._made = [{} for _ in program.ranks]
             self._unmade = [{} for _ in program.ranks]
             self._rules = [Rules(program.goal, ops) for ops in program.ranks]
+            self._made = [dict.fromkeys(rules.at_first(), 0.0) for rules in self._rules]
             self._cursors = [cursor for rank, ops in enumerate(program.ranks) for cursor in _lanes(rank, ops)]
             self._communicating = self._cursors[1::2]
             self._before[Join] = self._join
@@ -378,7 +375,8 @@ class Walk:
         self._met[cursor.rank, op] += 1
         cursor.meeting = None
         if self._made and not isinstance(op, Observed):
-            self._have_made(cursor, op.value)
+            for value in self._rules[cursor.rank].makes(op):
+                self._have_made(cursor, value)
 
     def _meet_if_together(self, cursor: Cursor, op: Observed) -> bool:
         if op.kind == "collective":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from microparallel.schedules.naive import naive
 from microparallel.schedules.one_f_one_b import one_f_one_b
 from microparallel.schedules.passes import complete, forwards_only, free_dead_values, insert_sends, lower
 from microparallel.schedules.replicas import replicate, with_sums
+from microparallel.schedules.zero import LEVELS, zero
 from microparallel.schedules.zero_bubble import zb_h1, zb_h2, zbv
 from microparallel.text import did_you_mean
 
@@ -29,17 +31,20 @@ PIPELINES: dict[str, Callable[..., Program]] = {
     "zbv": zbv,
     "dualpipev": dualpipev,
 }
-DATA_PARALLEL: dict[str, Callable[..., Program]] = {"ddp": ddp, "ddp-naive": ddp_naive}
+ZERO: dict[str, Callable[..., Program]] = {f"zero-{level}": functools.partial(zero, level) for level in LEVELS}
+DATA_PARALLEL: dict[str, Callable[..., Program]] = {"ddp": ddp, "ddp-naive": ddp_naive, **ZERO}
 
 
 def build(name: str, ranks: int, microbatches: int | None = None, **options: Any) -> Program:
-    """Build a training step by name: a pipeline schedule, with its sends, receives and frees, or a DDP step.
+    """Build a training step by name: a pipeline schedule, with its sends, receives and frees, or a step of replicas.
 
     Args:
         name: `naive`, `gpipe`, `1f1b`, `interleaved` (`stages_per_rank=2`), `zb-h1`, `zb-h2`, `zbv` or `dualpipev`;
-            or `ddp` (`layers=8, buckets=4`) and `ddp-naive` (`layers=8`), with the `algorithm` of their all-reduces.
+            or `ddp` (`layers=8, buckets=4`) and `ddp-naive` (`layers=8`), with the `algorithm` of their all-reduces;
+            or `zero-1` and `zero-2` (`layers=8, buckets=4, gather="after"`).
         ranks: how many ranks share the work, any number from 1.
-        microbatches: into how many micro-batches a pipeline's batch is cut, any number from 1.
+        microbatches: into how many micro-batches a pipeline's batch is cut, any number from 1; of ZeRO, how many each
+            rank has.
         options: what only some schedules take, as above.
 
     Example:
@@ -63,12 +68,14 @@ def build(name: str, ranks: int, microbatches: int | None = None, **options: Any
 
 
 def _build_data_parallel(name: str, ranks: int, microbatches: int | None, options: dict[str, Any]) -> Program:
-    if microbatches is not None:
+    if microbatches is not None and name not in ZERO:
         raise UsageError(f"microbatches={microbatches}: {name!r} has none; every rank has its share of the batch")
+    if microbatches is not None:
+        options["microbatches"] = microbatches
     options.setdefault("layers", 8)
     if options["layers"] < 1:
         raise UsageError(f"layers={options['layers']}: a model has at least 1 layer")
-    if name == "ddp":
+    if name != "ddp-naive":
         options.setdefault("buckets", min(4, options["layers"]))
     return free_dead_values(DATA_PARALLEL[name](ranks=ranks, **options))
 
@@ -103,4 +110,5 @@ __all__ = [
     "zb_h1",
     "zb_h2",
     "zbv",
+    "zero",
 ]

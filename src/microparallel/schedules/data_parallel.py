@@ -46,7 +46,7 @@ def ddp(layers: int, buckets: int, ranks: int, algorithm: str = AUTO) -> Program
     """
     if not 1 <= buckets <= layers:
         raise UsageError(f"buckets={buckets}: {layers} layers can be put into 1 to {layers} buckets")
-    ranges = _ranges(layers, buckets)
+    ranges = bucket_ranges(layers, buckets)
 
     def backward(rank: int) -> list[Op]:
         ops: list[Op] = []
@@ -66,7 +66,7 @@ def ddp_naive(layers: int, ranks: int, algorithm: str = AUTO) -> Program:
     comm                            [3]  [2]  [1]  [0]
     ```
     """
-    ranges = _ranges(layers, layers)
+    ranges = bucket_ranges(layers, layers)
 
     def backward(rank: int) -> list[Op]:
         ops: list[Op] = [Backward(layer, rank) for layer in reversed(range(layers))]
@@ -213,7 +213,7 @@ def _program(name: str, layers: int, ranks: int, ranges: Ranges, backward: Calla
     return Program(name, TrainingStep(layers, ranks, ranges), tuple(orders))
 
 
-def _ranges(layers: int, buckets: int) -> Ranges:
+def bucket_ranges(layers: int, buckets: int) -> Ranges:
     """Cut the layers into buckets of neighbours, as evenly as possible, from the last layer to the first."""
     bounds = [layers - index * layers // buckets for index in range(buckets + 1)]
     return tuple((start, stop) for stop, start in itertools.pairwise(bounds))

@@ -24,14 +24,17 @@ from microparallel.program import (
     Observed,
     Op,
     OptimizerStep,
+    Parameters,
     Program,
     Send,
     Slices,
+    TrainingStep,
     Value,
     halves,
 )
 from microparallel.text import count
 from microparallel.topology import Cluster, Link, Port
+from microparallel.trace import Sizes
 
 PerStage = float | Sequence[float]
 
@@ -50,11 +53,13 @@ class Costs:
         seconds_per_byte: what each of its bytes costs.
         add_seconds_per_byte: what it costs to add a received byte to the rank's own.
         bytes_per_value: the size of a rank's whole tensor in a collective, of a stage's output, or of a layer's
-            gradients; or a function from a value to its size. Without a function, named values (`:loss`) have none.
-        transport: what carries the messages; it decides by which algorithm an AllReduce or a Broadcast runs that names
+            gradients or parameters; or a function from a value to its size. Without a function, named values (`:loss`)
+            have none.
+        transport: what carries the messages; it decides by which algorithm a group's operation runs that names
             none (`collectives.resolve`).
         links: connections that differ from the others, by (sender, receiver); what a `Link` leaves out is as usual.
         topology: the nodes on which the ranks are; `Costs.cluster` gives it.
+        sizes: how many bytes the parameters of a stage take, and what goes with them; `Trace.memory` adds them up.
 
     Example:
         ```python
@@ -75,6 +80,7 @@ class Costs:
     transport: str = "gloo"
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     topology: Cluster | None = None
+    sizes: Sizes = field(default_factory=Sizes)
 
     @classmethod
     def cluster(
@@ -87,8 +93,8 @@ class Costs:
         go one after another, and so do messages that enter it; of those that wait, the one that can begin first is
         next. Sending does not hold up receiving. Messages inside a node do not use the network port.
 
-        An AllReduce or a Broadcast of a training step is simulated by itself, on these links and ports. It does not
-        contend with what other groups of ranks send at the same time.
+        What a group does together in a training step (an AllReduce, say) is simulated by itself, on these links and
+        ports. It does not contend with what other groups of ranks send at the same time.
 
         Args:
             nodes: how many there are.
@@ -177,7 +183,7 @@ class Costs:
             return size
         if isinstance(value, Slices) and isinstance(goal, Collective):
             return self.bytes_per_value * len(value) / goal.per_rank
-        if isinstance(value, Bucket) and not isinstance(goal, Collective) and value.index < len(goal.buckets):
+        if isinstance(value, Bucket | Parameters) and isinstance(goal, TrainingStep) and goal.buckets[value.index :]:
             start, stop = goal.buckets[value.index]
             return self.bytes_per_value * (stop - start)
         if isinstance(value, Named):

@@ -9,8 +9,8 @@
 - A Recv stops its lane until the message is there (and added, with `reduce`). A rank has one receive posted at a time,
   so messages never compete for a receiver's port.
 - What is being sent is not overwritten: an operation that writes to it waits for the transfer's end.
-- An AllReduce or a Broadcast begins when all ranks that take part have come to it. It takes as long as the program of
-  its algorithm takes on the links between them.
+- What a group does together (an AllReduce, an AllGather) begins when all its ranks have come to it. It takes as long as
+  the program of its algorithm takes on the links between them.
 
 Transfers are taken from a heap in the order in which they can begin, so each port serves first what came first. Every
 operation is looked at a bounded number of times: the time grows with the number of operations. (A message that finds a
@@ -54,7 +54,7 @@ def simulate(program: Program, costs: Costs | None = None) -> Trace:
     program = complete(program)
     costs.check(program)
     with _no_garbage_collection():
-        return Trace(Simulation(program, costs).run(), program, simulated=True)
+        return Trace(Simulation(program, costs).run(), program, simulated=True, sizes=costs.sizes)
 
 
 @contextmanager

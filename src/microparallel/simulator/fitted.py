@@ -27,12 +27,12 @@ class RecordedCosts(Costs):
 
     Attributes:
         seconds: how long each takes; of communication, once all ranks have come.
-        sizes: how many bytes are sent or reduced.
+        exchanged: how many bytes are sent or reduced.
         counts: how many messages and bytes a rank sends for a collective; otherwise its algorithm says so.
     """
 
     seconds: PerOperation = field(default_factory=dict)
-    sizes: PerOperation = field(default_factory=dict)
+    exchanged: PerOperation = field(default_factory=dict)
     counts: Mapping[tuple[int, Op], tuple[int, float]] = field(default_factory=dict)
 
     def of(self, op: Op, rank: int = 0) -> float:
@@ -54,7 +54,7 @@ class RecordedCosts(Costs):
     def bytes(self, op: Send | MeetingOp, goal: Goal, rank: int) -> float:
         """How many bytes a message has, or a collective."""
         del goal
-        return self.sizes.get((rank, op), 0.0)
+        return self.exchanged.get((rank, op), 0.0)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Fitted:
         found: dict[MeetingOp, list[tuple[float, float]]] = {}
         for rank, ops in enumerate(self.program.ranks):
             for op in filter(is_meeting, ops):
-                found.setdefault(op, []).append((self.seconds(rank, op), self.costs.sizes.get((rank, op), 0.0)))
+                found.setdefault(op, []).append((self.seconds(rank, op), self.costs.exchanged.get((rank, op), 0.0)))
         return {
             op: (statistics.median(seconds for seconds, _ in each), max(size for _, size in each))
             for op, each in found.items()
@@ -140,7 +140,7 @@ def fit_step(trace: Trace) -> Fitted:
 
 def _fit(trace: Trace, *, reported: bool) -> Fitted:
     step = recorded_step(trace, reported=reported)
-    return Fitted(step.program, RecordedCosts(seconds=step.seconds, sizes=step.bytes, counts=step.traffic))
+    return Fitted(step.program, RecordedCosts(seconds=step.seconds, exchanged=step.bytes, counts=step.traffic))
 
 
 def predicted(measured: Trace) -> Trace:

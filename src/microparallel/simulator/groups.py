@@ -1,4 +1,4 @@
-"""What an AllReduce or a Broadcast costs: its algorithm's program, simulated on the links between the group's ranks."""
+"""What a group's operation costs: its algorithm's program, simulated on the links between the group's ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from microparallel.collectives import GroupKind, group_kind, program_of, resolve, sent_by
 from microparallel.program import (
-    AllReduce,
+    Broadcast,
     Collective,
     Goal,
     GroupOp,
@@ -44,7 +44,7 @@ class _Shape:
 
 
 class GroupCosts:
-    """What AllReduces and Broadcasts cost: their programs are simulated, equal ones only once.
+    """What AllReduces, AllGathers and the like cost: their programs are simulated, equal ones only once.
 
     Args:
         costs: of the whole program.
@@ -76,8 +76,8 @@ class GroupCosts:
         measured = [self._costs.together(op, rank) for rank in ranks] if len(ranks) > 1 else [0.0]
         known = [seconds for seconds in measured if seconds is not None]
         if not known and algorithm == "ring" and (link := self._only_link(ranks)) is not None:
-            return [self._ring(len(ranks), size, link)] * len(ranks)
-        shape = _shape(kind, algorithm, len(ranks), None if isinstance(op, AllReduce) else ranks.index(op.root))
+            return [self._ring(kind, len(ranks), size, link)] * len(ranks)
+        shape = _shape(kind, algorithm, len(ranks), ranks.index(op.root) if isinstance(op, Broadcast) else None)
         seconds = known or self._simulated(shape, ranks, size)
         return [Share(end, messages, part * size) for end, (messages, part) in zip(seconds, shape.sent, strict=True)]
 
@@ -88,13 +88,13 @@ class GroupCosts:
         ports = [port for pair in pairs for port in self._costs.ports(*pair)]
         return links.pop() if len(links) == 1 and len(set(ports)) == len(ports) else None
 
-    def _ring(self, count: int, size: float, link: Link) -> Share:
+    def _ring(self, kind: GroupKind, count: int, size: float, link: Link) -> Share:
         """Where all links are alike, all ranks do each step at the same time. So one rank's steps are enough.
 
         A simulation would be slow: a ring of a thousand ranks has millions of operations.
         """
-        messages = 2 * (count - 1)
-        adding = (count - 1) * size / count * self._costs.add_seconds_per_byte
+        messages = (count - 1) * (2 if kind == "all-reduce" else 1)
+        adding = 0.0 if kind == "all-gather" else (count - 1) * size / count * self._costs.add_seconds_per_byte
         return Share(messages * link.seconds(size / count) + adding, messages, messages * size / count)
 
     def _simulated(self, shape: _Shape, ranks: tuple[int, ...], size: float) -> list[float]:

@@ -3,6 +3,7 @@
 from microparallel.program import Kind, Observed
 from microparallel.trace.event import Event, kind_of
 from microparallel.trace.meetings import reasons
+from microparallel.trace.memory import RankMemory, Sizes
 from microparallel.trace.parts import Parts, parts
 from microparallel.trace.trace import Difference, Trace, compare
 
@@ -12,6 +13,8 @@ __all__ = [
     "Kind",
     "Observed",
     "Parts",
+    "RankMemory",
+    "Sizes",
     "Trace",
     "compare",
     "kind_of",

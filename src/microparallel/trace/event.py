@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from microparallel.errors import UsageError
 from microparallel.program import (
-    AllReduce,
     Backward,
     BackwardInput,
     BackwardWeight,
-    Broadcast,
     Forward,
     ForwardBackward,
     ForwardStages,
+    GroupOp,
     Kind,
     Lane,
     Observed,
@@ -31,8 +30,7 @@ _KIND_OF: dict[type, Kind] = {
     BackwardWeight: "backward",
     ForwardBackward: "backward",
     OptimizerStep: "optimizer",
-    AllReduce: "collective",
-    Broadcast: "collective",
+    **dict.fromkeys(get_args(GroupOp), "collective"),
     Send: "send",
     Recv: "receive",
 }

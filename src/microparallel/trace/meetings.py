@@ -6,9 +6,16 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from microparallel.program import AllReduce, Broadcast, Observed, Recv, Rules, Value
+from microparallel.program import AllGather, AllReduce, Broadcast, GroupOp, Observed, Recv, ReduceScatter, Rules, Value
 from microparallel.trace.event import Event
 from microparallel.trace.trace import Trace
+
+_CALLED = {
+    AllReduce: "all-reduce",
+    Broadcast: "broadcast",
+    ReduceScatter: "reduce-scatter",
+    AllGather: "all-gather",
+}
 
 
 def meetings(events: Sequence[Event]) -> list[list[int]]:
@@ -79,8 +86,6 @@ def _words(rank: int, event: Event, value: Value, makers: dict[Value, Event]) ->
     maker = makers[value].op
     if isinstance(maker, Recv):
         return f"rank {rank} waited for {value} from rank {maker.source} before {event.op}"
-    if isinstance(maker, AllReduce):
-        return f"rank {rank} waited for the all-reduce of {value} before {event.op}"
-    if isinstance(maker, Broadcast):
-        return f"rank {rank} waited for the broadcast of {value} before {event.op}"
+    if isinstance(maker, GroupOp):
+        return f"rank {rank} waited for the {_CALLED[type(maker)]} of {maker.value} before {event.op}"
     return f"rank {rank} waited for {maker} before {event.op}"

@@ -36,6 +36,7 @@ from microparallel.program import (
     Op,
     Program,
     Recv,
+    ReduceScatter,
     Rules,
     Send,
     TrainingStep,
@@ -222,7 +223,9 @@ class _Step:
         """The grid in which replicas of a pipeline meet: they are as far apart as a pipeline is long."""
         for (_, op), group in self._groups.items():
             apart = group[1] - group[0]
-            if isinstance(op, AllReduce) and op.axis != WORLD and apart > 1 and apart * len(group) == ranks:
+            if not isinstance(op, AllReduce | ReduceScatter) or op.axis == WORLD:
+                continue
+            if apart > 1 and apart * len(group) == ranks:
                 return (op.axis, len(group)), ("pp", apart)
         return ()
 
@@ -416,7 +419,7 @@ def _ranges(ops: Sequence[Op]) -> dict[int, tuple[int, int]]:
         if place in ended:
             share()
             stages.append(ended[place])
-        elif isinstance(op, AllReduce) and isinstance(op.value, Bucket):
+        elif isinstance(op, AllReduce | ReduceScatter) and isinstance(op.value, Bucket):
             buckets.append(op.value.index)
     share()
     return ranges

@@ -12,6 +12,7 @@ from microparallel.errors import DataError, UsageError
 from microparallel.program import Program, peak_activations
 from microparallel.trace.event import Event
 from microparallel.trace.intervals import Interval, length, outside, union
+from microparallel.trace.memory import RankMemory, Sizes, memory_of
 
 _FILE = "trace.json"  # of a folder
 
@@ -29,6 +30,7 @@ class Trace:
         clock_error: how far apart the ranks' clocks may be, in seconds.
         about: what was run, in any words and numbers.
         simulated: whether a simulation made the events, not a run.
+        sizes: how many bytes the parameters of a stage take, and what goes with them; for `memory`.
     """
 
     events: list[Event]
@@ -37,6 +39,7 @@ class Trace:
     clock_error: float = 0.0
     about: dict[str, Any] = field(default_factory=dict)
     simulated: bool = False
+    sizes: Sizes = field(default_factory=Sizes)
 
     def __post_init__(self) -> None:
         if not self.ranks and self.program is not None:
@@ -158,6 +161,16 @@ class Trace:
     def peak_activations(self) -> list[int]:
         """The most activations each rank holds at once; one is held until the backward of its weights has ended."""
         return [peak_activations(event.op for event in events) for events in self.compute]
+
+    @cached_property
+    def memory(self) -> list[RankMemory]:
+        """What each rank holds over time, in bytes, by kind (`memory.py` says what counts as what)."""
+        return memory_of(self, self.sizes)
+
+    @property
+    def peak_memory(self) -> list[float]:
+        """The most bytes each rank holds at once."""
+        return [rank.peak[1] for rank in self.memory]
 
     @property
     def messages_sent(self) -> list[int]:

@@ -6,11 +6,32 @@ from microparallel.errors import ProgramError, UsageError
 from microparallel.program import Collective, Observed, Program, Sends, TrainingStep, Wait, peak_activations
 from microparallel.schedules import complete
 from microparallel.verifier.collective import check_collective
-from microparallel.verifier.findings import Deadlock, Miscounted, Missing, NeverReduced, Unmatched, Unreached
+from microparallel.verifier.findings import (
+    Deadlock,
+    DifferentWeights,
+    Miscounted,
+    Missing,
+    NeverReduced,
+    NotUpdated,
+    Unmatched,
+    Unreached,
+)
 from microparallel.verifier.order import check_matching, check_order
 from microparallel.verifier.training import check_operations, check_training_step
 
-__all__ = ["Deadlock", "Miscounted", "Missing", "NeverReduced", "Sends", "Unmatched", "Unreached", "Wait", "verify"]
+__all__ = [
+    "Deadlock",
+    "DifferentWeights",
+    "Miscounted",
+    "Missing",
+    "NeverReduced",
+    "NotUpdated",
+    "Sends",
+    "Unmatched",
+    "Unreached",
+    "Wait",
+    "verify",
+]
 
 
 def verify(

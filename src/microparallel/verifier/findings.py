@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from microparallel.errors import ProgramError
-from microparallel.program import Bucket, Op, Program, Recv, Send, Value
+from microparallel.program import Bucket, Op, Parameters, Program, Recv, Send, Value
 
 if TYPE_CHECKING:
     from microparallel.program import Wait
@@ -51,6 +51,22 @@ class NeverReduced(ProgramError):
     def __init__(self, message: str, rank: int, stage: int, bucket: Bucket):
         super().__init__(message)
         self.rank, self.stage, self.bucket = rank, stage, bucket
+
+
+class NotUpdated(ProgramError):
+    """A rank keeps its part of some parameters and never updates it."""
+
+    def __init__(self, message: str, rank: int, parameters: Parameters):
+        super().__init__(message)
+        self.rank, self.parameters = rank, parameters
+
+
+class DifferentWeights(ProgramError):
+    """Ranks end with different weights: one has updated its own part of some parameters, and lacks the others'."""
+
+    def __init__(self, message: str, rank: int, parameters: Parameters):
+        super().__init__(message)
+        self.rank, self.parameters = rank, parameters
 
 
 class Unreached(ProgramError):

@@ -1,7 +1,8 @@
 """Does a training step do what it says? Walk through it and keep account of what every rank holds.
 
 An operation must have what it needs (`program/rules.py`), nothing is made twice, and at the end every micro-batch had
-its forward and its backward on every stage, once, on the rank that has the stage's weights.
+its forward and its backward on every stage, once, on the rank that has the stage's weights. Where ranks keep parts of
+the weights (`Shard`), every part is updated once, and no rank is left with weights that others do not have.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import functools
 from collections import Counter, defaultdict
 
-from microparallel.collectives import require_algorithm
+from microparallel.collectives import group_kind, require_algorithm
 from microparallel.errors import ProgramError, UsageError
 from microparallel.program import (
     AUTO,
     WORLD,
     Act,
     Add,
+    AllGather,
     AllReduce,
     Backward,
     BackwardInput,
@@ -31,12 +33,15 @@ from microparallel.program import (
     Observed,
     Op,
     OptimizerStep,
+    Parameters,
     Part,
     Program,
     Recv,
+    ReduceScatter,
     Rest,
     Rules,
     Send,
+    Shard,
     Slices,
     TrainingStep,
     Value,
@@ -44,6 +49,7 @@ from microparallel.program import (
     halves,
 )
 from microparallel.verifier.findings import Miscounted, Missing, NeverReduced, show_place
+from microparallel.verifier.parts import bucket_sums, check_sums, check_weights
 
 Account = dict[tuple[int, int], list[int]]  # (stage, micro-batch) → the ranks that did it
 Accounts = dict[type[Op], Account]
@@ -76,12 +82,19 @@ def _not_allowed(op: Op, goal: TrainingStep) -> str:
         if half.stage >= goal.stages or not goal.has(half.microbatch):
             return f"and the goal is a {goal}, counted from 0"
     if isinstance(op, Add) or (isinstance(op, Recv) and op.reduce):
-        return "and a training step adds only by all-reduce"
+        return "and a training step adds only by all-reduce and reduce-scatter"
     if isinstance(op, Broadcast) and not isinstance(op.value, Named):
         return "and only a named value, such as :weights, is broadcast"
-    if isinstance(op, AllReduce) and not isinstance(op.value, Named):
+    if isinstance(op, ReduceScatter) or (isinstance(op, AllReduce) and not isinstance(op.value, Named)):
         if not isinstance(op.value, Bucket) or op.value.index >= len(goal.buckets):
             return f"and the goal names {len(goal.buckets) or 'no'} buckets"
+        if isinstance(op, AllReduce) and op.value.turn is not None:
+            return "and only a reduce-scatter takes the gradients of one micro-batch"
+        if isinstance(op, AllReduce) and goal.sharded:
+            return "and in a sharded step each rank keeps its part of the sum alone: a reduce-scatter (%) gives it that"
+    elif isinstance(op, AllGather):
+        if not isinstance(op.value, Parameters) or op.value.index >= len(goal.buckets):
+            return f"and only parameters of buckets are gathered; the goal names {len(goal.buckets) or 'no'} buckets"
     elif isinstance(op, Send | Recv | Free) and isinstance(op.value, Slices | Part):
         return "which is no value of a training step"
     elif isinstance(op, Send | Recv) and not isinstance(op.value, Act | Grad):
@@ -91,8 +104,8 @@ def _not_allowed(op: Op, goal: TrainingStep) -> str:
 
 def _check_needs(program: Program, goal: TrainingStep) -> None:
     rules = [Rules(goal, ops) for ops in program.ranks]
-    held: list[set[Value]] = [set() for _ in program.ranks]
-    ever: list[set[Value]] = [set() for _ in program.ranks]
+    held: list[set[Value]] = [set(rule.at_first()) for rule in rules]
+    ever: list[set[Value]] = [set(rule.at_first()) for rule in rules]
     steps: Counter[int] = Counter()
 
     for cursor in Walk(program):
@@ -102,10 +115,12 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
             if value not in held[rank]:
                 made = any(value in rules[other].makes(op) for other, ops in enumerate(program.ranks) for op in ops)
                 state = "has freed it" if value in ever[rank] else "does not have it" if made else "no rank makes that"
-                needs = words(f"which needs {value}, and {state}")
+                needs = words(f"which needs {value}, and {state}{_hint(value, op)}")
                 raise Missing(needs, rank, cursor.place, op, value)
         for value in rules[rank].makes(op):
-            if value in ever[rank] and not isinstance(value, Named):
+            if isinstance(value, Parameters) and value in held[rank]:
+                raise ProgramError(words(f"and has gathered {value} already; it frees {value} first, or keeps it"))
+            if value in ever[rank] and not isinstance(value, _MADE_AGAIN):
                 raise ProgramError(words(f"and has had {value} before"))
             held[rank].add(value)
             ever[rank].add(value)
@@ -114,10 +129,26 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
         if isinstance(op, OptimizerStep):
             steps[rank] += 1
             if steps[rank] > 1:
-                raise ProgramError(words("its second in one training step"))
+                raise ProgramError(words("its second in one training step: it would update the same weights twice"))
 
-    if any(isinstance(op, Free) for ops in program.ranks for op in ops):
+    frees = (op.value for ops in program.ranks for op in ops if isinstance(op, Free))
+    if any(isinstance(value, _OF_MICROBATCHES) for value in frees):
         _check_leaks(held)
+    check_weights(program, goal, held)
+
+
+_OF_MICROBATCHES = (Act, Grad, Rest)  # what a micro-batch leaves behind, if it is not freed
+# What may be made again: named values, parameters that were freed, and parts of which an update makes a new version.
+_MADE_AGAIN = (Named, Parameters, Shard)
+
+
+def _hint(value: Value, op: Op) -> str:
+    """What would give a rank the value that it does not have."""
+    if isinstance(value, Parameters) and halves(op):
+        return f"; ~{value}@dp gathers it"
+    if isinstance(value, Shard) and isinstance(value.of, Parameters):
+        return "; an optimizer step (S) after a reduce-scatter makes it"
+    return ""
 
 
 def _words(program: Program, cursor: Cursor, reason: str) -> str:
@@ -127,7 +158,7 @@ def _words(program: Program, cursor: Cursor, reason: str) -> str:
 def _check_leaks(held: list[set[Value]]) -> None:
     """A program that frees must free all: what is left over is memory lost in every step."""
     for rank, values in enumerate(held):
-        left = sorted(str(value) for value in values if isinstance(value, Act | Grad | Rest))
+        left = sorted(str(value) for value in values if isinstance(value, _OF_MICROBATCHES))
         if left:
             raise ProgramError(f"rank {rank} never frees {left[0]}; a program that frees must free all it holds")
 
@@ -171,8 +202,8 @@ def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> 
     homes: dict[int, set[int]] = defaultdict(set)
     for (stage, _), doers in forwards.items():
         homes[stage].update(doers)
-    _check_axes(program)
-    reduced = [{op.value for op in ops if isinstance(op, AllReduce)} for ops in program.ranks]
+    check_sums(program, goal)
+    reduced = [{Bucket(bucket.index) for _, bucket in bucket_sums(ops)} for ops in program.ranks]
     stages_of = [sorted({half.stage for op in ops for half in halves(op)}) for ops in program.ranks]
     for index, bounds in enumerate(goal.buckets):
         _check_members(Bucket(index), bounds, reduced, stages_of)
@@ -190,7 +221,7 @@ def _check_replicas(program: Program, goal: TrainingStep, forwards: Account) -> 
 
 
 def _check_members(
-    bucket: Bucket, bounds: tuple[int, int], reduced: list[set[Value]], stages_of: list[list[int]]
+    bucket: Bucket, bounds: tuple[int, int], reduced: list[set[Bucket]], stages_of: list[list[int]]
 ) -> None:
     """Ranks that sum a bucket must mean the same stages by it, except ranks that compute nothing."""
     start, stop = bounds
@@ -211,17 +242,6 @@ def _check_updates(program: Program) -> None:
         raise ProgramError(f"rank {updated[0]} updates its weights (S), and rank {missing} does not")
 
 
-def _check_axes(program: Program) -> None:
-    """Ranks that name different axes would wait for different partners."""
-    axes: dict[Value, tuple[int, str]] = {}
-    for rank, ops in enumerate(program.ranks):
-        for op in ops:
-            if isinstance(op, AllReduce) and isinstance(op.value, Bucket):
-                other, axis = axes.setdefault(op.value, (rank, op.axis))
-                if axis != op.axis:
-                    raise ProgramError(f"rank {other} sums {op.value} along {axis}, and rank {rank} along {op.axis}")
-
-
 def _check_groups(program: Program) -> None:
     """What ranks do together must be the same on all of them, with an algorithm and a root that exist."""
     named = [axis for axis, _ in program.mesh]
@@ -233,7 +253,7 @@ def _check_groups(program: Program) -> None:
             raise ProgramError(f"rank {rank} does {op}, and the mesh has the axes {', '.join(named)}")
         try:
             if op.algorithm != AUTO:
-                require_algorithm("all-reduce" if isinstance(op, AllReduce) else "broadcast", op.algorithm)
+                require_algorithm(group_kind(op), op.algorithm)
         except UsageError as error:
             raise ProgramError(f"rank {rank} does {op}: {error}") from None
         if isinstance(op, Broadcast) and op.root not in members:

@@ -1,0 +1,85 @@
+"""ZeRO's steps are right for any number of layers, buckets, ranks and micro-batches, and cost what the formulas say."""
+
+import itertools
+
+import pytest
+
+import microparallel as mp
+from microparallel.program import Delta, Free, OptimizerStep, from_text, to_text
+from microparallel.schedules import free_dead_values, zero
+
+
+@pytest.mark.parametrize("gather", ["after", "before"])
+@pytest.mark.parametrize("level", [1, 2])
+def test_any_number_of_everything(level, gather):
+    for ranks, layers, microbatches in itertools.product((1, 2, 3, 5), (1, 2, 4), (1, 2, 3)):
+        for buckets in range(1, layers + 1):
+            program = zero(level, layers, ranks, microbatches, buckets=buckets, gather=gather)
+            mp.verify(program)
+            mp.verify(free_dead_values(program))
+            mp.simulate(program)
+            assert from_text(to_text(program)) == program
+
+
+def test_the_drawn_examples_are_what_is_built():
+    assert to_text(zero(1, 2, 2, 2)).splitlines()[2] == (
+        "rank 0: F0.0 F1.0 B1.0 B0.0 F0.2 F1.2 B1.2 %U0@dp B0.2 %U1@dp S ~T1@dp ~T0@dp"
+    )
+    assert to_text(zero(2, 2, 2, 1)).splitlines()[2] == (
+        "rank 0: F0.0 F1.0 B1.0 %U0.0@dp !D1.0 B0.0 %U1.0@dp !D0.0 S ~T1@dp ~T0@dp"
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 7])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_bytes_on_the_wire(ranks, microbatches):
+    """As many as an all-reduce in level 1; in level 2 gradients travel once for each micro-batch."""
+    copy = 6 * 10 * (ranks - 1) / ranks  # six layers of ten bytes
+    costs = mp.Costs(bytes_per_value=10, seconds_per_byte=1)
+    for gather in ("after", "before"):
+        first = mp.simulate(zero(1, 6, ranks, microbatches, buckets=2, gather=gather), costs)
+        second = mp.simulate(zero(2, 6, ranks, microbatches, buckets=2, gather=gather), costs)
+        assert first.bytes_sent == pytest.approx([2 * copy] * ranks)
+        assert second.bytes_sent == pytest.approx([(microbatches + 1) * copy] * ranks)
+
+
+def test_a_forward_hides_the_gathers_that_stand_before_it():
+    costs = mp.Costs(seconds_per_byte=1)
+    before, after = (mp.simulate(zero(1, 8, 2, buckets=8, gather=gather), costs) for gather in ("before", "after"))
+    assert max(before.exposed_communication) == 1  # the first gather, and the last reduce-scatter
+    assert max(after.exposed_communication) == 4.5
+    assert before.bytes_sent == after.bytes_sent
+
+
+def test_a_layer_waits_for_the_parameters_of_its_bucket():
+    trace = mp.simulate(zero(1, 4, 2, buckets=2, gather="before"), mp.Costs(seconds_per_byte=10))
+    ends = {str(event.op): event.end for event in trace.by_rank[0]}
+    starts = {str(event.op): event.start for event in trace.by_rank[0]}
+    assert starts["F0.0"] == ends["~T1@dp"] and starts["F2.0"] == ends["~T0@dp"] > ends["F1.0"]
+
+
+def test_level_2_lets_whole_gradients_go():
+    gone = [op.value for op in zero(2, 2, 2, 2).ranks[1] if isinstance(op, Free)]
+    assert gone == [Delta(1, 1), Delta(0, 1), Delta(1, 3), Delta(0, 3)]
+    assert not any(isinstance(op, Free) for op in zero(1, 2, 2, 2).ranks[1])
+
+
+def test_every_rank_updates_once():
+    for level in (1, 2):
+        assert [ops.count(OptimizerStep()) for ops in zero(level, 3, 4, 2).ranks] == [1] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "words"),
+    [
+        ((0, 2, 2), {}, "level=0: choose 1"),
+        ((3, 2, 2), {}, "level=3: choose 1"),
+        ((1, 0, 2), {}, "at least 1 each is needed"),
+        ((1, 2, 2, 0), {}, "at least 1 each is needed"),
+        ((1, 2, 2), {"buckets": 3}, "2 layers can be put into 1 to 2 buckets"),
+        ((1, 2, 2), {"gather": "never"}, "gather='never': choose after"),
+    ],
+)
+def test_what_makes_no_step(arguments, options, words):
+    with pytest.raises(mp.errors.UsageError, match=words):
+        zero(*arguments, **options)
