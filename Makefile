@@ -11,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Linux without a GPU: `make train TORCH_INDEX=…` takes torch's small CPU build; docs/reference/machines.md says which address.
 PIP := $(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # The last four are frameworks whose programs the tests run beside ours; the package itself needs none of them.
-DEV_TOOLS := pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter nbclient ipykernel build transformers accelerate lightning tensorboard
+DEV_TOOLS := pytest pytest-timeout pytest-xdist filelock hypothesis ruff mypy import-linter nbclient ipykernel build transformers accelerate lightning tensorboard
 # Few tests keep a core busy from beginning to end: three files at a time fill two cores.
 THREE_FILES_AT_A_TIME := -n 3 --dist loadfile --no-loadscope-reorder
 DOCS_TOOLS := mkdocs mkdocs-material mkdocstrings[python]

@@ -487,6 +487,9 @@ def refuse(comms):
         mp.DataParallel(nn.ReLU(), comms)
     with pytest.raises(mp.errors.UsageError, match="0 gives sparse gradients"):
         mp.DataParallel(nn.Sequential(nn.Embedding(3, 3, sparse=True)), comms)
+    for weight in (torch.tensor(2), torch.tensor([2.0]).numpy()[0], 2):
+        with linear(comms).weighted(weight, torch.tensor(4.0)):
+            pass
     for weight in (-1, float("nan"), "2"):
         with (
             pytest.raises(mp.errors.UsageError, match=f"weight={weight!r} must be a finite number"),

@@ -1,12 +1,14 @@
 """The site, built once for all these tests, and a real browser to look at it."""
 
 import importlib.util
+import json
 import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import filelock
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -37,15 +39,24 @@ def browser(chromium, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """The site as `make docs` builds it: its folder, and what `subprocess.run` gave."""
+    """The site as `make docs` builds it: its folder, and what `subprocess.run` gave.
+
+    Several processes may run these tests at once: the first of them builds, and the others take what it has built.
+    """
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("the site's tools are not installed; `make docs` installs them")
-    folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "NO_COLOR": "1"}
-    return folder, subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
+    place = tmp_path_factory.getbasetemp()
+    place = place.parent if "PYTEST_XDIST_WORKER" in os.environ else place  # which all of them have
+    folder, outcome = place / "site", place / "site.json"
+    with filelock.FileLock(place / "site.lock"):
+        if not outcome.exists():
+            command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+            environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "NO_COLOR": "1"}
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+            )
+            outcome.write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
+    return folder, subprocess.CompletedProcess("mkdocs build", *json.loads(outcome.read_text()))
 
 
 @pytest.fixture(scope="session")

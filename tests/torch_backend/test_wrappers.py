@@ -213,7 +213,7 @@ def compiled(rank, _, backend):
     return weights(model)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_compiled_models(both, backend):
     both(compiled, backend)
 

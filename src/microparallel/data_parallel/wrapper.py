@@ -368,7 +368,7 @@ class DataParallel(nn.Module):
 def _number(value: Any) -> float:
     """A number of Python, NumPy or torch as a float; not a number for anything else."""
     try:
-        return float(value)
+        return math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):
         return math.nan
 
