@@ -32,7 +32,7 @@ atexit.register(shutil.rmtree, os.environ["XDG_RUNTIME_DIR"], ignore_errors=True
 
 sys.path.append(str(Path(__file__).parents[1] / "docs" / "tools"))
 import torch  # noqa: E402
-from commands import forking, program_of  # noqa: E402
+from commands import forking, meeting_of, program_of  # noqa: E402
 
 # How long an example takes says more about the machine than about the code; pytest's own timeout catches hangs.
 settings.register_profile("microparallel", deadline=None)
@@ -189,20 +189,15 @@ def torchrun(start, fork_server):
             module = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
             commands = [start(*words, module=module)]
         else:
-            store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            commands = [start(*words, **torchrun_s_environment(rank, ranks, store.port)) for rank in range(ranks)]
+            with meeting_of(ranks) as environments:
+                commands = [start(*words, **variables) for variables in environments]
+                for command in commands:
+                    command.wait(55)
         code = max((command.wait(55) for command in commands), key=abs)
         printed = ("".join(getattr(command, name) for command in commands) for name in ("output", "errors"))
         return subprocess.CompletedProcess(words, code, *printed)
 
     return run
-
-
-def torchrun_s_environment(rank, ranks, port):
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0}
-    counts = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"], ranks)
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    return numbers | counts | meeting | {"TORCHELASTIC_RUN_ID": "tests", "OMP_NUM_THREADS": 1}
 
 
 class CpuPool:

@@ -1,13 +1,14 @@
 """Runs the commands of a page, in a folder that holds what a reader's has.
 
-Quick commands are forked from a process that has imported torch already, and so are the ranks they start;
-`fresh=True` runs everything as a reader would, in new interpreters.
+Quick commands are forked from a process that has imported torch already, and so are the ranks that they or torchrun
+start; `fresh=True` runs everything as a reader would, in new interpreters.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,8 @@ class Folder:
         words = words_of(command)
         if self._fork_server is None or not words:
             return False
+        if words[0] == "torchrun":
+            return _by_torchrun(words) is not None
         return words[0] == "microparallel" or (words[0] == "python" and len(words) > 1 and words[1].endswith(".py"))
 
     def _environment(self) -> dict[str, str]:
@@ -97,16 +100,53 @@ class Folder:
     def _warm(self, command: str, patience: float) -> tuple[int, str]:
         printed = self._runtime / "printed"
         printed.write_bytes(b"")
-        program = program_of(words_of(command) or [], printed)
-        with contextlib.chdir(self.folder):
-            process = self._fork_server.fork([program], pass_fds=[], env=self._environment())
-        code = _ended(process, patience)
+        words = words_of(command) or []
+        ranks, own = _by_torchrun(words) or (0, words)
+        program = program_of(own, printed)
+        with meeting_of(ranks) as environments:
+            with contextlib.chdir(self.folder):
+                processes = [
+                    self._fork_server.fork([program], pass_fds=[], env=self._environment() | variables)
+                    for variables in environments
+                ]
+            code = max((_ended(process, patience) for process in processes), key=abs)
         return code, printed.read_text(encoding="utf-8", errors="replace")
 
     def _without_places(self, output: str) -> str:
         for real, shown in ((self.folder, "/home/you/course"), (ROOT, "/home/you/microparallel")):
             output = output.replace(str(real), shown)
         return output
+
+
+def _by_torchrun(words: list[str]) -> tuple[int, list[str]] | None:
+    """How many ranks torchrun would start on this machine, and what each would run; None if it is asked for more."""
+    match = re.fullmatch(r"--nproc-per-node=(\d+)", words[1]) if len(words) > 2 and words[0] == "torchrun" else None
+    if match is None:
+        return None
+    own = words[3:] if words[2] == "-m" else ["python", *words[2:]]
+    return (int(match[1]), own) if own[0] == "microparallel" or own[-1].endswith(".py") else None
+
+
+@contextlib.contextmanager
+def meeting_of(ranks: int) -> Iterator[list[dict[str, str]]]:
+    """The variables that torchrun gives to each rank, while there is a store at which they meet; 0: one process alone."""
+    if not ranks:
+        yield [{}]
+        return
+    import torch
+
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield [torchrun_s_environment(rank, ranks, store.port) for rank in range(ranks)]
+    del store
+
+
+def torchrun_s_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """The variables of one rank."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": 0}
+    counts = dict.fromkeys(["WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE"], ranks)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    every = numbers | counts | meeting | {"TORCHELASTIC_RUN_ID": "forks", "OMP_NUM_THREADS": 1}
+    return {name: str(value) for name, value in every.items()}
 
 
 def _ended(process: Any, patience: float) -> int:

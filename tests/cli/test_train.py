@@ -95,7 +95,7 @@ def test_a_metric_that_fails_costs_one_line_and_not_the_training(tmp_path, micro
     result = microparallel("train", *OWN, *several)
     assert result.returncode == 0
     warnings = [line for line in result.stderr.splitlines() if "warning" in line]
-    reason = "AttributeError: 'Tensor' object has no attribute 'nothing'"
+    reason = "AttributeError: 'Tensor' object has no attribute 'nothing' (mine.py:9)"
     assert warnings == [f"warning: validation broken is left out, since it failed: {reason}"]
     assert ", fine 0.5000" in result.stdout and "broken" not in result.stdout
     kept = tomllib.loads((tmp_path / "run" / "config.toml").read_text())

@@ -396,4 +396,6 @@ def bad_sample():
 def test_what_goes_wrong_in_a_worker_is_one_line(pool, tmp_path):
     with pytest.raises(mp.errors.RankFailed) as caught:
         run(pool, stream(tmp_path / "run", data="bad_sample", workers=1))
-    assert caught.value.refusal == "sample 7 of the data raised ValueError: deliberate"
+    assert re.fullmatch(
+        r"sample 7 of the data raised ValueError: deliberate \(test_your_data.py:\d+\)", caught.value.refusal
+    )
