@@ -129,7 +129,7 @@ def _by_torchrun(words: list[str]) -> tuple[int, list[str]] | None:
 
 @contextlib.contextmanager
 def meeting_of(ranks: int) -> Iterator[list[dict[str, str]]]:
-    """The variables that torchrun gives to each rank, while there is a store at which they meet; 0: one process alone."""
+    """The variables that torchrun gives to each rank, while there is a store at which they meet; 0: a process alone."""
     if not ranks:
         yield [{}]
         return
