@@ -146,7 +146,7 @@ def _require_overlap(one: Pass, rank: int, groups: Groups) -> None:
 def _require_full(passes: list[Pass], groups: Groups) -> None:
     """Refuse a bucket that leaves before all its gradients have come, and one that is full and does not leave."""
     try:
-        verify(during.program_of(passes, groups))
+        verify(during.program_of(passes, groups), completed=False)
     except Missing as error:
         if isinstance(error.op, AllReduce) and isinstance(error.op.value, Bucket) and isinstance(error.value, Delta):
             one, number = passes[error.rank], error.op.value.index
