@@ -197,10 +197,10 @@ def built_in_hook(rank, _, kind):
 
 def compiled(rank, _, backend):
     """Also says which functions of ours were compiled: C++ calls them while a compiled model runs."""
-    of_ours = []
+    of_ours, source = [], str(Path(mp.__file__).parent)
 
     def note(graph, inputs):
-        of_ours.extend(node.stack_trace for node in graph.graph.nodes if "microparallel/" in (node.stack_trace or ""))
+        of_ours.extend(node.stack_trace for node in graph.graph.nodes if source in (node.stack_trace or ""))
         return lookup_backend(backend)(graph, inputs)
 
     model = torch.compile(DistributedDataParallel(Net()), backend=note, dynamic=True)
