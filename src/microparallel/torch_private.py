@@ -300,7 +300,7 @@ def load_for_optimizers() -> None:
 def is_profiling() -> bool:
     """Whether `torch.profiler` records in this process.
 
-    Without it: each call would make events that nobody records, some microseconds each.
+    Without it: each call would make events that no profiler records, some microseconds each.
     """
     return profiler._is_profiler_enabled
 

@@ -52,7 +52,7 @@ class Reducer:
         overlap: all-reduce in the background, while backward goes on.
         check_finite: raise `GradientError` for gradients that are infinite or not a number.
         refuse_unused: raise `GradientError` for parameters that got no gradient.
-        overwrites: overwrite gradients of the last pass, also if somebody holds them.
+        overwrites: overwrite gradients of the last pass, also if the user still holds them.
 
     Attributes:
         participants: which ranks have data, and how much each counts.

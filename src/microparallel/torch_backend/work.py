@@ -1,7 +1,7 @@
 """The `Work` that torch gets for a call that has started: to wait for, to poll, or to take a future from.
 
 torch's C++ may keep a work that no Python variable holds any more, and wait for it later: `DDP.join` does. C++ finds
-our methods only as long as the Python object lives. So a collective that was dropped before anybody waited for it is
+our methods only as long as the Python object lives. So a collective that was dropped before any thread waited for it is
 kept (`DroppedWorks`).
 """
 
@@ -174,7 +174,7 @@ def later(done: Future[int], tensors: List[Tensor]) -> Future[List[Tensor]]:
 
 
 class DroppedWorks:
-    """Collectives of a group that no variable holds, and nobody has waited for: torch's C++ may still do so.
+    """Collectives of a group that no variable holds and no thread has waited for: torch's C++ may still do so.
 
     Each is kept until it is done. Then it is kept as one of the last few, unless its tensors are large. Objects may be
     dropped in any thread, and while any lock is held, so this takes none.

@@ -6,16 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from microparallel.program import AllGather, AllReduce, Broadcast, GroupOp, Observed, Recv, ReduceScatter, Rules, Value
+from microparallel.collectives import group_kind
+from microparallel.program import GroupOp, Observed, Recv, Rules, Value
 from microparallel.trace.event import Event
 from microparallel.trace.trace import Trace
-
-_CALLED = {
-    AllReduce: "all-reduce",
-    Broadcast: "broadcast",
-    ReduceScatter: "reduce-scatter",
-    AllGather: "all-gather",
-}
 
 
 def meetings(events: Sequence[Event]) -> list[list[int]]:
@@ -87,5 +81,5 @@ def _words(rank: int, event: Event, value: Value, makers: dict[Value, Event]) ->
     if isinstance(maker, Recv):
         return f"rank {rank} waited for {value} from rank {maker.source} before {event.op}"
     if isinstance(maker, GroupOp):
-        return f"rank {rank} waited for the {_CALLED[type(maker)]} of {maker.value} before {event.op}"
+        return f"rank {rank} waited for the {group_kind(maker)} of {maker.value} before {event.op}"
     return f"rank {rank} waited for {maker} before {event.op}"

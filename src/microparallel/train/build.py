@@ -184,8 +184,8 @@ def total_steps(config: TrainConfig, loader: Loader) -> int:
     """How many steps the run has from its beginning to its end."""
     if config.steps is None and loader.length is None:
         raise ConfigError(
-            f"--epochs {config.epochs}: --data {config.data} is a stream without __len__, so nobody knows how long "
-            "a pass is; say how long the run is with --steps"
+            f"--epochs {config.epochs}: --data {config.data} is a stream without __len__, so the length of "
+            "a pass is not known; say how long the run is with --steps"
         )
     return config.steps or (config.epochs or 1) * (loader.length or 1)
 

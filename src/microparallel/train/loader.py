@@ -61,7 +61,7 @@ class Loader(Protocol):
 
     @property
     def length(self) -> int | None:
-        """How many global batches a pass has; None where nobody knows."""
+        """How many global batches a pass has; None where the data does not say."""
 
     def next(self) -> Loaded:
         """Load the next batch; after the last of a pass comes the first of the next."""

@@ -233,7 +233,7 @@ class Pool:
                 process.disconnect()
             for rank, unfinished in enumerate(_end(self._processes)):
                 for number, text in unfinished.items():
-                    with contextlib.suppress(OSError):  # nobody may read it any more
+                    with contextlib.suppress(OSError):  # its reader may be gone
                         pid, prefix = self._processes[rank].pid, prefix_of(rank) if self._prefix else b""
                         self._screen.show(number, text + b"\n", pid, prefix)
             self._processes = []

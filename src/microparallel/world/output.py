@@ -71,7 +71,7 @@ class Screen:
                 self._open_lines[place] = 0
 
     def mark(self, number: int, writer: int) -> None:
-        """Say whose unfinished line is there (0: nobody's), where something else than `show` has written."""
+        """Say which process's unfinished line is there (0: none), where something else than `show` has written."""
         with self.locked():
             self._open_lines[0 if _same_place(1, 2) else number - 1] = writer
 
@@ -162,7 +162,7 @@ class WholeLines(io.RawIOBase):
             self._remember()
 
     def _remember(self) -> None:
-        if os.getpid() == self._pid:  # a fork of the rank has its own lines; nobody looks after those
+        if os.getpid() == self._pid:  # a fork of the rank has its own lines, which the parent does not read
             self._unfinished.keep(self._number, b"\n".join(self._kept.values()))
 
     def after_fork(self) -> None:
@@ -275,7 +275,7 @@ def _write_all(number: int, text: bytes) -> None:
     while view:
         try:
             view = view[os.write(number, view) :]
-        except BlockingIOError:  # somebody has made the terminal non-blocking; it is shared with other programs
+        except BlockingIOError:  # another program that shares the terminal has made it non-blocking
             import select
 
             select.select([], [number], [])

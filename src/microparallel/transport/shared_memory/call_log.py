@@ -57,7 +57,7 @@ class CallLog:
         at = self._texts + len(self._written) * _LONGS_OF_TEXT
         self._written[signature] = at
         content = text.encode()[:_LONGEST]
-        self._longs[at] = 0  # while the text changes, it is nobody's
+        self._longs[at] = 0  # while the text changes, it belongs to no call
         self._map[8 * (at + 2) : 8 * (at + 2) + len(content)] = content
         self._longs[at + 1] = len(content)
         self._longs[at] = signature
