@@ -122,7 +122,10 @@ def test_a_metric_that_fails_costs_one_line_and_not_the_training(tmp_path, micro
         (["--collate", "pad"], "--collate pad: this does not name a function; write it as my_module:collate"),
         (["--log", "tensorbord"], "--log tensorbord: did you mean 'tensorboard'?"),
         (["--log", "wandb"], "--log wandb: the package wandb is not installed; pip install wandb"),
-        (["--data", "mine:Endless"], "--data mine:Endless is a stream without __len__, so the length of a pass is not known"),
+        (
+            ["--data", "mine:Endless"],
+            "--data mine:Endless is a stream without __len__, so the length of a pass is not known",
+        ),
         (["--data", "mine:Endless", "--steps", 3, "--workers", 2], "--workers 2: a stream is read by one worker"),
         (["--data", "digits", "--collate", "mine:fine"], "--collate mine:fine is for data of your own"),
     ],
