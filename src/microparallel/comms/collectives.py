@@ -169,22 +169,66 @@ class Collectives(Caller):
         return self._answer(request, async_op)
 
     @overload
-    def all_gather(self, tensor: torch.Tensor, *, async_op: Literal[False] = ...) -> list[torch.Tensor]: ...
-    @overload
-    def all_gather(self, tensor: torch.Tensor, *, async_op: Literal[True]) -> Request[list[torch.Tensor]]: ...
     def all_gather(
-        self, tensor: torch.Tensor, *, async_op: bool = False
+        self,
+        tensor: torch.Tensor,
+        into: torch.Tensor | Sequence[torch.Tensor] | None = ...,
+        *,
+        async_op: Literal[False] = ...,
+        operation: Op | None = ...,
+    ) -> list[torch.Tensor]: ...
+    @overload
+    def all_gather(
+        self,
+        tensor: torch.Tensor,
+        into: torch.Tensor | Sequence[torch.Tensor] | None = ...,
+        *,
+        async_op: Literal[True],
+        operation: Op | None = ...,
+    ) -> Request[list[torch.Tensor]]: ...
+    def all_gather(
+        self,
+        tensor: torch.Tensor,
+        into: torch.Tensor | Sequence[torch.Tensor] | None = None,
+        *,
+        async_op: bool = False,
+        operation: Op | None = None,
     ) -> list[torch.Tensor] | Request[list[torch.Tensor]]:
-        """Collect every rank's tensor on every rank, as a list in rank order."""
+        """Collect every rank's tensor on every rank, as a list in rank order.
+
+        Args:
+            tensor: this rank's.
+            into: where they go: one flat tensor, of which each rank's is an equal part, or a tensor for each rank, which
+                may then differ in size. All ranks give the same kind. This rank's place may be `tensor` itself.
+            async_op: return a `Request`, whose `wait()` returns the list.
+            operation: what this call is in the program that its caller follows; observers are told so.
+        """
         wire = to_wire(tensor, self._group.carries)
-        call = Call.of_all("all_gather", self._content(wire), size=wire.nbytes)
-        outputs = [torch.empty_like(wire) for _ in range(self.world_size)]
-        request = self._collective(
-            call,
-            lambda: [self._group.all_gather(as_bytes(wire), [as_bytes(output) for output in outputs])],
-            lambda: [output.to(tensor.device) for output in outputs],
-        )
-        return self._answer(request, async_op)
+        if into is None:
+            places = outputs = [torch.empty_like(wire) for _ in range(self.world_size)]
+            call = Call.of_all("all_gather", self._content(wire), size=wire.nbytes)
+        else:
+            places = self._places("all_gather", into, tensor)
+            entire = _to_write(into, self._group.carries) if isinstance(into, torch.Tensor) else None
+            outputs = [_to_write(one, self._group.carries) for one in places] if entire is None else self._cut(entire)
+            words = describe(into) if isinstance(into, torch.Tensor) else describe_list(into)
+            call = Call.of_all("all_gather", words, size=_bytes(outputs))
+        rows = [as_bytes(output) for output in outputs]
+        together = isinstance(into, torch.Tensor)
+
+        def start() -> list[Work]:
+            if len({len(row) for row in rows}) == 1:
+                return [self._group.all_gather(as_bytes(wire), rows, together=together)]
+            if rows[self.rank].data_ptr() != wire.data_ptr():
+                rows[self.rank].copy_(as_bytes(wire))
+            return [self._group.broadcast(row, rank) for rank, row in enumerate(rows) if len(row)]
+
+        def finish() -> list[torch.Tensor]:
+            if into is None:
+                return [output.to(tensor.device) for output in outputs]
+            return [from_wire(output, place) for output, place in zip(outputs, places, strict=True)]
+
+        return self._answer(self._collective(call, start, finish, operation), async_op)
 
     @overload
     def all_to_all(
@@ -251,6 +295,27 @@ class Collectives(Caller):
         ).wait()
         return read_headers(theirs)
 
+    def _places(
+        self, call: str, into: torch.Tensor | Sequence[torch.Tensor], tensor: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """The place of each rank's tensor; refuse those that cannot hold what comes, as far as this rank can know."""
+        places = self._cut(into) if isinstance(into, torch.Tensor) else list(into)
+        if len(places) != self.world_size:
+            raise UsageError(f"{call}: into needs one tensor for each of {self.world_size} ranks, not {len(places)}")
+        _require_same_kind(call, places[self.rank], tensor)
+        for place in places:
+            require_writable(place, call)
+        return places
+
+    def _cut(self, entire: torch.Tensor) -> list[torch.Tensor]:
+        """The equal parts of a flat tensor, one for each rank."""
+        if entire.dim() != 1 or len(entire) % self.world_size:
+            raise UsageError(
+                f"{describe(entire)} cannot be cut into {self.world_size} equal parts; give a flat tensor whose length "
+                f"is a multiple of {self.world_size}, or a list of tensors"
+            )
+        return list(entire.detach().view(self.world_size, -1).unbind())
+
     # ── combining the ranks' tensors ────────────────────────────────────────────────────────────────────────────
 
     @overload
@@ -284,43 +349,82 @@ class Collectives(Caller):
 
     @overload
     def reduce_scatter(
-        self, tensors: Sequence[torch.Tensor], op: str = ..., *, async_op: Literal[False] = ...
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        op: str = ...,
+        *,
+        into: torch.Tensor | None = ...,
+        async_op: Literal[False] = ...,
+        operation: Op | None = ...,
     ) -> torch.Tensor: ...
     @overload
     def reduce_scatter(
-        self, tensors: Sequence[torch.Tensor], op: str = ..., *, async_op: Literal[True]
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        op: str = ...,
+        *,
+        into: torch.Tensor | None = ...,
+        async_op: Literal[True],
+        operation: Op | None = ...,
     ) -> Request[torch.Tensor]: ...
     def reduce_scatter(
-        self, tensors: Sequence[torch.Tensor], op: str = "sum", *, async_op: bool = False
+        self,
+        tensors: torch.Tensor | Sequence[torch.Tensor],
+        op: str = "sum",
+        *,
+        into: torch.Tensor | None = None,
+        async_op: bool = False,
+        operation: Op | None = None,
     ) -> torch.Tensor | Request[torch.Tensor]:
         """Combine the lists of all ranks position by position; rank r gets position r.
 
         The positions may differ in shape, as long as every rank's list has the same shapes.
+
+        Args:
+            tensors: one for each rank, or one flat tensor that is cut into equal parts; they stay as they are. All
+                ranks give the same kind.
+            op: "sum", "mean", "min", "max" or "product".
+            into: where the result goes, which may be this rank's own position.
+            async_op: return a `Request`, whose `wait()` returns the result.
+            operation: what this call is in the program that its caller follows; observers are told so.
         """
-        if len(tensors) != self.world_size:
+        together = isinstance(tensors, torch.Tensor)
+        if isinstance(tensors, torch.Tensor):
+            words, positions = describe(tensors), self._cut(tensors)
+        else:
+            words, positions = describe_list(tensors), list(tensors)
+        if len(positions) != self.world_size:
             raise UsageError(
-                f"reduce_scatter: the list needs one tensor for each of {self.world_size} ranks, not {len(tensors)}"
+                f"reduce_scatter: the list needs one tensor for each of {self.world_size} ranks, not {len(positions)}"
             )
-        for tensor in tensors:
+        for tensor in positions:
             check_reduction(op, tensor.dtype, "reduce_scatter")
-        call = Call.of_all(
-            "reduce_scatter", describe_list(tensors), f"op={op!r}", size=sum(one.nbytes for one in tensors)
-        )
-        mine = tensors[self.rank]
-        wires = [to_wire(tensor, self._group.carries).to(stand_in(tensor.dtype)) for tensor in tensors]
+        call = Call.of_all("reduce_scatter", words, f"op={op!r}", size=sum(one.nbytes for one in positions))
+        mine = positions[self.rank]
+        wires = [to_wire(tensor, self._group.carries).to(stand_in(tensor.dtype)) for tensor in positions]
         alike = len({(wire.shape, wire.dtype) for wire in wires}) == 1
-        output = torch.empty_like(wires[self.rank]) if alike else wires[self.rank].clone()
+        if into is None:
+            output = torch.empty_like(wires[self.rank])
+        else:
+            _require_same_kind("reduce_scatter", into, mine)
+            output = _to_write(into, self._group.carries).to(stand_in(into.dtype))
+            if output.data_ptr() == wires[self.rank].data_ptr():
+                output = wires[self.rank]  # in place: the group sees that nothing is to be copied
 
         def start() -> list[Work]:
             if alike:
-                return [self._group.reduce_scatter(output, wires, wire_reduction(op))]
+                return [self._group.reduce_scatter(output, wires, wire_reduction(op), together=together)]
+            if output is not wires[self.rank]:
+                output.copy_(wires[self.rank])
+            # In a reduction, a rank's tensor is scratch where it is not the result.
             buffers = [output if rank == self.rank else wire.clone() for rank, wire in enumerate(wires)]
             return [self._group.reduce(buffer, rank, wire_reduction(op)) for rank, buffer in enumerate(buffers)]
 
         def finish() -> torch.Tensor:
-            return finish_reduction(output, op, self.world_size).to(device=mine.device, dtype=mine.dtype)
+            result = finish_reduction(output, op, self.world_size)
+            return result.to(device=mine.device, dtype=mine.dtype) if into is None else from_wire(result, into)
 
-        return self._answer(self._collective(call, start, finish), async_op)
+        return self._answer(self._collective(call, start, finish, operation), async_op)
 
     @overload
     def all_reduce(
@@ -398,6 +502,20 @@ class Collectives(Caller):
     def all_reduce_mean(self, tensor: torch.Tensor, *, async_op: bool = False) -> torch.Tensor | Request[torch.Tensor]:
         """Average the ranks' tensors, in place, on every rank."""
         return self.all_reduce(tensor, "mean", async_op=True) if async_op else self.all_reduce(tensor, "mean")
+
+
+def _require_same_kind(call: str, into: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Refuse a place for a tensor that has another dtype, size or device."""
+    require_writable(into, call)
+    if (into.dtype, into.numel(), into.device) != (tensor.dtype, tensor.numel(), tensor.device):
+        raise UsageError(f"{call}: into is {describe(into)} on {into.device}, for {describe(tensor)} on {tensor.device}")
+
+
+def _to_write(tensor: torch.Tensor, carries: frozenset[str]) -> torch.Tensor:
+    """Memory that the transport can write to: the tensor's own, or room beside it, whose contents do not matter."""
+    if tensor.device.type in carries and tensor.is_contiguous():
+        return tensor.detach()
+    return empty_on_wire(tensor.shape, tensor.dtype, tensor.device, carries)
 
 
 def _require_room(

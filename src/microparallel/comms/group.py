@@ -61,14 +61,19 @@ class Group(Protocol):
     def gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor] | None, to: int) -> Work:
         """Start collecting every rank's tensor on one rank."""
 
-    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> Work:
-        """Start collecting every rank's tensor on every rank."""
+    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor], *, together: bool = False) -> Work:
+        """Start collecting every rank's tensor on every rank; `together`: on all ranks, outputs lie side by side."""
 
     def reduce(self, tensor: torch.Tensor, to: int, op: str) -> Work:
         """Start combining the ranks' tensors on one rank; what the others' tensors hold afterwards is undefined."""
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> Work:
-        """Start combining the ranks' inputs position by position; rank r gets position r."""
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: list[torch.Tensor], op: str, *, together: bool = False
+    ) -> Work:
+        """Start combining the ranks' inputs position by position; rank r gets position r.
+
+        The output may be this rank's own position. With `together`, on all ranks, the inputs lie side by side.
+        """
 
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
         """Start handing input r to rank r, and getting one from each; sizes may differ from pair to pair."""
@@ -144,12 +149,15 @@ class ProgramGroup:
         """Combine the ranks' tensors on one rank."""
         return self._run(self._program("reduce", root=to), whole(tensor, self._block_bytes), op)
 
-    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> QueuedWork:
+    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor], *, together: bool = False) -> QueuedWork:
         """Collect every rank's tensor on every rank."""
         first = _copying(tensor, outputs[self.rank])
-        return self._run(self._program("all-gather"), listed(outputs, self._block_bytes), first=first)
+        blocks = listed(outputs, self._block_bytes, together=together)
+        return self._run(self._program("all-gather"), blocks, first=first)
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> QueuedWork:
+    def reduce_scatter(
+        self, output: torch.Tensor, inputs: list[torch.Tensor], op: str, *, together: bool = False
+    ) -> QueuedWork:
         """Combine the ranks' inputs position by position; rank r gets position r."""
         program = self._program("reduce-scatter")
         # The inputs stay as they are: sums that only pass through this rank, as in a ring, are made in copies.
@@ -161,7 +169,7 @@ class ProgramGroup:
                 if piece is not tensor:
                     piece.copy_(tensor)
 
-        return self._run(program, listed(pieces, self._block_bytes), op, first)
+        return self._run(program, listed(pieces, self._block_bytes, together=together), op, first)
 
     def scatter(self, output: torch.Tensor, inputs: list[torch.Tensor] | None, source: int) -> QueuedWork:
         """Hand the source's inputs out, one to each rank."""
@@ -189,5 +197,6 @@ class ProgramGroup:
         self._queue.run_in_background()
 
 
-def _copying(tensor: torch.Tensor, into: torch.Tensor) -> Callable[[], object]:
-    return partial(into.copy_, tensor)
+def _copying(tensor: torch.Tensor, into: torch.Tensor) -> Callable[[], object] | None:
+    """How a rank copies its own tensor to its place; None if it lies there already."""
+    return None if tensor.data_ptr() == into.data_ptr() else partial(into.copy_, tensor)

@@ -286,17 +286,27 @@ def whole(tensor: torch.Tensor, block_bytes: int | None = BLOCK_BYTES) -> Blocks
     return blocks
 
 
-def listed(tensors: list[torch.Tensor], block_bytes: int | None = BLOCK_BYTES) -> Blocks:
-    """A tensor for each slice, all of one size; large ones block after block."""
+def listed(
+    tensors: list[torch.Tensor], block_bytes: int | None = BLOCK_BYTES, *, together: bool = False
+) -> Blocks:
+    """A tensor for each slice, all of one size; large ones block after block.
+
+    If they lie side by side on every rank (`together`), a rank copies all of them or none. Then one block is enough to
+    know whether any rank copies, as with one tensor. Of tensors that lie apart, each rank sees only some.
+    """
     flat = [tensor.view(-1) for tensor in tensors]
     size = flat[0].numel()
     step = _elements(None if block_bytes is None else block_bytes // len(tensors), flat[0])
 
-    def blocks(slices: int, _: Callable[[], bool]) -> Iterator[Pieces]:
+    def blocks(slices: int, in_blocks: Callable[[], bool]) -> Iterator[Pieces]:
         if slices != len(tensors):
             raise ProgramError(f"a program of {slices} slices cannot run on a list of {len(tensors)} tensors")
-        for start in range(0, max(1, size), step):
-            yield _Listed([tensor[start : start + step] for tensor in flat])
+        yield _Listed([tensor[:step] for tensor in flat])
+        if size <= step:
+            return
+        rest = step if in_blocks() or not together else size
+        for start in range(step, size, rest):
+            yield _Listed([tensor[start : start + rest] for tensor in flat])
 
     return blocks
 

@@ -217,8 +217,14 @@ class TorchTransport:
             work = dist.gather(tensor, outputs, group=self.group, group_dst=to, async_op=True)
         return TorchWork(work, self._translated, tensor, *(outputs or ()))
 
-    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> TorchWork:
-        """Start collecting every rank's tensor on every rank."""
+    def all_gather(
+        self,
+        tensor: torch.Tensor,
+        outputs: list[torch.Tensor],
+        *,
+        together: bool = False,  # noqa: ARG002
+    ) -> TorchWork:
+        """Start collecting every rank's tensor on every rank; torch finds out itself whether outputs lie together."""
         with self._translated:
             work = dist.all_gather(outputs, tensor, group=self.group, async_op=True)
         return TorchWork(work, self._translated, tensor, *outputs)
@@ -229,7 +235,14 @@ class TorchTransport:
             work = dist.reduce(tensor, op=_REDUCE_OPS[op], group=self.group, group_dst=to, async_op=True)
         return TorchWork(work, self._translated, tensor)
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> TorchWork:
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        inputs: list[torch.Tensor],
+        op: str,
+        *,
+        together: bool = False,  # noqa: ARG002
+    ) -> TorchWork:
         """Start combining the ranks' inputs position by position; rank r gets position r."""
         with self._translated:
             work = dist.reduce_scatter(output, inputs, op=_REDUCE_OPS[op], group=self.group, async_op=True)
