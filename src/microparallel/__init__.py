@@ -28,6 +28,7 @@ _HOMES = {
     "Pipeline": "microparallel.pipeline",
     "Pool": "microparallel.world",
     "Request": "microparallel.comms",
+    "ShardedOptimizer": "microparallel.data_parallel",
     "ShardedSampler": "microparallel.train.sampler",
     "SyncBatchNorm": "microparallel.data_parallel",
     "Trace": "microparallel.trace",

@@ -198,8 +198,8 @@ class Collectives(Caller):
 
         Args:
             tensor: this rank's.
-            into: where they go: one flat tensor, of which each rank's is an equal part, or a tensor for each rank, which
-                may then differ in size. All ranks give the same kind. This rank's place may be `tensor` itself.
+            into: where they go: one flat tensor, of which each rank's is an equal part, or a tensor for each rank;
+                these may differ in size. All ranks give the same kind. This rank's place may be `tensor` itself.
             async_op: return a `Request`, whose `wait()` returns the list.
             operation: what this call is in the program that its caller follows; observers are told so.
         """
@@ -508,7 +508,9 @@ def _require_same_kind(call: str, into: torch.Tensor, tensor: torch.Tensor) -> N
     """Refuse a place for a tensor that has another dtype, size or device."""
     require_writable(into, call)
     if (into.dtype, into.numel(), into.device) != (tensor.dtype, tensor.numel(), tensor.device):
-        raise UsageError(f"{call}: into is {describe(into)} on {into.device}, for {describe(tensor)} on {tensor.device}")
+        raise UsageError(
+            f"{call}: into is {describe(into)} on {into.device}, for {describe(tensor)} on {tensor.device}"
+        )
 
 
 def _to_write(tensor: torch.Tensor, carries: frozenset[str]) -> torch.Tensor:

@@ -286,9 +286,7 @@ def whole(tensor: torch.Tensor, block_bytes: int | None = BLOCK_BYTES) -> Blocks
     return blocks
 
 
-def listed(
-    tensors: list[torch.Tensor], block_bytes: int | None = BLOCK_BYTES, *, together: bool = False
-) -> Blocks:
+def listed(tensors: list[torch.Tensor], block_bytes: int | None = BLOCK_BYTES, *, together: bool = False) -> Blocks:
     """A tensor for each slice, all of one size; large ones block after block.
 
     If they lie side by side on every rank (`together`), a rank copies all of them or none. Then one block is enough to

@@ -119,7 +119,7 @@ class Recorder:
         self._rows: list[Row] = []
         self._row_of: dict[Activity, Row] = {}  # of what is under way
         self._numbers: dict[object, Iterator[int]] = defaultdict(itertools.count)
-        self._torch_hooks = TorchHooks(self._torch_begins, self._torch_ends)
+        self._torch_hooks = TorchHooks(self._torch_begins, self._torch_ends, self._step_ends)
         self._of_torch: dict[Kind, Row] = {}  # the forward and the backward of torch's that are under way
         self._waited_in_backward: list[Row] = []
         self._ended: Moment | None = None  # when the last operation did, since torch's last forward or backward began
@@ -218,14 +218,15 @@ class Recorder:
 
     def _torch_ends(self, row: Row) -> None:
         row.end = self._now()
-        if isinstance(row.op, OptimizerStep):
-            self.step += 1
         self._of_torch.pop(kind_of(row.op), None)
         if kind_of(row.op) == "backward":
             for waited in self._waited_in_backward:
                 if waited.end is None:  # backward has returned without it
                     waited.waited = None
             self._waited_in_backward.clear()
+
+    def _step_ends(self) -> None:
+        self.step += 1
 
     # ── all ranks' events, on one clock ─────────────────────────────────────────────────────────────────────────
 
@@ -311,18 +312,26 @@ class TorchHooks:
     Args:
         begin: called when something begins; what it returns is handed to `end`.
         end: called when that has ended.
+        step_ends: called when an optimizer's step has ended, and with it the step of the training.
     """
 
-    def __init__(self, begin: Callable[[Observed | OptimizerStep], Any], end: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        begin: Callable[[Observed | OptimizerStep], Any],
+        end: Callable[[Any], None],
+        step_ends: Callable[[], None],
+    ) -> None:
         self._begin = begin
         self._end = end
+        self._step_ends = step_ends
         self._started = False
         self._pauses = 0  # operations of a program that are under way
         self._handles: list[RemovableHandle] = []
         self._hooks: dict[int, Any] = {}  # torch's own, those that all modules share
         self._key = 0  # and our place in it
         self._forward: Any = None
-        self._optimizer: Any = None
+        # Those that step: one may do so inside of another, as in a ShardedOptimizer.
+        self._optimizers: list[tuple[torch.optim.Optimizer, Any]] = []
         self._engine = backward_engine()
         self._run_backward: Engine | None = None
         self.in_backward = False
@@ -400,13 +409,21 @@ class TorchHooks:
 
         return run_backward
 
-    def _optimizer_begins(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
-        self._optimizer = self._begin(OptimizerStep())
+    def _optimizer_begins(self, optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
+        if any(other is optimizer for other, _ in self._optimizers):
+            self._optimizers.clear()  # an error has ended its last step, and torch did not call the hook
+        # What an optimizer does around the one inside of it is to communicate: the update is the inner one's.
+        inside = getattr(optimizer, "updates_inside", False)
+        self._optimizers.append((optimizer, None if inside else self._begin(OptimizerStep())))
 
     def _optimizer_ends(self, _optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
-        if self._optimizer is not None:
-            self._end(self._optimizer)
-            self._optimizer = None
+        if not self._optimizers:
+            return
+        _, row = self._optimizers.pop()
+        if row is not None:
+            self._end(row)
+        if not self._optimizers:
+            self._step_ends()
 
 
 # ── one clock for all ranks ─────────────────────────────────────────────────────────────────────────────────────────

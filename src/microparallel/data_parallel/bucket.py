@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms, Request
-from microparallel.program import AllReduce
+from microparallel.data_parallel.layout import offsets
+from microparallel.program import AllReduce, ReduceScatter
 from microparallel.torch_private import references_to, tensors_in_memory_of
 
-_ALIGNMENT = 64  # bytes: each gradient begins on a cache line of its own
 _AFTER_COUNTS = 1  # numbers behind the counts: how many gradients are not finite
 
 
@@ -49,8 +49,8 @@ class FlatBucket:
         self.number = number
         self._overwrites = overwrites
         self._comms = comms
-        offsets, self._stop = _offsets(parameters)
-        self._places = [(one.size(), _strides(one), at) for one, at in zip(parameters, offsets, strict=True)]
+        begins, self._stop = offsets(parameters)
+        self._places = [(one.size(), _strides(one), at) for one, at in zip(parameters, begins, strict=True)]
         self.not_finite = 0
         self.ready = [False] * len(parameters)
         self.missing = len(parameters)
@@ -135,7 +135,7 @@ class FlatBucket:
         self.open()
         self.buffer.zero_()
 
-    def start(self, comms: Comms, operation: AllReduce, overlap: bool) -> None:
+    def start(self, comms: Comms, operation: AllReduce | ReduceScatter, overlap: bool) -> None:
         """All-reduce the buffer, which is `operation` of the program: with `overlap` in the background."""
         self._not_finite_on_all.fill_(self.not_finite)
         if self.missing:
@@ -184,16 +184,6 @@ def split(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Para
         if sum(parameter.nbytes for parameter in filling[kind]) >= limit:
             full.append(filling.pop(kind))
     return full + list(filling.values())
-
-
-def _offsets(parameters: Sequence[nn.Parameter]) -> tuple[list[int], int]:
-    """Where each gradient begins, and where the last one ends."""
-    step = max(1, _ALIGNMENT // parameters[0].element_size())
-    offsets, position = [], 0
-    for parameter in parameters:
-        offsets.append(position)
-        position += -(-parameter.numel() // step) * step
-    return offsets, position
 
 
 def _strides(parameter: torch.Tensor) -> tuple[int, ...]:

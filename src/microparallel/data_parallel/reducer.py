@@ -20,7 +20,7 @@ import functools
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -30,15 +30,30 @@ from torch.utils.hooks import RemovableHandle
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.bucket import FlatBucket, split
+from microparallel.data_parallel.layout import By, owners
+from microparallel.data_parallel.sharding import Buffers, ShardedBucket
 from microparallel.data_parallel.sync_batch_norm import LayerSum, LayerSums
 from microparallel.errors import GradientError, UsageError
 from microparallel.observe import Activity, Observation, Observer
-from microparallel.program import ORDER, WEIGHTS, AllReduce, Backward, Broadcast, Bucket, Program
+from microparallel.program import (
+    ORDER,
+    WEIGHTS,
+    AllReduce,
+    Backward,
+    Broadcast,
+    Bucket,
+    Delta,
+    Free,
+    Program,
+    ReduceScatter,
+    presence,
+)
 from microparallel.schedules import data_parallel_step
 from microparallel.torch_private import at_end_of_backward, leave_uncompiled
 
 _MOST_NAMES = 8  # parameters of a rank that an error names
 _step = functools.lru_cache(maxsize=64)(data_parallel_step)  # every backward asks for its program
+Sum = AllReduce | ReduceScatter
 
 
 class Reducer:
@@ -53,6 +68,8 @@ class Reducer:
         check_finite: raise `GradientError` for gradients that are infinite or not a number.
         refuse_unused: raise `GradientError` for parameters that got no gradient.
         overwrites: overwrite gradients of the last pass, also if the user still holds them.
+        level: how much is kept in parts (ZeRO): 0 nothing, 1 the optimizer's state, 2 the gradients, too. From 1 on
+            buckets are reduce-scattered, and keep the order of registration: each rank's part stays what it is.
 
     Attributes:
         participants: which ranks have data, and how much each counts.
@@ -75,7 +92,10 @@ class Reducer:
         check_finite: bool,
         refuse_unused: bool,
         overwrites: bool,
+        level: int = 0,
     ) -> None:
+        self.level = level
+        self.by: By = "element"
         self.participants = Participants(comms)
         self.buckets: list[FlatBucket] = []
         self.passes = 0
@@ -94,11 +114,12 @@ class Reducer:
         self._bucket_bytes = bucket_bytes
         self._names = {parameter: name for name, parameter in named.items()}
         self._order: list[nn.Parameter] = []  # in which gradients are expected
-        self._learnt = False  # whether that is the order in which they arrived
+        self._learnt = level > 0  # whether that is the order in which they arrived, or it is kept as it is
         self._places: dict[nn.Parameter, tuple[FlatBucket, int]] = {}  # its bucket, and its index there
         self._hooks: list[RemovableHandle] = []
         self._arrived: list[nn.Parameter] = []  # whose gradients have come in this backward
-        self._not_started: deque[AllReduce] = deque()  # the program's all-reduces that are still to do
+        self._not_started: deque[Sum] = deque()  # the program's sums that are still to do
+        self._turn = 0  # how many passes have been summed since gradients were removed (level 2)
         self._observed: ObservedBackward | None = None  # this backward, if there are observers
         self._not_finite: list[str] = []  # parameters of this rank
         self._scale = 1.0  # the factor for this rank's gradients
@@ -113,6 +134,8 @@ class Reducer:
         samples: bool = False,
         loss: bool = False,
         gone: tuple[int, ...] = (),
+        norm: bool = False,
+        at_once: bool = True,
     ) -> Program:
         """What the next step does, on all ranks."""
         return _step(
@@ -128,6 +151,8 @@ class Reducer:
             joining=self.participants.joining,
             gone=gone,
             norms=self._sums_inside.in_slots(self._complete_after()) if self._sums_inside.layers else (),
+            norm=norm and self.level > 0,
+            level=self.level if at_once else min(self.level, 1),
         )
 
     def _complete_after(self) -> list[int]:
@@ -161,7 +186,7 @@ class Reducer:
         trainable = [parameter for parameter in self._names if parameter.requires_grad]
         if len(trainable) != len(self._places) or any(parameter not in self._places for parameter in trainable):
             self._order = trainable[::-1]  # backward begins at the end
-            self._learnt = False
+            self._learnt = self.level > 0
             self._register_hooks(trainable)
         elif not all(bucket.fits for bucket in self.buckets):
             self.buckets = []
@@ -186,12 +211,41 @@ class Reducer:
     def _make_buckets(self) -> None:
         self._places.clear()
         groups = split(self._order, self._bucket_bytes)
-        self.buckets = [
-            FlatBucket(group, self._comms, number, overwrites=self._overwrites) for number, group in enumerate(groups)
-        ]
+        if self.level:
+            self.buckets = list(self._sharded(groups))
+        else:
+            self.buckets = [
+                FlatBucket(group, self._comms, number, overwrites=self._overwrites)
+                for number, group in enumerate(groups)
+            ]
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 self._places[parameter] = (bucket, index)
+
+    def _sharded(self, groups: Sequence[list[nn.Parameter]]) -> Iterator[ShardedBucket]:
+        """Make buckets of which each rank keeps its part."""
+        owner_of = owners(self._names, self._comms.world_size) if self.by == "parameter" else {}
+        pools: dict[object, Buffers] = {}
+        for number, group in enumerate(groups):
+            if owner_of:
+                group.sort(key=owner_of.__getitem__)
+            kind = (group[0].dtype, group[0].device)
+            if self.level > 1 and kind not in pools:
+                pools[kind] = Buffers(group[0], self._comms)
+            given = [owner_of[parameter] for parameter in group] if owner_of else None
+            yield ShardedBucket(group, self._comms, number, owners=given, pool=pools.get(kind))
+
+    @property
+    def sharded_buckets(self) -> list[ShardedBucket]:
+        """The buckets of which each rank keeps its part: all of them, or none."""
+        return [bucket for bucket in self.buckets if isinstance(bucket, ShardedBucket)]
+
+    def shard_by(self, by: By) -> None:
+        """Cut buckets into parts by element, or give whole parameters to ranks; before the first pass."""
+        if by != self.by:
+            self.by = by
+            self.buckets = []
+            self.prepare()
 
     # ── during backward ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -199,6 +253,7 @@ class Reducer:
         """Begin a backward whose gradients are averaged; they are about to arrive."""
         self.running = True
         self.find_participants()
+        self._take_stand_ins()
         self._follow_program()
         self.observe_backward()
         at_end_of_backward(self._end)
@@ -209,15 +264,31 @@ class Reducer:
             self._make_buckets()
         self._scale = self.participants.find(has_data)
 
+    def _take_stand_ins(self) -> None:
+        """Before gradients come: what stands for sums of earlier passes makes room for them."""
+        for bucket in self.sharded_buckets:
+            bucket.take_stand_ins()
+
     def _follow_program(self) -> None:
-        """Look up in the program which buckets are all-reduced, and in which order."""
-        mine = self.program(buffers=False).ranks[self._comms.rank]
-        self._not_started = deque(op for op in mine if isinstance(op, AllReduce) and isinstance(op.value, Bucket))
+        """Look up in the program which buckets are summed, and in which order."""
+        if self.level < 2:
+            mine = self.program(buffers=False).ranks[self._comms.rank]
+            self._not_started = deque(op for op in mine if isinstance(op, Sum) and isinstance(op.value, Bucket))
+            return
+        if not any(bucket.keeps_sum for bucket in self.sharded_buckets):
+            self.microbatch -= self._turn  # gradients begin anew: so do their numbers
+            self._turn = 0
+        at_once = self.microbatch <= self._turn  # otherwise gradients of earlier backwards, in no_sync, go along
+        turn = self._turn if at_once else None
+        mine = self.program(self._turn + 1, buffers=False, at_once=at_once).ranks[self._comms.rank]
+        sums = (op for op in mine if isinstance(op, ReduceScatter) and isinstance(op.value, Bucket))
+        self._not_started = deque(op for op in sums if op.value.turn == turn)  # type: ignore[union-attr]
 
     def observe_backward(self) -> None:
         """Tell the observers, if there are any, that a backward begins; and count it if it is not averaged."""
         if not self.running and not self._local_backward:  # begin() sees to the end of an averaged one
             self._local_backward = True
+            self._take_stand_ins()
             at_end_of_backward(self._local_backward_ends)
         if self._comms.observers and self._observed is None and self.buckets:
             number = self.microbatch * self._comms.world_size + self._comms.rank
@@ -226,8 +297,13 @@ class Reducer:
 
     def _local_backward_ends(self) -> None:
         self._end_observed()
+        self._put_stand_ins_back()
         self.microbatch += self._local_gradients
         self._local_backward = self._local_gradients = False
+
+    def _put_stand_ins_back(self) -> None:
+        for bucket in self.sharded_buckets:
+            bucket.put_stand_ins_back()
 
     def _end_observed(self) -> None:
         observed, self._observed = self._observed, None
@@ -272,11 +348,11 @@ class Reducer:
         while self._not_started and not self._bucket_of(self._not_started[0]).missing:
             self._start(self._not_started.popleft())
 
-    def _bucket_of(self, operation: AllReduce) -> FlatBucket:
+    def _bucket_of(self, operation: Sum) -> FlatBucket:
         assert isinstance(operation.value, Bucket)
         return self.buckets[operation.value.index]
 
-    def _start(self, operation: AllReduce) -> None:
+    def _start(self, operation: Sum) -> None:
         if self._observed is not None:
             self._observed.end_current()
         self._bucket_of(operation).start(self._comms, operation, self._overlap)
@@ -291,6 +367,7 @@ class Reducer:
             self._average(take_results=True)
         else:  # torch.autograd.grad does not change parameter.grad, and neither does the reducer
             self._end_observed()
+            self._put_stand_ins_back()
             self.running = False
 
     def take_part(self, *, take_results: bool) -> None:
@@ -300,6 +377,7 @@ class Reducer:
             take_results: whether the averages become this rank's gradients, too.
         """
         self.running = True
+        self._take_stand_ins()
         self._follow_program()
         self._average(take_results)
 
@@ -309,17 +387,52 @@ class Reducer:
             bucket.fill_up(self._scale) if take_results else bucket.fill_with_zeros()
             self._start(self._not_started.popleft())
         self._end_observed()
+        self._share_presence()
         for bucket in self.buckets:
             bucket.wait()
         self.passes += 1
         self._require_fine()
         for bucket in self.buckets:
-            if take_results and bucket.missing:
+            if isinstance(bucket, ShardedBucket):
+                bucket.take_results()
+            elif take_results and bucket.missing:
                 _take_missing(bucket)
+        self._let_gradients_go()
         if not self._learnt:
             self._learn_order()
         self._clean_up()
         self.pass_ended(self.participants.ranks[0])
+
+    def _share_presence(self) -> None:
+        """Tell all ranks which gradients this one has: a reduce-scatter would carry that to one rank each."""
+        buckets = self.sharded_buckets
+        if not buckets:
+            return
+        mine = [bucket.presence() for bucket in buckets]
+        counts = torch.tensor(list(itertools.chain(*mine)), dtype=torch.float32)
+        self._comms.all_reduce(counts, operation=AllReduce(presence(self._turn), "dp"))
+        for bucket, sums in zip(buckets, torch.split(counts, list(map(len, mine))), strict=True):
+            bucket.take_presence(sums)
+
+    def _let_gradients_go(self) -> None:
+        """At level 2: tell the observers that the whole gradients are gone; count the pass."""
+        if self.level < 2:
+            return
+        number = self.microbatch * self._comms.world_size + self._comms.rank
+        if self._comms.observers and self._arrived:
+            for stage in reversed(range(len(self.buckets))):
+                with Observation(self._comms.observers, Activity(Free(Delta(stage, number)))):
+                    pass
+        self._turn += 1
+
+    def step_ends(self) -> None:
+        """The optimizer has updated the weights: micro-batches are counted anew."""
+        self._turn = self.microbatch = 0
+
+    def forget_sums(self) -> None:
+        """Remove gradients that are in parts."""
+        for bucket in self.sharded_buckets:
+            bucket.forget()
 
     def _require_fine(self) -> None:
         """Raise on bad gradients; every rank has the same sums here, so all ranks raise, or none does."""
@@ -338,6 +451,8 @@ class Reducer:
             if names and rank in self.participants.ranks
         ]
         self._clean_up()
+        for bucket in self.sharded_buckets:
+            bucket.forget()
         raise GradientError(f"step {self.passes}: {what} for parameters of {'; '.join(parts)}{fix}")
 
     def _learn_order(self) -> None:
@@ -366,7 +481,7 @@ class Reducer:
         self._not_finite = []
         self._not_started.clear()
         self._local_backward = self._local_gradients = False
-        self.microbatch = 0
+        self.microbatch = self._turn  # at level 2, what comes next may be another micro-batch of the same step
         self.running = False
 
 

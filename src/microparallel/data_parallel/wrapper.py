@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from torch.nn.modules.module import (
 from microparallel.comms import Comms
 from microparallel.data_parallel.reducer import ObservedBackward, Reducer
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicate, require_same_model
+from microparallel.data_parallel.sharding import GradientInParts, clip_parts, reducer_of
 from microparallel.data_parallel.sync_batch_norm import LayerSums
 from microparallel.errors import UsageError
 from microparallel.observe import UNOBSERVED, Activity, Observation
@@ -33,6 +35,9 @@ from microparallel.torch_private import (
     pytree,
     share_tensors,
 )
+
+Shard = Literal["optimizer", "gradients"]
+LEVELS: dict[str | None, int] = {None: 0, "optimizer": 1, "gradients": 2}
 
 
 class DataParallel(nn.Module):
@@ -58,6 +63,10 @@ class DataParallel(nn.Module):
         gradient_as_bucket_view: let gradients of the next pass overwrite those of the last one, as torch's option does:
             `grad` is then the same memory in every pass, and what you keep of it changes. With False, a pass whose
             gradients begin anew leaves gradients that you keep alone.
+        shard: what each rank keeps only its part of (ZeRO): "optimizer", the optimizer's state; "gradients", the
+            gradients, too, which then leave after every backward (inside of `no_sync()` they stay whole). The optimizer
+            must be a `mp.ShardedOptimizer`, and gradients are clipped with this model's `clip_grad_norm_`. After a
+            backward, `grad` of a parameter only says that there is a gradient: no rank has it whole.
 
     Example:
         ```python
@@ -81,8 +90,11 @@ class DataParallel(nn.Module):
         find_unused_parameters: bool = True,
         check_finite: bool = False,
         gradient_as_bucket_view: bool = False,
+        shard: Shard | None = None,
     ) -> None:
         super().__init__()
+        if shard not in LEVELS:
+            raise UsageError(f"DataParallel: shard={shard!r}; choose None, 'optimizer' or 'gradients'")
         _require_sensible(bucket_cap_mb, broadcast_buffers, find_unused_parameters, gradient_as_bucket_view)
         require_same_model(module, comms)  # before the next check: all ranks then find the same in it
         _require_dense_gradients(module)
@@ -97,6 +109,7 @@ class DataParallel(nn.Module):
             check_finite=check_finite,
             refuse_unused=not find_unused_parameters,
             overwrites=gradient_as_bucket_view,
+            level=LEVELS[shard],
         )
         self._averages = comms.world_size > 1 or check_finite or not find_unused_parameters
         self._broadcasts_buffers = broadcast_buffers and comms.world_size > 1 and bool(filled(module.buffers()))
@@ -112,6 +125,8 @@ class DataParallel(nn.Module):
         self._reducer.begin_if_wanted = self._begin_if_wanted
         self._reducer.pass_ended = self._pass_ended
         self._single = None if self._averages else SingleRank(self.comms)
+        if self._single is None and self._reducer.level:
+            reducer_of.update(dict.fromkeys(self.module.parameters(), weakref.ref(self._reducer)))
         self._no_sync_depth = 0  # how many no_sync() this rank is inside of
         self._forward_was_local = False  # whether the last forward was inside of no_sync()
         self._registrations = registrations().count  # when its parameters were last looked at
@@ -251,6 +266,11 @@ class DataParallel(nn.Module):
         done, and then gets their parameters and buffers.
         """
         self._require_no_sums_inside("join")
+        if self._reducer.level and self._single is None:
+            raise UsageError(
+                "join: with shard= every rank updates its part of the parameters in every step, also one that has run "
+                "out of data; let it call sit_out() inside of weighted(0), and step its optimizer, as the others do"
+            )
         participants = self._reducer.participants
         participants.joining = True
         try:
@@ -286,6 +306,8 @@ class DataParallel(nn.Module):
         samples: bool = False,
         loss: bool = False,
         gone: Collection[int] = (),
+        clip: bool = False,
+        at_once: bool = True,
     ) -> Program:
         """The program that the next step follows, on all ranks; it can be verified, simulated and drawn.
 
@@ -299,6 +321,9 @@ class DataParallel(nn.Module):
             samples: the ranks add up their samples first, as `accumulated_step` does without `samples=`.
             loss: the ranks add up the loss in the end, as `accumulated_step` does.
             gone: the ranks that have run out of data, inside of `join()`.
+            clip: `clip_grad_norm_` is called before the update; with `shard` the ranks add up the norm.
+            at_once: with `shard="gradients"`, whether every micro-batch's gradients leave after its backward; False if
+                all but the last are inside of `no_sync()`.
 
         Example:
             ```python
@@ -310,7 +335,32 @@ class DataParallel(nn.Module):
             return data_parallel_step(1, 1, each, sums=False, samples=samples, loss=loss)
         self._prepare()
         broadcasts = self._broadcasts_buffers and (self.training or self._reducer.participants.joining)
-        return self._reducer.program(each, buffers=broadcasts, samples=samples, loss=loss, gone=tuple(gone))
+        return self._reducer.program(
+            each, buffers=broadcasts, samples=samples, loss=loss, gone=tuple(gone), norm=clip, at_once=at_once
+        )
+
+    # ── gradients, whole or in parts ────────────────────────────────────────────────────────────────────────────
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm over the whole model is at most `max_norm`; returns what it was.
+
+        Every rank calls it, after backward. Without `shard` it is `torch.nn.utils.clip_grad_norm_`. With `shard`, where
+        each rank has its part of the gradients, an all-reduce adds up the parts' norms.
+        """
+        buckets = [] if self._single is not None else self._reducer.sharded_buckets
+        if not buckets:
+            norm: torch.Tensor = nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
+            return norm
+        return clip_parts(buckets, self.comms, max_norm, norm_type)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by a number, whether each rank has them whole or in parts."""
+        if self._single is None:
+            for bucket in self._reducer.sharded_buckets:
+                bucket.shard.mul_(factor)
+        for parameter in self.module.parameters():
+            if parameter.grad is not None and not isinstance(parameter.grad, GradientInParts):
+                parameter.grad.mul_(factor)
 
     # ── the plain model's state ─────────────────────────────────────────────────────────────────────────────────
 

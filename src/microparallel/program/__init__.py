@@ -56,6 +56,7 @@ from microparallel.program.values import (
     moments,
     moments_gradient,
     parse_value,
+    presence,
     tied,
     touch,
 )
@@ -130,6 +131,7 @@ __all__ = [
     "parse_op",
     "parse_value",
     "peak_activations",
+    "presence",
     "tied",
     "to_text",
     "touch",

@@ -172,12 +172,17 @@ WEIGHTS = Named("weights")  # which ranks take part, and how much the gradients 
 ORDER = Named("order")  # the order in which gradients came in the first backward
 SHARED = Named("shared")  # the gradients of parameters that several stages of one rank use
 LOSS = Named("loss")  # the mean loss over all samples
-NORM = Named("norm")  # the norm of all gradients of a pipeline together
+NORM = Named("norm")  # the norm of all gradients together, where no rank has all of them
 
 
 def tied(index: int) -> Named:
     """The gradients of the parameter with this number, among those that stages on different ranks share."""
     return Named(f"tied{index}")
+
+
+def presence(turn: int = 0) -> Named:
+    """For each gradient, how many ranks have one, in the pass of this number since gradients were last removed."""
+    return Named(f"presence{turn}")
 
 
 def moments(layer: int) -> Named:

@@ -7,27 +7,35 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from microparallel.errors import UsageError
 from microparallel.program import (
     AUTO,
     BUFFERS,
     LOSS,
+    NORM,
     ORDER,
     SAMPLES,
     WEIGHTS,
+    AllGather,
     AllReduce,
     Backward,
     Broadcast,
     Bucket,
+    Delta,
     Forward,
     ForwardStages,
+    Free,
     Join,
     Named,
     Op,
     OptimizerStep,
+    Parameters,
     Program,
+    ReduceScatter,
     TrainingStep,
+    presence,
 )
 
 Ranges = tuple[tuple[int, int], ...]
@@ -90,6 +98,8 @@ def data_parallel_step(
     joining: bool = False,
     gone: Collection[int] = (),
     norms: Sequence[Sequence[Named]] = (),
+    level: int = 0,
+    norm: bool = False,
 ) -> Program:
     """The step that `DataParallel` follows: stages are buckets of gradients, and backward is as many operations.
 
@@ -123,6 +133,17 @@ def data_parallel_step(
     rank 0: *:moments0@dp F0:2.0 B1.0 *U0@dp *:moments0.gradient@dp B0.0 *U1@dp S
     ```
 
+    With ZeRO (`level`), each rank keeps its part of a bucket's sum, updates its part of the parameters, and gathers the
+    others'. Which gradients a rank has goes to all ranks in a message of its own. To clip gradients, the ranks sum up
+    the norm of their parts. At level 2 the gradients of a micro-batch leave at once and are let go; a rank that has
+    fewer micro-batches takes part in the last sums without one:
+
+    ```
+    level 1    rank 0: F0:1.0 B0.0 %U0@dp *:presence0@dp = *:norm@dp = S ~T0@dp
+    level 2    rank 0: F0:1.0 B0.0 %U0.0@dp *:presence0@dp = !D0.0 F0:1.2 B0.2 %U0.1@dp *:presence1@dp = !D0.2 S ~T0@dp
+               rank 1: F0:1.1 B0.1 %U0.0@dp *:presence0@dp = !D0.1             %U0.1@dp *:presence1@dp =       S ~T0@dp
+    ```
+
     Args:
         buckets: how many buckets there are.
         ranks: how many replicas there are.
@@ -137,6 +158,8 @@ def data_parallel_step(
         joining: whether ranks may run out of data.
         gone: the ranks that have run out.
         norms: what layers sum in every micro-batch: in its forward; in the backward of each bucket; after the last one.
+        level: 0: every rank has everything; 1: the optimizer's state is in parts; 2: the gradients, too.
+        norm: whether the ranks sum the norm of their parts of the gradients.
     """
     each = microbatches
     if isinstance(each, int):
@@ -148,46 +171,88 @@ def data_parallel_step(
         raise UsageError(
             f"microbatches={list(each)}: a SyncBatchNorm needs every rank in every micro-batch; give all equally many"
         )
+    if level not in (0, 1, 2) or (level and (joining or not sums)):
+        raise UsageError(f"level={level!r}: choose 0, 1 or 2; from 1 on ranks cannot run out of data (joining)")
     in_forward, *in_backward = norms or ((),) * (buckets + 2)
+    passes = _Passes(buckets, level, in_forward, in_backward, overlap, sums, weights, buffers=buffers and not joining)
     first = next(rank for rank in range(ranks) if rank not in gone)
     mine = [[number * ranks + rank for number in range(count)] for rank, count in enumerate(each)]
 
     def operations(rank: int) -> Iterator[Op]:
         if samples:
             yield from (AllReduce(SAMPLES, "dp"), Join())
-        for microbatch in mine[rank][:-1]:
-            yield from _sums(in_forward)
-            yield ForwardStages(0, buckets, microbatch)
-            for stage, values in zip(reversed(range(buckets)), in_backward, strict=False):
-                yield from _sums(values)
-                yield Backward(stage, microbatch)
-            yield from _sums(in_backward[-1])
-        last = mine[rank][-1:]  # none, if the rank has no data
-        if buffers and not joining:
-            yield from (Broadcast(BUFFERS, "dp", 0), Join())
-        yield from _sums(in_forward)
-        yield from (ForwardStages(0, buckets, microbatch) for microbatch in last)
-        if weights:
-            yield from (AllReduce(WEIGHTS, "dp"), Join())
-        for bucket in range(buckets):
-            yield from _sums(in_backward[bucket])
-            yield from (Backward(buckets - 1 - bucket, microbatch) for microbatch in last)
-            if sums:
-                yield AllReduce(Bucket(bucket), "dp")
-                yield from () if overlap else (Join(),)
-        yield from _sums(in_backward[-1])
+        yield from passes.at_once(mine[rank], max(each)) if level > 1 else passes.accumulated(mine[rank])
         if order:
             yield Broadcast(ORDER, "dp", first)
         if buffers and joining:
             yield Broadcast(BUFFERS, "dp", first)
         if loss:
             yield AllReduce(LOSS, "dp")
+        if level and norm:
+            yield from (AllReduce(NORM, "dp"), Join())
         if rank not in gone:
             yield OptimizerStep()
+        if level:
+            yield from (AllGather(Parameters(bucket), "dp") for bucket in reversed(range(buckets)))
 
     ranges = tuple((buckets - 1 - bucket, buckets - bucket) for bucket in range(buckets)) if sums else ()
     goal = TrainingStep.of(buckets, set(itertools.chain(*mine)), ranges)
-    return Program("ddp", goal, tuple(tuple(operations(rank)) for rank in range(ranks)))
+    name = f"zero-{level}" if level else "ddp"
+    return Program(name, goal, tuple(tuple(operations(rank)) for rank in range(ranks)))
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """The forwards and backwards of one rank in a step, with the sums that belong to them."""
+
+    buckets: int
+    level: int
+    in_forward: Sequence[Named]
+    in_backward: Sequence[Sequence[Named]]
+    overlap: bool
+    sums: bool
+    weights: bool
+    buffers: bool
+
+    def accumulated(self, microbatches: Sequence[int]) -> Iterator[Op]:
+        """Gradients add up on the rank and are summed after its last micro-batch; also if it has none."""
+        for microbatch in microbatches[:-1]:
+            yield from self._local(microbatch)
+        yield from self._summed(microbatches[-1:], 0)
+
+    def at_once(self, microbatches: Sequence[int], turns: int) -> Iterator[Op]:
+        """The gradients of each micro-batch are summed at once; a rank that has no more still takes part."""
+        for turn in range(turns):
+            yield from self._summed(microbatches[turn : turn + 1], turn)
+
+    def _local(self, microbatch: int) -> Iterator[Op]:
+        yield from _sums(self.in_forward)
+        yield ForwardStages(0, self.buckets, microbatch)
+        for stage, values in zip(reversed(range(self.buckets)), self.in_backward, strict=False):
+            yield from _sums(values)
+            yield Backward(stage, microbatch)
+        yield from _sums(self.in_backward[-1])
+
+    def _summed(self, microbatch: Sequence[int], turn: int) -> Iterator[Op]:
+        """Forward and backward of a micro-batch, if there is one, and the sums over the ranks."""
+        if self.buffers:
+            yield from (Broadcast(BUFFERS, "dp", 0), Join())
+        yield from _sums(self.in_forward)
+        yield from (ForwardStages(0, self.buckets, one) for one in microbatch)
+        if self.weights:
+            yield from (AllReduce(WEIGHTS, "dp"), Join())
+        for bucket in range(self.buckets):
+            yield from _sums(self.in_backward[bucket])
+            yield from (Backward(self.buckets - 1 - bucket, one) for one in microbatch)
+            if self.sums:
+                value = Bucket(bucket, turn if self.level > 1 else None)
+                yield ReduceScatter(value, "dp") if self.level else AllReduce(value, "dp")
+                yield from () if self.overlap else (Join(),)
+        yield from _sums(self.in_backward[-1])
+        if self.level:
+            yield from (AllReduce(presence(turn), "dp"), Join())
+        if self.level > 1:
+            yield from (Free(Delta(stage, one)) for stage in reversed(range(self.buckets)) for one in microbatch)
 
 
 def _sums(values: Iterable[Named]) -> Iterator[AllReduce]:

@@ -1,0 +1,412 @@
+"""ShardedOptimizer: any of torch's optimizers, of whose state each rank keeps its part (ZeRO).
+
+```
+outer: what the user sees          inner: one of torch's own, on this rank's pieces
+param_groups: whole parameters     param_groups: flat views of the pieces of these parameters
+step()                         →   hyperparameters are copied in, step(), then the parts of all ranks are gathered
+```
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from microparallel.comms import Comms
+from microparallel.comms.wire import gather_json
+from microparallel.data_parallel.bucket import split
+from microparallel.data_parallel.layout import By, Layout, Part, Piece, owners
+from microparallel.data_parallel.sharding import FlatParameters, ShardedBucket, reducer_of
+from microparallel.errors import UsageError
+from microparallel.program import AllGather, Parameters
+
+if TYPE_CHECKING:
+    from microparallel.data_parallel.reducer import Reducer
+
+# Optimizers that update each element from its own gradient and state alone: they may be cut anywhere.
+_BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+# Optimizers that cannot be given a part of the parameters at all.
+_NEVER = {"LBFGS": "looks at all parameters together", "SparseAdam": "takes sparse gradients"}
+_SCALARS = ("step", "eta", "mu", "mu_product")  # state that is one number for a parameter, also for one of shape []
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A piece that this rank keeps: of which parameter, and what the inner optimizer updates."""
+
+    flat: FlatParameters
+    piece: Piece
+    parameter: nn.Parameter
+    inner: nn.Parameter
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """The same for the same elements of the same parameter."""
+        return id(self.parameter), self.piece.start, self.piece.stop
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state is kept in parts: each rank updates its part of the parameters, and all gather them.
+
+    It is used as any of torch's optimizers: parameter groups, schedulers, closures, `zero_grad`, `state_dict`. Every
+    rank makes the same calls. Gradients may be whole on every rank, as `mp.DataParallel` and torch's
+    DistributedDataParallel leave them, or in parts, as `mp.DataParallel(shard=…)` does.
+
+    Args:
+        params: parameters or groups of them, as for the optimizer itself; the same on every rank.
+        optimizer_class: one of torch's optimizers, such as `torch.optim.AdamW`.
+        comms: the ranks that share the state.
+        by: "element" cuts parameters anywhere, into equal parts; it is for optimizers that update each element by
+            itself. "parameter" gives whole parameters to ranks, balanced by size; it is for any optimizer that treats
+            each parameter by itself (Muon, Adafactor, your own).
+        bucket_cap_mb: parameters are gathered in buckets of so many megabytes, unless the model has buckets already.
+        options: for the optimizer: `lr`, `weight_decay`, ….
+
+    Example:
+        ```python
+        model = mp.DataParallel(build_model(), comms, shard="optimizer")
+        optimizer = mp.ShardedOptimizer(model.parameters(), torch.optim.AdamW, comms, lr=1e-3)
+        for inputs, targets in my_share_of_the_batches:
+            optimizer.zero_grad()
+            loss_fn(model(inputs), targets).backward()
+            optimizer.step()
+        ```
+    """
+
+    updates_inside = True  # for observers: the update is that of an optimizer inside of this one
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        comms: Comms,
+        *,
+        by: By = "element",
+        bucket_cap_mb: float = 25.0,
+        **options: Any,
+    ) -> None:
+        _require_divisible(optimizer_class, by)
+        if not (isinstance(bucket_cap_mb, int | float) and bucket_cap_mb > 0):
+            raise UsageError(f"ShardedOptimizer: bucket_cap_mb={bucket_cap_mb!r} must be a number greater than 0")
+        self.comms = comms
+        self._class = optimizer_class
+        self._by: By = by
+        self._bucket_bytes = bucket_cap_mb * 2**20
+        self._options = options
+        self._own: list[FlatParameters] = []  # of parameters whose gradients are whole
+        self._kept: list[_Kept] = []
+        self._inner: torch.optim.Optimizer | None = None
+        self._count = 0  # parameters in all groups
+        groups = _as_groups(params)
+        template = optimizer_class([{**group, "params": [_stand_in()]} for group in groups], **options)
+        super().__init__(groups, template.defaults)
+        self._require_same_on_all_ranks()
+        self._lay_out()
+
+    # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update this rank's part of the parameters, and gather the parts of all ranks; every rank calls it."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._require_known_groups()
+        if not all(flat.fits for flat in self._flats()) or self._stale():
+            self._lay_out()
+        self._hand_over_gradients()
+        inner = self._inner
+        assert inner is not None
+        _copy_options(self.param_groups, inner.param_groups)
+        inner.step()
+        _copy_options(inner.param_groups, self.param_groups)
+        for kept in self._kept:
+            kept.inner.grad = None
+        self._gather()
+        for reducer in self._reducers():
+            reducer.step_ends()
+        return loss
+
+    def _gather(self) -> None:
+        flats = sorted(self._flats(), key=lambda flat: -flat.number)  # the first layers' first
+        requests = [flat.gather(AllGather(Parameters(flat.number), "dp")) for flat in flats]
+        for request in requests:
+            request.wait()
+        torch.autograd.graph.increment_version([one for flat in flats for one in flat.parameters])
+
+    def _hand_over_gradients(self) -> None:
+        """Give each piece of this rank its gradient: its part of the sum, or a part of a gradient that is whole."""
+        summed: dict[tuple[int, int, int], torch.Tensor | None] = {}
+        for bucket in self._buckets():
+            for piece, gradient in zip(bucket.pieces, bucket.gradients(), strict=True):
+                parameter = bucket.parameters[piece.index]
+                summed[id(parameter), piece.start, piece.stop] = gradient
+        for kept in self._kept:
+            if kept.key in summed:
+                gradient = summed[kept.key]
+                if gradient is None and kept.parameter.grad is not None:
+                    raise UsageError(
+                        "step: there are gradients that were not summed over the ranks; the last backward before a "
+                        "step must be outside of no_sync()"
+                    )
+            else:
+                whole = kept.parameter.grad
+                gradient = None if whole is None else whole.reshape(-1)[kept.piece.start : kept.piece.stop]
+            kept.inner.grad = None if gradient is None else gradient.view(kept.inner.shape)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove all gradients; those that are in parts are always removed, never set to zero."""
+        for reducer in self._reducers():
+            reducer.forget_sums()
+        super().zero_grad(set_to_none)
+
+    # ── which parameters are where ──────────────────────────────────────────────────────────────────────────────
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _reducers(self) -> list[Reducer]:
+        """The reducers that keep gradients of these parameters in parts."""
+        found = (reducer_of.get(parameter) for parameter in self._parameters())  # type: ignore[no-untyped-call]
+        reducers = (reference() for reference in found if reference is not None)
+        return list(dict.fromkeys(reducer for reducer in reducers if reducer is not None))
+
+    def _buckets(self) -> list[ShardedBucket]:
+        """The buckets of these reducers that hold parameters of this optimizer."""
+        mine = set(self._parameters())
+        buckets = (bucket for reducer in self._reducers() for bucket in reducer.sharded_buckets)
+        return [bucket for bucket in buckets if mine.intersection(bucket.parameters)]
+
+    def _flats(self) -> list[FlatParameters]:
+        return list(dict.fromkeys([*(kept_in for kept_in in self._used), *self._own]))
+
+    def _stale(self) -> bool:
+        """Whether the model's buckets are not those that this optimizer was laid out for: parameters were frozen, …."""
+        return self._laid_out_for != [id(bucket) for bucket in self._buckets()]
+
+    def _lay_out(self) -> None:
+        """Find this rank's pieces, and make the inner optimizer for them; state that there is already moves along."""
+        state = None if self._inner is None else _by_parameter(self, self._whole_state())
+        for reducer in self._reducers():
+            reducer.shard_by(self._by)
+        buckets = self._buckets()
+        self._laid_out_for = [id(bucket) for bucket in buckets]
+        self._used = [bucket.flat_parameters for bucket in buckets]
+        self._own = list(self._lay_out_own({one for bucket in buckets for one in bucket.parameters}))
+        group_of = {parameter: index for index, group in enumerate(self.param_groups) for parameter in group["params"]}
+        self._kept = [
+            _Kept(flat, piece, parameter, nn.Parameter(flat.of(piece)))
+            for flat in self._flats()
+            for piece in flat.pieces
+            if (parameter := flat.parameters[piece.index]) in group_of
+        ]
+        groups: list[dict[str, Any]] = [{**group, "params": []} for group in self.param_groups]
+        for kept in self._kept:
+            groups[group_of[kept.parameter]]["params"].append(kept.inner)
+        self._inner = self._class(groups, **self._options)
+        self._count = len(group_of)
+        if state is not None:
+            self._take_state(lambda parameter: state.get(parameter, {}))
+
+    def _lay_out_own(self, elsewhere: set[nn.Parameter]) -> Iterator[FlatParameters]:
+        """Put the parameters whose gradients are whole into flat tensors of this optimizer's own."""
+        mine = [one for one in self._parameters() if one not in elsewhere and one.requires_grad]
+        owner_of = owners(mine, self.comms.world_size) if self._by == "parameter" else {}
+        for number, group in enumerate(split(mine, self._bucket_bytes)):
+            if owner_of:
+                group.sort(key=owner_of.__getitem__)
+            given = [owner_of[parameter] for parameter in group] if owner_of else None
+            yield FlatParameters(group, Layout(group, self.comms.world_size, given), self.comms, number)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, with options of their own; every rank adds the same."""
+        super().add_param_group(param_group)
+        if self._inner is not None:
+            self._require_same_on_all_ranks()
+            self._lay_out()
+
+    def _require_known_groups(self) -> None:
+        if len(self._parameters()) != self._count:
+            raise UsageError(
+                f"step: param_groups have {len(self._parameters())} parameters, and this optimizer was made for "
+                f"{self._count}; add parameters with add_param_group, on every rank"
+            )
+
+    def _require_same_on_all_ranks(self) -> None:
+        mine = [
+            [[list(one.shape), str(one.dtype), one.requires_grad] for one in group["params"]]
+            for group in self.param_groups
+        ]
+        for rank, theirs in enumerate(everyones := gather_json(mine, self.comms)):
+            if theirs == everyones[0]:
+                continue
+            pairs: Iterable[tuple[list[Any], list[Any]]] = itertools.zip_longest(everyones[0], theirs, fillvalue=[])
+            group, (first, other) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+            raise UsageError(
+                f"ShardedOptimizer: group {group} has {_described(first)} on rank 0 and {_described(other)} on "
+                f"rank {rank}; give every rank the same parameters, in the same order"
+            )
+
+    # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as the optimizer itself would have it for all parameters; every rank calls this.
+
+        It can be loaded by this class on any number of ranks, and by the optimizer itself in one process.
+        """
+        mine = super().state_dict()
+        return {**mine, "state": self._whole_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take this rank's part of a whole state: of this class, or of the optimizer itself in one process."""
+        self._load_groups(state_dict["param_groups"])
+        state = _by_parameter(self, state_dict["state"])
+        self._take_state(lambda parameter: state.get(parameter, {}))
+
+    def state_parts(self) -> dict[str, Any]:
+        """The part of the state that this rank keeps: as `state_dict`, with a `Part` for each tensor in parts."""
+        inner, number = self._inner, {one: index for index, one in enumerate(self._parameters())}
+        assert inner is not None
+        state: dict[int, dict[str, Any]] = {}
+        for kept in self._kept:
+            if kept.inner in inner.state:
+                state[number[kept.parameter]] = {
+                    key: Part(value.reshape(-1), kept.piece.start, tuple(kept.parameter.shape))
+                    if isinstance(value, torch.Tensor) and value.shape == kept.inner.shape and value.dim()
+                    else value
+                    for key, value in inner.state[kept.inner].items()
+                }
+        return {"state": state, "param_groups": super().state_dict()["param_groups"]}
+
+    def load_state_parts(
+        self, param_groups: list[dict[str, Any]], keys: Mapping[int, Mapping[str, Any]], read: Callable[..., Any]
+    ) -> None:
+        """Load this rank's part of a state, and read no more than that.
+
+        Args:
+            param_groups: of the whole state.
+            keys: for each parameter's number and each key of its state, the shape of a tensor, or the value itself.
+            read: called with number, key, start and stop; returns these elements of the flattened tensor.
+        """
+        self._load_groups(param_groups)
+        number = {one: index for index, one in enumerate(self._parameters())}
+        assert self._inner is not None
+        states = {}
+        for kept in self._kept:
+            index = number[kept.parameter]
+            states[kept.inner] = {
+                key: read(index, key, kept.piece.start, kept.piece.stop).reshape(kept.inner.shape)
+                if isinstance(value, tuple) and value == tuple(kept.parameter.shape) and key not in _SCALARS
+                else value
+                for key, value in keys.get(index, {}).items()
+            }
+        self._set_state(states)
+
+    def _load_groups(self, param_groups: list[dict[str, Any]]) -> None:
+        mine = super().state_dict()["param_groups"]
+        counts = [len(group["params"]) for group in mine], [len(group["params"]) for group in param_groups]
+        if counts[0] != counts[1]:
+            raise UsageError(
+                f"load_state_dict: it has groups of {counts[1]} parameters, and this optimizer has {counts[0]}"
+            )
+        for group, theirs in zip(self.param_groups, param_groups, strict=True):
+            group |= {key: value for key, value in theirs.items() if key != "params"}
+
+    def _take_state(self, state_of: Callable[[nn.Parameter], Mapping[str, Any]]) -> None:
+        """Take the pieces of this rank out of the whole state of each parameter."""
+        states = {}
+        for kept in self._kept:
+            whole, piece = kept.parameter, kept.piece
+            states[kept.inner] = {
+                key: value.reshape(-1)[piece.start : piece.stop].clone().view(kept.inner.shape)
+                if isinstance(value, torch.Tensor) and value.shape == whole.shape and key not in _SCALARS
+                else value
+                for key, value in state_of(whole).items()
+            }
+        self._set_state(states)
+
+    def _set_state(self, states: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        inner = self._inner
+        assert inner is not None
+        _copy_options(self.param_groups, inner.param_groups)
+        order = [one for group in inner.param_groups for one in group["params"]]
+        numbered = {index: dict(states[one]) for index, one in enumerate(order) if states.get(one)}
+        inner.load_state_dict({"state": numbered, "param_groups": inner.state_dict()["param_groups"]})
+
+    def _whole_state(self) -> dict[int, dict[str, Any]]:
+        """The state of every parameter, put together from all ranks, a bucket at a time; every rank calls this."""
+        inner, number = self._inner, {one: index for index, one in enumerate(self._parameters())}
+        assert inner is not None
+        mine = {(id(kept.flat), kept.piece.index): inner.state.get(kept.inner, {}) for kept in self._kept}
+        whole: dict[int, dict[str, Any]] = {}
+        for flat in self._flats():
+            states = {index: mine.get((id(flat), index), {}) for index in range(len(flat.parameters))}
+            for index, state in flat.whole_state(states).items():
+                if flat.parameters[index] in number:
+                    whole[number[flat.parameters[index]]] = state
+        return dict(sorted(whole.items()))
+
+    def __getstate__(self) -> NoReturn:
+        raise UsageError(
+            "a ShardedOptimizer cannot be pickled or copied: its connection to the other ranks belongs to this "
+            "process; save state_dict(), which every rank calls"
+        )
+
+
+def _by_parameter(optimizer: ShardedOptimizer, state: Mapping[int, Any]) -> dict[nn.Parameter, Mapping[str, Any]]:
+    parameters = optimizer._parameters()
+    return {parameters[index]: values for index, values in state.items()}
+
+
+def _as_groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    given = list(params)
+    if not given:
+        raise UsageError("ShardedOptimizer: there are no parameters")
+    if isinstance(given[0], dict):
+        return [{**group, "params": _as_list(group["params"])} for group in given]
+    return [{"params": given}]
+
+
+def _as_list(params: Any) -> list[Any]:
+    return [params] if isinstance(params, torch.Tensor) else list(params)
+
+
+def _stand_in() -> nn.Parameter:
+    """A parameter of two dimensions, for an optimizer that is only asked for its defaults."""
+    return nn.Parameter(torch.zeros(1, 1))
+
+
+def _require_divisible(optimizer_class: type[torch.optim.Optimizer], by: str) -> None:
+    """Refuse an optimizer whose update of a part is not the part of its update."""
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise UsageError(
+            f"ShardedOptimizer: {optimizer_class!r} is no class of optimizers; give the class, such as "
+            "torch.optim.AdamW, and its options by name"
+        )
+    if by not in ("element", "parameter"):
+        raise UsageError(f"ShardedOptimizer: by={by!r}; choose 'element' or 'parameter'")
+    name = optimizer_class.__name__
+    known = getattr(torch.optim, name, None) is optimizer_class
+    if known and name in _NEVER:
+        raise UsageError(f"ShardedOptimizer: {name} cannot be sharded, since it {_NEVER[name]}")
+    if by == "element" and not (known and name in _BY_ELEMENT):
+        raise UsageError(
+            f"ShardedOptimizer: {name} is not known to update each element by itself, so its parameters cannot be cut; "
+            "by='parameter' gives whole parameters to ranks"
+        )
+
+
+def _copy_options(groups: list[dict[str, Any]], to: list[dict[str, Any]]) -> None:
+    """Copy all options of parameter groups, such as the learning rate that a scheduler has set."""
+    for group, other in zip(groups, to, strict=True):
+        other |= {key: value for key, value in group.items() if key != "params"}
+
+
+def _described(group: list[Any]) -> str:
+    return f"{len(group)} parameters" + (f", the first {group[0][0]}" if group else "")
