@@ -253,7 +253,7 @@ class Reducer:
         """Begin a backward whose gradients are averaged; they are about to arrive."""
         self.running = True
         self.find_participants()
-        self._take_stand_ins()
+        self.take_stand_ins()
         self._follow_program()
         self.observe_backward()
         at_end_of_backward(self._end)
@@ -264,7 +264,7 @@ class Reducer:
             self._make_buckets()
         self._scale = self.participants.find(has_data)
 
-    def _take_stand_ins(self) -> None:
+    def take_stand_ins(self) -> None:
         """Before gradients come: what stands for sums of earlier passes makes room for them."""
         for bucket in self.sharded_buckets:
             bucket.take_stand_ins()
@@ -288,7 +288,7 @@ class Reducer:
         """Tell the observers, if there are any, that a backward begins; and count it if it is not averaged."""
         if not self.running and not self._local_backward:  # begin() sees to the end of an averaged one
             self._local_backward = True
-            self._take_stand_ins()
+            self.take_stand_ins()
             at_end_of_backward(self._local_backward_ends)
         if self._comms.observers and self._observed is None and self.buckets:
             number = self.microbatch * self._comms.world_size + self._comms.rank
@@ -297,11 +297,12 @@ class Reducer:
 
     def _local_backward_ends(self) -> None:
         self._end_observed()
-        self._put_stand_ins_back()
+        self.put_stand_ins_back()
         self.microbatch += self._local_gradients
         self._local_backward = self._local_gradients = False
 
-    def _put_stand_ins_back(self) -> None:
+    def put_stand_ins_back(self) -> None:
+        """Let `grad` say again that there are sums of earlier passes, where no gradient has come."""
         for bucket in self.sharded_buckets:
             bucket.put_stand_ins_back()
 
@@ -367,7 +368,7 @@ class Reducer:
             self._average(take_results=True)
         else:  # torch.autograd.grad does not change parameter.grad, and neither does the reducer
             self._end_observed()
-            self._put_stand_ins_back()
+            self.put_stand_ins_back()
             self.running = False
 
     def take_part(self, *, take_results: bool) -> None:
@@ -377,7 +378,7 @@ class Reducer:
             take_results: whether the averages become this rank's gradients, too.
         """
         self.running = True
-        self._take_stand_ins()
+        self.take_stand_ins()
         self._follow_program()
         self._average(take_results)
 

@@ -135,6 +135,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _gather(self) -> None:
         flats = sorted(self._flats(), key=lambda flat: -flat.number)  # the first layers' first
+        flats = [flat for flat in flats if any(parameter.requires_grad for parameter in flat.parameters)]
         requests = [flat.gather(AllGather(Parameters(flat.number), "dp")) for flat in flats]
         for request in requests:
             request.wait()
@@ -188,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _stale(self) -> bool:
         """Whether the model's buckets are not those that this optimizer was laid out for: parameters were frozen, …."""
-        return self._laid_out_for != [id(bucket) for bucket in self._buckets()]
+        return self._laid_out_for != self._buckets()
 
     def _lay_out(self) -> None:
         """Find this rank's pieces, and make the inner optimizer for them; state that there is already moves along."""
@@ -196,7 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for reducer in self._reducers():
             reducer.shard_by(self._by)
         buckets = self._buckets()
-        self._laid_out_for = [id(bucket) for bucket in buckets]
+        self._laid_out_for = buckets
         self._used = [bucket.flat_parameters for bucket in buckets]
         self._own = list(self._lay_out_own({one for bucket in buckets for one in bucket.parameters}))
         group_of = {parameter: index for index, group in enumerate(self.param_groups) for parameter in group["params"]}
@@ -215,10 +216,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_state(lambda parameter: state.get(parameter, {}))
 
     def _lay_out_own(self, elsewhere: set[nn.Parameter]) -> Iterator[FlatParameters]:
-        """Put the parameters whose gradients are whole into flat tensors of this optimizer's own."""
-        mine = [one for one in self._parameters() if one not in elsewhere and one.requires_grad]
+        """Put parameters that are in no bucket into flat tensors of this optimizer's own.
+
+        Their gradients are whole, or they are frozen: those stand apart, since they need not be gathered, and keep their
+        state until they are trained again.
+        """
+        mine = [one for one in self._parameters() if one not in elsewhere]
         owner_of = owners(mine, self.comms.world_size) if self._by == "parameter" else {}
-        for number, group in enumerate(split(mine, self._bucket_bytes)):
+        trained, frozen = ([one for one in mine if one.requires_grad is wanted] for wanted in (True, False))
+        groups = [*split(trained, self._bucket_bytes), *split(frozen, self._bucket_bytes)]
+        for number, group in enumerate(groups):
             if owner_of:
                 group.sort(key=owner_of.__getitem__)
             given = [owner_of[parameter] for parameter in group] if owner_of else None
@@ -386,8 +393,8 @@ def _require_divisible(optimizer_class: type[torch.optim.Optimizer], by: str) ->
     """Refuse an optimizer whose update of a part is not the part of its update."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise UsageError(
-            f"ShardedOptimizer: {optimizer_class!r} is no class of optimizers; give the class, such as "
-            "torch.optim.AdamW, and its options by name"
+            f"ShardedOptimizer: {type(optimizer_class).__name__} is no class of optimizers; give the class itself, such "
+            "as torch.optim.AdamW, and its options by name"
         )
     if by not in ("element", "parameter"):
         raise UsageError(f"ShardedOptimizer: by={by!r}; choose 'element' or 'parameter'")
