@@ -152,7 +152,8 @@ class Reducer:
             gone=gone,
             norms=self._sums_inside.in_slots(self._complete_after()) if self._sums_inside.layers else (),
             norm=norm and self.level > 0,
-            level=self.level if at_once else min(self.level, 1),
+            level=self.level,
+            at_once=at_once,
         )
 
     def _complete_after(self) -> list[int]:
@@ -419,9 +420,10 @@ class Reducer:
         """At level 2: tell the observers that the whole gradients are gone; count the pass."""
         if self.level < 2:
             return
-        number = self.microbatch * self._comms.world_size + self._comms.rank
         if self._comms.observers and self._arrived:
-            for stage in reversed(range(len(self.buckets))):
+            mine = range(self._turn, self.microbatch + 1)  # those in no_sync, too
+            numbers = [microbatch * self._comms.world_size + self._comms.rank for microbatch in mine]
+            for stage, number in itertools.product(reversed(range(len(self.buckets))), numbers):
                 with Observation(self._comms.observers, Activity(Free(Delta(stage, number)))):
                     pass
         self._turn += 1

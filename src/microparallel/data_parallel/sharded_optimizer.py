@@ -218,8 +218,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _lay_out_own(self, elsewhere: set[nn.Parameter]) -> Iterator[FlatParameters]:
         """Put parameters that are in no bucket into flat tensors of this optimizer's own.
 
-        Their gradients are whole, or they are frozen: those stand apart, since they need not be gathered, and keep their
-        state until they are trained again.
+        Their gradients are whole, or they are frozen. Frozen ones stand apart, since they need not be gathered, and
+        keep their state until they are trained again.
         """
         mine = [one for one in self._parameters() if one not in elsewhere]
         owner_of = owners(mine, self.comms.world_size) if self._by == "parameter" else {}
@@ -393,8 +393,8 @@ def _require_divisible(optimizer_class: type[torch.optim.Optimizer], by: str) ->
     """Refuse an optimizer whose update of a part is not the part of its update."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise UsageError(
-            f"ShardedOptimizer: {type(optimizer_class).__name__} is no class of optimizers; give the class itself, such "
-            "as torch.optim.AdamW, and its options by name"
+            f"ShardedOptimizer: {type(optimizer_class).__name__} is no class of optimizers; give the class itself, "
+            "such as torch.optim.AdamW, and its options by name"
         )
     if by not in ("element", "parameter"):
         raise UsageError(f"ShardedOptimizer: by={by!r}; choose 'element' or 'parameter'")
