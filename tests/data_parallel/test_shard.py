@@ -1,6 +1,7 @@
 """ZeRO 1 and 2 against one process: losses, gradients, weights and the optimizer's state; and what may go wrong."""
 
 import copy
+import gc
 import itertools
 
 import pytest
@@ -64,7 +65,7 @@ def whole_gradients(model):
     """Put the parts of all ranks together, by parameter."""
     found = {}
     for bucket in model._reducer.sharded_buckets:
-        flat = torch.zeros(bucket.layout.length, dtype=torch.float64)
+        flat = torch.zeros(bucket.layout.length, dtype=torch.float64, device=bucket.shard.device)
         for piece, gradient in zip(bucket.pieces, bucket.gradients(), strict=True):
             if gradient is not None:
                 piece.of(flat).copy_(gradient)
@@ -76,7 +77,7 @@ def whole_gradients(model):
 
 
 def difference(one, other):
-    return float((one.detach() - other.detach()).abs().max())
+    return float((one.detach().cpu() - other.detach().cpu()).abs().max())
 
 
 def compared(comms, rows):
@@ -84,18 +85,20 @@ def compared(comms, rows):
     return {row: train_beside_one_process(comms, *row) for row in rows}
 
 
-def train_beside_one_process(comms, kind, shard, optimizer, accumulate, clip, by, steps=20):
+def train_beside_one_process(comms, kind, shard, optimizer, accumulate, clip, by, steps=20, device="cpu"):
     optimizer_class, options = {"adamw": ADAMW, "sgd": SGD}[optimizer]
-    model = mp.DataParallel(build(kind), comms, SMALL, shard=shard)
+    model = mp.DataParallel(build(kind).to(device), comms, SMALL, shard=shard)
     mine = mp.ShardedOptimizer(model.parameters(), optimizer_class, comms, by=by, bucket_cap_mb=SMALL, **options)
-    plain = build(kind)
+    plain = build(kind).to(device)
     whole = optimizer_class(plain.parameters(), **options)
     worst = 0.0
     for step in range(steps):
         mine.zero_grad()
         whole.zero_grad()
         for number in range(accumulate):
-            inputs, targets = samples(kind, step * accumulate + number, 2 * comms.world_size)
+            inputs, targets = (
+                one.to(device) for one in samples(kind, step * accumulate + number, 2 * comms.world_size)
+            )
             there = loss_of(plain(inputs), targets) / accumulate
             there.backward()
             share = slice(2 * comms.rank, 2 * comms.rank + 2)
@@ -140,6 +143,24 @@ def test_parity_with_one_process(any_pool, ranks, rows):
     for found in any_pool.run(compared, ranks, rows, timeout=300):
         for row, (worst, identical) in found.items():
             assert worst < 1e-12, row
+            assert identical, row
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "nccl"), (2, "gloo"), (4, "gloo"), (2, "shm")])
+def test_parity_on_a_gpu(pool, ranks, transport):
+    rows = [
+        (kind, shard, optimizer, 2, True, by, 5, "cuda")
+        for kind, shard, optimizer, by in (
+            ("mlp", "optimizer", "adamw", "element"),
+            ("gpt", "gradients", "adamw", "element"),
+            ("odd", "gradients", "sgd", "parameter"),
+            ("odd", None, "sgd", "element"),
+        )
+    ]
+    for found in pool.run(compared, ranks, rows, transport=transport, device="cuda", timeout=300):
+        for row, (worst, identical) in found.items():
+            assert worst < 1e-10, row  # a GPU multiplies matrices of other sizes in another order
             assert identical, row
 
 
@@ -624,3 +645,50 @@ def test_whole_parameters_for_optimizers_that_need_whole_matrices(pool, name):
     for worst, same in pool.run(by_parameter, 3, optimizer_class, {"lr": 0.01}, transport="shm", timeout=50):
         assert worst == 0
         assert same
+
+
+# ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bytes_of_all_tensors():
+    """What all tensors of this process hold together, each piece of memory counted once."""
+    gc.collect()
+    alive = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and type(one) is not GradientInParts]
+    alive += [one.grad for one in alive if isinstance(one, nn.Parameter) and type(one.grad) is torch.Tensor]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
+    return sum(storages.values())
+
+
+def held(comms, shard):
+    """Bytes of one rank after a step: those that came with the model and its training, and those of one layer."""
+    width, layers = 128, 6
+    inputs = torch.ones(2, width)
+    before = bytes_of_all_tensors()
+    module = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    one = sum(parameter.nbytes for parameter in module[0].parameters())
+    model = mp.DataParallel(module, comms, one / 2**20, shard=shard)
+    if shard is None:
+        optimizer = torch.optim.AdamW(model.parameters())
+    else:
+        optimizer = mp.ShardedOptimizer(model.parameters(), torch.optim.AdamW, comms)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+    return bytes_of_all_tensors() - before, layers * one, one
+
+
+@pytest.mark.parametrize(
+    ("shard", "weights", "gradients", "state"),
+    [
+        (None, 1, 1, 2),
+        ("optimizer", 1, 1, 2 / 4),
+        ("gradients", 1, 1 / 4, 2 / 4),
+    ],
+)
+def test_a_rank_holds_what_the_formula_says(pool, shard, weights, gradients, state):
+    """Within 2 %, and at level 2 a buffer for each bucket that is in flight: two, and one that is filled."""
+    for held_bytes, model, layer in pool.run(held, 4, shard, transport="shm", timeout=50):
+        expected = (weights + gradients + state) * model
+        in_flight = 3 * layer * (shard == "gradients")
+        assert 0.99 * expected < held_bytes < 1.02 * expected + in_flight
