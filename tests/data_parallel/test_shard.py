@@ -653,7 +653,7 @@ def test_whole_parameters_for_optimizers_that_need_whole_matrices(pool, name):
 def bytes_of_all_tensors():
     """What all tensors of this process hold together, each piece of memory counted once."""
     gc.collect()
-    alive = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and type(one) is not GradientInParts]
+    alive = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
     alive += [one.grad for one in alive if isinstance(one, nn.Parameter) and type(one.grad) is torch.Tensor]
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in alive}
     return sum(storages.values())
