@@ -147,7 +147,7 @@ def test_parity_with_one_process(any_pool, ranks, rows):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(("ranks", "transport"), [(1, "nccl"), (2, "gloo"), (4, "gloo"), (2, "shm")])
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "nccl"), (2, "gloo"), (4, "gloo")])
 def test_parity_on_a_gpu(pool, ranks, transport):
     rows = [
         (kind, shard, optimizer, 2, True, by, 5, "cuda")
