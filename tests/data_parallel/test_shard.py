@@ -71,7 +71,7 @@ def whole_gradients(model):
                 piece.of(flat).copy_(gradient)
         model.comms.all_reduce(flat)
         for index, parameter in enumerate(bucket.parameters):
-            if bucket.has_gradient[index]:
+            if parameter.grad is not None:
                 found[parameter] = bucket.layout.whole(flat, index).view(parameter.shape)
     return found
 
@@ -331,7 +331,7 @@ def several_backwards(comms, shard):
         if step % 4 == 0:
             mine.zero_grad()
         elif step % 4 == 1:
-            model.zero_grad()
+            model.zero_grad(set_to_none=False)
         elif step % 4 == 2:
             for parameter in model.parameters():
                 parameter.grad = None
@@ -521,6 +521,25 @@ def compiled(comms, shard):
 @pytest.mark.parametrize("shard", ["optimizer", "gradients"])
 def test_compiled_models(pool, shard):
     assert pool.run(compiled, 2, shard, transport="shm", timeout=50) == [True, True]
+
+
+def used_after_the_end(comms):
+    """Weights lie in memory that the ranks share; they outlive the connection."""
+    model = mp.DataParallel(build("mlp"), comms, shard="gradients")
+    optimizer = mp.ShardedOptimizer(model.parameters(), torch.optim.SGD, comms, lr=0.1)
+    inputs, targets = samples("mlp", 0, 2)
+    loss_of(model(inputs), targets).backward()
+    optimizer.step()
+    module = model.module
+    before = module(inputs).detach().clone()
+    del model, optimizer
+    comms.close()
+    gc.collect()
+    return torch.equal(module(inputs), before)
+
+
+def test_weights_outlive_the_connection(quick_ranks):
+    assert mp.launch(used_after_the_end, 2, transport="shm", device="cpu", timeout=50) == [True, True]
 
 
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -359,6 +359,12 @@ class DataParallel(nn.Module):
             return norm
         return clip_parts(buckets, self.comms, max_norm, norm_type)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove all gradients, or set them to zero; those that are in parts are always removed."""
+        if self._single is None:
+            self._reducer.forget_sums()
+        super().zero_grad(set_to_none)
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by a number, whether each rank has them whole or in parts."""
         if self._single is None:
