@@ -7,6 +7,7 @@ stands what a step needs to be repeatable: the random state.
 from __future__ import annotations
 
 import base64
+import itertools
 import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -329,21 +330,21 @@ class PipelineTraining(Training):
     def optimizer_parts(self) -> dict[str, Any]:
         """The state of this rank's optimizer, with the numbers that its parameters have in one of the whole model."""
         mine = super().optimizer_parts()
-        own = self._own_names()
-        groups = self._whole_groups([[own[index] for index in group["params"]] for group in mine["param_groups"]])
-        order = {name: number for number, name in enumerate(name for names in groups for name in names)}
+        own = self._own_groups()
+        groups, names = self._whole_groups(own), list(itertools.chain.from_iterable(own))
+        order = _numbers(groups)
         return {
-            "state": {order[own[index]]: state for index, state in mine["state"].items()},
+            "state": {order[names[index]]: state for index, state in mine["state"].items()},
             "param_groups": [
-                {**group, "params": [order[name] for name in names]}
-                for group, names in zip(mine["param_groups"], groups, strict=True)
+                {**group, "params": [order[name] for name in members]}
+                for group, members in zip(mine["param_groups"], groups, strict=True)
             ],
         }
 
-    def _own_names(self) -> list[str]:
-        """The names in the whole model of this rank's parameters, in the order of its optimizer's state."""
+    def _own_groups(self) -> list[list[str]]:
+        """The names in the whole model of this rank's parameters, in the groups of its optimizer."""
         names = {parameter: self._names[name] for name, parameter in self._pipe.named_parameters()}
-        return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [[names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
 
     def _whole_groups(self, mine: list[list[str]]) -> list[list[str]]:
         """The parameters of each group of the whole model's optimizer, in the model's order; every rank calls this."""
@@ -361,15 +362,21 @@ class PipelineTraining(Training):
         stored = checkpoint.stored_model
         self._pipe.load_state_dict({name: stored[name].whole() for name in self._pipe.state_dict() if name in stored})
         whole = self._own_part(checkpoint.stored_optimizer)
-        own = self._own_names()
-        mine = self.optimizer.state_dict()["param_groups"]
-        groups = self._whole_groups([[own[index] for index in group["params"]] for group in mine])
-        order = {name: number for number, name in enumerate(name for names in groups for name in names)}
-        state = {index: whole["state"][order[name]] for index, name in enumerate(own) if order[name] in whole["state"]}
-        merged = [
-            {**theirs, "params": group["params"]} for theirs, group in zip(whole["param_groups"], mine, strict=True)
+        own = self._own_groups()
+        order = _numbers(self._whole_groups(own))
+        names = enumerate(itertools.chain.from_iterable(own))
+        state = {index: whole["state"][order[name]] for index, name in names if order[name] in whole["state"]}
+        numbers = itertools.count()
+        groups = [
+            {**group, "params": [next(numbers) for _ in mine]}
+            for group, mine in zip(whole["param_groups"], own, strict=True)
         ]
-        self._load_optimizer({"state": state, "param_groups": merged})
+        self._load_optimizer({"state": state, "param_groups": groups})
+
+
+def _numbers(groups: Iterable[Iterable[str]]) -> dict[str, int]:
+    """The numbers that parameters have in the state of an optimizer with these groups."""
+    return {name: number for number, name in enumerate(itertools.chain.from_iterable(groups))}
 
 
 def _parameters_of(parameters: Iterable[nn.Parameter], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
