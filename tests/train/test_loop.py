@@ -53,7 +53,7 @@ def test_resuming_repeats_the_losses_bit_for_bit(pool, whole_run, tmp_path, dama
     shutil.copytree(out, copy)
     shutil.rmtree(copy / "checkpoints" / "step-00000008")
     if damage:
-        weights = copy / "checkpoints" / "step-00000006" / "model.safetensors"
+        weights = copy / "checkpoints" / "step-00000006" / "part-00001.safetensors"
         weights.write_bytes(weights.read_bytes()[:-5] + b"\0" * 5)
     resumed = run(pool, configuration(out), resume=copy)
     assert losses(copy) == losses(out)

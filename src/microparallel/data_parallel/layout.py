@@ -30,17 +30,27 @@ By = Literal["element", "parameter"]
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a tensor that is kept in parts.
+    """Some elements of a tensor: what one rank holds of it.
+
+    ```
+    a tensor of shape (2, 3), flattened    0 1 2 3 4 5
+    Part(tensor, start=2, shape=(2, 3))        ^^^        where tensor has 3 elements
+    ```
 
     Attributes:
         tensor: the elements, in one dimension.
-        start: the number of the first of them in the flattened tensor.
+        start: where they begin in the flattened tensor.
         shape: of the whole tensor.
     """
 
     tensor: torch.Tensor
     start: int
     shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """Where they end in the flattened tensor."""
+        return self.start + self.tensor.numel()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -48,6 +48,16 @@ class _Kept:
     def key(self) -> tuple[int, int, int]:
         """The same for the same elements of the same parameter."""
         return id(self.parameter), self.piece.start, self.piece.stop
+
+
+class ReadsState(Protocol):
+    """Reads an optimizer's state from where it was saved."""
+
+    def __call__(self, index: int, key: str, start: int = 0, stop: int | None = None) -> Any:
+        """Return elements of the flattened tensor `key` of parameter `index`, or what is there if it is no tensor."""
+
+    def shapes(self, index: int) -> Mapping[str, tuple[int, ...] | None]:
+        """Return what there is of a parameter's state: the shape of each tensor, None for what is no tensor."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -291,29 +301,27 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 }
         return {"state": state, "param_groups": super().state_dict()["param_groups"]}
 
-    def load_state_parts(
-        self, param_groups: list[dict[str, Any]], keys: Mapping[int, Mapping[str, Any]], read: Callable[..., Any]
-    ) -> None:
+    def load_state_parts(self, groups: list[dict[str, Any]], read: ReadsState) -> None:
         """Load this rank's part of a state, and read no more than that.
 
         Args:
-            param_groups: of the whole state.
-            keys: for each parameter's number and each key of its state, the shape of a tensor, or the value itself.
-            read: called with number, key, start and stop; returns these elements of the flattened tensor.
+            groups: the parameter groups of the whole state.
+            read: reads the state of a parameter by its number.
         """
-        self._load_groups(param_groups)
+        self._load_groups(groups)
         number = {one: index for index, one in enumerate(self._parameters())}
-        assert self._inner is not None
-        states = {}
-        for kept in self._kept:
-            index = number[kept.parameter]
-            states[kept.inner] = {
-                key: read(index, key, kept.piece.start, kept.piece.stop).reshape(kept.inner.shape)
-                if isinstance(value, tuple) and value == tuple(kept.parameter.shape) and key not in _SCALARS
-                else value
-                for key, value in keys.get(index, {}).items()
-            }
-        self._set_state(states)
+
+        def state_of(kept: _Kept) -> dict[str, Any]:
+            index, piece = number[kept.parameter], kept.piece
+            state = {}
+            for key, shape in read.shapes(index).items():
+                if shape is not None and shape == kept.parameter.shape and key not in _SCALARS:
+                    state[key] = read(index, key, piece.start, piece.stop).view(kept.inner.shape)
+                else:
+                    state[key] = read(index, key) if shape is None else read(index, key).view(shape)
+            return state
+
+        self._set_state({kept.inner: state_of(kept) for kept in self._kept})
 
     def _load_groups(self, param_groups: list[dict[str, Any]]) -> None:
         mine = super().state_dict()["param_groups"]

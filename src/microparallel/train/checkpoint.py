@@ -3,10 +3,10 @@
 ```
 checkpoints/
   step-00000100/
-    model.safetensors       the model's tensors
-    optimizer.safetensors   the optimizer's tensors
-    state.json              everything that is not a tensor: step, settings, sampler position, random state
-    manifest.json           size and sha256 of the three above; written last
+    part-00000.safetensors  the tensors that rank 0 wrote, of model and optimizer, some whole, some a range of one
+    part-00001.safetensors  those of rank 1; every rank writes its own, and no tensor is sent to another
+    state.json              where each tensor's ranges are; what is not a tensor: step, sampler position, random state
+    manifest.json           size and sha256 of all the others; written last
   step-00000200/
   .step-00000300-writing/   a save that was cut off; the next save removes it
 ```
@@ -16,173 +16,342 @@ The rules:
 - Older checkpoints are removed only after the new one is in place.
 - Reading compares every byte with the manifest, so damage is found before anything is used.
 - Nothing is pickled: reading a checkpoint never runs code that came with it.
+- It is that of the whole model: any number of ranks, in any layout, can read what any other has written.
+- What one rank cannot do is an error on every rank.
+
+`checkpoint_values.py` makes JSON of an optimizer's state, `tensor_file.py` writes tensors, `checkpoint_reader.py` reads
+a checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import itertools
 import json
+import math
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import safetensors.torch
-import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
+from microparallel.data_parallel.layout import Part
 from microparallel.errors import CheckpointError
+from microparallel.train import tensor_file
 from microparallel.train.atomic import sync_folder, write_durably
+from microparallel.train.checkpoint_reader import (
+    MANIFEST,
+    STATE,
+    Checkpoint,
+    manifest,
+    open_checkpoint,
+    part_name,
+    verify,
+)
+from microparallel.train.checkpoint_values import Reference, TensorTable, decode, encode, merge
+from microparallel.train.tensor_file import DTYPES, Checksum, Piece
 
-FORMAT = 1
-MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What was saved, with every tensor on the CPU: hand the parts to the `load_state_dict` of model and optimizer."""
-
-    step: int
-    model: dict[str, Tensor]
-    optimizer_state: dict[str, Any]
-    state: dict[str, Any]
+Value = TypeVar("Value")
 
 
 def save(
     folder: Path,
     step: int,
-    model_tensors: dict[str, Tensor],
+    model: Mapping[str, Tensor | Part],
     optimizer_state: dict[str, Any],
     state: dict[str, Any],
     *,
+    comms: Comms | None = None,
+    first_names: Mapping[str, str] | None = None,
     keep: int = 3,
 ) -> Path:
     """Write the checkpoint of one step into `folder`, then remove all but the newest `keep` up to that step.
 
-    `optimizer_state` is what `optimizer.state_dict()` returns; `state` may hold whatever JSON can.
+    Every rank calls it with what it holds; a tensor that several ranks hold must have the same bits on all of them.
     Checkpoints of later steps, left by a run that was resumed from an earlier one, are not touched.
+
+    Args:
+        folder: the same on every rank, on a disk that all of them see.
+        step: after which this is.
+        model: this rank's tensors by name, whole or parts.
+        optimizer_state: what `optimizer.state_dict()` returns; or a part of it, whose tensors may be parts.
+        state: whatever JSON can hold; that of rank 0 is saved.
+        comms: the ranks; None for one process.
+        first_names: for each name of a tensor that another rank may hold under another name (tied weights), the first
+            of its names.
+        keep: how many checkpoints are left.
     """
     if keep < 1:
         raise CheckpointError(f"keep={keep} would remove the checkpoint just saved; try keep=1 or more")
-    # Everything is put together in memory first: what cannot be stored is found before the disk is touched.
-    files = _files(step, model_tensors, optimizer_state, state)
-    path = folder / f"step-{step:08d}"
+    ranks = Ranks(comms)
+    path, tensors = folder / f"step-{step:08d}", TensorTable()
+    # What cannot be stored is found before the disk is touched.
+    offers = ranks.do(lambda: _offer(model, optimizer_state, first_names or {}, tensors))
+    own_state = ranks.on_first(lambda: encode(state, "state", None))
+    record = {"step": step, **_put_together(offers), "state": own_state}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        sync_folder(folder.parent)
-        _clear_leftovers(folder)
-        _put_in_place(path, files)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            _clear_leftovers(folder)
-        raise CheckpointError(
-            f"cannot write the checkpoint {path}: {error.strerror or error}; "
-            "make room or choose another --out (earlier checkpoints are as they were)"
-        ) from error
-    _remove_all_but(keep, folder, step)
+        ranks.on_first(lambda: _make_folder(path))
+        sums = ranks.do(lambda: _write_part(path, ranks, tensors, record["tensors"]))
+        ranks.on_first(lambda: _complete(path, record, sums))
+    except CheckpointError:
+        if ranks.rank == 0:
+            with contextlib.suppress(OSError):
+                _clear_leftovers(folder)
+        raise
+    ranks.on_first(lambda: _remove_all_but(keep, folder, step))
     return path
 
 
-def load(path: Path) -> Checkpoint:
-    """Read one checkpoint, or raise a CheckpointError that says what is wrong with it."""
-    files = _verified_files(path)
-    try:
-        record = json.loads(files[STATE])
-        # clone: memory that torch allocated itself is aligned as that of the run that was saved
-        model = {name: tensor.clone() for name, tensor in safetensors.torch.load(files[MODEL]).items()}
-        tensors = {name: tensor.clone() for name, tensor in safetensors.torch.load(files[OPTIMIZER]).items()}
-        return Checkpoint(
-            step=record["step"],
-            model={name: model[stored] for name, stored in record["model"].items()},
-            optimizer_state=decode(record["optimizer"], tensors),
-            state=decode(record["state"], {}),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as error:
-        raise CheckpointError(f"{path} is whole, but not a checkpoint of this library ({error!r})") from error
+def load(path: Path, comms: Comms | None = None) -> Checkpoint:
+    """Read one checkpoint, or raise a CheckpointError that says what is wrong with it.
+
+    With `comms`, every rank calls it: each compares some of the files with the manifest, and all raise the same error.
+    """
+    ranks = Ranks(comms)
+    ranks.do(lambda: verify(path, ranks.rank, ranks.world_size))
+    opened: list[Checkpoint] = []
+    ranks.do(lambda: opened.append(open_checkpoint(path)))
+    return opened[0]
 
 
-def latest(folder: Path) -> tuple[Checkpoint, list[str]]:
-    """Read the newest checkpoint that is not damaged, with a one-line warning for each that had to be skipped."""
-    try:
-        found = _checkpoints(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}; check who may read it") from error
+def latest(folder: Path, comms: Comms | None = None) -> tuple[Checkpoint, list[str]]:
+    """Read the newest checkpoint that is not damaged, with a one-line warning for each that had to be skipped.
+
+    With `comms`, every rank calls it, and all get the same one: rank 0 says which there are.
+    """
+    found = Ranks(comms).do(lambda: _newest_first(folder))[0]
     if not found:
         raise CheckpointError(f"{folder} holds no checkpoint to resume from; start a new run without --resume")
     warnings: list[str] = []
-    for step in sorted(found, reverse=True):
+    for name in found:
         try:
-            return load(found[step]), warnings
+            return load(folder / name, comms), warnings
         except CheckpointError as error:
             warnings.append(str(error))
     listing = "".join(f"\n  {warning}" for warning in warnings)
     raise CheckpointError(f"no checkpoint in {folder} can be used; start a new run without --resume{listing}")
 
 
-# ── the bytes of a checkpoint, and whether they are those that were written ───────────────────────────────────────────
+class Ranks:
+    """Lets every rank do something on its own, after which either all go on or all raise the same CheckpointError."""
 
+    def __init__(self, comms: Comms | None) -> None:
+        self._comms = comms
+        self.rank, self.world_size = (0, 1) if comms is None else (comms.rank, comms.world_size)
 
-def _files(
-    step: int, model_tensors: dict[str, Tensor], optimizer_state: dict[str, Any], state: dict[str, Any]
-) -> dict[str, bytes]:
-    """Return the bytes of every file of a checkpoint, in the order they are to be written."""
-    model, optimizer = TensorTable(), TensorTable()
-    record = {
-        "step": step,
-        # name in the model → name in the file: two names of one tensor (tied weights) are stored once
-        "model": {name: model.add(name, tensor, f"model tensor {name}") for name, tensor in model_tensors.items()},
-        "optimizer": encode(optimizer_state, "optimizer", optimizer),
-        "state": encode(state, "state", None),
-    }
-    files = {MODEL: model.to_bytes(), OPTIMIZER: optimizer.to_bytes(), STATE: json.dumps(record).encode("ascii")}
-    files[MANIFEST] = _manifest(files)
-    return files
-
-
-def _manifest(files: dict[str, bytes]) -> bytes:
-    """Return the one right manifest of these files, byte for byte, so that damage to the manifest shows too."""
-    sums = {name: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in files.items()}
-    return json.dumps({"format": FORMAT, "files": sums}, indent=2).encode("ascii")
-
-
-def _verified_files(path: Path) -> dict[str, bytes]:
-    """Return the bytes of every file of a checkpoint after comparing them with the manifest."""
-    if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint {path}; its name looks like checkpoints/step-00000100")
-    files: dict[str, bytes] = {}
-    for name in (MODEL, OPTIMIZER, STATE, MANIFEST):
+    def do(self, action: Callable[[], Value]) -> list[Value]:
+        """Do it on this rank, wait for the others, and return what all of them got: values that JSON can hold."""
+        own: list[Value] = []
+        failure: CheckpointError | None = None
         try:
-            files[name] = (path / name).read_bytes()
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{path} is damaged: {name} is missing") from error
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {name}: {error.strerror or error}") from error
-    manifest = files.pop(MANIFEST)
-    if manifest != _manifest(files):
-        raise CheckpointError(f"{path} {_difference(manifest, files)}")
-    return files
+            own.append(action())
+        except CheckpointError as error:
+            failure = error
+        if self._comms is None:
+            if failure is not None:
+                raise failure
+            return own
+        answers = gather_json([own, None if failure is None else str(failure)], self._comms)
+        if messages := [message for _, message in answers if message is not None]:
+            raise CheckpointError(messages[0]) from failure
+        return [value for [value], _ in answers]
+
+    def on_first(self, action: Callable[[], Value]) -> Value | None:
+        """Do it on rank 0, while the others wait; they get None."""
+        own: list[Value] = []
+        self.do(lambda: own.append(action()) if self.rank == 0 else None)
+        return own[0] if own else None
 
 
-def _difference(manifest: bytes, files: dict[str, bytes]) -> str:
-    """Say in words why these files do not belong to this manifest."""
+# ── which rank writes what ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _offer(
+    model: Mapping[str, Tensor | Part],
+    optimizer_state: dict[str, Any],
+    first_names: Mapping[str, str],
+    tensors: TensorTable,
+) -> dict[str, Any]:
+    """Collect this rank's tensors, and describe to the other ranks what it holds."""
+    # name in the model → name in the checkpoint: two names of one tensor (tied weights) are stored once
+    names = {
+        name: tensors.add(f"model.{first_names.get(name, name)}", tensor, f"model tensor {name}")
+        for name, tensor in model.items()
+    }
+    optimizer = encode(optimizer_state, "optimizer", tensors)
+    return {"model": names, "optimizer": optimizer, "tensors": {n: _described(p) for n, p in tensors.parts.items()}}
+
+
+def _described(part: Part) -> list[Any]:
+    return [str(part.tensor.dtype).removeprefix("torch."), part.shape, part.start, part.stop]
+
+
+def _put_together(offers: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Say what the checkpoint holds, and which rank writes what; every rank comes to the same result."""
+    model = merge([offer["model"] for offer in offers])
+    optimizer = merge([decode(offer["optimizer"], Reference) for offer in offers])
+    encoded = encode(optimizer, "optimizer", None)
+    names = list(model.values())
+    decode(encoded, names.append)
+    index = _index({name: _holders(name, offers) for name in dict.fromkeys(names)})
+    return {"tensors": index, "model": model, "optimizer": encoded}
+
+
+def _holders(name: str, offers: Sequence[dict[str, Any]]) -> dict[int, list[Any]]:
+    """Which ranks hold a tensor, or some of its elements."""
+    holders = {rank: offer["tensors"][name] for rank, offer in enumerate(offers) if name in offer["tensors"]}
+    kinds = {f"{dtype} of shape {shape}": rank for rank, (dtype, shape, *_) in holders.items()}
+    if len(kinds) > 1:
+        places = " and ".join(f"{kind} on rank {rank}" for kind, rank in kinds.items())
+        raise CheckpointError(f"{name} is {places}; all ranks must have the same tensor")
+    return holders
+
+
+def _index(held: Mapping[str, dict[int, list[Any]]]) -> dict[str, Any]:
+    """For each tensor, its dtype and shape, and which file has which of its elements."""
+    rows: dict[tuple[int, ...], list[Segment]] = {}  # the ranks that hold some elements → all that these ranks hold
+    for name, holders in held.items():
+        for segment, ranks in _segments(name, holders):
+            rows.setdefault(ranks, []).append(segment)
+    writers: dict[str, list[tuple[int, int, int]]] = {name: [] for name in held}
+    for ranks, row in rows.items():
+        for segment, rank in _share_out(row, ranks):
+            writers[segment.name].append((segment.start, segment.stop, rank))
+    index = {}
+    for name, holders in held.items():
+        dtype, shape, *_ = next(iter(holders.values()))
+        parts = [
+            [part_name(rank), _stored_name(name, math.prod(shape), start, stop, held), start, stop]
+            for start, stop, rank in sorted(writers[name])
+        ]
+        index[name] = {"dtype": dtype, "shape": shape, "parts": parts}
+    return index
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The elements from `start` to `stop` of a tensor, each of so many bytes."""
+
+    name: str
+    start: int
+    stop: int
+    itemsize: int
+
+
+def _segments(name: str, holders: Mapping[int, list[Any]]) -> Iterator[tuple[Segment, tuple[int, ...]]]:
+    """Cut a tensor wherever a rank's part of it begins or ends: each segment with the ranks that hold it."""
+    dtype, shape, *_ = next(iter(holders.values()))
+    numel = math.prod(shape)
+    ends = {end for _, _, start, stop in holders.values() for end in (start, stop)}
+    for begin, end in itertools.pairwise(sorted({0, numel, *ends})):
+        ranks = tuple(rank for rank, (_, _, start, stop) in holders.items() if start <= begin and end <= stop)
+        if begin < 0 or end > numel or not ranks:
+            who = f"rank {ranks[0]} holds" if ranks else "no rank holds"
+            raise CheckpointError(f"{name} has {numel} elements, and {who} those from {begin} to {end}")
+        yield Segment(name, begin, end, DTYPES[dtype].itemsize), ranks
+
+
+def _share_out(row: Sequence[Segment], ranks: Sequence[int]) -> Iterator[tuple[Segment, int]]:
+    """Let each rank write as many bytes of what all of these ranks hold.
+
+    ```
+    held by ranks 0 and 1, side by side    │ embed            │ w1      │b│ w2      │b│
+    half of the bytes each                 rank 0 ─────────────▏rank 1 ──────────────
+    ```
+    """
+    total = sum((one.stop - one.start) * one.itemsize for one in row)
+    before = 0  # bytes of the segments in front
+    for one in row:
+        ends = [one.start + (total * share // len(ranks) - before) // one.itemsize for share in range(len(ranks) + 1)]
+        within = [min(max(end, one.start), one.stop) for end in ends]
+        for rank, (start, stop) in zip(ranks, itertools.pairwise(within), strict=True):
+            if start < stop:
+                yield replace(one, start=start, stop=stop), rank
+        before += (one.stop - one.start) * one.itemsize
+
+
+def _stored_name(name: str, numel: int, start: int, stop: int, others: Collection[str]) -> str:
+    """What a file calls some elements of a tensor; all of them have the tensor's own name."""
+    if stop - start == numel:
+        return name
+    stored = f"{name}[{start}:{stop}]"
+    while stored in others:
+        stored += "'"
+    return stored
+
+
+def _pieces(file: str, tensors: TensorTable, index: Mapping[str, Any]) -> dict[str, Piece]:
+    """What a rank writes into its file."""
+    pieces = {}
+    for name, about in index.items():
+        for other, stored, start, stop in about["parts"]:
+            if other == file:
+                part = tensors.parts[name]
+                shape = tuple(about["shape"]) if stored == name else (stop - start,)
+                pieces[stored] = Piece(part.tensor, start - part.start, stop - part.start, shape)
+    return pieces
+
+
+# ── writing it ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _make_folder(path: Path) -> None:
+    """Remove what an earlier save left, and make the folder that all ranks write into."""
+    with _failing_in_one_line(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sync_folder(path.parent.parent)
+        _clear_leftovers(path.parent)
+        _hidden(path, "writing").mkdir()
+
+
+def _write_part(path: Path, ranks: Ranks, tensors: TensorTable, index: Mapping[str, Any]) -> dict[str, Any]:
+    """Write this rank's file, if it has anything to write; returns its size and sha256 by its name."""
+    file = part_name(ranks.rank)
+    pieces = _pieces(file, tensors, index)
+    if not pieces:
+        return {}
+    writing = _hidden(path, "writing")
+    if not writing.is_dir():
+        raise CheckpointError(
+            f"rank {ranks.rank} cannot find {writing}, which rank 0 has made; every rank writes its part of a "
+            "checkpoint, so choose an --out on a disk that all of them see"
+        )
+    with _failing_in_one_line(path, f"rank {ranks.rank}: " if ranks.world_size > 1 else ""):
+        return {file: asdict(tensor_file.write(writing / file, pieces))}
+
+
+def _complete(path: Path, record: dict[str, Any], sums: Iterable[dict[str, Any]]) -> None:
+    """Add what rank 0 alone writes, wait until all names are on the disk, and only then give the folder its name."""
+    files = {name: Checksum(**written) for one in sums for name, written in one.items()}
+    writing, replaced = _hidden(path, "writing"), _hidden(path, "replaced")
+    with _failing_in_one_line(path):
+        text = json.dumps(record).encode("ascii")
+        write_durably(writing / STATE, text)
+        files[STATE] = tensor_file.checksum_of(text)
+        write_durably(writing / MANIFEST, manifest(files))
+        sync_folder(writing)
+        if path.exists():
+            path.rename(replaced)  # a folder cannot be renamed over another; `latest` reads this one in between
+        writing.rename(path)
+        sync_folder(path.parent)
+        if replaced.exists():
+            shutil.rmtree(replaced)
+
+
+@contextlib.contextmanager
+def _failing_in_one_line(path: Path, who: str = "") -> Iterator[None]:
     try:
-        record = json.loads(manifest)
-        if record["format"] > FORMAT:
-            return f"has format {record['format']}, and this version reads {FORMAT}; install a newer microparallel"
-        for name, data in files.items():
-            written = record["files"][name]
-            if written["bytes"] != len(data):
-                return f"is damaged: {name} has {len(data)} bytes, and {written['bytes']} were written"
-            if written["sha256"] != hashlib.sha256(data).hexdigest():
-                return f"is damaged: the bytes of {name} are not those that were written (its sha256 differs)"
-    except (KeyError, TypeError, ValueError):
-        return f"is damaged: {MANIFEST} cannot be understood"
-    return f"is damaged: {MANIFEST} was changed"
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write the checkpoint {path}: {who}{error.strerror or error}; "
+            "make room or choose another --out (earlier checkpoints are as they were)"
+        ) from error
 
 
 # ── its folder ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -205,6 +374,15 @@ def _folders(folder: Path) -> list[tuple[Path, int, str]]:
     ]
 
 
+def _newest_first(folder: Path) -> list[str]:
+    """Return the names of all checkpoints there, complete or damaged later."""
+    try:
+        found = _checkpoints(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}; check who may read it") from error
+    return [found[step].name for step in sorted(found, reverse=True)]
+
+
 def _checkpoints(folder: Path) -> dict[int, Path]:
     """Return step → path of every checkpoint there, complete or damaged later."""
     folders = _folders(folder)
@@ -214,21 +392,6 @@ def _checkpoints(folder: Path) -> dict[int, Path]:
 
 def _hidden(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}-{kind}")
-
-
-def _put_in_place(path: Path, files: dict[str, bytes]) -> None:
-    """Write the files aside, wait until they are on the disk, and only then give the folder its name."""
-    writing, replaced = _hidden(path, "writing"), _hidden(path, "replaced")
-    writing.mkdir()
-    for name, data in files.items():
-        write_durably(writing / name, data)
-    sync_folder(writing)
-    if path.exists():
-        path.rename(replaced)  # a folder cannot be renamed over another; `latest` reads this one in between
-    writing.rename(path)
-    sync_folder(path.parent)
-    if replaced.exists():
-        shutil.rmtree(replaced)
 
 
 def _clear_leftovers(folder: Path) -> None:
@@ -255,108 +418,3 @@ def _remove_all_but(keep: int, folder: Path, step: int) -> None:
                 f"step {step} is saved, but the older {found[old]} cannot be removed: {error.strerror or error}; "
                 "remove it by hand, or raise --keep"
             ) from error
-
-
-# ── values as JSON, tensors by name in a file beside it ───────────────────────────────────────────────────────────────
-# {"betas": (0.9, 0.999), 0: tensor}   ⇄   {"$dict": [["betas", {"$tuple": [0.9, 0.999]}], [0, {"$tensor": "0"}]]}
-#
-# JSON has neither tuples nor keys that are numbers, and an optimizer's state has both; hence the words with a `$`.
-
-
-class TensorTable:
-    """Collects named tensors for one safetensors file, storing each piece of memory once."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[str, Tensor] = {}
-        self._names: dict[tuple[Any, ...], str] = {}
-        self._storages: set[int] = set()
-
-    def add(self, name: str, tensor: Tensor, place: str) -> str:
-        """Take a tensor in and return the name it is stored under: its own, or that of the same tensor before it."""
-        if not isinstance(tensor, Tensor):
-            raise CheckpointError(f"{place} is a {type(tensor).__name__}, and only tensors can be stored there")
-        if tensor.layout != torch.strided or tensor.is_meta:
-            raise CheckpointError(f"{place} is {tensor.layout} on {tensor.device}; only dense tensors can be stored")
-        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and identity in self._names:
-            return self._names[identity]
-        while name in self._tensors:  # {"a": {"b": …}} and {"a.b": …} would share a name
-            name += "'"
-        stored = tensor.detach().cpu().contiguous()
-        # safetensors refuses tensors that overlap (views of one memory); each gets a copy of its own.
-        if stored.untyped_storage().data_ptr() in self._storages:
-            stored = stored.clone()
-        self._storages.add(stored.untyped_storage().data_ptr())
-        self._names[identity] = name
-        self._tensors[name] = stored
-        return name
-
-    def to_bytes(self) -> bytes:
-        """Return the tensors as the bytes of a safetensors file."""
-        try:
-            return safetensors.torch.save(self._tensors)
-        except (KeyError, ValueError, RuntimeError, SafetensorError) as error:
-            kinds = ", ".join(sorted({str(tensor.dtype) for tensor in self._tensors.values()}))
-            raise CheckpointError(f"safetensors cannot store these tensors (of {kinds}): {error}") from error
-
-
-def encode(value: Any, place: str, tensors: TensorTable | None) -> Any:
-    """Return what JSON can hold of a value; its tensors go into the table, where there is one.
-
-    `place` is where the value stands ("optimizer.state.0.exp_avg"): it names tensors, and the culprit in an error.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor) and tensors is not None:
-        return {"$tensor": tensors.add(place.removeprefix("optimizer.").removeprefix("state."), value, place)}
-    if isinstance(value, list | tuple):
-        parts = [encode(part, f"{place}.{index}", tensors) for index, part in enumerate(value)]
-        return parts if isinstance(value, list) else {"$tuple": parts}
-    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
-        pairs = [[key, encode(part, f"{place}.{key}", tensors)] for key, part in value.items()]
-        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
-        return dict(pairs) if plain else {"$dict": pairs}
-    raise CheckpointError(
-        f"{place} is a {type(value).__name__}, which a checkpoint cannot hold; "
-        "use numbers, text, None, and lists, tuples or dicts of them"
-    )
-
-
-def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return the value that `encode` was given."""
-    if isinstance(value, list):
-        return [decode(part, tensors) for part in value]
-    if not isinstance(value, dict):
-        return value
-    if "$tensor" in value:
-        return tensors[value["$tensor"]]
-    if "$tuple" in value:
-        return tuple(decode(part, tensors) for part in value["$tuple"])
-    if "$dict" in value:
-        return {key: decode(part, tensors) for key, part in value["$dict"]}
-    return {key: decode(part, tensors) for key, part in value.items()}
-
-
-# ── every rank's state to rank 0 ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def gather_states(state: dict[str, Any], comms: Comms) -> list[dict[str, Any]]:
-    """Every rank's optimizer state, by rank, on rank 0; an empty list on all others.
-
-    States may differ in shape: a rank that never had a sample has none. So they travel as the bytes they are saved as.
-    """
-    tensors = TensorTable()
-    text = json.dumps(encode(state, "optimizer", tensors)).encode()
-    content = tensors.to_bytes()
-    sizes = gather_json([len(text), len(content)], comms)
-    longest = max(map(sum, sizes))
-    padded = torch.frombuffer(bytearray((text + content).ljust(longest, b"\0")), dtype=torch.uint8)
-    arrived = comms.gather(padded)
-    return [_state(part, *size) for part, size in zip(arrived or [], sizes[: len(arrived or [])], strict=True)]
-
-
-def _state(arrived: torch.Tensor, text: int, content: int) -> dict[str, Any]:
-    received = bytes(arrived.numpy())
-    tensors = safetensors.torch.load(received[text : text + content])
-    state: dict[str, Any] = decode(json.loads(received[:text]), tensors)
-    return state

@@ -15,7 +15,8 @@ import torch
 
 from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
-from microparallel.errors import CheckpointError, MicroparallelError, UsageError
+from microparallel.comms.wire import gather_json
+from microparallel.errors import MicroparallelError, UsageError
 from microparallel.simulator.fitted import predicted
 from microparallel.text import count
 from microparallel.trace import Trace
@@ -63,6 +64,12 @@ def train_on_rank(comms: Comms, config: TrainConfig, resume: Path | None = None,
         return _Run(training, config, folder, display, logs).to_the_end()
 
 
+def _checkpoints_of(folder: RunFolder | None, comms: Comms) -> Path:
+    """Where all ranks write checkpoints: rank 0 alone has the run's folder, and tells the others where it is."""
+    told = gather_json(None if folder is None else str(folder.checkpoints.absolute()), comms)[0]
+    return Path(told) if folder is None else folder.checkpoints
+
+
 class _Run:
     """One rank's way through a run; rank 0 also has the folder and the logs."""
 
@@ -78,6 +85,7 @@ class _Run:
         self._training = training
         self._config = config
         self._folder = folder
+        self._checkpoints = _checkpoints_of(folder, training.comms)
         self._display = display
         self._total = training.total_steps
         self._validate_every = config.validate_every or training.loader.length or self._total
@@ -160,21 +168,12 @@ class _Run:
             self._warn(f"validation {name}", f"validation {name} is left out, since it failed: {reason}")
 
     def _save(self) -> None:
-        """Save a checkpoint: every rank tells its random state, rank 0 writes."""
+        """Save a checkpoint, to which every rank contributes, if there is anything new to save."""
         training = self._training
         if training.steps_done == self._saved_at:
             return
-        state, model_state, optimizer_state = training.state(), training.model_state(), training.optimizer_state()
         self._saved_at, self._saved = training.steps_done, True
-        if self._folder is not None:
-            checkpoint.save(
-                self._folder.checkpoints,
-                training.steps_done,
-                model_state,
-                optimizer_state,
-                state,
-                keep=self._config.keep,
-            )
+        training.save(self._checkpoints, keep=self._config.keep)
 
     def _record(self, record: dict[str, Any]) -> None:
         if self._folder is not None:
@@ -211,21 +210,10 @@ class _Run:
 
 
 def _go_on_from_latest(training: Training, resume: Path, display: Display) -> None:
-    """Load the newest checkpoint that is whole; rank 0 chooses it for all."""
-    folder = resume / "checkpoints"
-    step = torch.zeros(1, dtype=torch.int64)
-    if training.comms.rank == 0:
-        found, warnings = checkpoint.latest(folder)
-        for warning in warnings:
-            display.note(f"warning: {warning}")
-        step.fill_(found.step)
-    training.comms.broadcast(step)
-    if training.comms.rank != 0:
-        found, _ = checkpoint.latest(folder)
-        if found.step != step.item():
-            raise CheckpointError(
-                f"rank {training.comms.rank} finds step {found.step} in {folder}, rank 0 {step.item()}"
-            )
+    """Load the newest checkpoint that is whole: the same on every rank."""
+    found, warnings = checkpoint.latest(resume / "checkpoints", training.comms)
+    for warning in warnings:
+        display.note(f"warning: {warning}")
     if remark := training.load(found):
         display.note(remark)
 

@@ -7,10 +7,12 @@ stands what a step needs to be repeatable: the random state.
 from __future__ import annotations
 
 import base64
+import itertools
 import random
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -22,12 +24,29 @@ from microparallel.data_parallel import replicas_are_identical
 from microparallel.errors import CheckpointError, ConfigError
 from microparallel.pipeline import Pipeline
 from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, placed
-from microparallel.train.checkpoint import Checkpoint, gather_states
+from microparallel.train.checkpoint import save
+from microparallel.train.checkpoint_reader import Checkpoint, StateReader, read_whole
 from microparallel.train.data import Split
 from microparallel.train.loader import Loaded, Loader
 from microparallel.train.metrics import Measurement, Metric, Validation
 from microparallel.train.optimizer import LearningRate
 from microparallel.train.strategies import Step
+
+
+@runtime_checkable
+class HasParts(Protocol):
+    """An optimizer of which each rank holds the state of some elements only (ZeRO).
+
+    `state_parts` returns what the `state_dict` of an optimizer of all elements would, with a `Part` for each tensor of
+    which this rank has some elements, and without those of which it has none. `load_state_parts` takes the groups of
+    such a state, and calls `read(index, key, start, stop)` for the elements that it needs.
+    """
+
+    def state_parts(self) -> dict[str, Any]:
+        """Return this rank's part of the state."""
+
+    def load_state_parts(self, groups: list[dict[str, Any]], read: StateReader) -> None:
+        """Take this rank's part out of a whole state."""
 
 
 class Training:
@@ -175,7 +194,7 @@ class Training:
         }
 
     def model_state(self) -> dict[str, torch.Tensor]:
-        """The whole model's state, for rank 0 to save; every rank must call it."""
+        """The whole model's state on rank 0, to compare it with another's; every rank must call it."""
         state: dict[str, torch.Tensor] = self.model.state_dict()
         return state
 
@@ -188,10 +207,36 @@ class Training:
         """Whether ranks that should have the same parameters have the same bits; every rank must call it."""
         return replicas_are_identical(self.model, self.comms)
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state for rank 0 to save, or every rank's where they differ; every rank must call it."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state if self.averaging is None else {"by_rank": gather_states(state, self.comms)}
+    # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────
+
+    def save(self, folder: Path, keep: int) -> None:
+        """Save a checkpoint in a folder that all ranks see; every rank must call it, and writes its own part."""
+        save(
+            folder,
+            self.steps_done,
+            self.model_parts(),
+            self.optimizer_parts(),
+            self.state(),
+            comms=self.comms,
+            first_names=self.first_names,
+            keep=keep,
+        )
+
+    @property
+    def first_names(self) -> Mapping[str, str]:
+        """For tensors that other ranks hold under other names, the name they are stored under."""
+        return {}
+
+    def model_parts(self) -> dict[str, torch.Tensor]:
+        """The model's tensors that this rank can save: all ranks have the same parameters, rank 0's buffers count."""
+        state: dict[str, torch.Tensor] = self.model.state_dict()
+        return state if self.comms.rank == 0 else _parameters_of(self.model.parameters(), state)
+
+    def optimizer_parts(self) -> dict[str, Any]:
+        """What this rank holds of the state of the whole model's optimizer; every rank must call it."""
+        if self.averaging is not None:  # each rank has another
+            return {"by_rank": {f"rank_{self.comms.rank}": self.optimizer.state_dict()}}
+        return self.optimizer.state_parts() if isinstance(self.optimizer, HasParts) else self.optimizer.state_dict()
 
     def load(self, checkpoint: Checkpoint) -> str | None:
         """Go on from a checkpoint, bit for bit when the world has the size it had then; returns a remark, if any."""
@@ -210,14 +255,22 @@ class Training:
         return remark
 
     def _load_states(self, checkpoint: Checkpoint) -> None:
-        self.model.load_state_dict(checkpoint.model)
-        self.optimizer.load_state_dict(self._own_part(checkpoint.optimizer_state))
+        self.model.load_state_dict(read_whole(checkpoint.stored_model))
+        self._load_optimizer(self._own_part(checkpoint.stored_optimizer))
+
+    def _load_optimizer(self, state: dict[str, Any]) -> None:
+        """Read the optimizer's state from the disk, or only this rank's part of it."""
+        if isinstance(self.optimizer, HasParts):
+            self.optimizer.load_state_parts(read_whole(state["param_groups"]), StateReader(state["state"]))
+        else:
+            self.optimizer.load_state_dict(read_whole(state))
 
     def _own_part(self, state: dict[str, Any]) -> dict[str, Any]:
         """Find this rank's optimizer state; a rank that was not there before takes another's."""
         if "by_rank" not in state:
             return state
-        states: list[dict[str, Any]] = state["by_rank"]
+        by_rank = state["by_rank"]
+        states: list[dict[str, Any]] = list(by_rank.values()) if isinstance(by_rank, dict) else by_rank  # of format 1
         return states[self.comms.rank % len(states)]
 
 
@@ -264,28 +317,34 @@ class PipelineTraining(Training):
         """The whole model's state on rank 0."""
         return self._pipe.whole_state_dict() or {}
 
-    def optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state on rank 0, as that of an optimizer of the whole model."""
-        mine = self.optimizer.state_dict()
-        own = self._own_names()
-        by_name = {own[index]: state for index, state in mine["state"].items()}
-        states: dict[str, Any] = {}
-        for theirs in gather_states(by_name if self._pipe.replica == 0 else {}, self.comms):
-            states |= theirs
-        groups = self._whole_groups([[own[index] for index in group["params"]] for group in mine["param_groups"]])
-        order = {name: number for number, name in enumerate(name for names in groups for name in names)}
+    @property
+    def first_names(self) -> Mapping[str, str]:
+        """For weights that stages share, the first of their names in the whole model."""
+        return self._names
+
+    def model_parts(self) -> dict[str, torch.Tensor]:
+        """The tensors of this rank's stages that it can save: replicas have the same parameters, and buffers differ."""
+        state = self._pipe.state_dict()
+        return state if self._pipe.replica == 0 else _parameters_of(self._pipe.parameters(), state)
+
+    def optimizer_parts(self) -> dict[str, Any]:
+        """The state of this rank's optimizer, with the numbers that its parameters have in one of the whole model."""
+        mine = super().optimizer_parts()
+        own = self._own_groups()
+        groups, names = self._whole_groups(own), list(itertools.chain.from_iterable(own))
+        order = _numbers(groups)
         return {
-            "state": {order[name]: state for name, state in states.items()},
+            "state": {order[names[index]]: state for index, state in mine["state"].items()},
             "param_groups": [
-                {**group, "params": [order[name] for name in names]}
-                for group, names in zip(mine["param_groups"], groups, strict=True)
+                {**group, "params": [order[name] for name in members]}
+                for group, members in zip(mine["param_groups"], groups, strict=True)
             ],
         }
 
-    def _own_names(self) -> list[str]:
-        """The names in the whole model of this rank's parameters, in the order of its optimizer's state."""
+    def _own_groups(self) -> list[list[str]]:
+        """The names in the whole model of this rank's parameters, in the groups of its optimizer."""
         names = {parameter: self._names[name] for name, parameter in self._pipe.named_parameters()}
-        return [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [[names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
 
     def _whole_groups(self, mine: list[list[str]]) -> list[list[str]]:
         """The parameters of each group of the whole model's optimizer, in the model's order; every rank calls this."""
@@ -300,17 +359,30 @@ class PipelineTraining(Training):
         return [[name for name in order if name in group] for group in members]
 
     def _load_states(self, checkpoint: Checkpoint) -> None:
-        self._pipe.load_state_dict(checkpoint.model)
-        whole = self._own_part(checkpoint.optimizer_state)
-        own = self._own_names()
-        mine = self.optimizer.state_dict()["param_groups"]
-        groups = self._whole_groups([[own[index] for index in group["params"]] for group in mine])
-        order = {name: number for number, name in enumerate(name for names in groups for name in names)}
-        state = {index: whole["state"][order[name]] for index, name in enumerate(own) if order[name] in whole["state"]}
-        merged = [
-            {**theirs, "params": group["params"]} for theirs, group in zip(whole["param_groups"], mine, strict=True)
+        stored = checkpoint.stored_model
+        self._pipe.load_state_dict({name: stored[name].whole() for name in self._pipe.state_dict() if name in stored})
+        whole = self._own_part(checkpoint.stored_optimizer)
+        own = self._own_groups()
+        order = _numbers(self._whole_groups(own))
+        names = enumerate(itertools.chain.from_iterable(own))
+        state = {index: whole["state"][order[name]] for index, name in names if order[name] in whole["state"]}
+        numbers = itertools.count()
+        groups = [
+            {**group, "params": [next(numbers) for _ in mine]}
+            for group, mine in zip(whole["param_groups"], own, strict=True)
         ]
-        self.optimizer.load_state_dict({"state": state, "param_groups": merged})
+        self._load_optimizer({"state": state, "param_groups": groups})
+
+
+def _numbers(groups: Iterable[Iterable[str]]) -> dict[str, int]:
+    """The numbers that parameters have in the state of an optimizer with these groups."""
+    return {name: number for number, name in enumerate(itertools.chain.from_iterable(groups))}
+
+
+def _parameters_of(parameters: Iterable[nn.Parameter], state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a state that are parameters."""
+    memories = {parameter.data_ptr() for parameter in parameters}
+    return {name: one for name, one in state.items() if isinstance(one, torch.Tensor) and one.data_ptr() in memories}
 
 
 def pipeline_step(pipe: Pipeline) -> Step:

@@ -1,0 +1,184 @@
+"""A safetensors file, written as a stream and read in ranges.
+
+```
+8 bytes      the length of the header
+header       JSON: {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "b": …}, then blanks
+tensors      one after another, as they lie in memory
+```
+
+The safetensors package reads and writes the same files. It copies all tensors to write them, and it cuts a tensor along
+its dimensions only. Here one tensor at a time is copied, and any range of its flattened elements can be read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+_CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_BY_CODE = {code: dtype for dtype, code in _CODES.items()}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES}  # that a file can hold, by torch's names
+_BLOCK = 2**20  # bytes that are read at a time for a checksum
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """What a file must have to be the one that was written."""
+
+    bytes: int
+    sha256: str
+
+
+def checksum(path: Path) -> Checksum:
+    """Read a file from its beginning to its end, a block at a time."""
+    size, hashed = 0, hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            hashed.update(block)
+            size += len(block)
+    return Checksum(size, hashed.hexdigest())
+
+
+def checksum_of(data: bytes) -> Checksum:
+    """The checksum of a file with these bytes."""
+    return Checksum(len(data), hashlib.sha256(data).hexdigest())
+
+
+# ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a file holds under one name: the elements from `start` to `stop` of a tensor, with a shape of their own."""
+
+    tensor: Tensor
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+def write(path: Path, pieces: Mapping[str, Piece]) -> Checksum:
+    """Write a file and return when its bytes are on the disk; its name still needs `sync_folder`."""
+    size, hashed = 0, hashlib.sha256()
+    with path.open("wb") as file:
+        for data in _contents(pieces):
+            file.write(data)
+            hashed.update(data)
+            size += len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return Checksum(size, hashed.hexdigest())
+
+
+def _contents(pieces: Mapping[str, Piece]) -> Iterator[bytes | memoryview]:
+    """The bytes of a file: its header, then one tensor after another."""
+    # Tensors with larger elements come first, so that each one begins at a multiple of its elements' size.
+    ordered = sorted(pieces.items(), key=lambda item: -item[1].tensor.itemsize)
+    entries, end = {}, 0
+    for name, piece in ordered:
+        begin, end = end, end + (piece.stop - piece.start) * piece.tensor.itemsize
+        entries[name] = {"dtype": _CODES[piece.tensor.dtype], "shape": piece.shape, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode("ascii")
+    header = header.ljust(math.ceil(len(header) / 8) * 8)
+    yield len(header).to_bytes(8, "little") + header
+    for _, piece in ordered:
+        flat = piece.tensor.detach().reshape(-1)[piece.start : piece.stop]
+        yield _memory(flat.cpu().contiguous())
+
+
+def _memory(flat: Tensor) -> memoryview:
+    """The bytes of a tensor with one dimension: the same memory, to read or to write."""
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+# ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: where its bytes begin, counted from the beginning of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+class TensorFile:
+    """A file whose header was read; its tensors are read when they are asked for.
+
+    Attributes:
+        path: where it is.
+        entries: its tensors, by name.
+
+    Raises:
+        ValueError: the file is not a safetensors file, or does not have the bytes that its header promises.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with path.open("rb") as file:
+            self.entries = _read_header(file)
+
+    def read(self, name: str, start: int, out: Tensor) -> None:
+        """Fill `out`, which has one dimension, with the elements of a tensor from `start` on."""
+        entry = self.entries[name]
+        if out.dtype != entry.dtype or not 0 <= start <= start + out.numel() <= entry.numel:
+            raise ValueError(f"{self.path.name} does not have {out.numel()} elements of {name} from {start} on")
+        if not out.numel():
+            return
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(entry.begin + start * entry.dtype.itemsize)
+            rest = _memory(out)
+            while rest:
+                if not (count := file.readinto(rest)):
+                    raise ValueError(f"{self.path.name} ends within {name}")
+                rest = rest[count:]
+
+
+def _read_header(file: BinaryIO) -> dict[str, Entry]:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    if 8 + length > size:
+        raise ValueError(f"its header would have {length} bytes, and the file has {size}")
+    entries = {}
+    for name, about in json.loads(file.read(length)).items():
+        if name == "__metadata__":
+            continue
+        begin, end = about["data_offsets"]
+        entry = Entry(_BY_CODE[about["dtype"]], tuple(about["shape"]), 8 + length + begin)
+        if not (0 <= begin <= end <= size - 8 - length and end - begin == entry.numel * entry.dtype.itemsize):
+            raise ValueError(f"{name} would have the bytes {begin} to {end}")
+        entries[name] = entry
+    return entries

@@ -1,0 +1,88 @@
+"""Our safetensors files are those of the safetensors package, and any range of a tensor can be read."""
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from microparallel.train import tensor_file
+from microparallel.train.tensor_file import Piece, TensorFile
+
+
+def piece(tensor):
+    return Piece(tensor, 0, tensor.numel(), tuple(tensor.shape))
+
+
+def tensors_of_every_dtype():
+    return {name: torch.arange(24).view(4, 6).to(dtype) for name, dtype in tensor_file.DTYPES.items()}
+
+
+def bits(tensor):
+    return tensor.contiguous().flatten().view(torch.uint8).tolist()
+
+
+def test_the_package_reads_what_is_written_here(tmp_path):
+    tensors = tensors_of_every_dtype() | {"scalar": torch.tensor(3), "empty": torch.zeros(0, 2), "é\n": torch.ones(1)}
+    written = tensor_file.write(tmp_path / "file", {name: piece(tensor) for name, tensor in tensors.items()})
+    assert written == tensor_file.checksum(tmp_path / "file")
+    assert written == tensor_file.checksum_of((tmp_path / "file").read_bytes())
+    found = safetensors.torch.load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert bits(found[name]) == bits(tensor)
+
+
+def test_what_the_package_wrote_is_read_here(tmp_path):
+    tensors = tensors_of_every_dtype() | {"scalar": torch.tensor(3), "empty": torch.zeros(0, 2)}
+    safetensors.torch.save_file(tensors, tmp_path / "file", metadata={"format": "pt"})
+    file = TensorFile(tmp_path / "file")
+    assert file.entries.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        out = torch.empty(tensor.numel(), dtype=tensor.dtype)
+        file.read(name, 0, out)
+        assert (bits(out), file.entries[name].shape) == (bits(tensor), tuple(tensor.shape))
+
+
+@pytest.fixture(scope="module")
+def across(tmp_path_factory):
+    """A file with elements 3 to 17 of a tensor that does not lie in memory as it is flattened."""
+    path = tmp_path_factory.mktemp("file") / "file"
+    some = Piece(torch.arange(20.0).view(5, 4).t(), 3, 17, (14,))
+    tensor_file.write(path, {"before": piece(torch.ones(5)), "t": some})
+    return TensorFile(path)
+
+
+@given(st.integers(0, 14), st.integers(0, 14))
+def test_ranges(across, first, second):
+    start, stop = sorted((first, second))
+    out = torch.empty(stop - start)
+    across.read("t", start, out)
+    assert out.tolist() == torch.arange(20.0).view(5, 4).t().flatten()[3:17][start:stop].tolist()
+
+
+@pytest.mark.parametrize(("start", "size"), [(-1, 3), (10, 5), (15, 0)])
+def test_ranges_beyond_a_tensor_are_refused(across, start, size):
+    with pytest.raises(ValueError, match=f"does not have {size} elements of t from {start} on"):
+        across.read("t", start, torch.empty(size))
+    with pytest.raises(ValueError, match="does not have"):
+        across.read("t", 0, torch.empty(2, dtype=torch.float64))
+
+
+def test_a_file_that_has_become_shorter_is_named(tmp_path, across):
+    path = tmp_path / "file"
+    path.write_bytes(across.path.read_bytes())
+    file = TensorFile(path)
+    path.write_bytes(across.path.read_bytes()[:-30])
+    with pytest.raises(ValueError, match="file ends within t"):
+        file.read("t", 0, torch.empty(14))
+    with pytest.raises(ValueError, match="t would have the bytes"):
+        TensorFile(path)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"{", b"\x02" + b"\0" * 7 + b"{]"])
+def test_what_is_no_such_file_is_refused(tmp_path, data):
+    (tmp_path / "file").write_bytes(data)
+    with pytest.raises(ValueError, match=r"header|Expect"):
+        TensorFile(tmp_path / "file")
