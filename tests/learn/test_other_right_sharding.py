@@ -65,6 +65,7 @@ RIGHT = {
             SCATTER: SCATTER.replace('op="mean")', 'op="mean", async_op=True).wait()'),
             GATHER: GATHER.replace("self.part)", "self.part, async_op=True).wait()"),
         },
+        "one flat tensor": {SCATTER: SCATTER.replace("(gradients,", "(torch.cat(gradients),")},
         "divided before": {
             "(parameter.grad for parameter": "(parameter.grad / self.comms.world_size for parameter",
             ', op="mean"': "",

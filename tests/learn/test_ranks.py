@@ -275,6 +275,17 @@ def test_reduce_scatter(sizes, op):
     assert [call.content.numel() for call in calls(exam.comms[0].row)] == [sum(sizes)]
 
 
+def test_parts_of_one_tensor():
+    def both(comms):
+        row = torch.arange(4.0) + 10 * comms.rank
+        mine = comms.reduce_scatter(row, into=row.view(2, 2)[comms.rank])
+        comms.all_gather(mine, row)
+        return row.tolist()
+
+    exam = Exam(both, both, allowed=IN_PARTS)
+    assert exam.world.results == {0: [10.0, 12.0, 14.0, 16.0], 1: [10.0, 12.0, 14.0, 16.0]}
+
+
 def test_all_gather():
     def gathers(comms):
         return [one.tolist() for one in comms.all_gather(torch.full((2,), comms.rank))]
@@ -296,7 +307,7 @@ def test_a_part_that_is_changed_on_its_way():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (torch.zeros(2), "was given one tensor, and takes a list with a tensor for each rank"),
+        ((one for one in ()), "and takes a list with a tensor for each rank"),
         ([None, torch.zeros(1)], "a gradient is None until backward has made it"),
     ],
 )

@@ -205,7 +205,7 @@ class ThreadGroup:
         """Start copying the source's tensor over those of all other ranks."""
         return self._together([tensor], lambda rows: _write(tensor, rows[source]))
 
-    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor]) -> Work:
+    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor], *, together: bool = False) -> Work:  # noqa: ARG002
         """Start collecting every rank's tensor on every rank."""
 
         def collect(rows: list[torch.Tensor]) -> None:
@@ -226,7 +226,14 @@ class ThreadGroup:
         """Start combining all ranks' tensors on one rank."""
         return self._together([tensor], lambda rows: _write(tensor, _combined(rows, op)) if self.rank == to else None)
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: list[torch.Tensor], op: str) -> Work:
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        inputs: list[torch.Tensor],
+        op: str,
+        *,
+        together: bool = False,  # noqa: ARG002
+    ) -> Work:
         """Start combining all ranks' inputs, position by position; rank r gets position r."""
         size = output.numel()
         mine = slice(self.rank * size, (self.rank + 1) * size)
@@ -344,9 +351,10 @@ class ExamComms(Comms):
 
 
 def _list_of_tensors(line: int, call: str, value: object) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor) or not isinstance(value, Sequence):
-        given = "one tensor" if isinstance(value, torch.Tensor) else shown(value)
-        raise Wrong(f"line {line}: {call} was given {given}, and takes a list with a tensor for each rank")
+    if isinstance(value, torch.Tensor):  # a flat one, which Comms cuts into equal parts
+        return [value]
+    if not isinstance(value, Sequence):
+        raise Wrong(f"line {line}: {call} was given {shown(value)}, and takes a list with a tensor for each rank")
     for one in value:
         if not isinstance(one, torch.Tensor):
             raise NoTensor(line, call, one)

@@ -118,8 +118,13 @@ ANSWERS = [
         "reduce-scatters the parameters: it is their gradients that are averaged",
     ),
     Answer(
-        "a row and no list",
-        {CUT: "        return row\n", "[comms.rank].clone()": ".view(comms.world_size, -1)[comms.rank].clone()"},
-        "and takes a list with a tensor for each rank",
+        "the library's own",
+        {MAKE: "        self.optimizer = mp.ShardedOptimizer(self.parameters, torch.optim.Adam, comms)\n"},
+        "ShardedOptimizer",
+    ),
+    Answer(
+        "gradients as they are",
+        {SCATTER: SCATTER.replace("(gradients,", "([p.grad for p in self.parameters],")},
+        "the list needs one tensor for each of 2 ranks, not 6",
     ),
 ]
