@@ -1,6 +1,6 @@
-/* Two calculators for the lessons. A page asks for one with
+/* Calculators for the lessons. A page asks for one with
  *
- *   <div class="calculator" data-calculator="memory"></div>      or  data-calculator="data"
+ *   <div class="calculator" data-calculator="memory"></div>      or  data-calculator="data", data-calculator="sharding"
  *
  * and may set where it starts: data-parameters="7" data-stages="4". Each shows its inputs, its formulas, and what comes out.
  */
@@ -131,10 +131,63 @@
     return { bars, numbers, verdict: { good: speedup >= 1 && !(many >= numbers.half), text } };
   }
 
-  const CALCULATORS = { memory, data };
+  const sharding = {
+    title: "What does a rank hold, and what does it send?",
+    groups: [
+      ["The model", [
+        field("parameters", "Parameters Ψ (billions)", 10),
+        field("weights", "Bytes of a weight (w)", 4),
+        field("gradients", "Bytes of a gradient (g)", 4),
+        field("state", "Bytes of optimizer state a parameter (k)", 8),
+      ]],
+      ["The step", [
+        field("ranks", "Ranks (p)", 8, { min: 1, step: 1 }),
+        field("microbatches", "Micro-batches of each rank (m)", 1, { min: 1, step: 1 }),
+        field("bucket", "A bucket of gradients (MB)", 25),
+        field("device", "Memory of a device (GB)", 24),
+      ]],
+    ],
+    formulas: [
+      "data parallelism holds (w + g + k)Ψ and sends (p−1)/p × 2gΨ",
+      "ZeRO-1 holds (w + g + k/p)Ψ and sends (p−1)/p × (g + w)Ψ",
+      "ZeRO-2 holds (w + g/p + k/p)Ψ, and at most two buckets that are filled or on their way; it sends (p−1)/p × (mg + w)Ψ",
+      "ZeRO-3 holds (w + g + k)Ψ/p, and the layers that are in use; it sends (p−1)/p × m(g + 2w)Ψ",
+      "activations come on top, the same in all four: they depend on the samples of a rank",
+    ],
+    compute: needOfRank,
+  };
+
+  function needOfRank(given) {
+    const weights = given.parameters * given.weights, gradients = given.parameters * given.gradients;
+    const state = given.parameters * given.state, { ranks, microbatches } = given;
+    const flight = ranks > 1 ? Math.min(2 * given.bucket / 1000, gradients) : 0;
+    const wire = (copies) => (ranks - 1) / ranks * copies;
+    const kinds = [
+      ["Data parallelism", weights, gradients, 0, state, wire(2 * gradients)],
+      ["ZeRO-1", weights, gradients, 0, state / ranks, wire(gradients + weights)],
+      ["ZeRO-2", weights, gradients / ranks, flight, state / ranks, wire(microbatches * gradients + weights)],
+      ["ZeRO-3", weights / ranks, gradients / ranks, 0, state / ranks, wire(microbatches * (gradients + 2 * weights))],
+    ];
+    const bars = kinds.map(([name, own, part, moving, kept, sent]) => bar(`${name}, sends ${gigabytes(sent)} a step`,
+      [["weights", own], ["gradients", part], ["buckets", moving], ["optimizer state", kept]], gigabytes));
+    const numbers = {};
+    kinds.forEach((kind, level) => {
+      numbers[`held${level}`] = bars[level].total;
+      numbers[`sent${level}`] = kind[5];
+    });
+    const fits = kinds.filter((_, level) => bars[level].total <= given.device).map(([name]) => name);
+    const each = kinds.map(([name], level) => `${name} ${gigabytes(bars[level].total)}`).join(", ");
+    const verdict = fits.length ? `${fits[0]} fits into ${gigabytes(given.device)}` : `None fits into ${gigabytes(given.device)}`;
+    return {
+      bars, numbers, limit: given.device, limitWords: `there is: ${gigabytes(given.device)}`, namesOnly: true,
+      verdict: { good: fits.length > 0, text: `Each of ${ranks} ranks holds: ${each}. ${verdict}, before any activations.` },
+    };
+  }
+
+  const CALCULATORS = { memory, data, sharding };
   const COLOURS = {
     weights: "forward", gradients: "backward", "optimizer state": "weight", activations: "pair",
-    computation: "forward", communication: "communication",
+    computation: "forward", communication: "communication", buckets: "communication",
   };
 
   const sum = (parts) => parts.reduce((total, [, value]) => total + value, 0);
@@ -218,7 +271,7 @@
     const last = result.bars[result.bars.length - 1];
     for (const [name, value] of last.parts) {
       const key = element("i", { class: `calculator-part is-${COLOURS[name]}` });
-      list.append(element("li", {}, key, `${name} ${last.words(value)}`));
+      list.append(element("li", {}, key, result.namesOnly ? name : `${name} ${last.words(value)}`));
     }
     if (result.limitWords) list.append(element("li", {}, element("b", { class: "calculator-limit" }), result.limitWords));
     return list;

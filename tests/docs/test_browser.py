@@ -4,6 +4,10 @@ from pathlib import Path
 
 import pytest
 
+import microparallel as mp
+from microparallel.program import Parameters
+from microparallel.trace import Sizes
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(str(path.relative_to(DOCS).with_suffix(".html")) for path in DOCS.rglob("*.md"))
 
@@ -113,8 +117,52 @@ def test_the_data_calculator_agrees_with_its_page(browser, site):
     assert "so the other half gains nothing" in words(browser, "data")
 
 
+@pytest.mark.parametrize(("weights", "gradients", "state"), [(4, 4, 8), (2, 2, 12)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 2), (4, 3), (5, 3)])
+def test_the_sharding_calculator_agrees_with_the_simulator(
+    browser, site, weights, gradients, state, ranks, microbatches
+):
+    """Six layers of a billion parameters, each a bucket, so that its bytes are gigabytes."""
+    layers = 6
+    browser.open(site / "sharding" / "01_what_a_rank_holds.html")
+    give(browser, "sharding", parameters=layers, weights=weights, gradients=gradients, state=state)
+    give(browser, "sharding", ranks=ranks, microbatches=microbatches, bucket=1000 * gradients)
+
+    def size(value):
+        return weights if isinstance(value, Parameters) else gradients
+
+    sizes = Sizes(parameters=weights, gradients=gradients, optimizer=state, activations=0)
+    costs = mp.Costs(bytes_per_value=size, seconds_per_byte=0.1, sizes=sizes)
+    programs = [
+        mp.schedules.ddp(layers, layers, ranks),
+        mp.schedules.zero(1, layers, ranks, microbatches),
+        mp.schedules.zero(2, layers, ranks, microbatches),
+    ]
+    for level, program in enumerate(programs):
+        trace = mp.simulate(program, costs)
+        assert result(browser, "sharding", f"sent{level}") == pytest.approx(max(trace.bytes_sent))
+        if ranks > 1:  # a rank that is alone keeps its gradients whole, and needs no buckets beside them
+            assert result(browser, "sharding", f"held{level}") == pytest.approx(max(trace.peak_memory))
+
+
+def test_the_sharding_calculator_agrees_with_its_page(browser, site):
+    browser.open(site / "sharding" / "01_what_a_rank_holds.html")
+    held = [result(browser, "sharding", f"held{level}") for level in range(4)]
+    assert held == pytest.approx([160, 90, 55.05, 20])
+    assert "Data parallelism 160 GB, ZeRO-1 90 GB, ZeRO-2 55 GB, ZeRO-3 20 GB" in words(browser, "sharding")
+    assert "ZeRO-3 fits into 24 GB, before any activations." in words(browser, "sharding")
+    give(browser, "sharding", ranks=64, device=40)
+    assert "None fits" not in words(browser, "sharding")
+    give(browser, "sharding", ranks=0)
+    assert words(browser, "sharding") == "Ranks (p): give a number that is at least 1."
+
+
 def test_formulas_stand_beside_the_calculators(browser, site):
-    for page, name in (("pipeline/01_memory_wall.html", "memory"), ("data_parallel/02_data_wall.html", "data")):
+    for page, name in (
+        ("pipeline/01_memory_wall.html", "memory"),
+        ("data_parallel/02_data_wall.html", "data"),
+        ("sharding/01_what_a_rank_holds.html", "sharding"),
+    ):
         browser.open(site / page)
         assert browser.value(f"{calculator(browser, name)}.querySelectorAll('.calculator-formulas li').length") >= 4
 

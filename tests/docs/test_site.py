@@ -17,8 +17,10 @@ import microparallel as mp
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-LESSONS = sorted([*DOCS.glob("data_parallel/*.md"), *DOCS.glob("pipeline/*.md"), *DOCS.glob("seeing/*.md")])
+TRACKS = ("data_parallel", "pipeline", "sharding", "seeing")
+LESSONS = sorted(lesson for track in TRACKS for lesson in DOCS.glob(f"{track}/*.md"))
 PARTS = ["The picture", "The code", "Run it", "Try", "What goes wrong", "Exercise", "Quiz"]
+PARTS_OF = {"sharding": ["Predict", "Attempt", "Reveal", "Run it", "Try", "What goes wrong", "Quiz"]}
 
 
 @pytest.mark.timeout(150)
@@ -110,12 +112,17 @@ def test_a_lesson_has_its_parts(lesson):
     text = lesson.read_text()
     fenced = "\n".join(block.text for block in pages.blocks_of(lesson))
     headings = [line for line in re.findall(r"^## (.+)$", text, re.MULTILINE) if f"## {line}" not in fenced]
-    assert headings == PARTS
-    assert "question" in text.split("## The picture")[0]
+    parts = PARTS_OF.get(lesson.parent.name, PARTS)
+    assert headings == parts
+    assert "question" in text.split(f"## {parts[0]}")[0]
     assert 3 <= len(re.findall(r"^\?\?\? question", text, re.MULTILINE)) <= 6
     kinds = {block.kind for block in pages.blocks_of(lesson)}
     assert kinds & {"draw", "step"} or "![" in text.split("## The code")[0]
     assert kinds & {"include", "python"}
+    if parts is not PARTS:  # a place for the guess, and what is right is folded away
+        guess = text.split("## Predict")[1].split("## Attempt")[0]
+        assert 'class="guess"' in guess
+        assert re.search(r"^\?\?\? tip", text, re.MULTILINE)
 
 
 def test_the_outline_names_every_lesson_and_the_glossary_links_every_word():

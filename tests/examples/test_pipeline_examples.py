@@ -91,6 +91,12 @@ def test_torchrun_decides_how_many_ranks_there_are(call, monkeypatch):
     assert call("train_pipeline.py", "--ranks", "2") == (2, "")
 
 
+def test_gathers_first_is_what_zero_makes():
+    written = mp.program.from_text((EXAMPLES / "zero_1_gathers_first.txt").read_text(encoding="utf-8"))
+    built = mp.schedules.zero(1, 4, 2, gather="before")
+    assert (written.ranks, written.goal) == (built.ranks, built.goal)
+
+
 def test_two_pipelines_are_what_replicate_makes():
     written = mp.program.from_text((EXAMPLES / "two_pipelines.txt").read_text(encoding="utf-8"))
     built = mp.schedules.replicate(mp.schedules.build("1f1b", 2, 4), 2)

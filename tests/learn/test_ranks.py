@@ -253,3 +253,64 @@ def test_only_neighbours_talk_in_a_line():
         comms.send_tensor(torch.ones(1), 2)
 
     assert "rank 0 sends to rank 2, which is not its neighbour" in str(Exam(sends, does_nothing, does_nothing).raised())
+
+
+# ── parts ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+IN_PARTS = ("reduce_scatter", "all_gather")
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (3, 1, 0)], ids=["equal", "different"])
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_reduce_scatter(sizes, op):
+    def scatters(comms):
+        numbers = torch.arange(float(sum(sizes))) + 10 * comms.rank
+        request = comms.reduce_scatter(numbers.split(sizes), op=op, async_op=True)
+        return request.wait().tolist()
+
+    whole = 3 * torch.arange(float(sum(sizes))) + 30
+    expected = (whole if op == "sum" else whole / 3).split(sizes)
+    exam = Exam(scatters, scatters, scatters, allowed=IN_PARTS)
+    assert exam.world.results == {rank: expected[rank].tolist() for rank in range(3)}
+    assert [call.content.numel() for call in calls(exam.comms[0].row)] == [sum(sizes)]
+
+
+def test_parts_of_one_tensor():
+    def both(comms):
+        row = torch.arange(4.0) + 10 * comms.rank
+        mine = comms.reduce_scatter(row, into=row.view(2, 2)[comms.rank])
+        comms.all_gather(mine, row)
+        return row.tolist()
+
+    exam = Exam(both, both, allowed=IN_PARTS)
+    assert exam.world.results == {0: [10.0, 12.0, 14.0, 16.0], 1: [10.0, 12.0, 14.0, 16.0]}
+
+
+def test_all_gather():
+    def gathers(comms):
+        return [one.tolist() for one in comms.all_gather(torch.full((2,), comms.rank))]
+
+    assert Exam(*[gathers] * 3, allowed=IN_PARTS).world.results == {rank: [[0, 0], [1, 1], [2, 2]] for rank in range(3)}
+
+
+def test_a_part_that_is_changed_on_its_way():
+    def writes(comms):
+        parts = [torch.zeros(1), torch.zeros(1)]
+        request = comms.reduce_scatter(parts, async_op=True)
+        parts[1].fill_(NAN)
+        request.wait()
+
+    error = Exam(writes, writes, allowed=IN_PARTS).raised()
+    assert isinstance(error, Wrong) and "began to reduce-scatter in line" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((one for one in ()), "and takes a list with a tensor for each rank"),
+        ([None, torch.zeros(1)], "a gradient is None until backward has made it"),
+    ],
+)
+def test_what_is_no_list_of_tensors(given, words):
+    error = Exam(lambda comms: comms.reduce_scatter(given), does_nothing, allowed=IN_PARTS).raised()
+    assert isinstance(error, Wrong) and words in str(error)

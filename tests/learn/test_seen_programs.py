@@ -6,13 +6,13 @@ import torch
 from microparallel import collectives
 from microparallel.learn.catalogue import find_exercise
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders import buckets, comms, ring_all_reduce
+from microparallel.learn.graders import buckets, comms, ring_all_reduce, ring_halves, zero_2
 from microparallel.learn.graders._collectives import contribution, program_of
 from microparallel.learn.graders._during_backward import program_of as program_of_passes
 from microparallel.learn.graders._pipeline_steps import microbatch_suspects, take_steps
 from microparallel.learn.holes import solved
-from microparallel.program import Collective, Free, Join, OptimizerStep, Recv, Send, halves
-from microparallel.schedules import ddp, gpipe, lower, one_f_one_b
+from microparallel.program import Collective, Forward, ForwardStages, Free, Join, OptimizerStep, Recv, Send, halves
+from microparallel.schedules import ddp, gpipe, lower, one_f_one_b, zero
 from microparallel.verifier import verify
 
 
@@ -76,6 +76,28 @@ def test_buckets(exam):
     verify(program)
     for mine, wanted in zip(program.ranks, ddp(6, 6, 2).ranks, strict=True):
         assert [op for op in mine if op != Join()] == [op for op in wanted if op != OptimizerStep()]
+
+
+@pytest.mark.parametrize("half", ["reduce-scatter", "all-gather"])
+def test_a_half_of_the_ring(exam, half):
+    one, ranks = exam("ring-halves"), 4
+    found = one.run(ring_halves._do, ranks, half, 2 * ranks, torch.float64)
+    given = [ring_halves._given(half, rank, ranks, 2 * ranks, torch.float64) for rank in range(ranks)]
+    seen = program_of(Collective(half, ranks), given, one.rows, found)
+    assert seen.ranks == collectives.build(half, ranks).ranks
+
+
+def test_zero_2(exam):
+    """A gradient that is let go is seen to be gone when the next one comes; the last one of a step, never."""
+    one, ranks, turns = exam("zero-2"), 2, 3
+    results = one.run(zero_2._train, ranks, "momentum", turns, allowed=("reduce_scatter", "all_gather"))
+    for row, trained, wanted in zip(one.rows, results, zero(2, 6, ranks, turns).ranks, strict=True):
+        seen = [op for op in zero_2._operations(row, trained, 0, ranks) if not isinstance(op, ForwardStages)]
+        assert seen == [op for op in wanted if not isinstance(op, Forward) and op != last_free(wanted)]
+
+
+def last_free(ops):
+    return [op for op in ops if isinstance(op, Free)][-1]
 
 
 @pytest.mark.parametrize("answered", [True, False])

@@ -14,6 +14,7 @@ _ON_DEADLOCKS = (
     "pipeline/03_ping_pong",
     "pipeline/06_1f1b",
 )
+_ON_DEADLOCKS_OF = {"data_parallel": _ON_DEADLOCKS[0], "pipeline": _ON_DEADLOCKS[-1], "sharding": _ON_DEADLOCKS[1]}
 _HERE = Path(__file__).parent
 _INSTALLED = _HERE / "exercises"
 _IN_REPOSITORY = _HERE.parents[2] / "exercises"
@@ -48,7 +49,7 @@ class Exercise:
     @property
     def on_deadlocks(self) -> str:
         """The page that says how ranks come to wait for each other: the exercise's own lesson, if it is about that."""
-        another = _ON_DEADLOCKS[0] if self.track == "data_parallel" else _ON_DEADLOCKS[-1]
+        another = _ON_DEADLOCKS_OF[self.track]
         return f"docs/{self.lesson if self.lesson in _ON_DEADLOCKS else another}.md"
 
     @property
@@ -70,6 +71,10 @@ def _pp(number: int, stem: str, title: str, lesson: str, name: str = "") -> Exer
     return Exercise(name or stem.replace("_", "-"), "pipeline", f"{number:02}_{stem}.py", title, f"pipeline/{lesson}")
 
 
+def _sh(number: int, stem: str, title: str, lesson: str) -> Exercise:
+    return Exercise(stem.replace("_", "-"), "sharding", f"{number:02}_{stem}.py", title, f"sharding/{lesson}")
+
+
 EXERCISES = (
     _dp(1, "manual_averaging", "Average the gradients of two copies by hand", "03_manual"),
     _dp(2, "comms", "Broadcast, gather and barrier from sends and receives", "05_sync_primitives"),
@@ -88,6 +93,9 @@ EXERCISES = (
     _pp(7, "one_f_one_b", "One forward, one backward", "06_1f1b", name="1f1b"),
     _pp(8, "interleaved", "Several thin stages of the model on every rank", "07_interleaved"),
     _pp(9, "zero_bubble", "Split the backward and fill the gaps", "08_zero_bubble"),
+    _sh(1, "ring_halves", "Reduce-scatter and all-gather round the ring", "02_two_halves"),
+    _sh(2, "sharded_optimizer", "Keep the optimizer's state for your own part alone", "03_each_its_part"),
+    _sh(3, "zero_2", "Keep your part of the gradients while they add up", "03_each_its_part"),
 )
 
 

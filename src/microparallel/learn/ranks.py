@@ -124,17 +124,18 @@ class _Transfer:
         self, world: World, call: Called, missing: Callable[[], int | None], finish: Callable[[], Any] = lambda: None
     ) -> None:
         self._world, self._call, self._missing, self._finish = world, call, missing, finish
-        self._reads: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._reads: tuple[Sequence[torch.Tensor], torch.Tensor] | None = None
 
-    def reading(self, tensor: torch.Tensor, before: torch.Tensor) -> _Transfer:
-        """Refuse, in `wait`, a tensor that was changed meanwhile."""
-        self._reads = tensor, before
+    def reading(self, tensors: Sequence[torch.Tensor], before: torch.Tensor) -> _Transfer:
+        """Refuse, in `wait`, tensors that were changed meanwhile: in a row, they were `before`."""
+        self._reads = tensors, before
         return self
 
     def wait(self, timeout: float | None = None) -> None:  # noqa: ARG002
         """Return when it is complete, however long that takes: a wait that can never end is found by `World`."""
-        if self._reads and not torch.equal(*map(as_bytes, self._reads)):  # of bytes, since nan is not equal to itself
-            verb, request, why = _SENT if self._call.peer >= 0 else _REDUCED
+        if self._reads and not _same_bits(_row(self._reads[0]), self._reads[1]):
+            verb = "send" if self._call.peer >= 0 else self._call.call.replace("_", "-")
+            request, why = _SENT if self._call.peer >= 0 else _TOGETHER
             raise Wrong(
                 f"the tensor that rank {self._call.rank} began to {verb} in line {self._call.line} was changed before "
                 f"the {request} was waited for: {why}"
@@ -143,8 +144,17 @@ class _Transfer:
         self._finish()
 
 
-_SENT = "send", "send", "the receiver may get the new numbers; wait first, or send a clone"
-_REDUCED = "all-reduce", "request", "a write into it meanwhile spoils the sum; wait first"
+_SENT = "send", "the receiver may get the new numbers; wait first, or send a clone"
+_TOGETHER = "request", "a write into it meanwhile spoils the result; wait first"
+
+
+def _row(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of all numbers, one after another."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else torch.empty(0)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(as_bytes(one), as_bytes(other))  # of bytes, since nan is not equal to itself
 
 
 class ThreadGroup:
@@ -167,13 +177,13 @@ class ThreadGroup:
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:  # noqa: ARG002
         """Start sending; the send is complete when the receiver has asked for the message."""
-        call, before, channel = self.observer.call, tensor.clone(), (self.rank, to)
+        call, before, channel = self.observer.call, _row([tensor]), (self.rank, to)
         number = self.world.add(self.world.sent[channel], (call, before))
 
         def missing() -> int | None:
             return None if len(self.world.asked_for[channel]) >= number else to
 
-        return _Transfer(self.world, call, missing).reading(tensor, before)
+        return _Transfer(self.world, call, missing).reading([tensor], before)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:  # noqa: ARG002
         """Start receiving; the n-th receive is complete when the source has sent n messages."""
@@ -186,14 +196,23 @@ class ThreadGroup:
         def finish() -> None:
             sent, content = self.world.sent[channel][number - 1]
             _require_alike(sent, call)
-            tensor.copy_(content)
+            tensor.copy_(content.view(tensor.shape))
             call.content = sent.content
 
         return _Transfer(self.world, call, missing, finish)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> Work:
         """Start copying the source's tensor over those of all other ranks."""
-        return self._together(tensor, lambda tensors: tensor.copy_(tensors[source]))
+        return self._together([tensor], lambda rows: _write(tensor, rows[source]))
+
+    def all_gather(self, tensor: torch.Tensor, outputs: list[torch.Tensor], *, together: bool = False) -> Work:  # noqa: ARG002
+        """Start collecting every rank's tensor on every rank."""
+
+        def collect(rows: list[torch.Tensor]) -> None:
+            for output, row in zip(outputs, rows, strict=True):
+                _write(output, row)
+
+        return self._together([tensor], collect)
 
     def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: Algorithm = "auto") -> Work:  # noqa: ARG002
         """Start combining all ranks' tensors, in the order of ranks: the algorithm would only round otherwise.
@@ -201,16 +220,28 @@ class ThreadGroup:
         The tensor changes when the learner's code waits: so code that reads it too early always sees the old numbers,
         and code that writes to it too early is always found.
         """
+        return self._together([tensor], lambda rows: _write(tensor, _combined(rows, op)))
 
-        def combine(tensors: list[torch.Tensor]) -> None:
-            tensor.copy_(tensors[0])
-            for other in tensors[1:]:
-                COMBINE[op](tensor, other)
+    def reduce(self, tensor: torch.Tensor, to: int, op: str) -> Work:
+        """Start combining all ranks' tensors on one rank."""
+        return self._together([tensor], lambda rows: _write(tensor, _combined(rows, op)) if self.rank == to else None)
 
-        return self._together(tensor, combine)
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        inputs: list[torch.Tensor],
+        op: str,
+        *,
+        together: bool = False,  # noqa: ARG002
+    ) -> Work:
+        """Start combining all ranks' inputs, position by position; rank r gets position r."""
+        size = output.numel()
+        mine = slice(self.rank * size, (self.rank + 1) * size)
+        return self._together(inputs, lambda rows: _write(output, _combined([row[mine] for row in rows], op)))
 
-    def _together(self, tensor: torch.Tensor, finish: Callable[[list[torch.Tensor]], Any]) -> Work:
-        call, before, ranks = self.observer.call, tensor.clone(), self.world_ranks
+    def _together(self, tensors: Sequence[torch.Tensor], finish: Callable[[list[torch.Tensor]], Any]) -> Work:
+        """Start what all ranks do with these tensors; `finish` is given those of each rank, in a row."""
+        call, before, ranks = self.observer.call, _row(tensors), self.world_ranks
         number = self.world.add(self.world.collectives[self.rank], (call, before)) - 1
 
         def missing() -> int | None:
@@ -221,9 +252,20 @@ class ThreadGroup:
             for other, _ in messages:
                 if other.agreement != call.agreement:
                     raise Mismatch(f"rank {other.rank} calls {other.agreement}, and rank {self.rank} {call.agreement}")
-            finish([content for _, content in messages])
+            finish([row for _, row in messages])
 
-        return _Transfer(self.world, call, missing, complete).reading(tensor, before)
+        return _Transfer(self.world, call, missing, complete).reading(tensors, before)
+
+
+def _write(tensor: torch.Tensor, row: torch.Tensor) -> None:
+    tensor.copy_(row.view(tensor.shape))
+
+
+def _combined(rows: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    total = rows[0].clone()
+    for other in rows[1:]:
+        COMBINE[op](total, other)
+    return total
 
 
 def _require_alike(sent: Called, received: Called) -> None:
@@ -274,6 +316,8 @@ class ExamComms(Comms):
             if not isinstance(tensor, torch.Tensor):
                 raise NoTensor(line, name, tensor)
             call.address, call.content = tensor.data_ptr(), tensor.detach().clone()
+        if "tensors" in arguments:
+            call.content = _row([one.detach() for one in _list_of_tensors(line, name, arguments["tensors"])])
         for argument in ("dest", "src"):
             if name in POINT_TO_POINT and argument in arguments:
                 call.peer = arguments[argument]
@@ -304,6 +348,17 @@ class ExamComms(Comms):
                 return int(frame.f_lineno)
             frame = frame.f_back
         return 0
+
+
+def _list_of_tensors(line: int, call: str, value: object) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):  # a flat one, which Comms cuts into equal parts
+        return [value]
+    if not isinstance(value, Sequence):
+        raise Wrong(f"line {line}: {call} was given {shown(value)}, and takes a list with a tensor for each rank")
+    for one in value:
+        if not isinstance(one, torch.Tensor):
+            raise NoTensor(line, call, one)
+    return list(value)
 
 
 class _Request:

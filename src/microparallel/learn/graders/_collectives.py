@@ -8,11 +8,12 @@ was added or replaced what was there.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from microparallel.learn.log import RECEIVES, SENDS, Called, Row
+from microparallel.learn.verdict import Wrong
 from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 
 
@@ -76,6 +77,59 @@ def _changes(before: torch.Tensor, after: torch.Tensor, arrived: list[Called], s
 
 def _split(tensor: torch.Tensor, slices: int) -> list[torch.Tensor]:
     return list(tensor.flatten().tensor_split(slices))
+
+
+# ── is it a ring? ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def require_passed_on(program: Program, begins_with: str, in_step: Callable[[int], str]) -> None:
+    """Refuse what breaks the rule of the ring: what a rank sends is the slice that came to it the step before.
+
+    Args:
+        program: what the ranks did.
+        begins_with: with which slice a rank should begin, in words.
+        in_step: a step in words.
+    """
+    ranks = program.world_size
+    sent = [[op for op in ops if isinstance(op, Send)] for ops in program.ranks]
+    begins = [mine[0].value for mine in sent if mine]
+    for rank, begin in enumerate(begins):
+        if begin in begins[:rank]:
+            raise Wrong(
+                f"wrong slice: in step 0 ranks {begins.index(begin)} and {rank} both send {_slice(begin)}; each rank "
+                f"begins with another one, {begins_with}"
+            )
+    for step in range(1, min(map(len, sent))):
+        for rank in range(ranks):
+            before = [other for other in range(ranks) if sent[other][step - 1].to == rank]
+            sends = sent[rank][step].value
+            if before and sends != (came := sent[before[0]][step - 1].value):
+                raise Wrong(
+                    f"wrong slice, {ranks} ranks: {in_step(step)} rank {rank} sends {_slice(sends)}, but in the step "
+                    f"before it received {_slice(came)} from rank {before[0]}: that is the one to pass on"
+                )
+
+
+def _slice(value: object) -> str:
+    return f"slice {str(value).removeprefix('C')}"
+
+
+def require_a_ring(rank: int, ranks: int, sent: Sequence[Called], size: int, halves: int) -> None:
+    """Refuse another way to the same result: as cheap as a ring, perhaps, but not what the exercise is about."""
+    strangers = [message.peer for message in sent if message.peer != (rank + 1) % ranks]
+    if strangers:
+        raise Wrong(
+            f"the sum is right, but this is not the ring: rank {rank} sends to rank {strangers[0]}, which is not the "
+            f"rank after it, {(rank + 1) % ranks}"
+        )
+    if len(sent) != halves * (ranks - 1):
+        raise Wrong(
+            f"the sum is right, but rank {rank} sent {len(sent)} messages, and in a ring of {ranks} it sends "
+            f"{halves * (ranks - 1)}: {ranks - 1} in each half"
+        )
+    odd = [message.bytes for message in sent if message.bytes != size]
+    if odd:
+        raise Wrong(f"the sum is right, but rank {rank} sent a message of {odd[0]} bytes, and a slice has {size}")
 
 
 # ── sums of which one can tell which ranks are in them ──────────────────────────────────────────────────────────────

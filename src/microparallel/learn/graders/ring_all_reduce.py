@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from microparallel.errors import ProgramError
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders._collectives import contribution, counted_in_words, program_of
+from microparallel.learn.graders._collectives import (
+    contribution,
+    counted_in_words,
+    program_of,
+    require_a_ring,
+    require_passed_on,
+)
 from microparallel.learn.graders._common import require_all_waited
-from microparallel.learn.log import SENDS, Called, calls
+from microparallel.learn.log import SENDS, calls
 from microparallel.learn.requirements import Suspect, listed, require_equal, require_like
 from microparallel.learn.verdict import Wrong
-from microparallel.program import Collective, Program, Recv, Send
+from microparallel.program import Collective, Program, Recv
 from microparallel.verifier import Unmatched, Unreached, verify
 
 
@@ -80,7 +87,7 @@ def _name_the_mistake(program: Program) -> None:
     try:
         verify(program, completed=False)
     except Unmatched as error:
-        _require_passed_on(program)
+        require_passed_on(program, "rank r with slice r", partial(_step_in_words, program.world_size))
         first = error.recv is not None and error.recv.reduce
         half, deed, which = ("first", "added", "r−s−1") if first else ("second", "copied", "r−s")
         raise Wrong(
@@ -91,6 +98,10 @@ def _name_the_mistake(program: Program) -> None:
         raise Wrong(_unreached(program, error)) from None
     except ProgramError as error:
         raise Wrong(str(error)) from None
+
+
+def _step_in_words(ranks: int, step: int) -> str:
+    return f"in step {step % (ranks - 1)} of the {'first' if step < ranks - 1 else 'second'} half"
 
 
 def _unreached(program: Program, error: Unreached) -> str:
@@ -119,34 +130,6 @@ def _unreached(program: Program, error: Unreached) -> str:
     )
 
 
-def _require_passed_on(program: Program) -> None:
-    """The rule of the ring: what a rank sends is the slice that came to it the step before."""
-    ranks = program.world_size
-    sent = [[op for op in ops if isinstance(op, Send)] for ops in program.ranks]
-    begins = [mine[0].value for mine in sent if mine]
-    for rank, begin in enumerate(begins):
-        if begin in begins[:rank]:
-            raise Wrong(
-                f"wrong slice: in step 0 ranks {begins.index(begin)} and {rank} both send {_slice(begin)}; each rank "
-                "begins with another one, rank r with slice r"
-            )
-    for step in range(1, min(map(len, sent))):
-        for rank in range(ranks):
-            before = [other for other in range(ranks) if sent[other][step - 1].to == rank]
-            sends = sent[rank][step].value
-            if before and sends != (came := sent[before[0]][step - 1].value):
-                half = "first" if step < ranks - 1 else "second"
-                raise Wrong(
-                    f"wrong slice, {ranks} ranks: in step {step % (ranks - 1)} of the {half} half rank {rank} sends "
-                    f"{_slice(sends)}, but in the step before it received {_slice(came)} from rank {before[0]}: that "
-                    "is the one to pass on"
-                )
-
-
-def _slice(value: object) -> str:
-    return f"slice {str(value).removeprefix('C')}"
-
-
 # ── what it costs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -163,7 +146,7 @@ def _require_few_bytes(exam: Exam, ranks: int, size: int, notes: list[str]) -> N
                 f"the sum is right, but rank {rank} sent {total} bytes in {len(sent)} messages; {most} bytes in "
                 f"{2 * (ranks - 1)} messages are enough: {advice}"
             )
-        _require_a_ring(rank, ranks, sent, 8 * size // ranks)
+        require_a_ring(rank, ranks, sent, 8 * size // ranks, halves=2)
         if not torch.equal(found[rank], found[0]):
             raise Wrong(f"rank {rank}'s sum differs from rank 0's in the last digits: copy the sums in the second half")
     given = [_given(rank, size, torch.float64, 3) for rank in range(ranks)]
@@ -171,21 +154,3 @@ def _require_few_bytes(exam: Exam, ranks: int, size: int, notes: list[str]) -> N
     if program is not None:
         _name_the_mistake(program)
     notes.append(f"{most} bytes in {2 * (ranks - 1)} messages a rank")
-
-
-def _require_a_ring(rank: int, ranks: int, sent: list[Called], size: int) -> None:
-    """Refuse another way to the same sum: as cheap as a ring, perhaps, but not what this exercise is about."""
-    strangers = [message.peer for message in sent if message.peer != (rank + 1) % ranks]
-    if strangers:
-        raise Wrong(
-            f"the sum is right, but this is not the ring: rank {rank} sends to rank {strangers[0]}, which is not the "
-            f"rank after it, {(rank + 1) % ranks}"
-        )
-    if len(sent) != 2 * (ranks - 1):
-        raise Wrong(
-            f"the sum is right, but rank {rank} sent {len(sent)} messages, and in a ring of {ranks} it sends "
-            f"{2 * (ranks - 1)}: {ranks - 1} in each half"
-        )
-    odd = [message.bytes for message in sent if message.bytes != size]
-    if odd:
-        raise Wrong(f"the sum is right, but rank {rank} sent a message of {odd[0]} bytes, and a slice has {size}")
