@@ -236,6 +236,16 @@ class Reducer:
             yield ShardedBucket(group, self._comms, number, owners=given, pool=pools.get(kind))
 
     @property
+    def comms(self) -> Comms:
+        """The ranks that average."""
+        return self._comms
+
+    @property
+    def gathered(self) -> list[int]:
+        """The numbers of the buckets whose parameters are gathered after an update."""
+        return [bucket.number for bucket in self.sharded_buckets]
+
+    @property
     def sharded_buckets(self) -> list[ShardedBucket]:
         """The buckets of which each rank keeps its part: all of them, or none."""
         return [bucket for bucket in self.buckets if isinstance(bucket, ShardedBucket)]
