@@ -99,6 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._options = options
         self._own: list[FlatParameters] = []  # of parameters whose gradients are whole
         self._kept: list[_Kept] = []
+        self._frozen: Mapping[nn.Parameter, Mapping[str, Any]] = {}  # what there is of parameters frozen since
         self._inner: torch.optim.Optimizer | None = None
         self._count = 0  # parameters in all groups
         groups = _as_groups(params)
@@ -200,7 +201,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _lay_out(self) -> None:
         """Find this rank's pieces, and make the inner optimizer for them; state that there is already moves along."""
-        state = None if self._inner is None else _by_parameter(self, self._whole_state())
+        state = {} if self._inner is None else _by_parameter(self, self._whole_state())
         for reducer in self._reducers():
             reducer.shard_by(self._by)
         buckets = self._buckets()
@@ -219,8 +220,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups[group_of[kept.parameter]]["params"].append(kept.inner)
         self._inner = self._class(groups, **self._options)
         self._count = len(group_of)
-        if state is not None:
-            self._take_state(lambda parameter: state.get(parameter, {}))
+        if state:
+            self._take_state(state)
 
     def _lay_out_own(self, elsewhere: set[nn.Parameter]) -> Iterator[FlatParameters]:
         """Put the parameters whose gradients are whole into flat tensors of this optimizer's own."""
@@ -276,8 +277,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group, (first, other) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
             one, another = comms.world_ranks[0], comms.world_ranks[rank]
             raise UsageError(
-                f"ShardedOptimizer: group {group} has {_described(first)} on rank {one} and {_described(other)} on rank "
-                f"{another}; give every rank the same parameters, in the same order"
+                f"ShardedOptimizer: group {group} has {_described(first)} on rank {one} and {_described(other)} on "
+                f"rank {another}; give every rank the same parameters, in the same order"
             )
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -293,8 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of a whole state: of this class, or of the optimizer itself in one process."""
         self._load_groups(state_dict["param_groups"])
-        state = _by_parameter(self, state_dict["state"])
-        self._take_state(lambda parameter: state.get(parameter, {}))
+        self._take_state(_by_parameter(self, state_dict["state"]))
 
     def state_parts(self) -> dict[str, Any]:
         """The part of the state that this rank keeps: as `state_dict`, with a `Part` for each tensor in parts."""
@@ -345,8 +345,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, theirs in zip(self.param_groups, param_groups, strict=True):
             group |= {key: value for key, value in theirs.items() if key != "params"}
 
-    def _take_state(self, state_of: Callable[[nn.Parameter], Mapping[str, Any]]) -> None:
-        """Take the pieces of this rank out of the whole state of each parameter."""
+    def _take_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """Take the pieces of this rank out of the whole state of each parameter; that of frozen ones stays whole."""
+        laid_out = {parameter for flat in self._flats() for parameter in flat.parameters}
+        self._frozen = {parameter: values for parameter, values in state.items() if parameter not in laid_out}
         states = {}
         for kept in self._kept:
             whole, piece = kept.parameter, kept.piece
@@ -354,7 +356,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 key: value.reshape(-1)[piece.start : piece.stop].clone().view(kept.inner.shape)
                 if isinstance(value, torch.Tensor) and value.shape == whole.shape and key not in _SCALARS
                 else value
-                for key, value in state_of(whole).items()
+                for key, value in state.get(whole, {}).items()
             }
         self._set_state(states)
 
@@ -371,7 +373,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner, number = self._inner, {one: index for index, one in enumerate(self._parameters())}
         assert inner is not None
         mine = {(id(kept.flat), kept.piece.index): inner.state.get(kept.inner, {}) for kept in self._kept}
-        whole: dict[int, dict[str, Any]] = {}
+        whole = {number[parameter]: dict(state) for parameter, state in self._frozen.items()}
         for flat in self._flats():
             states = {index: mine.get((id(flat), index), {}) for index in range(len(flat.parameters))}
             for index, state in flat.whole_state(states).items():

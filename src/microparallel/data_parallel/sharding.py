@@ -60,7 +60,7 @@ class GradientInParts(torch.Tensor):
             "clip, call clip_grad_norm_ of the wrapped model; to look at gradients, use a model without shard="
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override] # noqa: ARG002
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what it is: it has no numbers."""
         return f"GradientInParts(shape={list(self.shape)}, dtype={self.dtype})"
 

@@ -77,8 +77,9 @@ class Column:
             one.prepare()
 
     def forget_buckets(self) -> None:
-        """Make new buckets in the next step: the parameters have another dtype."""
+        """Make new buckets in the next step: the parameters are about to get another dtype."""
         for one in self._stages.values():
+            one.require_no_parts()
             one.buckets = []
 
     def _maker(self, stage: int) -> Callable[[Sequence[nn.Parameter]], list[FlatBucket]]:
@@ -220,14 +221,18 @@ class ColumnSum:
             self.make_anew()
 
     def make_anew(self) -> None:
-        """Make new buckets; gradients in parts would be lost with the old ones."""
+        """Make new buckets."""
+        self.require_no_parts()
+        self.buckets = self._make([parameter for parameter in self._parameters if parameter.requires_grad])
+
+    def require_no_parts(self) -> None:
+        """Raise `UsageError` if there are gradients in parts: they would be lost with the buckets."""
         held = (parameter for bucket in self.buckets for parameter in bucket.parameters)
         if any(isinstance(parameter.grad, GradientInParts) for parameter in held):
             raise UsageError(
-                "there are gradients in parts of an earlier step, and since then parameters were frozen, unfrozen or "
-                "converted, or an optimizer with another by= was made: call zero_grad() before that"
+                "there are gradients in parts of an earlier step, which do not outlive that parameters are frozen, "
+                "unfrozen or converted, or that an optimizer with another by= is made: call zero_grad() before that"
             )
-        self.buckets = self._make([parameter for parameter in self._parameters if parameter.requires_grad])
 
     def start(self, operation: Sum) -> None:
         """Put all gradients into buckets, and start their sums."""

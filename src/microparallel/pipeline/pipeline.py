@@ -479,12 +479,12 @@ class Pipeline(Member):
                 f"to: rank {self.comms.rank} is on {self.comms.device}, and its layers with it: the device of a Comms "
                 "cannot be changed"
             )
+        self._column.forget_buckets()
         dtypes = {torch.empty(0, dtype=one).to(*args, **kwargs).dtype for one in (torch.float16, torch.float32)}
         for layer in self._layers():
             layer.module.to(*args, **kwargs)
             if isinstance(layer.module, Part) and len(dtypes) == 1:
                 layer.module.follow_dtype(*dtypes)
-        self._column.forget_buckets()
         self._prepare(self._schedule)  # other shapes and dtypes will be sent
         return self
 
