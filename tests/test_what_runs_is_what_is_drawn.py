@@ -1,5 +1,6 @@
 """A recorded step has exactly the operations of its program, on each rank and lane, one for one."""
 
+from collections import defaultdict
 from contextlib import nullcontext
 
 import pytest
@@ -34,11 +35,15 @@ def differences(trace, program):
 
 
 def broken_joins(trace, rank, ops):
-    events = {str(event.op): event for event in trace.events if event.rank == rank}
+    waiting = defaultdict(list)
+    for event in sorted(trace.events, key=lambda event: event.asked):
+        if event.rank == rank:
+            waiting[str(event.op)].append(event)
+    events = [waiting[str(op)].pop(0) if waiting[str(op)] else None for op in ops]
     for place, op in enumerate(ops):
         if isinstance(op, Join):
-            before = [events[name].end for name in map(str, ops[:place]) if name in events]
-            after = [events[name].asked for name in map(str, ops[place:]) if name in events]
+            before = [event.end for event in events[:place] if event is not None]
+            after = [event.asked for event in events[place:] if event is not None]
             if before and after and max(before) > min(after):
                 yield f"rank {rank}: what stands behind Join {place} began {max(before) - min(after)} s too early"
 
@@ -99,6 +104,56 @@ def accumulated(comms, loss_fn):
 def test_an_accumulated_step_counts_samples_first_and_sums_the_loss_last(pool, loss_fn):
     """What a loss counts goes with the loss: no message of its own."""
     assert pool.run(accumulated, 2, loss_fn, transport="shm", timeout=50) == [[], []]
+
+
+# ── ZeRO ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sharded(comms, shard, overlap, microbatches, clip, local):
+    """Three steps, each beside its program, and the bytes that each rank has sent beside those of the simulator."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    options = {"bucket_cap_mb": 3e-4, "overlap": overlap, "shard": shard}
+    model = mp.DataParallel(nn.Sequential(*layers, nn.BatchNorm1d(WIDTH)), comms, **options)
+    optimizer = mp.ShardedOptimizer(model.parameters(), torch.optim.AdamW, comms, lr=0.1)
+    programs = []
+    with mp.record(comms) as recorder:
+        for _ in range(3):
+            optimizer.zero_grad()
+            programs.append(model.program(microbatches, clip=clip, at_once=not local))
+            for number in range(microbatches):
+                with model.no_sync() if local and number < microbatches - 1 else nullcontext():
+                    model(torch.ones(comms.rank + 2, WIDTH)).sum().backward()
+            if clip:
+                model.clip_grad_norm_(1.0)
+            optimizer.step()
+    steps = [recorder.trace.step(number) for number in range(3)]
+    wrong = [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
+    followed = [to_text(step.followed) for step in steps]
+    sent = sum(e.sent for e in steps[-1].events if e.rank == comms.rank and str(e.op)[0] in "%~")
+    bucket_bytes = sum(4 * bucket.layout.length for bucket in model._reducer.sharded_buckets)
+    return wrong, followed, sent / bucket_bytes, len(recorder.trace.steps)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one after another"])
+@pytest.mark.parametrize(
+    ("shard", "microbatches", "clip", "local", "rounds"),
+    [
+        ("optimizer", 1, True, True, 2),
+        ("optimizer", 3, False, True, 2),
+        ("gradients", 1, False, False, 2),
+        ("gradients", 3, True, False, 4),
+        ("gradients", 3, False, True, 2),
+    ],
+)
+def test_a_step_in_parts(any_pool, shard, microbatches, clip, local, rounds, overlap):
+    """Gradients leave once, or once a micro-batch, and parameters once: (p-1)/p of a bucket each time."""
+    arguments = (shard, overlap, microbatches, clip, local)
+    for wrong, followed, sent, steps in any_pool.run(sharded, 3, *arguments, timeout=50):
+        assert not wrong
+        assert "~T0@dp" in followed[0] and "presence" in followed[0]
+        assert sent == pytest.approx(rounds * 2 / 3)
+        assert steps == 3
 
 
 def buffers_of_nothing(comms):

@@ -152,7 +152,8 @@ class Reducer:
             gone=gone,
             norms=self._sums_inside.in_slots(self._complete_after()) if self._sums_inside.layers else (),
             norm=norm and self.level > 0,
-            level=self.level if at_once else min(self.level, 1),
+            level=self.level,
+            at_once=at_once,
         )
 
     def _complete_after(self) -> list[int]:
@@ -241,9 +242,9 @@ class Reducer:
         return self._comms
 
     @property
-    def gathered(self) -> list[int]:
-        """The numbers of the buckets whose parameters are gathered after an update."""
-        return [bucket.number for bucket in self.sharded_buckets]
+    def gathered(self) -> Sequence[int]:
+        """Nothing but what is in its buckets."""
+        return ()
 
     @property
     def sharded_buckets(self) -> list[ShardedBucket]:
@@ -263,7 +264,7 @@ class Reducer:
         """Begin a backward whose gradients are averaged; they are about to arrive."""
         self.running = True
         self.find_participants()
-        self._take_stand_ins()
+        self.take_stand_ins()
         self._follow_program()
         self.observe_backward()
         at_end_of_backward(self._end)
@@ -274,7 +275,7 @@ class Reducer:
             self._make_buckets()
         self._scale = self.participants.find(has_data)
 
-    def _take_stand_ins(self) -> None:
+    def take_stand_ins(self) -> None:
         """Before gradients come: what stands for sums of earlier passes makes room for them."""
         for bucket in self.sharded_buckets:
             bucket.take_stand_ins()
@@ -298,7 +299,7 @@ class Reducer:
         """Tell the observers, if there are any, that a backward begins; and count it if it is not averaged."""
         if not self.running and not self._local_backward:  # begin() sees to the end of an averaged one
             self._local_backward = True
-            self._take_stand_ins()
+            self.take_stand_ins()
             at_end_of_backward(self._local_backward_ends)
         if self._comms.observers and self._observed is None and self.buckets:
             number = self.microbatch * self._comms.world_size + self._comms.rank
@@ -307,11 +308,12 @@ class Reducer:
 
     def _local_backward_ends(self) -> None:
         self._end_observed()
-        self._put_stand_ins_back()
+        self.put_stand_ins_back()
         self.microbatch += self._local_gradients
         self._local_backward = self._local_gradients = False
 
-    def _put_stand_ins_back(self) -> None:
+    def put_stand_ins_back(self) -> None:
+        """Let `grad` say again that there are sums of earlier passes, where no gradient has come."""
         for bucket in self.sharded_buckets:
             bucket.put_stand_ins_back()
 
@@ -377,7 +379,7 @@ class Reducer:
             self._average(take_results=True)
         else:  # torch.autograd.grad does not change parameter.grad, and neither does the reducer
             self._end_observed()
-            self._put_stand_ins_back()
+            self.put_stand_ins_back()
             self.running = False
 
     def take_part(self, *, take_results: bool) -> None:
@@ -387,7 +389,7 @@ class Reducer:
             take_results: whether the averages become this rank's gradients, too.
         """
         self.running = True
-        self._take_stand_ins()
+        self.take_stand_ins()
         self._follow_program()
         self._average(take_results)
 
@@ -428,9 +430,10 @@ class Reducer:
         """At level 2: tell the observers that the whole gradients are gone; count the pass."""
         if self.level < 2:
             return
-        number = self.microbatch * self._comms.world_size + self._comms.rank
         if self._comms.observers and self._arrived:
-            for stage in reversed(range(len(self.buckets))):
+            mine = range(self._turn, self.microbatch + 1)  # those in no_sync, too
+            numbers = [microbatch * self._comms.world_size + self._comms.rank for microbatch in mine]
+            for stage, number in itertools.product(reversed(range(len(self.buckets))), numbers):
                 with Observation(self._comms.observers, Activity(Free(Delta(stage, number)))):
                     pass
         self._turn += 1

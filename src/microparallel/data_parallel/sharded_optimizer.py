@@ -99,7 +99,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._options = options
         self._own: list[FlatParameters] = []  # of parameters whose gradients are whole
         self._kept: list[_Kept] = []
-        self._frozen: Mapping[nn.Parameter, Mapping[str, Any]] = {}  # what there is of parameters frozen since
         self._inner: torch.optim.Optimizer | None = None
         self._count = 0  # parameters in all groups
         groups = _as_groups(params)
@@ -134,7 +133,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> None:
-        flats = [flat for flat in self._flats() if flat.is_shared]
+        trained = (flat for flat in self._flats() if any(parameter.requires_grad for parameter in flat.parameters))
+        flats = [flat for flat in trained if flat.is_shared]
         numbers = {flat.number for flat in flats}.union(*(reducer.gathered for reducer in self._reducers()))
         requests = []
         for number in sorted(numbers, reverse=True):  # the first layers' first
@@ -224,12 +224,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._take_state(state)
 
     def _lay_out_own(self, elsewhere: set[nn.Parameter]) -> Iterator[FlatParameters]:
-        """Put the parameters whose gradients are whole into flat tensors of this optimizer's own."""
+        """Put parameters that are in no bucket into flat tensors of this optimizer's own.
+
+        Their gradients are whole, or they are frozen. Frozen ones stand apart, since they need not be gathered, and
+        keep their state until they are trained again.
+        """
         numbers = itertools.count()
         for comms, shared in self._by_sharers():
-            mine = [one for one in shared if one not in elsewhere and one.requires_grad]
+            mine = [one for one in shared if one not in elsewhere]
             owner_of = owners(mine, comms.world_size) if self._by == "parameter" else {}
-            for group in split(mine, self._bucket_bytes):
+            trained, frozen = ([one for one in mine if one.requires_grad is wanted] for wanted in (True, False))
+            for group in (*split(trained, self._bucket_bytes), *split(frozen, self._bucket_bytes)):
                 if owner_of:
                     group.sort(key=owner_of.__getitem__)
                 given = [owner_of[parameter] for parameter in group] if owner_of else None
@@ -346,9 +351,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group |= {key: value for key, value in theirs.items() if key != "params"}
 
     def _take_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
-        """Take the pieces of this rank out of the whole state of each parameter; that of frozen ones stays whole."""
-        laid_out = {parameter for flat in self._flats() for parameter in flat.parameters}
-        self._frozen = {parameter: values for parameter, values in state.items() if parameter not in laid_out}
+        """Take the pieces of this rank out of the whole state of each parameter."""
         states = {}
         for kept in self._kept:
             whole, piece = kept.parameter, kept.piece
@@ -373,7 +376,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner, number = self._inner, {one: index for index, one in enumerate(self._parameters())}
         assert inner is not None
         mine = {(id(kept.flat), kept.piece.index): inner.state.get(kept.inner, {}) for kept in self._kept}
-        whole = {number[parameter]: dict(state) for parameter, state in self._frozen.items()}
+        whole: dict[int, dict[str, Any]] = {}
         for flat in self._flats():
             states = {index: mine.get((id(flat), index), {}) for index in range(len(flat.parameters))}
             for index, state in flat.whole_state(states).items():
@@ -420,8 +423,8 @@ def _require_divisible(optimizer_class: type[torch.optim.Optimizer], by: str) ->
     """Refuse an optimizer whose update of a part is not the part of its update."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
         raise UsageError(
-            f"ShardedOptimizer: {optimizer_class!r} is no class of optimizers; give the class, such as "
-            "torch.optim.AdamW, and its options by name"
+            f"ShardedOptimizer: {type(optimizer_class).__name__} is no class of optimizers; give the class itself, "
+            "such as torch.optim.AdamW, and its options by name"
         )
     if by not in ("element", "parameter"):
         raise UsageError(f"ShardedOptimizer: by={by!r}; choose 'element' or 'parameter'")

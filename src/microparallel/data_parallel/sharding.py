@@ -36,8 +36,8 @@ _IN_FLIGHT = 2  # buffers of a pool, beside those that are being filled
 class GradientInParts(torch.Tensor):
     """Stands in `parameter.grad` for a gradient that no rank has whole: each has its part of the sum.
 
-    It has the gradient's shape, and the memory of one element. So `zero_grad` in any form works as for other gradients,
-    while a function that would compute with it, as torch's `clip_grad_norm_` does, is refused instead of being wrong.
+    It has the gradient's shape, and the memory of one element. So gradients are removed as others are (`zero_grad`, or
+    `grad = None`), while what would compute with one, as torch's `clip_grad_norm_` does, is refused, not wrong.
     """
 
     @classmethod
@@ -126,7 +126,6 @@ class ShardedBucket(FlatBucket):
         layout: the places of the parameters, and each rank's part.
         pieces: what lies in this rank's part.
         shard: this rank's part of the sum.
-        has_gradient: for each parameter, whether some rank had a gradient for it since gradients were last removed.
     """
 
     def __init__(
@@ -143,7 +142,6 @@ class ShardedBucket(FlatBucket):
         self._begin = self.layout.bounds[comms.rank]
         self._pool = pool
         self._stand_ins = [GradientInParts.like(parameter) for parameter in parameters]
-        self.has_gradient = [False] * len(parameters)
         self._taken = [False] * len(parameters)  # whose sums of earlier passes are kept, without standing in `grad`
         self._earlier: torch.Tensor | None = None  # these sums, while gradients are put into the buffer
         self._flat: FlatParameters | None = None
@@ -190,7 +188,7 @@ class ShardedBucket(FlatBucket):
                 parameter.grad = None
                 self._taken[index] = True
             elif parameter.grad is None:
-                self._taken[index] = self.has_gradient[index] = False
+                self._taken[index] = False
 
     def put_stand_ins_back(self) -> None:
         """After a backward that was not summed: parameters without a gradient of this rank have their sums again."""
@@ -242,7 +240,6 @@ class ShardedBucket(FlatBucket):
         """Let `grad` of `parameters[index]` be what stands for a gradient in parts."""
         self.parameters[index].grad = self._stand_ins[index]
         self._taken[index] = False
-        self.has_gradient[index] = True
 
     def start(self, comms: Comms, operation: AllReduce | ReduceScatter, overlap: bool) -> None:
         """Sum the buffers of all ranks, part by part, which is `operation` of the program."""
@@ -297,7 +294,7 @@ class ShardedBucket(FlatBucket):
         for index, (parameter, stand_in) in enumerate(self._in_place()):
             if parameter.grad is stand_in:
                 parameter.grad = None
-            self._taken[index] = self.has_gradient[index] = False
+            self._taken[index] = False
 
     # ── this rank's part ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -430,7 +427,7 @@ class PartKeeper(Protocol):
     Attributes:
         comms: the ranks that have the same parameters.
         sharded_buckets: of which each of these ranks keeps its part; none if gradients are whole.
-        gathered: the numbers of the parameters that its program gathers after an update.
+        gathered: numbers of parameters that its program gathers after an update, also if there are none of them.
     """
 
     @property

@@ -146,7 +146,7 @@ class DataParallel(nn.Module):
         try:
             outputs = _call(self.module, inputs, named_inputs)
         finally:
-            _end(observation)
+            self._forward_ends(observation)
         self._wait_for_backward(outputs)
         return outputs
 
@@ -157,6 +157,7 @@ class DataParallel(nn.Module):
         self._sums_inside.seen.clear()
         if self._single is None:
             self._prepare()
+            self._reducer.take_stand_ins()  # torch.compile would look at them, as at any gradient
             self._broadcast_buffers_before_forward()
             stages, microbatch = len(self._reducer.buckets), self._reducer.microbatch
         else:
@@ -166,6 +167,11 @@ class DataParallel(nn.Module):
             return UNOBSERVED
         number = microbatch * self.comms.world_size + self.comms.rank
         return Observation(self.comms.observers, Activity(ForwardStages(0, stages, number))).__enter__()
+
+    @not_compiled
+    def _forward_ends(self, observation: Observation) -> None:
+        observation.__exit__()
+        self._reducer.put_stand_ins_back()
 
     @not_compiled
     def _wait_for_backward(self, outputs: Any) -> None:
@@ -353,6 +359,12 @@ class DataParallel(nn.Module):
             return norm
         return clip_parts(buckets, self.comms, max_norm, norm_type)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Remove all gradients, or set them to zero; those that are in parts are always removed."""
+        if self._single is None:
+            self._reducer.forget_sums()
+        super().zero_grad(set_to_none)
+
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by a number, whether each rank has them whole or in parts."""
         if self._single is None:
@@ -426,11 +438,6 @@ def _number(value: Any) -> float:
 def _call(module: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
     """Call a module, in a function that `torch.compile` begins with; it does not begin with torch's own layers."""
     return module(*inputs, **named_inputs)
-
-
-@not_compiled
-def _end(observation: Observation) -> None:
-    observation.__exit__()
 
 
 def _require_sensible(

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from microparallel.errors import ProgramError
-from microparallel.program.ops import AllReduce, MeetingOp, Observed, Op, Send, is_meeting
+from microparallel.program.ops import AllReduce, MeetingOp, Observed, Op, ReduceScatter, Send, is_meeting
+from microparallel.program.values import Bucket
 from microparallel.text import count
 
 CollectiveKind = Literal[
@@ -170,6 +171,12 @@ class Program:
     def all_reduces(self) -> list[AllReduce]:
         """The different all-reduces of all ranks, each once."""
         return [op for op in dict.fromkeys(itertools.chain(*self.ranks)) if isinstance(op, AllReduce)]
+
+    def bucket_sums(self) -> list[tuple[AllReduce | ReduceScatter, Bucket]]:
+        """The different operations of all ranks by which they sum gradients, each once, with the bucket it sums."""
+        different = dict.fromkeys(itertools.chain(*self.ranks))
+        sums = (op for op in different if isinstance(op, AllReduce | ReduceScatter))
+        return [(op, op.value) for op in sums if isinstance(op.value, Bucket)]
 
     def groups(self) -> Groups:
         """What each rank does together with others, with the ranks that take part: those on its axis that do the same.

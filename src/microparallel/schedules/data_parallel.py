@@ -99,6 +99,7 @@ def data_parallel_step(
     gone: Collection[int] = (),
     norms: Sequence[Sequence[Named]] = (),
     level: int = 0,
+    at_once: bool = True,
     norm: bool = False,
 ) -> Program:
     """The step that `DataParallel` follows: stages are buckets of gradients, and backward is as many operations.
@@ -159,6 +160,8 @@ def data_parallel_step(
         gone: the ranks that have run out.
         norms: what layers sum in every micro-batch: in its forward; in the backward of each bucket; after the last one.
         level: 0: every rank has everything; 1: the optimizer's state is in parts; 2: the gradients, too.
+        at_once: at level 2, whether the gradients of each micro-batch leave at once; otherwise, as inside of
+            `no_sync()`, they add up on the rank first.
         norm: whether the ranks sum the norm of their parts of the gradients.
     """
     each = microbatches
@@ -181,7 +184,7 @@ def data_parallel_step(
     def operations(rank: int) -> Iterator[Op]:
         if samples:
             yield from (AllReduce(SAMPLES, "dp"), Join())
-        yield from passes.at_once(mine[rank], max(each)) if level > 1 else passes.accumulated(mine[rank])
+        yield from passes.at_once(mine[rank], max(each)) if level > 1 and at_once else passes.accumulated(mine[rank])
         if order:
             yield Broadcast(ORDER, "dp", first)
         if buffers and joining:
@@ -218,12 +221,14 @@ class _Passes:
         """Gradients add up on the rank and are summed after its last micro-batch; also if it has none."""
         for microbatch in microbatches[:-1]:
             yield from self._local(microbatch)
-        yield from self._summed(microbatches[-1:], 0)
+        yield from self._summed(microbatches[-1:])
+        yield from self._freed(microbatches)
 
     def at_once(self, microbatches: Sequence[int], turns: int) -> Iterator[Op]:
         """The gradients of each micro-batch are summed at once; a rank that has no more still takes part."""
         for turn in range(turns):
             yield from self._summed(microbatches[turn : turn + 1], turn)
+            yield from self._freed(microbatches[turn : turn + 1])
 
     def _local(self, microbatch: int) -> Iterator[Op]:
         yield from _sums(self.in_forward)
@@ -233,7 +238,7 @@ class _Passes:
             yield Backward(stage, microbatch)
         yield from _sums(self.in_backward[-1])
 
-    def _summed(self, microbatch: Sequence[int], turn: int) -> Iterator[Op]:
+    def _summed(self, microbatch: Sequence[int], turn: int | None = None) -> Iterator[Op]:
         """Forward and backward of a micro-batch, if there is one, and the sums over the ranks."""
         if self.buffers:
             yield from (Broadcast(BUFFERS, "dp", 0), Join())
@@ -245,14 +250,16 @@ class _Passes:
             yield from _sums(self.in_backward[bucket])
             yield from (Backward(self.buckets - 1 - bucket, one) for one in microbatch)
             if self.sums:
-                value = Bucket(bucket, turn if self.level > 1 else None)
-                yield ReduceScatter(value, "dp") if self.level else AllReduce(value, "dp")
+                yield ReduceScatter(Bucket(bucket, turn), "dp") if self.level else AllReduce(Bucket(bucket), "dp")
                 yield from () if self.overlap else (Join(),)
         yield from _sums(self.in_backward[-1])
         if self.level:
-            yield from (AllReduce(presence(turn), "dp"), Join())
+            yield from (AllReduce(presence(turn or 0), "dp"), Join())
+
+    def _freed(self, microbatches: Sequence[int]) -> Iterator[Op]:
+        """At level 2 whole gradients are let go when they have been summed."""
         if self.level > 1:
-            yield from (Free(Delta(stage, one)) for stage in reversed(range(self.buckets)) for one in microbatch)
+            yield from (Free(Delta(stage, one)) for stage in reversed(range(self.buckets)) for one in microbatches)
 
 
 def _sums(values: Iterable[Named]) -> Iterator[AllReduce]:

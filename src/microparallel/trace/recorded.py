@@ -167,7 +167,7 @@ class _Step:
         """The operations whose ranks in the program are not those that met; and unclear sums of gradients."""
         groups = self.program.groups()
         wrong: set[Op] = {op for (rank, op), group in groups.items() if group != self._groups[rank, op]}
-        sums = {op for op in self.program.all_reduces() if isinstance(op.value, Bucket)}
+        sums = {op for op, _ in self.program.bucket_sums()}
         try:
             _goal(self.program)
         except ProgramError:
@@ -387,7 +387,7 @@ def _goal(program: Program) -> TrainingStep:
     ranges: dict[int, tuple[int, int]] = {}
     for ops in program.ranks:
         ranges |= _ranges(ops)
-    summed = {op.value.index for op in program.all_reduces() if isinstance(op.value, Bucket)}
+    summed = {bucket.index for _, bucket in program.bucket_sums()}
     if summed != ranges.keys() or summed != set(range(len(summed))):
         raise ProgramError("it is not clear which gradients were summed together")
     return TrainingStep(stages, microbatches, tuple(ranges[index] for index in range(len(ranges))))
