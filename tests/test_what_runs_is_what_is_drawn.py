@@ -409,6 +409,47 @@ def test_a_pipelines_gradients_are_clipped_and_its_buffers_copied(any_pool, rank
         assert text.count("^:buffers@dp/0") == (2 if count > 1 else 0)  # those of the first stage; the last has none
 
 
+def sharded_pipelines(comms, schedule, count, counts):
+    """Two steps of replicas that keep the optimizer's state in parts; one stage of zbv has nothing to train."""
+    torch.manual_seed(0)
+    linear = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    linear[2].weight = linear[0].weight
+    layers = nn.Sequential(linear[0], nn.BatchNorm1d(WIDTH), linear[1], nn.ReLU(), linear[2])
+    balance = [2, 1, 1, 1] if schedule == "zbv" else [2, 3]
+    loss_fn = nn.functional.mse_loss
+    more = {"replicas": count, "shard": "optimizer", "bucket_cap_mb": 1e-6}
+    pipe = mp.Pipeline(layers, comms, schedule, 2, loss_fn, balance, **more)
+    optimizer = mp.ShardedOptimizer(pipe.parameters(), torch.optim.AdamW, comms, lr=0.1)
+    mine = 2 * counts[pipe.replica]
+    batch = (torch.ones(mine, WIDTH), torch.zeros(mine, WIDTH)) if mine else ()
+    known = {"samples": 2 * sum(counts)} if 0 in counts else {}
+    wrong = []
+    pipe.step(*batch, **known)
+    program = pipe.program_with(counts, samples=not known, norm=True, buffers=True)
+    for _ in range(2):
+        with mp.record(comms) as recorder:
+            optimizer.zero_grad()
+            pipe.step(*batch, **known)
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            pipe.broadcast_buffers()
+        wrong += differences(recorder.trace, program)
+    _, traced = pipe.traced_step(*batch, **known)
+    assert traced.program == pipe.program_with(counts, samples=not known, update=False)
+    return [*wrong, *differences(traced, traced.program)], to_text(program)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "counts"), [("1f1b", (2, 2)), ("zbv", (2, 2)), ("gpipe", (2, 0))], ids=["tied", "shared", "idle"]
+)
+def test_pipelines_that_keep_the_optimizers_state_in_parts(any_pool, schedule, counts):
+    for wrong, text in any_pool.run(sharded_pipelines, 4, schedule, 2, counts, timeout=50):
+        assert not wrong
+        assert text.count("*:presence0@dp = ") == text.count("*:norm@world = S ~T") == 4
+        assert (":tied0" in text) == (schedule != "zbv")
+        assert text.count("%U") == text.count("~T") == (8 if schedule == "zbv" else 4)
+
+
 def pipelines_of_different_lengths(comms, counts, samples):
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))

@@ -237,6 +237,16 @@ class Reducer:
             yield ShardedBucket(group, self._comms, number, owners=given, pool=pools.get(kind))
 
     @property
+    def comms(self) -> Comms:
+        """The ranks that average."""
+        return self._comms
+
+    @property
+    def gathered(self) -> Sequence[int]:
+        """Nothing but what is in its buckets."""
+        return ()
+
+    @property
     def sharded_buckets(self) -> list[ShardedBucket]:
         """The buckets of which each rank keeps its part: all of them, or none."""
         return [bucket for bucket in self.buckets if isinstance(bucket, ShardedBucket)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -21,12 +21,10 @@ from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.bucket import split
 from microparallel.data_parallel.layout import By, Layout, Part, Piece, owners
-from microparallel.data_parallel.sharding import FlatParameters, ShardedBucket, reducer_of
+from microparallel.data_parallel.sharding import FlatParameters, PartKeeper, ShardedBucket, reducer_of
 from microparallel.errors import UsageError
+from microparallel.observe import Activity, Observation
 from microparallel.program import AllGather, Parameters
-
-if TYPE_CHECKING:
-    from microparallel.data_parallel.reducer import Reducer
 
 # Optimizers that update each element from its own gradient and state alone: they may be cut anywhere.
 _BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -65,12 +63,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     It is used as any of torch's optimizers: parameter groups, schedulers, closures, `zero_grad`, `state_dict`. Every
     rank makes the same calls. Gradients may be whole on every rank, as `mp.DataParallel` and torch's
-    DistributedDataParallel leave them, or in parts, as `mp.DataParallel(shard=…)` does.
+    DistributedDataParallel leave them, or in parts, as `mp.DataParallel(shard=…)` does. The replicas of a stage of a
+    `mp.Pipeline` share its state.
 
     Args:
-        params: parameters or groups of them, as for the optimizer itself; the same on every rank.
+        params: parameters or groups of them, as for the optimizer itself; the same on every rank that shares them.
         optimizer_class: one of torch's optimizers, such as `torch.optim.AdamW`.
-        comms: the ranks that share the state.
+        comms: the ranks that share the state; of a pipeline, all its ranks.
         by: "element" cuts parameters anywhere, into equal parts; it is for optimizers that update each element by
             itself. "parameter" gives whole parameters to ranks, balanced by size; it is for any optimizer that treats
             each parameter by itself (Muon, Adafactor, your own).
@@ -144,9 +143,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _gather(self) -> None:
-        flats = sorted(self._flats(), key=lambda flat: -flat.number)  # the first layers' first
-        flats = [flat for flat in flats if any(parameter.requires_grad for parameter in flat.parameters)]
-        requests = [flat.gather(AllGather(Parameters(flat.number), "dp")) for flat in flats]
+        trained = (flat for flat in self._flats() if any(parameter.requires_grad for parameter in flat.parameters))
+        flats = [flat for flat in trained if flat.is_shared]
+        numbers = {flat.number for flat in flats}.union(*(reducer.gathered for reducer in self._reducers()))
+        requests = []
+        for number in sorted(numbers, reverse=True):  # the first layers' first
+            operation = AllGather(Parameters(number), "dp")
+            with Observation(self.comms.observers, Activity(operation)):  # one, however many calls it takes
+                requests += [flat.gather(operation) for flat in flats if flat.number == number]
         for request in requests:
             request.wait()
         torch.autograd.graph.increment_version([one for flat in flats for one in flat.parameters])
@@ -164,7 +168,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 if gradient is None and kept.parameter.grad is not None:
                     raise UsageError(
                         "step: there are gradients that were not summed over the ranks; the last backward before a "
-                        "step must be outside of no_sync()"
+                        "step must be one of the wrapped model, outside of no_sync()"
                     )
             else:
                 whole = kept.parameter.grad
@@ -182,11 +186,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _parameters(self) -> list[nn.Parameter]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _reducers(self) -> list[Reducer]:
-        """The reducers that keep gradients of these parameters in parts."""
-        found = (reducer_of.get(parameter) for parameter in self._parameters())  # type: ignore[no-untyped-call]
-        reducers = (reference() for reference in found if reference is not None)
+    def _reducers(self) -> list[PartKeeper]:
+        """Those that sum the gradients of these parameters, and may keep them in parts."""
+        reducers = map(_reducer, self._parameters())
         return list(dict.fromkeys(reducer for reducer in reducers if reducer is not None))
+
+    def _sharers(self, parameter: nn.Parameter) -> Comms:
+        """The ranks that have a parameter."""
+        reducer = _reducer(parameter)
+        return self.comms if reducer is None else reducer.comms
 
     def _buckets(self) -> list[ShardedBucket]:
         """The buckets of these reducers that hold parameters of this optimizer."""
@@ -203,7 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _lay_out(self) -> None:
         """Find this rank's pieces, and make the inner optimizer for them; state that there is already moves along."""
-        state = None if self._inner is None else _by_parameter(self, self._whole_state())
+        state = {} if self._inner is None else _by_parameter(self, self._whole_state())
         for reducer in self._reducers():
             reducer.shard_by(self._by)
         buckets = self._buckets()
@@ -222,8 +230,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups[group_of[kept.parameter]]["params"].append(kept.inner)
         self._inner = self._class(groups, **self._options)
         self._count = len(group_of)
-        if state is not None:
-            self._take_state(lambda parameter: state.get(parameter, {}))
+        if state:
+            self._take_state(state)
 
     def _lay_out_own(self, elsewhere: set[nn.Parameter]) -> Iterator[FlatParameters]:
         """Put parameters that are in no bucket into flat tensors of this optimizer's own.
@@ -231,15 +239,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Their gradients are whole, or they are frozen. Frozen ones stand apart, since they need not be gathered, and
         keep their state until they are trained again.
         """
-        mine = [one for one in self._parameters() if one not in elsewhere]
-        owner_of = owners(mine, self.comms.world_size) if self._by == "parameter" else {}
-        trained, frozen = ([one for one in mine if one.requires_grad is wanted] for wanted in (True, False))
-        groups = [*split(trained, self._bucket_bytes), *split(frozen, self._bucket_bytes)]
-        for number, group in enumerate(groups):
-            if owner_of:
-                group.sort(key=owner_of.__getitem__)
-            given = [owner_of[parameter] for parameter in group] if owner_of else None
-            yield FlatParameters(group, Layout(group, self.comms.world_size, given), self.comms, number)
+        numbers = itertools.count()
+        for comms, shared in self._by_sharers():
+            mine = [one for one in shared if one not in elsewhere]
+            owner_of = owners(mine, comms.world_size) if self._by == "parameter" else {}
+            trained, frozen = ([one for one in mine if one.requires_grad is wanted] for wanted in (True, False))
+            for group in (*split(trained, self._bucket_bytes), *split(frozen, self._bucket_bytes)):
+                if owner_of:
+                    group.sort(key=owner_of.__getitem__)
+                given = [owner_of[parameter] for parameter in group] if owner_of else None
+                yield FlatParameters(group, Layout(group, comms.world_size, given), comms, next(numbers))
+
+    def _by_sharers(self) -> list[tuple[Comms, list[nn.Parameter]]]:
+        """The parameters of this optimizer, by the ranks that have them."""
+        found: dict[Comms, list[nn.Parameter]] = {}
+        for parameter in self._parameters():
+            found.setdefault(self._sharers(parameter), []).append(parameter)
+        return list(found.items())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, with options of their own; every rank adds the same."""
@@ -256,18 +272,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
 
     def _require_same_on_all_ranks(self) -> None:
+        for comms, _ in self._by_sharers():
+            self._require_same(comms)
+
+    def _require_same(self, comms: Comms) -> None:
+        """Compare the parameters that these ranks share."""
         mine = [
-            [[list(one.shape), str(one.dtype), one.requires_grad] for one in group["params"]]
+            [
+                [list(one.shape), str(one.dtype), one.requires_grad]
+                for one in group["params"]
+                if self._sharers(one) is comms
+            ]
             for group in self.param_groups
         ]
-        for rank, theirs in enumerate(everyones := gather_json(mine, self.comms)):
+        for rank, theirs in enumerate(everyones := gather_json(mine, comms)):
             if theirs == everyones[0]:
                 continue
             pairs: Iterable[tuple[list[Any], list[Any]]] = itertools.zip_longest(everyones[0], theirs, fillvalue=[])
             group, (first, other) = next((at, pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+            one, another = comms.world_ranks[0], comms.world_ranks[rank]
             raise UsageError(
-                f"ShardedOptimizer: group {group} has {_described(first)} on rank 0 and {_described(other)} on "
-                f"rank {rank}; give every rank the same parameters, in the same order"
+                f"ShardedOptimizer: group {group} has {_described(first)} on rank {one} and {_described(other)} on "
+                f"rank {another}; give every rank the same parameters, in the same order"
             )
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -283,8 +309,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take this rank's part of a whole state: of this class, or of the optimizer itself in one process."""
         self._load_groups(state_dict["param_groups"])
-        state = _by_parameter(self, state_dict["state"])
-        self._take_state(lambda parameter: state.get(parameter, {}))
+        self._take_state(_by_parameter(self, state_dict["state"]))
 
     def state_parts(self) -> dict[str, Any]:
         """The part of the state that this rank keeps: as `state_dict`, with a `Part` for each tensor in parts."""
@@ -333,7 +358,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, theirs in zip(self.param_groups, param_groups, strict=True):
             group |= {key: value for key, value in theirs.items() if key != "params"}
 
-    def _take_state(self, state_of: Callable[[nn.Parameter], Mapping[str, Any]]) -> None:
+    def _take_state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """Take the pieces of this rank out of the whole state of each parameter."""
         states = {}
         for kept in self._kept:
@@ -342,7 +367,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 key: value.reshape(-1)[piece.start : piece.stop].clone().view(kept.inner.shape)
                 if isinstance(value, torch.Tensor) and value.shape == whole.shape and key not in _SCALARS
                 else value
-                for key, value in state_of(whole).items()
+                for key, value in state.get(whole, {}).items()
             }
         self._set_state(states)
 
@@ -372,6 +397,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "a ShardedOptimizer cannot be pickled or copied: its connection to the other ranks belongs to this "
             "process; save state_dict(), which every rank calls"
         )
+
+
+def _reducer(parameter: nn.Parameter) -> PartKeeper | None:
+    reference = reducer_of.get(parameter)  # type: ignore[no-untyped-call]
+    return None if reference is None else reference()
 
 
 def _by_parameter(optimizer: ShardedOptimizer, state: Mapping[int, Any]) -> dict[nn.Parameter, Mapping[str, Any]]:

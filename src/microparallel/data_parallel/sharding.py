@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from microparallel.comms import Comms, Request
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.bucket import FlatBucket
-from microparallel.data_parallel.layout import Layout, Piece
+from microparallel.data_parallel.layout import By, Layout, Piece
 from microparallel.errors import UsageError
 from microparallel.program import NORM, AllGather, AllReduce, ReduceScatter
 
@@ -56,8 +56,8 @@ class GradientInParts(torch.Tensor):
         if name == "__get__" or name in _HARMLESS:
             return super().__torch_function__(function, types, arguments, named or {})  # type: ignore[no-untyped-call]
         raise UsageError(
-            f"{name}: this gradient is in parts, of which each rank has one; to clip, call clip_grad_norm_ of the "
-            "wrapped model; to look at gradients, use a model without shard="
+            f"{name}: this gradient is in parts, of which each rank has one; to update, use mp.ShardedOptimizer; to "
+            "clip, call clip_grad_norm_ of the wrapped model; to look at gradients, use a model without shard="
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -344,6 +344,11 @@ class FlatParameters:
         """Whether the parameters still lie here; not after `module.double()`, `.to(device)` and the like."""
         return self._addresses == [parameter.data_ptr() for parameter in self.parameters]
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks have parts of it."""
+        return self._comms.world_size > 1
+
     def shape(self, piece: Piece) -> tuple[int, ...]:
         """The shape of a piece: that of its parameter where whole parameters are given to ranks, otherwise flat."""
         return tuple(self.parameters[piece.index].shape) if self.layout.by_parameter else (piece.stop - piece.start,)
@@ -415,22 +420,66 @@ def _content(value: Any, shape: tuple[int, ...]) -> list[Any]:
 
 # ── all buckets of a model ──────────────────────────────────────────────────────────────────────────────────────────
 
-# The reducer that keeps a parameter's gradient in parts. A wrapped model enters its parameters, and an optimizer, which
-# is handed parameters alone, finds the buckets here.
+
+class PartKeeper(Protocol):
+    """What an optimizer must know of those that sum its parameters' gradients: a model's Reducer, a pipeline's Column.
+
+    Attributes:
+        comms: the ranks that have the same parameters.
+        sharded_buckets: of which each of these ranks keeps its part; none if gradients are whole.
+        gathered: numbers of parameters that its program gathers after an update, also if there are none of them.
+    """
+
+    @property
+    def comms(self) -> Comms: ...  # noqa: D102
+    @property
+    def sharded_buckets(self) -> list[ShardedBucket]: ...  # noqa: D102
+    @property
+    def gathered(self) -> Sequence[int]: ...  # noqa: D102
+
+    def shard_by(self, by: By) -> None:
+        """Cut buckets by element, or give whole parameters to ranks."""
+
+    def step_ends(self) -> None:
+        """The optimizer has updated the weights."""
+
+    def forget_sums(self) -> None:
+        """Remove gradients that are in parts."""
+
+
+# By parameter, a weak reference to the PartKeeper that sums its gradient. A wrapped model enters its parameters, and an
+# optimizer, which is handed parameters alone, finds the buckets here.
 reducer_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def clip_parts(buckets: Sequence[ShardedBucket], comms: Comms, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+def clip_parts(
+    buckets: Sequence[ShardedBucket],
+    comms: Comms,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    counted: Sequence[ShardedBucket] | None = None,
+    axis: str = "dp",
+) -> torch.Tensor:
     """Scale gradients in parts so that the norm of all of them is at most `max_norm`; returns what it was.
 
     Every rank of `comms` calls this, and gets the same norm, bit for bit.
+
+    Args:
+        buckets: of this rank: their gradients are scaled.
+        comms: all ranks that have parts.
+        max_norm: the largest norm.
+        norm_type: which norm: 2, ….
+        counted: the buckets that count here, if others have the same parts of some; None: all of them.
+        axis: of these ranks in the program's mesh.
     """
-    gradients = [gradient for bucket in buckets for gradient in bucket.gradients() if gradient is not None]
+    counting = buckets if counted is None else counted
+    gradients = [gradient for bucket in counting for gradient in bucket.gradients() if gradient is not None]
     largest = math.isinf(norm_type)
     powers = [torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float64) for gradient in gradients]
     mine = torch.stack(powers).cpu() if powers else torch.zeros(1, dtype=torch.float64)
     total = mine.max().reshape(1) if largest else mine.pow(norm_type).sum().reshape(1)
-    comms.all_reduce(total, "max" if largest else "sum", operation=AllReduce(NORM, "dp"))
+    comms.all_reduce(total, "max" if largest else "sum", operation=AllReduce(NORM, axis))
     norm = total[0] if largest else total[0].pow(1 / norm_type)
     factor = max_norm / (float(norm) + 1e-6)  # as torch does
     if factor < 1 or not math.isfinite(factor):

@@ -32,6 +32,7 @@ from microparallel.program import (
     Join,
     Op,
     Recv,
+    ReduceScatter,
     Send,
     Value,
     halves,
@@ -43,6 +44,8 @@ from microparallel.transport.base import Exchange, Transport, Work
 # Messages of a pipeline have a tag of their own, so that they never mix with the caller's.
 PIPELINE_TAG = 5
 
+Sum = AllReduce | ReduceScatter
+
 
 class Interpreter:
     """Runs one rank's operations of a step.
@@ -51,7 +54,7 @@ class Interpreter:
         ops: the rank's operations, in order.
         worker: computes, and holds the tensors.
         transport: sends and receives.
-        sums: for each value that is all-reduced, the sum.
+        sums: for each value that is all-reduced or reduce-scattered, the sum.
         ahead: how many receives are posted before they are needed.
         message_order: the rank's messages in the order that all ranks keep (`programs.message_order`), for a transport
             that runs them one after another. It decides when a receive is posted, instead of `ahead`.
@@ -92,14 +95,14 @@ class Interpreter:
 
     def run(self) -> Iterator[Work]:
         """Do all operations; yields each transfer that the caller must wait for before it asks for the next."""
-        started: list[tuple[AllReduce, GroupSum]] = []
+        started: list[tuple[Sum, GroupSum]] = []
         for run in runs(self._ops):
             if isinstance(run, tuple):
                 yield from self._exchange(run)
                 continue
             self.now = run
             self._doing(str(run))
-            if isinstance(run, AllReduce):
+            if isinstance(run, Sum):
                 group_sum = self._sum(run)
                 with self._told(run):  # one operation, however many calls of the Comms it takes
                     group_sum.start(run)
@@ -113,14 +116,14 @@ class Interpreter:
         for work, _ in self._sending:
             yield work
 
-    def _finish(self, started: list[tuple[AllReduce, GroupSum]]) -> None:
+    def _finish(self, started: list[tuple[Sum, GroupSum]]) -> None:
         """Wait for all sums that were started."""
         for op, group_sum in started:
             self.now = op
             group_sum.finish()
         started.clear()
 
-    def _sum(self, op: AllReduce) -> GroupSum:
+    def _sum(self, op: Sum) -> GroupSum:
         if op.value not in self._sums:
             raise ProgramError(f"{op}: this rank shares {op.value} with no other rank, so there is nothing to sum")
         return self._sums[op.value]
@@ -194,8 +197,8 @@ class Interpreter:
 class GroupSum(Protocol):
     """A sum over a group of ranks, such as of a stage's gradients over its replicas."""
 
-    def start(self, operation: AllReduce) -> None:
-        """Begin the all-reduce, which is this operation of the program."""
+    def start(self, operation: Sum) -> None:
+        """Begin the sum, which is this operation of the program."""
 
     def finish(self) -> None:
         """Return when the sum is there."""
@@ -238,9 +241,9 @@ def runs(ops: Iterable[Op]) -> Iterator[Run]:
 
 
 def _require_known(op: Op) -> None:
-    if not halves(op) and not isinstance(op, AllReduce | Join):
+    if not halves(op) and not isinstance(op, Sum | Join):
         raise ProgramError(
-            f"{op} cannot be run in a pipeline: it runs F, B, I, W, messages, frees and all-reduces; "
+            f"{op} cannot be run in a pipeline: it runs F, B, I, W, messages, frees and sums; "
             "the caller's optimizer updates the weights"
         )
 

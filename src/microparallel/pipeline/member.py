@@ -1,7 +1,7 @@
 """Member: one rank of a pipeline, with its stages, and the parameters and gradients that it shares with other ranks.
 
-Gradients are summed over the replicas of a stage, and over the stages that share a weight. The state of the whole model
-is gathered from all ranks of a pipeline.
+Gradients are summed over the replicas of a stage, and over the stages that share a weight (`column.py`). The state of
+the whole model is gathered from all ranks of a pipeline.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
-from microparallel.data_parallel.bucket import FlatBucket, split
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicas_are_identical, replicate
+from microparallel.data_parallel.sharding import clip_parts
 from microparallel.data_parallel.sync_batch_norm import SyncBatchNorm
 from microparallel.errors import UsageError
+from microparallel.pipeline.column import Column, TiedSum
 from microparallel.pipeline.cut import shared_parameters
-from microparallel.pipeline.interpreter import GroupSum, Worker
+from microparallel.pipeline.interpreter import GroupSum, Sum, Worker
 from microparallel.pipeline.layers import NamedLayer
 from microparallel.pipeline.stage import Stage
-from microparallel.program import BUFFERS, NORM, SAMPLES, SHARED, AllReduce, Broadcast, Bucket, Value, tied
+from microparallel.program import BUFFERS, NORM, SAMPLES, WORLD, AllReduce, Broadcast, Value, tied
 from microparallel.topology import Mesh
 
 
@@ -37,7 +38,13 @@ class Member:
     """
 
     def __init__(
-        self, comms: Comms, mesh: Mesh, homes: Sequence[int], stages: dict[int, Stage], bucket_cap_mb: float
+        self,
+        comms: Comms,
+        mesh: Mesh,
+        homes: Sequence[int],
+        stages: dict[int, Stage],
+        bucket_cap_mb: float,
+        level: int = 0,
     ) -> None:
         self.comms = comms
         self.mesh = mesh
@@ -45,40 +52,34 @@ class Member:
         self.replica, self._place = mesh.where(comms.rank)
         self._homes = homes  # of each stage
         self._row = _own_group(comms, [mesh.row(replica) for replica in range(mesh.dp)])
-        self._column = _own_group(comms, [mesh.column(place) for place in range(mesh.pp)])
+        column = _own_group(comms, [mesh.column(place) for place in range(mesh.pp)])
         for layer in self._layers():
             _require_own_samples(layer)
             layer.module.to(comms.device)
             if mesh.dp > 1:
-                replicate(layer.module, self._column)
+                replicate(layer.module, column)
+        self._column = Column(stages, column, bucket_cap_mb * 2**20, level)
         self._ties: list[TiedSum] = []
         self._shared_places: tuple[int, ...] = ()  # that have several stages which share a parameter
         self._tied_places: tuple[tuple[int, ...], ...] = ()  # for each parameter that several places share, the places
         self._buffered_places: tuple[int, ...] = ()  # that have buffers
-        self._sums: dict[Value, GroupSum] = self._column_sums(bucket_cap_mb * 2**20) if mesh.dp > 1 else {}
-
-    def _column_sums(self, bucket_bytes: float) -> dict[Value, GroupSum]:
-        """For each stage the sum of its gradients over the replicas; one more for what several stages share."""
-        uses = Counter(parameter for stage in self.stages.values() for parameter in stage.parameters)
-        sums: dict[Value, GroupSum] = {
-            Bucket(index): ColumnSum([one for one in stage.parameters if uses[one] == 1], self._column, bucket_bytes)
-            for index, stage in self.stages.items()
-        }
-        several = [one for one, times in uses.items() if times > 1]
-        return sums | {SHARED: ColumnSum(several, self._column, bucket_bytes)}
+        self._sums: dict[Value, GroupSum] = dict(self._column.sums)
 
     def _tie(self, pieces: Sequence[Sequence[NamedLayer]]) -> None:
         """Find the parameters that several stages share, and make a group of the ranks that have those stages."""
         for parameter, places in shared_parameters(pieces):
-            homes = tuple(sorted({self._homes[stage] for stage, _ in places}))
+            stages_at = Counter(self._homes[stage] for stage in dict.fromkeys(stage for stage, _ in places))
+            several = (home for home, stages in stages_at.items() if stages > 1)
+            self._shared_places = tuple(sorted({*self._shared_places, *several}))
+            homes = tuple(sorted(stages_at))
             if len(homes) == 1:
-                self._shared_places = tuple(sorted({*self._shared_places, *homes}))
                 continue
             for replica in range(self.mesh.dp):
                 group = self.comms.group([self.mesh.rank(replica, home) for home in homes])
                 if group is not None:
-                    tie = TiedSum(parameter, group)
+                    tie = TiedSum(parameter, group, self._column)
                     self._ties.append(tie)
+                    self._column.tied[parameter] = len(self._tied_places)
                     self._sums[tied(len(self._tied_places))] = tie
             self._tied_places = (*self._tied_places, homes)
 
@@ -103,14 +104,16 @@ class Member:
         """How many samples all replicas have together; every rank calls this."""
         if self.mesh.dp == 1:
             return mine
-        return int(self._column.all_reduce(torch.tensor(mine), operation=AllReduce(SAMPLES, "dp")))
+        return int(self._column.comms.all_reduce(torch.tensor(mine), operation=AllReduce(SAMPLES, "dp")))
 
     def _summed_parameters(self) -> set[nn.Parameter]:
         """The parameters whose gradients are sums over ranks."""
         return set(self.parameters()) if self.mesh.dp > 1 else {tie.parameter for tie in self._ties}
 
     def _scale_gradients(self, factor: float) -> None:
-        if factor != 1.0:
+        if factor != 1.0 and self._column.level:
+            self._column.scale(factor)
+        elif factor != 1.0:
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
@@ -142,7 +145,7 @@ class Member:
 
     def replicas_are_identical(self) -> bool:
         """Whether replicas of a stage, and copies of a shared parameter, have the same bits; all ranks call this."""
-        identical = replicas_are_identical(self.own_layers, self._column)
+        identical = replicas_are_identical(self.own_layers, self._column.comms)
         for tie in self._ties:
             identical &= replicas_are_identical(nn.ParameterList([tie.parameter]), tie.holders)
         return bool(self.comms.all_reduce(torch.tensor(int(identical)), op="min"))
@@ -151,14 +154,18 @@ class Member:
         """Give every replica the first one's buffers, such as BatchNorm's running statistics; all ranks call this."""
         if self.mesh.dp > 1:
             operation = Broadcast(BUFFERS, "dp", self.mesh.rank(0, self._place))
-            broadcast_buffers(self.own_layers.buffers(), self._column, 0, operation)
+            broadcast_buffers(self.own_layers.buffers(), self._column.comms, 0, operation)
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of this rank's stages, for an optimizer."""
         return (parameter for _, parameter in self.named_parameters())
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Remove the gradients of this rank's parameters, or set them to zero, as `nn.Module.zero_grad` does."""
+        """Remove the gradients of this rank's parameters, or set them to zero, as `nn.Module.zero_grad` does.
+
+        Gradients that are in parts are always removed.
+        """
+        self._column.forget_sums()
         for parameter in self.parameters():
             if set_to_none:
                 parameter.grad = None
@@ -193,6 +200,10 @@ class Member:
         Every rank calls it, after a step. A parameter that two stages share counts once.
         """
         elsewhere = {tie.parameter for tie in self._ties if tie.holders.rank > 0}
+        if self._column.level:
+            buckets = self._column.sharded_buckets
+            once = [bucket for bucket in buckets if elsewhere.isdisjoint(bucket.parameters)]
+            return clip_parts(buckets, self.comms, max_norm, counted=once, axis=WORLD)
         mine = list(self.parameters())
         counted = [parameter for parameter in mine if parameter not in elsewhere]
         return clip_gradients(mine, counted, max_norm, self._row)
@@ -217,63 +228,6 @@ def _require_own_samples(layer: NamedLayer) -> None:
 # ── sums over ranks ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class ColumnSum:
-    """The sum of a stage's gradients over the replicas of that stage (a column of the mesh), in background buckets."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], column: Comms, bucket_bytes: float) -> None:
-        self._parameters = parameters
-        self._column = column
-        self._bucket_bytes = bucket_bytes
-        self._buckets: list[FlatBucket] = []
-
-    def start(self, operation: AllReduce) -> None:
-        """Put all gradients into buckets, and start their all-reduces."""
-        self._make_buckets()
-        for bucket in self._buckets:
-            bucket.fill_up(1.0)
-            bucket.start(self._column, operation, overlap=True)
-
-    def forget_buckets(self) -> None:
-        """Make new buckets in the next step: the parameters have another dtype."""
-        self._buckets = []
-
-    def _make_buckets(self) -> None:
-        """Make new buckets if parameters were frozen, unfrozen or converted."""
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        parameters = [parameter for bucket in self._buckets for parameter in bucket.parameters]
-        if trained != parameters or not all(bucket.fits for bucket in self._buckets):
-            self._buckets = [FlatBucket(group, self._column) for group in split(trained, self._bucket_bytes)]
-
-    def finish(self) -> None:
-        """Wait for the sums; they become the gradients here, also where only other replicas had one."""
-        for bucket in self._buckets:
-            bucket.wait()
-            for index, ranks in enumerate(bucket.ranks_with_gradient.tolist()):
-                if ranks > 0:
-                    bucket.hand_out(index)
-            bucket.reset()
-
-
-class TiedSum:
-    """The sum of one parameter's gradients over the ranks whose stages share it."""
-
-    def __init__(self, parameter: nn.Parameter, holders: Comms) -> None:
-        self.parameter = parameter
-        self.holders = holders
-        holders.broadcast(parameter.data)
-
-    def start(self, operation: AllReduce) -> None:
-        """Add the gradients up; then every holder has the same bits, and its optimizer updates its copy alike."""
-        if not self.parameter.requires_grad:
-            return
-        if self.parameter.grad is None:
-            self.parameter.grad = torch.zeros_like(self.parameter)
-        self.holders.all_reduce(self.parameter.grad, operation=operation)
-
-    def finish(self) -> None:
-        """Do nothing: `start` has waited for the sum."""
-
-
 class LossSum:
     """The loss of the whole batch: the sum of all ranks' parts of it, and of what they count for.
 
@@ -289,7 +243,7 @@ class LossSum:
         self._comms = comms
         self._samples = samples
 
-    def start(self, operation: AllReduce) -> None:
+    def start(self, operation: Sum) -> None:
         """Add up the parts of all ranks."""
         count = self._worker.count
         parts = torch.tensor([float(self._worker.loss), count or 0.0, float(count is not None)], dtype=torch.float64)

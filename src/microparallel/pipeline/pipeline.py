@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from microparallel.pipeline.cut import cut_together, warn_of_whole_models
 from microparallel.pipeline.generate import Prompt, generate
 from microparallel.pipeline.interpreter import Interpreter, Microbatch, Worker
 from microparallel.pipeline.layers import NamedLayer
-from microparallel.pipeline.member import ColumnSum, LossSum, Member, beside_earlier_gradients
+from microparallel.pipeline.member import LossSum, Member, beside_earlier_gradients
 from microparallel.pipeline.microbatches import batch_size, join_batch, sizes, split_batch
 from microparallel.pipeline.parts import Part, as_plain
 from microparallel.pipeline.programs import Schedule
@@ -59,6 +59,9 @@ class Pipeline(Member):
         recompute: keep only what enters a stage, and compute its activations again when its backward comes
             (activation checkpointing).
         bucket_cap_mb: replicas sum their gradients in buckets of so many megabytes.
+        shard: "optimizer": of the optimizer's state each replica keeps its part (ZeRO 1). The optimizer must be a
+            `mp.ShardedOptimizer`, and gradients are clipped with `pipe.clip_grad_norm_`. After a step, `grad` of a
+            parameter only says that there is a gradient: no rank has it whole. With one replica nothing is in parts.
 
     Example:
         ```python
@@ -90,8 +93,10 @@ class Pipeline(Member):
         example: Any = None,
         recompute: bool = False,
         bucket_cap_mb: float = 25.0,
+        shard: Literal["optimizer"] | None = None,
     ) -> None:
         mesh = _mesh(comms, replicas)
+        _require_shard(shard)
         chosen = Schedule(schedule, mesh.pp, microbatches, stages_per_rank)
         pieces = cut_together(layers, chosen.stages, balance, example, comms)
         warn_of_whole_models(pieces)
@@ -100,7 +105,7 @@ class Pipeline(Member):
             for index, home in enumerate(chosen.homes)
             if home == mesh.where(comms.rank)[1]
         }
-        super().__init__(comms, mesh, chosen.homes, stages, bucket_cap_mb)
+        super().__init__(comms, mesh, chosen.homes, stages, bucket_cap_mb, level=int(shard is not None))
         self._prepare(chosen)
         self._tie(pieces)
         self._find_buffers(pieces)
@@ -193,12 +198,15 @@ class Pipeline(Member):
         trace = recorder.gather({})
         events = [event for event in trace.events if not isinstance(event.op, Observed)]
         each = [counts[self.mesh.rank(replica, 0)] for replica in range(self.mesh.dp)]
-        program = self.program_with(each if any(each) else None, samples=samples is None)
+        program = self.program_with(each if any(each) else None, samples=samples is None, update=False)
         return loss, replace(trace, events=events, program=program)
 
     @property
     def program(self) -> Program:
-        """The program of a step, on all ranks, up to the caller's optimizer; `program_with` has other steps."""
+        """The program of a step, on all ranks, up to the caller's optimizer; `program_with` has other steps.
+
+        With `shard` the optimizer's step belongs to it, since ranks gather what others have updated.
+        """
         return self.program_with()
 
     def program_with(
@@ -208,6 +216,7 @@ class Pipeline(Member):
         samples: bool = True,
         norm: bool = False,
         buffers: bool = False,
+        update: bool | None = None,
     ) -> Program:
         """The program of a step with fewer micro-batches, or with the sums that its caller does after it.
 
@@ -217,6 +226,7 @@ class Pipeline(Member):
             samples: whether the replicas add up their samples, which they do unless `step(samples=…)` is used.
             norm: whether `clip_grad_norm_` follows.
             buffers: whether `broadcast_buffers` follows.
+            update: whether the optimizer's step is part of it; None: with `shard` it is.
 
         Example:
             ```python
@@ -237,6 +247,8 @@ class Pipeline(Member):
             samples=samples,
             norm=norm,
             buffers=self._buffered_places if buffers else (),
+            level=self._column.level,
+            update=update,
         )
 
     def _step(
@@ -250,7 +262,12 @@ class Pipeline(Member):
         total = self._samples_of_all(shapes.samples) if samples is None else samples
         worker = self._worker(shapes, inputs, targets, weight, total)
         loss_sum = LossSum(worker, self.comms, total)
-        with beside_earlier_gradients(self.parameters(), self._summed_parameters()), torch.enable_grad():
+        self._column.prepare()
+        with (
+            self._column.beside_earlier_parts(),
+            beside_earlier_gradients(self.parameters(), self._summed_parameters()),
+            torch.enable_grad(),
+        ):
             count = len(shapes.microbatches)
             self._run(self._ops(count), worker, self._message_order(count, training=True), loss_sum)
             self._scale_gradients(loss_sum.factor)
@@ -264,7 +281,7 @@ class Pipeline(Member):
 
     @functools.cache  # noqa: B019 a pipeline has few programs
     def _own_ops(self, microbatches: int) -> Sequence[Op]:
-        whole = self.program_with([microbatches] * self.mesh.dp, samples=False)  # _step has counted them
+        whole = self.program_with([microbatches] * self.mesh.dp, samples=False, update=False)  # _step has counted them
         before = (-self.replica * self._schedule.microbatches, -self.replica * self.mesh.pp)
         # The broadcast of the batch's shapes is done before, in _agree.
         return [shifted(op, *before) for op in whole.ranks[self.comms.rank] if not isinstance(op, Broadcast)]
@@ -462,14 +479,12 @@ class Pipeline(Member):
                 f"to: rank {self.comms.rank} is on {self.comms.device}, and its layers with it: the device of a Comms "
                 "cannot be changed"
             )
+        self._column.forget_buckets()
         dtypes = {torch.empty(0, dtype=one).to(*args, **kwargs).dtype for one in (torch.float16, torch.float32)}
         for layer in self._layers():
             layer.module.to(*args, **kwargs)
             if isinstance(layer.module, Part) and len(dtypes) == 1:
                 layer.module.follow_dtype(*dtypes)
-        for one in self._sums.values():
-            if isinstance(one, ColumnSum):
-                one.forget_buckets()
         self._prepare(self._schedule)  # other shapes and dtypes will be sent
         return self
 
@@ -484,6 +499,16 @@ def _mesh(comms: Comms, replicas: int) -> Mesh:
             f"replicas={replicas}: {comms.world_size} ranks cannot be shared out evenly among that many pipelines"
         )
     return Mesh(replicas, comms.world_size // replicas)
+
+
+def _require_shard(shard: str | None) -> None:
+    if shard == "gradients":
+        raise UsageError(
+            "Pipeline: shard='gradients' would sum gradients after every micro-batch, and a pipeline adds up those of "
+            "all micro-batches and sums them once; choose shard='optimizer'"
+        )
+    if shard not in (None, "optimizer"):
+        raise UsageError(f"Pipeline: shard={shard!r}; choose None or 'optimizer'")
 
 
 def _in_words(op: Op | None, world_ranks: Sequence[int]) -> str:

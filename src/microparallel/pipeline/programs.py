@@ -82,6 +82,8 @@ class Schedule:
         samples: bool = True,
         norm: bool = False,
         buffers: tuple[int, ...] = (),
+        level: int = 0,
+        update: bool | None = None,
     ) -> Program:
         """The step of several pipelines: for each its micro-batches, and the sums over ranks (`with_sums`)."""
         return with_sums(
@@ -98,6 +100,8 @@ class Schedule:
             samples=samples,
             norm=norm,
             buffers=buffers,
+            level=level,
+            update=update,
         )
 
     def _build(self, microbatches: int) -> Program:

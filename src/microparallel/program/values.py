@@ -170,7 +170,6 @@ SAMPLES = Named("samples")  # how many samples all ranks have together
 BUFFERS = Named("buffers")  # such as BatchNorm's running statistics
 WEIGHTS = Named("weights")  # which ranks take part, and how much the gradients of each count
 ORDER = Named("order")  # the order in which gradients came in the first backward
-SHARED = Named("shared")  # the gradients of parameters that several stages of one rank use
 LOSS = Named("loss")  # the mean loss over all samples
 NORM = Named("norm")  # the norm of all gradients together, where no rank has all of them
 
