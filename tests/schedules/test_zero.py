@@ -7,6 +7,7 @@ import pytest
 import microparallel as mp
 from microparallel.program import Delta, Free, OptimizerStep, from_text, to_text
 from microparallel.schedules import free_dead_values, zero
+from microparallel.trace.memory import Sizes
 
 
 @pytest.mark.parametrize("gather", ["after", "before"])
@@ -69,15 +70,84 @@ def test_every_rank_updates_once():
         assert [ops.count(OptimizerStep()) for ops in zero(level, 3, 4, 2).ranks] == [1] * 4
 
 
+# ── level 3: parameters are gathered where they are used ────────────────────────────────────────────────────────────
+
+
+def units(prefetch, reshard=True, layers=4, ranks=2, microbatches=1, buckets=4):
+    options = {"buckets": buckets, "prefetch": prefetch, "reshard_after_forward": reshard}
+    return zero(3, layers, ranks, microbatches, **options)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 9])
+def test_units_of_any_size_and_number(prefetch, reshard):
+    """Gradients travel once for each micro-batch, and so do parameters, or twice, if they are let go in between."""
+    for ranks, layers, microbatches in itertools.product((1, 2, 3), (1, 2, 4), (1, 2)):
+        for buckets in range(1, layers + 1):
+            program = units(prefetch, reshard, layers, ranks, microbatches, buckets)
+            mp.verify(program)
+            mp.verify(free_dead_values(program))
+            assert from_text(to_text(program)) == program
+            trace = mp.simulate(program, mp.Costs(bytes_per_value=10, seconds_per_byte=1))
+            copy = layers * 10 * (ranks - 1) / ranks
+            assert trace.bytes_sent == pytest.approx([(3 if reshard else 2) * microbatches * copy] * ranks)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("speed", [0, 0.1, 10])
+def test_no_more_units_are_whole_than_is_allowed(prefetch, speed):
+    sizes = Sizes(parameters=4, gradients=0, optimizer=0, activations=0)
+    trace = mp.simulate(units(prefetch), mp.Costs(seconds_per_byte=speed, sizes=sizes))
+    own = 4 * 4 / 2
+    most = own + (prefetch + 1) * 4
+    peak = trace.memory[0].peak_of("parameters")
+    assert peak <= most if speed > 1 else peak == most  # slow gathers come one after another
+    kept = mp.simulate(units(prefetch, reshard=False), mp.Costs(seconds_per_byte=speed, sizes=sizes))
+    assert kept.memory[0].peak_of("parameters") == own + 4 * 4
+
+
+def test_prefetching_hides_gathers():
+    costs = mp.Costs(seconds_per_byte=1)
+    exposed = [max(mp.simulate(units(prefetch), costs).exposed_communication) for prefetch in (0, 1, 2)]
+    assert exposed[0] > exposed[1] >= exposed[2]
+
+
+def test_the_drawn_example_of_level_3_is_what_is_built():
+    assert to_text(zero(3, 3, 2)).splitlines()[2].replace("@dp", "").replace(".0", "") == (
+        "rank 0: ~T2 ~T1 F0 !T2 ~T0 F1 !T1 F2 !T0 ~T0 ~T1 B2 %U0 !D2 !T0 ~T2 B1 %U1 !D1 !T1 B0 %U2 !D0 !T2 S"
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("!T2 ~T0@dp F1.0", "~T0@dp F1.0", "has gathered T2 already"),
+        ("~T1@dp F0.0 !T2", "F0.0 !T2", "does F1.0, which needs T1"),
+        ("!T0 ~T0@dp ~T1@dp B2.0", "!T0 ~T1@dp B2.0", "does B2.0, which needs T0, and has freed it; ~T0@dp gathers it"),
+        ("F0.0 !T2 ~T0@dp F1.0", "F0.0 !T2 !T1 ~T0@dp F1.0", "which needs T1, and has freed it"),
+    ],
+)
+def test_what_goes_wrong_with_units_is_named(before, after, words):
+    text = to_text(zero(3, 3, 2))
+    assert before in text
+    with pytest.raises(mp.errors.ProgramError) as refused:
+        mp.verify(from_text(text.replace(before, after).replace(before.replace(".0", ".1"), after.replace(".0", ".1"))))
+    assert words in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
         ((0, 2, 2), {}, "level=0: choose 1"),
-        ((3, 2, 2), {}, "level=3: choose 1"),
+        ((4, 2, 2), {}, "level=4: choose 1"),
         ((1, 0, 2), {}, "at least 1 each is needed"),
         ((1, 2, 2, 0), {}, "at least 1 each is needed"),
         ((1, 2, 2), {"buckets": 3}, "2 layers can be put into 1 to 2 buckets"),
         ((1, 2, 2), {"gather": "never"}, "gather='never': choose after"),
+        ((3, 2, 2), {"gather": "after"}, "at level 3 parameters are gathered where they are used"),
+        ((3, 2, 2), {"prefetch": -1}, "prefetch=-1: parameters are gathered 0 or more units ahead"),
+        ((2, 2, 2), {"prefetch": 1}, "are for level 3"),
+        ((1, 2, 2), {"reshard_after_forward": False}, "are for level 3"),
     ],
 )
 def test_what_makes_no_step(arguments, options, words):

@@ -41,7 +41,8 @@ def build(name: str, ranks: int, microbatches: int | None = None, **options: Any
     Args:
         name: `naive`, `gpipe`, `1f1b`, `interleaved` (`stages_per_rank=2`), `zb-h1`, `zb-h2`, `zbv` or `dualpipev`;
             or `ddp` (`layers=8, buckets=4`) and `ddp-naive` (`layers=8`), with the `algorithm` of their all-reduces;
-            or `zero-1` and `zero-2` (`layers=8, buckets=4, gather="after"`).
+            or `zero-1` and `zero-2` (`layers=8, buckets=4, gather="after"`), and `zero-3` (`layers=8, buckets=4,
+            prefetch=1, reshard_after_forward=True`).
         ranks: how many ranks share the work, any number from 1.
         microbatches: into how many micro-batches a pipeline's batch is cut, any number from 1; of ZeRO, how many each
             rank has.

@@ -4,11 +4,15 @@ Every rank computes with the whole model on its own share of the batch, as in `d
 reduce-scatter and then an all-gather. ZeRO puts the optimizer between the two: after the reduce-scatter each rank has
 its part of the gradients, updates its part of the parameters with it, and the all-gather carries new parameters instead
 of gradients. So no rank needs the optimizer's state for the parts of the others, and as many bytes travel as before.
+
+At level 3 a rank keeps only its part of the parameters, too. The layers of a bucket are then a *unit*: its parameters
+are gathered just before they are used, and let go after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Literal
 
 from microparallel.errors import UsageError
@@ -27,10 +31,10 @@ from microparallel.program import (
     ReduceScatter,
     TrainingStep,
 )
-from microparallel.schedules.data_parallel import bucket_ranges
+from microparallel.schedules.data_parallel import Ranges, bucket_ranges
 
 Gather = Literal["after", "before"]
-LEVELS = (1, 2)
+LEVELS = (1, 2, 3)
 
 
 def zero(
@@ -40,10 +44,12 @@ def zero(
     microbatches: int = 1,
     *,
     buckets: int | None = None,
-    gather: Gather = "after",
+    gather: Gather | None = None,
+    prefetch: int | None = None,
+    reshard_after_forward: bool | None = None,
     algorithm: str = AUTO,
 ) -> Program:
-    """One step of ZeRO: each rank updates its part of the parameters, and then gathers the others'.
+    """One step of ZeRO: each rank updates its part of the parameters, and gathers the others'.
 
     ```
     level 1, 2 layers, 2 buckets, 2 micro-batches a rank: gradients are summed up on each rank, then leave once
@@ -62,52 +68,124 @@ def zero(
     comm     [~T1][~T0]            [%U0][%U1]
     ```
 
+    At level 3 nothing is gathered for longer than it is used. The gather of a unit begins `prefetch` units before it is
+    used, so that the units before it hide it; no more than `prefetch` + 1 units are whole at a time. After its forward
+    a unit is let go and gathered again for its backward, unless it is kept (`reshard_after_forward=False`).
+
+    ```
+    level 3, 3 units of a layer each, prefetch 1, 1 micro-batch
+    rank 0: ~T2 ~T1 F0 !T2 ~T0 F1 !T1 F2 !T0   ~T0 ~T1 B2 %U0 !D2 !T0 ~T2 B1 %U1 !D1 !T1 B0 %U2 !D0 !T2   S
+    ```
+
     The first layer's bucket is gathered first, since its forward is the first to need it; gradients are there in the
     opposite order. Micro-batch j of rank r is j × ranks + r.
 
     Args:
-        level: 1: the optimizer's state is in parts; 2: the gradients, too.
+        level: 1: the optimizer's state is in parts; 2: the gradients, too; 3: the parameters, too.
         layers: of the model.
         ranks: how many replicas there are.
         microbatches: how many each rank has in a step.
         buckets: into which the layers are put, neighbours together; without it a bucket for each layer.
-        gather: whether new parameters are gathered after the update, or before the next forward.
+        gather: whether new parameters are gathered after the update, or before the next forward; not at level 3.
+        prefetch: how many units ahead parameters are gathered; 1 unless something else is said. Only at level 3.
+        reshard_after_forward: whether a unit's parameters are let go between its forward and its backward; they are
+            unless something else is said. Only at level 3.
         algorithm: of the reduce-scatters and all-gathers.
     """
     buckets = layers if buckets is None else buckets
-    _require(level, layers, ranks, microbatches, buckets, gather)
+    _require(level, layers, ranks, microbatches, buckets)
+    _require_options(level, gather, prefetch, reshard_after_forward)
     ranges = bucket_ranges(layers, buckets)
     gathers = [AllGather(Parameters(index), "dp", algorithm) for index in reversed(range(buckets))]
+    units = _Units(ranges, 1 if prefetch is None else prefetch, reshard_after_forward is not False, algorithm)
+
+    def backward(index: int, microbatch: int, turn: int | None) -> Iterator[Op]:
+        """Backward through the layers of a bucket, and its reduce-scatter: of one micro-batch, if there is a turn."""
+        mine = list(reversed(range(*ranges[index])))
+        yield from (Backward(layer, microbatch) for layer in mine)
+        if turn is not None:
+            yield ReduceScatter(Bucket(index, turn), "dp", algorithm)
+            yield from (Free(Delta(layer, microbatch)) for layer in mine)
 
     def operations(rank: int) -> Iterator[Op]:
         if gather == "before":
             yield from gathers
         for turn in range(microbatches):
             microbatch = turn * ranks + rank
+            if level == 3:
+                yield from units.forward(microbatch)
+                yield from units.backward(lambda index: backward(index, microbatch, turn))  # noqa: B023
+                continue
             yield from (Forward(layer, microbatch) for layer in range(layers))
-            for index, (start, stop) in enumerate(ranges):
-                mine = list(reversed(range(start, stop)))
-                yield from (Backward(layer, microbatch) for layer in mine)
-                if level == 2:
-                    yield ReduceScatter(Bucket(index, turn), "dp", algorithm)
-                    yield from (Free(Delta(layer, microbatch)) for layer in mine)
-                elif turn == microbatches - 1:
+            for index in range(buckets):
+                yield from backward(index, microbatch, turn if level == 2 else None)
+                if level == 1 and turn == microbatches - 1:
                     yield ReduceScatter(Bucket(index), "dp", algorithm)
         yield OptimizerStep()
-        if gather == "after":
+        if level < 3 and gather != "before":
             yield from gathers
 
-    goal = TrainingStep(layers, ranks * microbatches, ranges, sharded=gather == "before")
+    goal = TrainingStep(layers, ranks * microbatches, ranges, sharded=level == 3 or gather == "before")
     return Program(f"zero-{level}", goal, tuple(tuple(operations(rank)) for rank in range(ranks)))
 
 
-def _require(level: int, layers: int, ranks: int, microbatches: int, buckets: int, gather: str) -> None:
+@dataclass(frozen=True)
+class _Units:
+    """When the parameters of each unit are gathered and let go."""
+
+    ranges: Ranges
+    prefetch: int
+    reshard: bool
+    algorithm: str
+
+    def forward(self, microbatch: int) -> Iterator[Op]:
+        """From the first layers' unit to the last layers'."""
+        return self._use(
+            list(reversed(range(len(self.ranges)))),
+            lambda index: (Forward(layer, microbatch) for layer in range(*self.ranges[index])),
+            gathers=True,
+            frees=self.reshard,
+        )
+
+    def backward(self, compute: Callable[[int], Iterator[Op]]) -> Iterator[Op]:
+        """From the last layers' unit to the first layers'."""
+        return self._use(list(range(len(self.ranges))), compute, gathers=self.reshard, frees=True)
+
+    def _use(
+        self, order: list[int], compute: Callable[[int], Iterator[Op]], *, gathers: bool, frees: bool
+    ) -> Iterator[Op]:
+        """Compute with one unit after another; each is gathered when the unit `prefetch` places before it begins."""
+        gathered = 0
+        for place, index in enumerate(order):
+            while gathers and gathered < min(place + self.prefetch + 1, len(order)):
+                yield AllGather(Parameters(order[gathered]), "dp", self.algorithm)
+                gathered += 1
+            yield from compute(index)
+            if frees:
+                yield Free(Parameters(index))
+
+
+def _require(level: int, layers: int, ranks: int, microbatches: int, buckets: int) -> None:
     """Raise `UsageError` unless these make a step."""
     if level not in LEVELS:
-        raise UsageError(f"level={level!r}: choose 1 (optimizer state in parts) or 2 (gradients, too)")
+        raise UsageError(
+            f"level={level!r}: choose 1 (optimizer state in parts), 2 (gradients, too) or 3 (parameters, too)"
+        )
     if min(layers, ranks, microbatches) < 1:
         raise UsageError(f"layers={layers}, ranks={ranks}, microbatches={microbatches}: at least 1 each is needed")
     if not 1 <= buckets <= layers:
         raise UsageError(f"buckets={buckets}: {layers} layers can be put into 1 to {layers} buckets")
-    if gather not in ("after", "before"):
+
+
+def _require_options(level: int, gather: str | None, prefetch: int | None, reshard_after_forward: bool | None) -> None:
+    """Raise `UsageError` for options that mean nothing at this level."""
+    if gather not in (None, "after", "before"):
         raise UsageError(f"gather={gather!r}: choose after (the update) or before (the next forward)")
+    if prefetch is not None and prefetch < 0:
+        raise UsageError(f"prefetch={prefetch}: parameters are gathered 0 or more units ahead")
+    if level == 3 and gather is not None:
+        raise UsageError(f"gather={gather!r}: at level 3 parameters are gathered where they are used")
+    if level < 3 and (prefetch is not None or reshard_after_forward is not None):
+        raise UsageError(
+            f"prefetch and reshard_after_forward are for level 3, where parameters are gathered; level={level}"
+        )
