@@ -29,9 +29,9 @@ rank 1   ···│F0│F1│B0   │B1   │·····│
          ├──┼──┼──┼──┼──┼──┼──┼──┼──┤
 time     0  1  2  3  4  5  6  7  8  9
  F  forward 1    B  backward 2   · idle   the number is the micro-batch   █ 24 B held
-at the peak  time   all  parameters  optimizer state  gradients  activations
-rank 0          5  24 B         4 B              8 B        4 B          8 B
-rank 1          3  24 B         4 B              8 B        4 B          8 B
+peak    time   all  parameters  optimizer  gradients  activations
+rank 0     5  24 B         4 B        8 B        4 B          8 B
+rank 1     3  24 B         4 B        8 B        4 B          8 B
 takes no time here: 4 × send, 4 × receive
 """
     )
@@ -98,7 +98,7 @@ def test_a_recorded_step():
     recorded = replace(trace, events=moved, program=None, simulated=False, sizes={0: replace(SIZES, parameters=[4, 4])})
     text = mp.draw(recorded, memory=True, width=9 + 27)
     assert "rank 0  " in text and "█ 24 B held" in text
-    assert "rank 0       5.00 s  24 B" in mp.draw(recorded, memory=True)
+    assert "rank 0  5.00 s  24 B" in mp.draw(recorded, memory=True)
     figure = ElementTree.fromstring(mp.draw(recorded, as_="svg", memory=True))
     assert len(heights(figure, "#009e73")) == 2
 

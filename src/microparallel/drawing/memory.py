@@ -98,15 +98,16 @@ def strip_legend(strips: Strips) -> Entry:
 def peak_table(strips: Strips, width: int | None, when: Callable[[float], str] = short) -> list[Line]:
     """For each rank, how much it holds at most, when (in the words of `when`), and how much of that is what."""
     kinds = strips.kinds
-    rows = [["at the peak", "time", "all", *(KINDS[kind].word for kind in kinds)]]
+    rows = [["peak", "time", "all", *kinds]]
     for rank, memory in enumerate(strips.ranks):
         time, size = memory.peak
         then = memory.at(time)
         rows.append([f"rank {rank}", when(time), size_text(size), *(size_text(then[kind]) for kind in kinds)])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    between = 2 if width is None or sum(widths) + 2 * len(widths) - 2 <= width else 1
     lines = []
     for number, (name, *cells) in enumerate(rows):
-        padded = "".join(cell.rjust(room + 2) for cell, room in zip(cells, widths[1:], strict=True))
+        padded = "".join(cell.rjust(room + between) for cell, room in zip(cells, widths[1:], strict=True))
         line = [Segment(name.ljust(widths[0]), style="bold"), Segment(padded, style="" if number else "dim")]
         lines.append(line if width is None else clipped(line, width))
     return lines

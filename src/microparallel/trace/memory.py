@@ -152,16 +152,22 @@ def _at(changes: Sequence[tuple[float, float]], time: float) -> float:
 
 def memory_of(trace: Trace) -> list[RankMemory]:
     """What each rank of a training step holds over time; raises `UsageError` where it is none, or a size is unknown."""
+    sizes = _sizes_of(trace)
     goal = trace.followed.goal
     if not isinstance(goal, TrainingStep):
         raise UsageError(f"memory is known for training steps; {trace.followed.name!r} is a {goal}")
-    sizes = _sizes_of(trace)
     sizes.check(goal.stages)
     return [_Account(trace, goal, sizes, rank).memory() for rank in range(trace.ranks)]
 
 
 def _sizes_of(trace: Trace) -> Sizes:
-    sizes = trace.sizes.get(trace.steps[0]) if isinstance(trace.sizes, Mapping) else trace.sizes
+    sizes = trace.sizes
+    if isinstance(sizes, Mapping):
+        if len(trace.steps) != 1:
+            raise UsageError(
+                f"memory: this trace has {len(trace.steps)} steps, each with sizes of its own; use step(…)"
+            )
+        sizes = sizes.get(trace.steps[0])
     if sizes is None:
         raise UsageError(
             "memory: this trace does not say how large parameters and activations are; mp.record finds it out for "
