@@ -92,8 +92,16 @@ def _read_sizes(content: Any) -> Sizes | dict[int, Sizes] | None:
     if content is None:
         return None
     if "steps" in content:
-        return {int(step): Sizes(**own) for step, own in content["steps"].items()}
-    return Sizes(**content)
+        return {int(step): _checked(Sizes(**own)) for step, own in content["steps"].items()}
+    return _checked(Sizes(**content))
+
+
+def _checked(sizes: Sizes) -> Sizes:
+    for kind, size in asdict(sizes).items():
+        numbers = size if isinstance(size, list) else [] if size is None else [size]
+        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+            raise ValueError(f"its sizes make no sense: {kind} {size}")
+    return sizes
 
 
 def _old_event(row: dict[str, Any]) -> Event | None:
