@@ -134,6 +134,30 @@ def test_a_checkpointed_node_is_told_by_the_hooks_of_what_it_saved():
     assert torch_private.hooks_of_saved(plain.grad_fn) == []  # freed, and no error
 
 
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(context, tensor):
+        context.save_for_backward(tensor)
+        return tensor * tensor
+
+    @staticmethod
+    def backward(context, gradient):
+        return 2 * context.saved_tensors[0] * gradient
+
+
+def test_what_a_node_has_saved():
+    inputs = torch.ones(2, requires_grad=True)
+    (saved,) = torch_private.saved_by(inputs.exp().grad_fn)
+    assert saved.tolist() == torch.ones(2).exp().tolist()
+    assert [one.data_ptr() for one in torch_private.saved_by(Squared.apply(inputs).grad_fn)] == [inputs.data_ptr()]
+    assert len(list(torch_private.saved_by(torch.cat([inputs, inputs]).grad_fn))) == 0
+    packed = checkpoint(torch.exp, inputs, use_reentrant=False)  # to look would compute it again
+    assert list(torch_private.saved_by(packed.grad_fn)) == []
+    plain = inputs.exp()
+    plain.sum().backward()
+    assert list(torch_private.saved_by(plain.grad_fn)) == []  # freed, and no error
+
+
 def test_a_storage_moves_under_its_views_and_can_be_mapped():
     tensor = torch.arange(4096)
     view = tensor[1:]

@@ -141,6 +141,26 @@ def hooks_of_saved(node: Node) -> list[Any]:
     return [hook for hook in hooks if hook is not None]
 
 
+def saved_by(node: Node) -> Iterator[torch.Tensor]:
+    """The tensors that a node of autograd's graph has saved for its backward; not those that hooks have packed.
+
+    Without it: `mp.record` could not say how many bytes of activations a rank holds. Hooks that torch calls for each
+    saved tensor would tell, too, but `torch.func` refuses to work while there are any.
+    """
+    for name in _names_of_saved(type(node)):
+        try:
+            raw = getattr(node, name)
+            if any(getattr(one, "unpack_hook", None) for one in (raw if isinstance(raw, tuple | list) else (raw,))):
+                continue
+            # Functions of a user's own have no underscore there.
+            saved = getattr(node, name[4:] if hasattr(node, name[4:]) else name[5:])
+        except RuntimeError:  # freed already, or changed in place: backward will say so
+            continue
+        for tensor in saved if isinstance(saved, tuple | list) else (saved,):
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
+
+
 @cache
 def _names_of_saved(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]

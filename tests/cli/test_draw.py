@@ -12,6 +12,7 @@ import pytest
 import microparallel as mp
 from microparallel.cli import main
 from microparallel.cli.programs import costs_of, load
+from microparallel.trace import Sizes
 
 SCHEDULE = """
 program mine
@@ -109,6 +110,40 @@ def test_a_file_of_compute_only_is_given_its_sends_and_that_is_said(draw, tmp_pa
     lowered = mp.program.to_text(mp.schedules.build("1f1b", 2, 2)).replace("1f1b", "mine")
     (tmp_path / "lowered.txt").write_text(lowered)
     assert draw("./lowered.txt") == (0, output, "")
+
+
+def test_memory(draw, tmp_path):
+    arguments = ("--ranks", 2, "--microbatches", 2, "--memory", "--parameter-bytes", "1,2", "--activation-bytes", 3)
+    sizes = Sizes(parameters=[1, 2], activations=3)
+    traces = [mp.simulate(mp.schedules.build(name, 2, 2), mp.Costs(sizes=sizes)) for name in ("gpipe", "1f1b")]
+    assert draw("gpipe", "1f1b", *arguments)[1] == mp.draw(traces, memory=True)
+    assert draw("gpipe", *arguments)[1] == mp.draw(traces[0], memory=True)
+    code, output, _ = draw("gpipe", "1f1b", *arguments, "--svg", "a.svg", "--html", "a.html", "--json")
+    assert code == 0 and (tmp_path / "a.svg").read_text() == mp.draw(traces, as_="svg", memory=True)
+    assert (tmp_path / "a.html").read_text() == mp.draw(traces, as_="html", memory=True)
+    assert [document["peak_memory"] for document in json.loads(output)] == [trace.peak_memory for trace in traces]
+    assert json.loads(output)[0]["peak_memory_by_kind"]["parameters"] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["1f1b", "--parameter-bytes", "4"],
+            "--parameter-bytes 4: this is about memory, which is not drawn; add --memory",
+        ),
+        (["1f1b", "--memory", "--gradient-bytes", "1,x"], "--gradient-bytes 1,x: it is a number"),
+        (["1f1b", "--memory", "--optimizer-bytes", "-1"], "--optimizer-bytes -1.0: it must be 0 or more, and finite"),
+        (["1f1b", "--memory", "--activation-bytes", "1,2"], "activations has 2 numbers, and the program has 4 stages"),
+        (["ring", "--memory"], "--memory: ring (all-reduce of 4 slices) is no training step"),
+        (["1f1b", "--memory", "--view", "clock"], "--view clock has no time axis"),
+        (["ring", "1f1b"], "ring is a collective, which is drawn alone"),
+        (["gpipe", "1f1b", "--chrome", "a.json"], "one file holds one program's trace, and 2 were named"),
+    ],
+)
+def test_what_cannot_be_drawn_together_or_with_memory(draw, arguments, words):
+    code, output, errors = draw(*arguments)
+    assert code == 2 and output == "" and words in errors and errors.count("\n") == 1
 
 
 def test_json(draw):

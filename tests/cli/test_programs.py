@@ -7,8 +7,11 @@ import sys
 import pytest
 
 from microparallel.cli import main
+from microparallel.drawing import draw
 from microparallel.program import to_text
 from microparallel.schedules import build
+from microparallel.simulator import Costs, simulate
+from microparallel.trace import Sizes
 
 MINE = """program mine
 goal: training step of 2 stages, 2 micro-batches
@@ -60,6 +63,20 @@ def test_simulate_several_on_the_same_model(run):
     assert code == 0
     assert plain["work"] == interleaved["work"] == [24] * 4
     assert interleaved["bubble"] == plain["bubble"] / 2
+
+
+def test_simulate_shows_what_ranks_hold(run):
+    arguments = ("ddp", "zero-1", "--ranks", 2, "--layers", 2, "--buckets", 2, "--memory", "--optimizer-bytes", 12)
+    code, output, _ = run("simulate", *arguments)
+    traces = [
+        simulate(build(name, 2, layers=2, buckets=2), Costs(seconds_per_byte=1, sizes=Sizes(optimizer=12)))
+        for name in ("ddp", "zero-1")
+    ]
+    assert code == 0 and output.endswith("\n" + draw(traces, memory=True))
+    ddp, zero = json.loads(run("simulate", *arguments, "--json")[1])
+    assert ddp["peak_memory_by_kind"]["optimizer"] == [24, 24] and zero["peak_memory_by_kind"]["optimizer"] == [12, 12]
+    code, _, errors = run("simulate", "gpipe", "--ranks", 512, "--microbatches", 500, "--memory")
+    assert code == 2 and "too many to read" in errors and "leave out --memory" in errors
 
 
 def test_an_option_goes_to_the_programs_that_take_it(run, tmp_path):

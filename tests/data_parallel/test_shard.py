@@ -698,6 +698,25 @@ def held(comms, shard):
     return bytes_of_all_tensors() - before, layers * one, one
 
 
+def recorded(comms, shard):
+    """The most that a recorded step says of each kind, and the bytes of one copy of the weights."""
+    width, layers = 32, 4
+    module = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    one = sum(parameter.nbytes for parameter in module[0].parameters())
+    model = mp.DataParallel(module, comms, one / 2**20, shard=shard, overlap=True)
+    if shard is None:
+        optimizer = torch.optim.AdamW(model.parameters())
+    else:
+        optimizer = mp.ShardedOptimizer(model.parameters(), torch.optim.AdamW, comms)
+    with mp.record(comms) as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, width)).sum().backward()
+            optimizer.step()
+    memory = recorder.trace.step(1).memory[comms.rank]
+    return {kind: memory.peak_of(kind) for kind in ("parameters", "gradients", "optimizer")}, layers * one, one
+
+
 @pytest.mark.parametrize(
     ("shard", "weights", "gradients", "state"),
     [
@@ -712,3 +731,15 @@ def test_a_rank_holds_what_the_formula_says(pool, shard, weights, gradients, sta
         expected = (weights + gradients + state) * model
         in_flight = 3 * layer * (shard == "gradients")
         assert 0.99 * expected < held_bytes < 1.02 * expected + in_flight
+
+
+@pytest.mark.parametrize(
+    ("shard", "gradients", "state"), [(None, 1, 2), ("optimizer", 1, 2 / 4), ("gradients", 1 / 4, 2 / 4)]
+)
+def test_a_recorded_step_holds_what_the_formula_says(pool, shard, gradients, state):
+    """Adam also keeps a number of steps for each parameter, of 4 bytes."""
+    for most, model, layer in pool.run(recorded, 4, shard, transport="shm", timeout=50):
+        in_flight = 4 * layer * (shard == "gradients")
+        assert most["parameters"] == model
+        assert gradients * model <= most["gradients"] <= gradients * model + in_flight
+        assert state * model <= most["optimizer"] <= 1.01 * state * model

@@ -160,7 +160,7 @@ def test_scripts_are_well_formed(script):
 
 def test_every_script_is_used(run):
     page = report_page(run)
-    assert len(SCRIPTS) == 9
+    assert len(SCRIPTS) == 10
     assert all(script.read_text() in page for script in SCRIPTS)
 
 

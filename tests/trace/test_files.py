@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from tests.trace.test_parts import events
 import microparallel as mp
 from microparallel.program import Backward, Lane, Recv
 from microparallel.program.ops import Observed
-from microparallel.trace import Trace, parts
+from microparallel.trace import Sizes, Trace, parts
 
 
 @given(st.lists(events(), max_size=10))
@@ -144,3 +145,29 @@ def test_bars_of_one_row_do_not_overlap(tmp_path):
     for bars in rows.values():
         bars.sort()
         assert all(before[1] <= after[0] for before, after in itertools.pairwise(bars))
+
+
+def test_sizes_and_measured_activations_survive_and_old_files_have_none():
+    program = mp.schedules.build("gpipe", 2, 2)
+    trace = mp.simulate(program, mp.Costs(sizes=Sizes(parameters=[1, 2], activations=[3, 4])))
+    measured = replace(trace, sizes={0: Sizes(optimizer=None)}, events=[trace.events[0]._replace(activations=(0, 5))])
+    for one in (trace, measured):
+        assert mp.Trace.from_json(one.to_json()) == one
+    content = json.loads(measured.to_json())
+    del content["sizes"]
+    place = content["columns"].index("activations")
+    content["columns"].pop(place)
+    for row in content["events"]:
+        row.pop(place)
+    old = mp.Trace.from_json(json.dumps(content))
+    assert old == replace(measured, sizes=None, events=[trace.events[0]])
+    with pytest.raises(mp.errors.UsageError, match="does not say how large"):
+        old.memory  # noqa: B018
+
+
+@pytest.mark.parametrize("sizes", [{"parameters": "many"}, {"steps": {"0": {"gradients": [None]}}}, {"weights": 4}, 3])
+def test_sizes_that_make_no_sense_are_refused(sizes):
+    content = json.loads(mp.simulate(mp.schedules.build("gpipe", 2, 2)).to_json()) | {"sizes": sizes}
+    with pytest.raises(ValueError, match=r"\S") as refused:
+        mp.Trace.from_json(json.dumps(content))
+    assert "\n" not in str(refused.value)

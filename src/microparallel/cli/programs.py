@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from microparallel import collectives, schedules
+from microparallel.drawing import View, coloured, plain, text_lines
 from microparallel.errors import ConfigError, DataError, ProgramError, UsageError
-from microparallel.program import Program, from_text
+from microparallel.program import Program, TrainingStep, from_text
 from microparallel.settings import AT_LEAST_ONE, check_value, declared, setting
 from microparallel.simulator import Costs
 from microparallel.simulator.costs import default_costs
 from microparallel.text import count, did_you_mean
 from microparallel.topology import Cluster, Link, parse_link
+from microparallel.trace import Sizes, Trace
 from microparallel.verifier import verify
 
 Name = Annotated[
@@ -30,11 +33,21 @@ Name = Annotated[
         show_default=False,
     ),
 ]
+Names = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="NAME|FILE...",
+        help="Collectives (ring, tree, …), schedules (1f1b, gpipe, ddp, …), or files with programs in text form.",
+        show_default=False,
+    ),
+]
 
 
 # ── flags ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_PROGRAM, _COSTS, _CLUSTER = "Which program", "What operations cost", "A cluster"  # the headings of `--help`
+# the headings of `--help`
+_PROGRAM, _COSTS, _CLUSTER = "Which program", "What operations cost", "A cluster"
+_MEMORY = "What ranks hold"
 
 
 @dataclass(frozen=True)
@@ -119,6 +132,19 @@ class ProgramAndCostFlags(ProgramFlags):
         "a time and receives one.",
         _CLUSTER,
     )
+    memory: bool | None = setting(
+        None, "Draw the bytes that each rank holds, below its timeline; all programs on one scale.", _MEMORY
+    )
+    parameter_bytes: str | None = setting(
+        None, "A stage's or layer's parameters. One number, or one for each: 4,8.", _MEMORY, shown="4", metavar="BYTES"
+    )
+    gradient_bytes: str | None = setting(None, "The gradients of these.", _MEMORY, shown="4", metavar="BYTES")
+    optimizer_bytes: str | None = setting(
+        None, "The optimizer's state for them.", _MEMORY, shown="8, as Adam's", metavar="BYTES"
+    )
+    activation_bytes: str | None = setting(
+        None, "What is kept of one micro-batch until its backward.", _MEMORY, shown="1", metavar="BYTES"
+    )
 
 
 Given = Mapping[str, Any]  # the flags that were given, by name
@@ -126,7 +152,19 @@ Given = Mapping[str, Any]  # the flags that were given, by name
 
 def costs_given(given: Given) -> bool:
     """Whether a flag says what something costs."""
-    return bool(given.keys() - declared(ProgramFlags).keys())
+    return bool(given.keys() - declared(ProgramFlags).keys() - {"memory", *_OF_MEMORY})
+
+
+def memory_wanted(given: Given, loaded: Sequence[Program]) -> bool:
+    """Whether memory is to be drawn; raises `ConfigError` for sizes without it, and for what has no memory."""
+    wanted = bool(given.get("memory", False))
+    for name in _OF_MEMORY:
+        if name in given and not wanted:
+            raise ConfigError(f"{_flag(name)} {given[name]}: this is about memory, which is not drawn; add --memory")
+    for program in loaded:
+        if wanted and not isinstance(program.goal, TrainingStep):
+            raise ConfigError(f"--memory: {program.name} ({program.goal}) is no training step; only those hold memory")
+    return wanted
 
 
 def _flag(name: str) -> str:
@@ -280,6 +318,12 @@ def complete(program: Program, name: str) -> Program:
 # ── the costs ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _PER_STAGE = ("forward", "backward_input", "backward_weight")
+_OF_MEMORY = {  # and what `Sizes` calls them
+    "parameter_bytes": "parameters",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "activation_bytes": "activations",
+}
 _OF_MESSAGES = ("latency", "seconds_per_byte", "add_seconds_per_byte", "bytes_per_value")
 
 
@@ -291,7 +335,8 @@ def costs_of(program: Program, given: Given | None = None) -> Costs:
     messages: dict[str, Any] = {"latency": defaults.latency, "seconds_per_byte": defaults.seconds_per_byte}
     messages |= {name: _number(name, flags[name]) for name in _OF_MESSAGES if name in flags}
     links = dict(_link(text, program) for text in flags.get("link", "").split())
-    return Costs(**stages, **messages, links=links, topology=cluster_of(flags))
+    sizes = Sizes(**{size: _times(name, flags[name]) for name, size in _OF_MEMORY.items() if name in flags})
+    return Costs(**stages, **messages, links=links, topology=cluster_of(flags), sizes=sizes)
 
 
 _OF_CLUSTER = ("nodes", "per_node", "inside", "between")
@@ -354,3 +399,28 @@ def _link(text: str, program: Program) -> tuple[tuple[int, int], Link]:
     if channel[0] == channel[1] or not all(0 <= rank < program.world_size for rank in channel):
         raise ConfigError(f"--link {text}: it joins two of the ranks 0 to {program.world_size - 1}")
     return channel, link
+
+
+# ── the drawing ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_MOST_OPERATIONS = 200_000
+
+
+def require_drawable(program: Program, otherwise: str) -> None:
+    """Raise `UsageError`, with what to do otherwise, for a program that is too large to be read."""
+    if len(program) > _MOST_OPERATIONS:
+        raise UsageError(
+            f"{program.name} has {len(program):,} operations, too many to read; at most {_MOST_OPERATIONS:,} are "
+            f"drawn ({otherwise})"
+        )
+
+
+def show(traces: Sequence[Trace], view: View, width: int | None, *, memory: bool) -> None:
+    """Draw in colour where the terminal has it and wants it; plain in a pipe, and where NO_COLOR is set."""
+    console = Console(highlight=False, soft_wrap=True)
+    room = width or (console.width if console.is_terminal else None)
+    lines = text_lines(traces, view=view, width=room, memory=memory)
+    if console.is_terminal and console.color_system and not console.no_color:
+        console.print(coloured(lines), end="")
+    else:
+        print(plain(lines), end="")

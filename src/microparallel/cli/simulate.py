@@ -21,7 +21,8 @@ from microparallel.simulator import Costs
 from microparallel.simulator import simulate as simulate_program
 from microparallel.simulator.costs import PerStage
 from microparallel.text import count, short
-from microparallel.trace import Trace
+from microparallel.trace import Sizes, Trace
+from microparallel.trace.memory import KINDS
 
 EXAMPLES = flags.examples(
     ("microparallel simulate 1f1b --ranks 4 --microbatches 8", "bubble, waiting and activations of each rank"),
@@ -39,23 +40,18 @@ EXAMPLES = flags.examples(
         "--bytes 1e8",
         "two nodes of four ranks, which share their node's network port",
     ),
-)
-
-Names = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="NAME|FILE...",
-        help="Collectives (ring, tree, …), schedules (1f1b, gpipe, ddp, …), or files with programs in text form.",
-        show_default=False,
+    (
+        "microparallel simulate ddp zero-1 zero-2 --ranks 4 --layers 4 --memory",
+        "what each rank holds, with its parameters, gradients and optimizer state whole or in parts",
     ),
-]
+)
 
 
 @takes(programs.ProgramAndCostFlags)
 def simulate(
     given: dict[str, Any],
     *,
-    names: Names,
+    names: programs.Names,
     chrome: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a Chrome trace, which Perfetto opens, too.")
     ] = None,
@@ -63,7 +59,8 @@ def simulate(
         bool,
         typer.Option(
             "--same-model",
-            help="Costs and activations are those of a rank's whole part of the model, however many stages it holds.",
+            help="Costs, sizes and activations are those of a rank's whole part of the model, however many stages it "
+            "holds.",
         ),
     ] = False,
     json: flags.Json = False,
@@ -79,9 +76,13 @@ def simulate(
         raise ConfigError(f"--chrome {chrome}: one file holds one program's trace, and {len(names)} were named")
     if chrome is not None:
         require_writable(chrome, "--chrome")
+    loaded = programs.load_all(names, given)
+    memory = programs.memory_wanted(given, loaded)
+    for program in loaded if memory and not json else ():
+        programs.require_drawable(program, "leave out --memory, or add --json")
     traces: list[Trace] = []
     shares: list[float] = []
-    for name, program in zip(names, programs.load_all(names, given), strict=True):
+    for name, program in zip(names, loaded, strict=True):
         wrong = programs.complaint(name, program)
         if wrong is not None:  # its numbers would mislead
             raise MicroparallelError(f"{name} is wrong: {wrong}")
@@ -90,21 +91,27 @@ def simulate(
     if chrome is not None:
         traces[0].to_chrome(chrome)
     if json:
-        found = [summary(trace, share) for trace, share in zip(traces, shares, strict=True)]
+        found = [summary(trace, share, memory=memory) for trace, share in zip(traces, shares, strict=True)]
         print(json_format.dumps(found if len(found) > 1 else found[0]))
     elif len(traces) > 1:
         Console().print(_side_by_side(traces, shares))
     else:
         _show_one(traces[0], shares[0])
+    if memory and not json:
+        print()
+        programs.show(traces, "timeline", None, memory=True)
     if chrome is not None and not json:
         print(f"wrote {chrome}")
     return 0
 
 
-def summary(trace: Trace, share: float = 1) -> dict[str, Any]:
-    """Everything that was found out, for scripts; `share` is what one activation counts."""
+def summary(trace: Trace, share: float = 1, *, memory: bool = False) -> dict[str, Any]:
+    """Everything that was found out, for scripts; `share` is what one activation counts.
+
+    With `memory`, the most bytes that each rank holds, together and of each kind.
+    """
     pipeline = _is_pipeline(trace)
-    numbers = {
+    numbers: dict[str, Any] = {
         "makespan": trace.makespan,
         "bubble": trace.bubble if pipeline else None,
         "bubble_async": trace.bubble_async if pipeline else None,
@@ -116,6 +123,9 @@ def summary(trace: Trace, share: float = 1) -> dict[str, Any]:
         "messages_sent": trace.messages_sent,
         "bytes_sent": trace.bytes_sent,
     }
+    if memory:
+        numbers["peak_memory"] = trace.peak_memory
+        numbers["peak_memory_by_kind"] = {kind: [rank.peak_of(kind) for rank in trace.memory] for kind in KINDS}
     program = trace.followed
     return {"program": program.name, "goal": str(program.goal), "ranks": program.world_size, **numbers}
 
@@ -194,11 +204,15 @@ def _scaled(costs: Costs, share: float) -> Costs:
     def scale(cost: PerStage) -> PerStage:
         return [number * share for number in cost] if isinstance(cost, Sequence) else cost * share
 
+    sizes = costs.sizes and Sizes(
+        **{kind: scale(getattr(costs.sizes, kind)) for kind in ("parameters", "gradients", "optimizer", "activations")}
+    )
     return replace(
         costs,
         forward=scale(costs.forward),
         backward_input=scale(costs.backward_input),
         backward_weight=scale(costs.backward_weight),
+        sizes=sizes,
     )
 
 

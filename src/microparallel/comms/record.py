@@ -10,7 +10,7 @@ recorder.trace.save("runs/mine")
 
 `DataParallel` and `Pipeline` follow a program, and the recorder is told its operations. Of everything else it keeps
 what can be seen from outside: an `Observed` forward, backward or call. `recorder.trace.step(0).followed` is the program
-that the ranks followed in one step.
+that the ranks followed in one step, and `recorder.trace.step(0).memory` says what each rank held in it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
@@ -33,10 +33,11 @@ from torch.utils.hooks import RemovableHandle
 
 from microparallel.collectives import traffic
 from microparallel.comms.comms import Comms
+from microparallel.comms.memory_meter import MemoryMeter, sizes_of
 from microparallel.comms.wire import gather_json
 from microparallel.errors import UsageError
 from microparallel.observe.observer import Activity
-from microparallel.program import Broadcast, Free, GroupOp, Kind, Op, OptimizerStep, lane, parse_op
+from microparallel.program import Broadcast, Free, GroupOp, Kind, Op, OptimizerStep, halves, lane, parse_op
 from microparallel.program.ops import Observed
 from microparallel.torch_private import (
     Engine,
@@ -50,13 +51,16 @@ from microparallel.trace.meetings import met
 
 
 @contextmanager
-def record(comms: Comms, **about: Any) -> Iterator[Recorder]:
+def record(comms: Comms, *, memory: bool = True, **about: Any) -> Iterator[Recorder]:
     """Record what all ranks do in a `with` block; every rank enters and leaves it.
 
     Args:
         comms: the ranks. Calls of its sub-groups are recorded too, and those that torch's own `distributed` makes on
             our backend. What torch's DistributedDataParallel waits for inside its backward counts as communication
             or waiting, from the moment at which all was computed.
+        memory: measure what each rank holds, for `Trace.memory` of steps of DataParallel and Pipeline. It costs some
+            microseconds for each tensor that autograd saves; with False, times of very small models are closer to
+            those without a recording.
         about: words and numbers that are kept with the trace, such as `model="gpt"`.
 
     Example:
@@ -68,7 +72,7 @@ def record(comms: Comms, **about: Any) -> Iterator[Recorder]:
             print(mp.draw(recorder.trace))
         ```
     """
-    recorder = Recorder(comms)
+    recorder = Recorder(comms, memory=memory)
     recorder.start()
     try:
         yield recorder
@@ -84,7 +88,7 @@ class Row:
     """One event that is being recorded."""
 
     __slots__ = (
-        *("arrived", "bytes", "end", "group", "number", "op", "opened", "parts"),
+        *("after", "arrived", "before", "bytes", "end", "group", "number", "op", "opened", "parts"),
         *("peer", "place", "replaced", "start", "step", "waited"),
     )
 
@@ -100,6 +104,8 @@ class Row:
         self.number = 0
         self.peer = activity.peer
         self.place = activity.place
+        self.before: int | None = None  # bytes of activations when it began, and when it had ended
+        self.after: int | None = None
         self.parts = 0  # calls that are under way
         self.opened = False  # a collective that began before its first call did: its calls are parts of it
         self.replaced = False  # a forward or backward of torch's, inside of which a program's own operations ran
@@ -113,8 +119,10 @@ class Recorder:
         step: the number of the step that is under way; it counts up when an optimizer has updated the weights.
     """
 
-    def __init__(self, comms: Comms) -> None:
+    def __init__(self, comms: Comms, *, memory: bool = True) -> None:
         self.step = 0
+        self._meter = MemoryMeter() if memory else None
+        self._optimizers: RemovableHandle | None = None  # torch calls the meter when one has made a step
         self._comms = comms
         self._rows: list[Row] = []
         self._row_of: dict[Activity, Row] = {}  # of what is under way
@@ -137,6 +145,8 @@ class Recorder:
 
     def start(self) -> None:
         """Observe the Comms, and hook into every module, backward and optimizer of this process."""
+        if self._meter is not None:  # before the hooks that count the step
+            self._optimizers = torch_optimizers.register_optimizer_step_post_hook(self._optimizer_ends)
         self._torch_hooks.start()
         self._comms.observers.append(self)
         if self._comms.device.type == "cuda":
@@ -148,6 +158,8 @@ class Recorder:
         """Observe no longer."""
         self._comms.observers.remove(self)
         self._torch_hooks.stop()
+        if self._optimizers is not None:
+            self._optimizers.remove()
 
     # ── what the observers of a Comms are told ──────────────────────────────────────────────────────────────────
 
@@ -170,8 +182,12 @@ class Recorder:
         return next((row for row in rows if row.op == op and row.opened), None)
 
     def _new_row(self, activity: Activity, number: int) -> Row:
+        kind = kind_of(activity.op)
+        before = None
+        if self._meter is not None and (halves(activity.op) or isinstance(activity.op, Free)):
+            before = self._meter.begins(activity, self.step)
         row = Row(activity, self._now(), self.step)
-        kind = kind_of(row.op)
+        row.before = before
         row.number = number if row.peer is None else next(self._numbers[kind, row.peer])
         row.opened = kind == "collective" and not row.group
         if not isinstance(row.op, Observed) and kind in ("forward", "backward"):
@@ -180,6 +196,8 @@ class Recorder:
             if around is not None:
                 if not around.replaced:  # it began when torch's own did, or when the operation before it ended
                     row.start = around.start if self._ended is None else self._ended
+                    if self._ended is None and around.before is not None:
+                        row.before = around.before
                 around.replaced = True
         self._rows.append(row)
         return row
@@ -206,11 +224,17 @@ class Recorder:
         self._ended = row.end
         if not isinstance(row.op, Observed) and kind_of(row.op) in ("forward", "backward"):
             self._torch_hooks.resume()
+        if self._meter is not None and row.before is not None:
+            row.after = self._meter.ends(activity)
 
     # ── what torch's hooks tell ─────────────────────────────────────────────────────────────────────────────────
 
     def _torch_begins(self, op: Observed | OptimizerStep) -> Row:
+        held = None
+        if self._meter is not None and kind_of(op) != "forward":
+            held = self._meter.torch_begins(op, self._torch_hooks.roots)
         row = Row(Activity(op), self._now(), self.step)
+        row.before = row.after = held
         self._rows.append(row)
         self._of_torch[kind_of(op)] = row
         self._ended = None
@@ -228,6 +252,10 @@ class Recorder:
     def _step_ends(self) -> None:
         self.step += 1
 
+    def _optimizer_ends(self, optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
+        if self._meter is not None:
+            self._meter.optimizer_ends(optimizer, self.step)
+
     # ── all ranks' events, on one clock ─────────────────────────────────────────────────────────────────────────
 
     def gather(self, about: dict[str, Any]) -> Trace:
@@ -236,12 +264,14 @@ class Recorder:
             torch.cuda.synchronize(self._comms.device)
         offset, error = offset_from_rank_0(self._comms)
         mine = [self._written(row, offset) for row in self._rows if row.end is not None and not row.replaced]
-        by_rank = gather_json({"rows": mine, "error": error}, self._comms)
+        sizes = {} if self._meter is None else self._meter.written()
+        by_rank = gather_json({"rows": mine, "error": error, "sizes": sizes}, self._comms)
         begun = min((row[2] for recorded in by_rank for row in recorded["rows"]), default=0.0)
         events = met([_event(rank, row, begun) for rank, recorded in enumerate(by_rank) for row in recorded["rows"]])
         events = [_counted(event, self._comms.transport_name) for event in events]
         worst = max(recorded["error"] for recorded in by_rank)
-        self._trace = Trace(events, None, self._comms.world_size, worst, about)
+        known = sizes_of([recorded["sizes"] for recorded in by_rank])
+        self._trace = Trace(events, None, self._comms.world_size, worst, about, sizes=known or None)
         return self._trace
 
     def _written(self, row: Row, offset: float) -> list[Any]:
@@ -250,7 +280,8 @@ class Recorder:
         file, line = row.place
         place = f"{PurePath(file.decode('utf-8', 'replace')).name}:{line}" if line else ""
         kind = row.op.kind if isinstance(row.op, Observed) else None
-        return [str(row.op), kind, *times, row.step, row.bytes, row.group, row.number, row.peer, place]
+        activations = None if row.before is None or row.after is None else [row.before, row.after]
+        return [str(row.op), kind, *times, row.step, row.bytes, row.group, row.number, row.peer, place, activations]
 
     def _gpu_moment(self) -> torch.cuda.Event:
         """Now, in the order of the GPU's own work: an operation is booked when it ran, not when it was asked for."""
@@ -267,7 +298,7 @@ class Recorder:
 
 
 def _event(rank: int, row: list[Any], begun: float) -> Event:
-    text, kind, asked, end, waited, arrived, step, size, group, number, peer, place = row
+    text, kind, asked, end, waited, arrived, step, size, group, number, peer, place, activations = row
     op = parse_op(text) if kind is None else Observed(text, kind)
     sends = kind_of(op) == "send"
     # When a message came, its receiver knows better than `met` could tell, if the transport says it.
@@ -288,6 +319,7 @@ def _event(rank: int, row: list[Any], begun: float) -> Event:
         number=number,
         peer=peer,
         place=place,
+        activations=None if activations is None else tuple(activations),
     )
 
 
@@ -335,6 +367,7 @@ class TorchHooks:
         self._engine = backward_engine()
         self._run_backward: Engine | None = None
         self.in_backward = False
+        self.roots: Sequence[Any] = ()  # the tensors at which the backward that is reported begins
 
     def start(self) -> None:
         """Hook into every module, every backward and every optimizer of this process."""
@@ -400,12 +433,14 @@ class TorchHooks:
             if self.in_backward or self._pauses or self._run_backward is not run_backward:
                 return engine(*arguments, **named)
             self.in_backward = True
+            self.roots = arguments[0] if arguments else ()
             backward = self._begin(Observed("backward", "backward"))
             try:
                 return engine(*arguments, **named)
             finally:
                 self._end(backward)
                 self.in_backward = False
+                self.roots = ()
 
         return run_backward
 

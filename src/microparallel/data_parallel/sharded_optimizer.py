@@ -326,6 +326,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 }
         return {"state": state, "param_groups": super().state_dict()["param_groups"]}
 
+    def state_bytes(self) -> dict[nn.Parameter, int]:
+        """How large the whole state of each parameter is of which this rank keeps a piece: for observers."""
+        inner = self._inner
+        assert inner is not None
+        found = {}
+        for kept in self._kept:
+            values = [value for value in inner.state.get(kept.inner, {}).values() if isinstance(value, torch.Tensor)]
+            elements = sum(value.element_size() for value in values if value.shape == kept.inner.shape and value.dim())
+            rest = sum(value.nbytes for value in values if value.shape != kept.inner.shape or not value.dim())
+            found[kept.parameter] = elements * kept.parameter.numel() + rest
+        return found
+
     def load_state_parts(self, groups: list[dict[str, Any]], read: ReadsState) -> None:
         """Load this rank's part of a state, and read no more than that.
 

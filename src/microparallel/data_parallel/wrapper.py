@@ -142,16 +142,17 @@ class DataParallel(nn.Module):
         nothing_to_do = self._single is not None and not self.comms.observers
         if nothing_to_do or not torch.is_grad_enabled():
             return _call(self.module, inputs, named_inputs)
-        observation = self._forward_begins()
+        observation = self._forward_begins(inputs, named_inputs)
+        outputs: Any = None
         try:
             outputs = _call(self.module, inputs, named_inputs)
         finally:
-            self._forward_ends(observation)
+            self._forward_ends(observation, outputs)
         self._wait_for_backward(outputs)
         return outputs
 
     @not_compiled
-    def _forward_begins(self) -> Observation:
+    def _forward_begins(self, *given: Any) -> Observation:
         """Make ready for a pass, and tell the observers, if there are any, that its forward begins."""
         self._forward_was_local = self._no_sync_depth > 0
         self._sums_inside.seen.clear()
@@ -166,11 +167,29 @@ class DataParallel(nn.Module):
         if not self.comms.observers or not stages:
             return UNOBSERVED
         number = microbatch * self.comms.world_size + self.comms.rank
-        return Observation(self.comms.observers, Activity(ForwardStages(0, stages, number))).__enter__()
+        batch = (leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor))
+        activity = Activity(
+            ForwardStages(0, stages, number),
+            parameters=self._parameters_by_stage(),
+            given=[*self.module.buffers(), *batch],
+        )
+        return Observation(self.comms.observers, activity).__enter__()
+
+    def _parameters_by_stage(self) -> dict[int, list[nn.Parameter]]:
+        """Those of each bucket, the last layers' bucket first; frozen ones belong to stage 0."""
+        stages = [list(bucket.parameters) for bucket in reversed(self._reducer.buckets)] or [[]]
+        known = set(chain(*stages))
+        stages[0] += [parameter for parameter in self.module.parameters() if parameter not in known]
+        return dict(enumerate(stages))
 
     @not_compiled
-    def _forward_ends(self, observation: Observation) -> None:
-        observation.__exit__()
+    def _forward_ends(self, observation: Observation, outputs: Any) -> None:
+        """Tell the observers, if there are any, that the forward has ended, and what its backward will need."""
+        if observation is not UNOBSERVED:
+            activity = observation.activity
+            activity.kept = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+            observation.__exit__()
+            activity.kept = ()  # an observer that keeps the activity does not keep the outputs
         self._reducer.put_stand_ins_back()
 
     @not_compiled

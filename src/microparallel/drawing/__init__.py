@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 from microparallel.drawing.clock import clock
@@ -9,6 +10,7 @@ from microparallel.drawing.heading import head_of
 from microparallel.drawing.hops import hop_table, hops_of
 from microparallel.drawing.html import page
 from microparallel.drawing.lines import NARROWEST, Line, Segment, coloured, plain
+from microparallel.drawing.memory import Strips, strips_of
 from microparallel.drawing.parts import parts_figure, parts_text
 from microparallel.drawing.rows import from_zero, rows_of
 from microparallel.drawing.svg import figure
@@ -21,6 +23,7 @@ from microparallel.trace import Trace
 
 Format = Literal["text", "svg", "html"]
 View = Literal["timeline", "clock", "hops", "parts"]
+Drawable = Program | Trace
 
 __all__ = [
     "Format",
@@ -36,14 +39,15 @@ __all__ = [
 
 
 def draw(
-    program_or_trace: Program | Trace,
+    program_or_trace: Drawable | Sequence[Drawable],
     as_: Format = "text",
     *,
     view: View | None = None,
     costs: Costs | None = None,
     width: int | None = None,
+    memory: bool = False,
 ) -> str:
-    """Draw a program or a trace, and return the drawing.
+    """Draw a program or a trace, or several of them one below the other, and return the drawing.
 
     Args:
         program_or_trace: a program, which is simulated first; or a trace, with or without a program.
@@ -55,43 +59,69 @@ def draw(
             for each rank, what it did with every moment.
         costs: how long a program's operations take; without it, `default_costs(program)`.
         width: columns a text may take; without it, as many as the labels need.
+        memory: below each rank's timeline, draw how many bytes it holds over time: parameters, gradients, optimizer
+            state, activations and what is in flight (`Trace.memory`). All strips have one scale, also those of several
+            programs, so that they can be compared. `costs.sizes` says how large a program's are; a recorded trace must
+            be one step alone.
 
     Example:
         ```python
         print(mp.draw(mp.schedules.build("1f1b", ranks=4, microbatches=8)))
         Path("ring.html").write_text(mp.draw(mp.collectives.build("ring", 4), as_="html"))
+        print(mp.draw([mp.schedules.build(name, ranks=2, microbatches=4) for name in ("gpipe", "1f1b")], memory=True))
         ```
     """
     if as_ not in get_args(Format):
         raise UsageError(f"as_={as_!r}: a drawing is one of {', '.join(get_args(Format))}")
-    if isinstance(program_or_trace, Trace) and (view or _usual_view(program_or_trace)) == "parts":
-        return _draw_parts(program_or_trace, as_, width)
+    drawn = [program_or_trace] if isinstance(program_or_trace, Program | Trace) else list(program_or_trace)
+    if not drawn:
+        raise UsageError("draw: there is nothing to draw; give a program or a trace")
+    if len(drawn) == 1 and isinstance(drawn[0], Trace) and (view or _usual_view(drawn[0])) == "parts":
+        return _draw_parts(drawn[0], as_, width, memory=memory)
     if as_ == "text":
-        return plain(text_lines(program_or_trace, view=view, costs=costs, width=width))
+        return plain(text_lines(drawn, view=view, costs=costs, width=width, memory=memory))
     if view is not None:
         raise UsageError(f"view={view!r} is for a text; {as_} shows a schedule's timeline and a collective's messages")
-    trace = _trace_of(program_or_trace, costs)
-    return figure(trace) if as_ == "svg" else page(trace)
+    traces = [_trace_of(one, costs) for one in drawn]
+    return (figure if as_ == "svg" else page)(traces, strips_of(traces) if memory else ())
 
 
 def _usual_view(trace: Trace) -> View | None:
     return "parts" if trace.program is None else None
 
 
-def _draw_parts(trace: Trace, as_: Format, width: int | None) -> str:
+def _draw_parts(trace: Trace, as_: Format, width: int | None, *, memory: bool) -> str:
     if as_ == "html":
         raise UsageError("as_='html': the page of a run is its report; see `microparallel report`")
-    return parts_text(trace, width) if as_ == "text" else parts_figure(trace)
+    strips = strips_of([trace])[0] if memory else None
+    return parts_text(trace, width, strips) if as_ == "text" else parts_figure(trace, strips)
 
 
 def text_lines(
-    program_or_trace: Program | Trace,
+    program_or_trace: Drawable | Sequence[Drawable],
     *,
     view: View | None = None,
     costs: Costs | None = None,
     width: int | None = None,
+    memory: bool = False,
 ) -> list[Line]:
     """Draw as lines of text that know their colours: `plain` makes a string of them, `coloured` what rich prints."""
+    drawn = [program_or_trace] if isinstance(program_or_trace, Program | Trace) else list(program_or_trace)
+    if memory and view not in (None, "timeline", "parts"):
+        raise UsageError(f"view={view!r} has no time axis, below which memory could stand; try timeline or parts")
+    if memory:
+        drawn = [_trace_of(one, costs) for one in drawn]
+        costs = None
+    strips = strips_of([one for one in drawn if isinstance(one, Trace)]) if memory else [None] * len(drawn)
+    lines: list[Line] = []
+    for one, own in zip(drawn, strips, strict=True):
+        lines += [[], *_lines(one, view, costs, width, own)] if lines else _lines(one, view, costs, width, own)
+    return lines
+
+
+def _lines(
+    program_or_trace: Drawable, view: View | None, costs: Costs | None, width: int | None, strips: Strips | None
+) -> list[Line]:
     program = program_or_trace.followed if isinstance(program_or_trace, Trace) else program_or_trace
     collective = isinstance(program.goal, Collective)
     view = view or ("hops" if collective else "timeline")
@@ -100,14 +130,15 @@ def text_lines(
     if width is not None and width < NARROWEST:
         raise UsageError(f"width={width}: a drawing needs at least {NARROWEST} columns")
     if view == "parts":
-        return [[Segment(line)] for line in parts_text(_trace_of(program_or_trace, costs), width).splitlines()]
+        text = parts_text(_trace_of(program_or_trace, costs), width, strips)
+        return [[Segment(line)] for line in text.splitlines()]
     if view == "hops":
         return hop_table(hops_of(program), width)
     if view == "clock":
         if collective:
             raise UsageError(f"{program.name} ({program.goal}) has no clock view; try hops or timeline")
         return clock(program, width)
-    return timeline(rows_of(_trace_of(program_or_trace, costs)), width)
+    return timeline(rows_of(_trace_of(program_or_trace, costs)), width, strips)
 
 
 def _trace_of(program_or_trace: Program | Trace, costs: Costs | None) -> Trace:

@@ -5,6 +5,7 @@ Everything is computed here; the page's scripts only show it. The page forbids i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -12,8 +13,9 @@ from microparallel.drawing.heading import head_of, metrics_of, notes_of, notes_o
 from microparallel.drawing.hops import Contributions, Held, Hop, Transfer, complete, hops_of
 from microparallel.drawing.legend import legend_page, of_rows
 from microparallel.drawing.markup import Markup, data_script, element, joined, svg
+from microparallel.drawing.memory import Strips, all_kinds, scale_note
 from microparallel.drawing.rows import Rows, rows_of
-from microparallel.drawing.svg import Layout, axis, axis_name, gutter_of, lay_out, marks, row_names
+from microparallel.drawing.svg import Layout, axis, axis_name, gutter_of, lay_out, marks, row_names, strip_marks
 from microparallel.errors import UsageError
 from microparallel.program import Add, Collective, Program, Slices, Value
 from microparallel.text import count
@@ -23,41 +25,53 @@ _WIDEST, _TOP, _AXIS, _SIDE = 20000.0, 12.0, 26.0, 16.0
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 
 
-def page(trace: Trace) -> str:
-    """Draw a trace as a page that needs nothing else, neither files nor a network."""
-    rows = rows_of(trace)
-    if isinstance(trace.followed.goal, Collective):
-        steps = steps_of(trace.followed)
-        figures = [*_stepping(), element("h2", "In time"), *_timeline(rows, interactive=False)]
-        return _document(trace, figures, "collective.js", steps)
+def page(traces: Sequence[Trace], strips: Sequence[Strips] = ()) -> str:
+    """Draw traces as a page that needs nothing else, neither files nor a network: one collective, or schedules.
+
+    With strips, one for each trace, what a rank holds stands below its rows.
+    """
+    first = traces[0]
+    if len(traces) == 1 and isinstance(first.followed.goal, Collective):
+        steps = steps_of(first.followed)
+        figures = [*_stepping(), element("h2", "In time"), *_timeline(rows_of(first), interactive=False)]
+        return _document(title_of(first.followed), [_metrics(first), *figures], "collective.js", steps)
+    figures = []
+    for number, trace in enumerate(traces):
+        figures += [element("h2", title_of(trace.followed))] if len(traces) > 1 else []
+        own = strips[number] if strips else None
+        figures += [_metrics(trace), *_timeline(rows_of(trace), interactive=True, strips=own)]
+    if strips:
+        figures += [element("h2", "Bytes that a rank holds"), *legend_page(all_kinds(strips), [scale_note(strips[0])])]
     hint = element("p", "Point at a cell, or walk with the arrow keys: what it is, and why it waited.", class_="quiet")
     details = element("div", hint, class_="details", aria_live="polite")
-    return _document(trace, [*_timeline(rows, interactive=True), details], "schedule.js", None)
+    title = title_of(first.followed) if len(traces) == 1 else ", ".join(trace.followed.name for trace in traces)
+    return _document(title, [*figures, details], "schedule.js", None)
 
 
-def _document(trace: Trace, figures: list[Markup], script: str, data: dict[str, Any] | None) -> str:
+def _document(title: str, figures: list[Markup], script: str, data: dict[str, Any] | None) -> str:
     head = joined(
         Markup('<meta charset="utf-8">'),
         Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
         Markup(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'),
-        element("title", title_of(trace.followed)),
+        element("title", title),
         _raw("style", _resource("page.css")),
     )
-    parts = [element("h1", title_of(trace.followed)), _metrics(trace), *figures]
+    parts = [element("h1", title), *figures]
     if data is not None:
         parts.append(data_script(data))
     body = joined(*parts, _raw("script", _resource(script)))
     return f'<!doctype html>\n<html lang="en">\n<head>\n{head}\n</head>\n<body>\n{body}\n</body>\n</html>\n'
 
 
-def _timeline(rows: Rows, *, interactive: bool) -> list[Markup]:
+def _timeline(rows: Rows, *, interactive: bool, strips: Strips | None = None) -> list[Markup]:
     """The names of the ranks, which stay, beside the timeline, which scrolls; and the legend."""
-    layout = lay_out(rows, left=_SIDE, top=_TOP, widest=_WIDEST)
+    layout = lay_out(rows, left=_SIDE, top=_TOP, widest=_WIDEST, strips=strips is not None)
     gutter, height = gutter_of(rows), layout.bottom + _AXIS
     names = svg(
         joined(row_names(rows, layout), axis_name(layout, gutter)), gutter, height, role="presentation", label=""
     )
-    body = joined(axis(layout), marks(rows, layout, interactive=interactive))
+    held = [] if strips is None else [strip_marks(strips, layout)]
+    body = joined(axis(layout), marks(rows, layout, interactive=interactive), *held)
     chart = svg(body, _width(layout), height, role="group", label=head_of(rows.trace))
     scroll = element("div", chart, class_="scroll", tabindex=None if interactive else 0)
     legend = legend_page(of_rows(rows), [*notes_on_colour(rows), *notes_of(rows)])

@@ -1,13 +1,16 @@
-// A schedule's timeline: say what a cell is and why it waited, by mouse, by touch or by keyboard.
+// Timelines of schedules: say what a cell is and why it waited, by mouse, by touch or by keyboard.
 "use strict";
 
-const chart = document.querySelector(".scroll svg");
+const charts = [...document.querySelectorAll(".scroll svg")];
 const details = document.querySelector(".details");
-const cells = [...chart.querySelectorAll(".cell")];
+const cellsOf = new Map(charts.map((chart) => [chart, [...chart.querySelectorAll(".cell")]]));
 const rows = new Map();
-for (const cell of cells) {
-  const row = cell.dataset.row;
-  rows.set(row, [...(rows.get(row) ?? []), cell]);
+for (const [place, chart] of charts.entries()) {
+  for (const cell of cellsOf.get(chart)) {
+    const row = `${place} ${cell.dataset.row}`;
+    cell.dataset.row = row;
+    rows.set(row, [...(rows.get(row) ?? []), cell]);
+  }
 }
 let chosen = null;
 
@@ -32,11 +35,11 @@ function choose(cell) {
   const prompt = lane === "compute" ? "it began as soon as its rank was free" : "";
   details.replaceChildren(facts, wait ? line("p", wait, "wait") : line("p", prompt, "quiet"));
   const mine = new Set((related ?? "").split(" ").filter(Boolean));
-  for (const other of cells) {
+  for (const other of cellsOf.get(cell.ownerSVGElement)) {
     const shared = (other.dataset.related ?? "").split(" ").some((number) => mine.has(number));
     other.classList.toggle("related", other === cell || shared);
   }
-  chart.classList.toggle("choosing", mine.size > 0);
+  for (const chart of charts) chart.classList.toggle("choosing", mine.size > 0 && chart === cell.ownerSVGElement);
 }
 
 function neighbour(cell, key) {
@@ -54,18 +57,20 @@ function neighbour(cell, key) {
   return next?.reduce((best, one) => (distance(one) < distance(best) ? one : best));
 }
 
-chart.addEventListener("pointerover", (event) => {
-  const cell = event.target.closest(".cell");
-  if (cell) choose(cell);
-});
-chart.addEventListener("pointerleave", () => chart.classList.remove("choosing"));
-chart.addEventListener("click", (event) => event.target.closest(".cell")?.focus({ preventScroll: true }));
-chart.addEventListener("focusin", (event) => choose(event.target.closest(".cell")));
-chart.addEventListener("keydown", (event) => {
-  if (!event.key.startsWith("Arrow")) return;
-  event.preventDefault();
-  const next = neighbour(event.target.closest(".cell"), event.key);
-  next?.focus();
-  next?.scrollIntoView({ block: "nearest", inline: "nearest" });
-});
-cells[0]?.setAttribute("tabindex", "0");
+for (const chart of charts) {
+  chart.addEventListener("pointerover", (event) => {
+    const cell = event.target.closest(".cell");
+    if (cell) choose(cell);
+  });
+  chart.addEventListener("pointerleave", () => chart.classList.remove("choosing"));
+  chart.addEventListener("click", (event) => event.target.closest(".cell")?.focus({ preventScroll: true }));
+  chart.addEventListener("focusin", (event) => choose(event.target.closest(".cell")));
+  chart.addEventListener("keydown", (event) => {
+    if (!event.key.startsWith("Arrow")) return;
+    event.preventDefault();
+    const next = neighbour(event.target.closest(".cell"), event.key);
+    next?.focus();
+    next?.scrollIntoView({ block: "nearest", inline: "nearest" });
+  });
+  cellsOf.get(chart)[0]?.setAttribute("tabindex", "0");
+}

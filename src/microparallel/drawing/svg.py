@@ -7,7 +7,7 @@ draws the cells and messages there, `axis` and `row_names` what is around them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -27,6 +27,7 @@ from microparallel.drawing.markup import (
     label,
     svg,
 )
+from microparallel.drawing.memory import HEIGHT, Strips, all_kinds, scale_note, strip_figure, strip_name
 from microparallel.drawing.rows import Cell, Row, Rows, rows_of
 from microparallel.drawing.scale import deciding, round_step, unit_of
 from microparallel.program import Collective, Recv, Send, lane
@@ -37,10 +38,27 @@ _WIDEST, _NARROWEST = 2400.0, 420.0
 _HEAD, _AXIS = 58.0, 30.0
 
 
-def figure(trace: Trace) -> str:
-    """Draw a trace as an SVG image; hovering over a cell says what it is and why it waited."""
+def figure(traces: Sequence[Trace], strips: Sequence[Strips] = ()) -> str:
+    """Draw traces as an SVG image, one below the other; hovering over a cell says what it is and why it waited.
+
+    With strips, one for each trace, what a rank holds stands below its rows.
+    """
+    pictures = [_picture(trace, *each) for trace, *each in zip(traces, *([strips] if strips else []), strict=True)]
+    width = max(picture[1] for picture in pictures)
+    parts, top = [element("title", " | ".join(map(head_of, traces)))], 0.0
+    for body, _, height in pictures:
+        parts.append(element("g", body, transform=f"translate(0 {top:.0f})") if top else body)
+        top += height
+    if strips:
+        kinds = legend_figure(all_kinds(strips), [scale_note(strips[0])], top + 6, width)
+        parts, top = [*parts, kinds[0]], top + 6 + kinds[1]
+    return svg(joined(*parts), width, top, role="img", label=" | ".join(map(head_of, traces))) + "\n"
+
+
+def _picture(trace: Trace, strips: Strips | None = None) -> tuple[Markup, float, float]:
+    """One trace with its heading and legend; and how wide and high that is."""
     rows = rows_of(trace)
-    layout = lay_out(rows, left=gutter_of(rows), top=_HEAD, widest=_WIDEST)
+    layout = lay_out(rows, left=gutter_of(rows), top=_HEAD, widest=_WIDEST, strips=strips is not None)
     metrics = " · ".join(f"{name} {value}" for name, value in metrics_of(trace).items())
     title = title_of(trace.followed)
     words = max(len(title) * 8.0, len(metrics) * 6.2) + 2 * MARGIN
@@ -48,16 +66,22 @@ def figure(trace: Trace) -> str:
     bottom = layout.bottom + _AXIS + 10
     legend, height = legend_figure(of_rows(rows), [*notes_on_colour(rows), *notes_of(rows)], bottom, width)
     body = joined(
-        element("title", head_of(trace)),
         element("text", title, x=MARGIN, y=24, font_size=15, font_weight=600),
         element("text", metrics, x=MARGIN, y=43),
         row_names(rows, layout),
         axis(layout),
         axis_name(layout, layout.left),
         marks(rows, layout),
+        *([] if strips is None else [strip_marks(strips, layout)]),
         legend,
     )
-    return svg(body, width, bottom + height, role="img", label=head_of(trace)) + "\n"
+    return body, width, bottom + height
+
+
+def strip_marks(strips: Strips, layout: Layout) -> Markup:
+    """What each rank holds."""
+    bounds = 0.0, layout.makespan
+    return joined(*(strip_figure(strips, rank, top, layout.x, bounds) for rank, top in layout.strips.items()))
 
 
 def row_names(rows: Rows, layout: Layout) -> Markup:
@@ -67,6 +91,7 @@ def row_names(rows: Rows, layout: Layout) -> Markup:
         for name, place in zip(_names(rows), layout.places, strict=True)
         if name
     ]
+    names += [strip_name(top, MARGIN) for top in layout.strips.values()]
     return element("g", joined(*names), class_="names")
 
 
@@ -138,6 +163,7 @@ class Layout:
     makespan: float
     shortest: float
     short_names: bool
+    strips: dict[int, float]  # for each rank, the upper edge of what it holds
 
     def x(self, time: float) -> float:
         """Where a time is."""
@@ -162,12 +188,13 @@ class Layout:
         return [index * step for index in range(int(self.makespan / step + 1e-9) + 1)], unit, name
 
 
-def lay_out(rows: Rows, *, left: float, top: float, widest: float) -> Layout:
+def lay_out(rows: Rows, *, left: float, top: float, widest: float, strips: bool = False) -> Layout:
     """Give every row its place; time gets as many pixels as the cells' names need, up to a width."""
     collective = isinstance(rows.trace.followed.goal, Collective)
     places: list[Place] = []
+    held: dict[int, float] = {}
     at = top
-    for _, mine in groupby(rows.rows, key=lambda row: row.rank):
+    for rank, mine in groupby(rows.rows, key=lambda row: row.rank):
         if collective:  # what a rank sends and receives stands in one row, with room for arrows below it
             places += [Place(row, at, _ROW) for row in mine]
             at += _ROW + _GAP + _ROOM_FOR_ARROWS
@@ -175,10 +202,13 @@ def lay_out(rows: Rows, *, left: float, top: float, widest: float) -> Layout:
             for row in mine:
                 places.append(Place(row, at, _THIN_ROW if row.name else _ROW))
                 at += places[-1].height + _GAP
+            if strips:
+                held[rank] = at
+                at += HEIGHT + _GAP
             at += _BETWEEN_RANKS
     at -= _ROOM_FOR_ARROWS if collective else _BETWEEN_RANKS
     pixels, short_names = _pixels_per_time(rows, widest - left, collective=collective)
-    return Layout(places, left, at, pixels, rows.trace.makespan, rows.shortest, short_names)
+    return Layout(places, left, at, pixels, rows.trace.makespan, rows.shortest, short_names, held)
 
 
 def _pixels_per_time(rows: Rows, room: float, *, collective: bool) -> tuple[float, bool]:

@@ -15,23 +15,36 @@ import math
 from microparallel.drawing.heading import head_of, notes_of
 from microparallel.drawing.legend import Entry, legend_text, of_rows
 from microparallel.drawing.lines import WIDEST, Line, Segment, prose
+from microparallel.drawing.memory import NAME, Strips, peak_table, strip_legend, strip_text
 from microparallel.drawing.rows import Cell, Row, Rows
 from microparallel.drawing.scale import Scale, choose_scale, round_step, unit_of
 from microparallel.text import short
 
 
-def timeline(rows: Rows, width: int | None) -> list[Line]:
-    """Draw rows of cells into at most `width` columns; without one, as wide as the labels need."""
-    gutter = max(map(len, _names(rows))) + 2
+def timeline(rows: Rows, width: int | None, strips: Strips | None = None) -> list[Line]:
+    """Draw rows of cells into at most `width` columns; without one, as wide as the labels need.
+
+    With strips, what a rank holds stands below its rows.
+    """
+    names = _names(rows)
+    below_others = len(names[0]) < max(map(len, names))  # `rank 0` has rows with names of their own
+    strip_name = f"{' ' * (len(_rank_name(rows, 0)) + 1 if below_others else 2)}{NAME}"
+    gutter = max(map(len, names if strips is None else [*names, strip_name])) + 2
     room = (width or WIDEST) - gutter
     scale = choose_scale(rows, room - 1)  # a line ends the rows
-    body = [_row(row, name.ljust(gutter), scale, rows) for row, name in zip(rows.rows, _names(rows), strict=True)]
+    body: list[Line] = []
+    for number, (row, name) in enumerate(zip(rows.rows, names, strict=True)):
+        body.append(_row(row, name.ljust(gutter), scale, rows))
+        if strips is not None and (number + 1 == len(rows.rows) or rows.rows[number + 1].rank != row.rank):
+            strip = strip_text(strips, row.rank, scale.column, scale.column(scale.end))
+            body.append([Segment(strip_name.ljust(gutter), style="bold"), strip])
     notes = [*notes_of(rows), *_notes_on_scale(rows, scale)]
     return [
         *prose(head_of(rows.trace), width, style="bold", between=" · "),
         *body,
         *_axis(gutter, scale, rows.shortest, room),
-        *legend_text(_legend(rows, scale), width),
+        *legend_text([*_legend(rows, scale), *([] if strips is None else [strip_legend(strips)])], width),
+        *([] if strips is None else peak_table(strips, width)),
         *(line for note in notes for line in prose(note, width, style="dim")),
     ]
 
@@ -39,13 +52,17 @@ def timeline(rows: Rows, width: int | None) -> list[Line]:
 def _names(rows: Rows) -> list[str]:
     """`rank 0` once, then only what else its rows show."""
     names = []
-    digits = len(str(rows.trace.followed.world_size - 1))
     previous = None
     for row in rows.rows:
-        rank = f"rank {row.rank:>{digits}}" if row.rank != previous else " " * (digits + 5)
+        rank = _rank_name(rows, row.rank)
+        rank = rank if row.rank != previous else " " * len(rank)
         names.append(f"{rank} {row.name}".rstrip())
         previous = row.rank
     return names
+
+
+def _rank_name(rows: Rows, rank: int) -> str:
+    return f"rank {rank:>{len(str(rows.trace.followed.world_size - 1))}}"
 
 
 def _row(row: Row, name: str, scale: Scale, rows: Rows) -> Line:

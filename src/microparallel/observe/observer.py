@@ -13,7 +13,7 @@ nothing. Two ranks need 75 µs for the whole call in shared memory, so that woul
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from microparallel.observe.flight_recorder import Entry, NoEntry
@@ -32,9 +32,12 @@ class Activity:
         place: the user's file and line that led here.
         arrived: of a message that has come, when it began to arrive, on `time.perf_counter`; None if that is not known.
         tensor: of an all-reduce, the tensor that the caller handed over.
+        parameters: of a forward, the parameters of each of its stages.
+        given: of a forward, the other tensors that were there before it: buffers, and the batch.
+        kept: of a computation that has ended, the tensors that the rank keeps for the backward: outputs, for example.
     """
 
-    __slots__ = ("arrived", "bytes", "group", "op", "peer", "place", "tensor")
+    __slots__ = ("arrived", "bytes", "given", "group", "kept", "op", "parameters", "peer", "place", "tensor")
 
     def __init__(
         self,
@@ -45,6 +48,8 @@ class Activity:
         peer: int | None = None,
         place: tuple[bytes, int] = (b"", 0),
         tensor: Any = None,
+        parameters: Mapping[int, Sequence[Any]] | None = None,
+        given: Sequence[Any] = (),
     ) -> None:
         self.op = op
         self.bytes = size
@@ -52,6 +57,9 @@ class Activity:
         self.peer = peer
         self.place = place
         self.tensor = tensor
+        self.parameters = parameters
+        self.given = given
+        self.kept: Sequence[Any] = ()
         self.arrived: float | None = None
 
 

@@ -110,8 +110,10 @@ class Interpreter:
             elif isinstance(run, Join):
                 self._finish(started)
             else:
-                with self._told(run):
+                with self._told_compute(run) as told:
                     self._worker.compute(run)
+                    if told is not UNOBSERVED:
+                        told.activity.kept = self._worker.kept(run)
         self._finish(started)
         for work, _ in self._sending:
             yield work
@@ -134,6 +136,13 @@ class Interpreter:
             return UNOBSERVED
         other = None if peer is None else self._world_ranks[peer]
         return Observation(self._observers, Activity(self._in_program(op), size=size, peer=other))
+
+    def _told_compute(self, op: Op) -> Observation:
+        """The same for a computation, with the tensors that are there before it."""
+        if not self._observers:
+            return UNOBSERVED
+        parameters, given = self._worker.present(op)
+        return Observation(self._observers, Activity(self._in_program(op), parameters=parameters, given=given))
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -333,6 +342,23 @@ class Worker:
             case BackwardWeight(stage, number):
                 self._stages[stage].backward_weight(self._kept.pop((stage, number)))
 
+    def present(self, op: Op) -> tuple[dict[int, Sequence[torch.Tensor]], list[torch.Tensor]]:
+        """Of the forwards of an operation, the parameters of each stage; and the buffers and the batch."""
+        parameters: dict[int, Sequence[torch.Tensor]] = {}
+        given: list[torch.Tensor] = []
+        for half in halves(op):
+            if isinstance(half, Forward):
+                stage, microbatch = self._stages[half.stage], self._microbatches[half.microbatch]
+                parameters[half.stage] = stage.parameters
+                given += [buffer for module in stage.modules for buffer in module.buffers()]
+                given += _tensors((microbatch.inputs, microbatch.targets))
+        return parameters, given
+
+    def kept(self, op: Op) -> list[torch.Tensor]:
+        """What an operation that has ended has left for the backwards of its micro-batches."""
+        kept = (self._kept.get((half.stage, half.microbatch)) for half in halves(op))
+        return [tensor for saved in kept if saved is not None for tensor in saved.tensors]
+
     # ── forward ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _forward(self, stage: Stage, number: int) -> None:
@@ -350,8 +376,7 @@ class Worker:
     def _inputs(self, stage: int, number: int) -> list[torch.Tensor]:
         if stage > 0:
             return self.values[Act(stage - 1, number)]
-        leaves = pytree.tree_leaves(self._microbatches[number].inputs)
-        return [leaf.to(self._device) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [leaf.to(self._device) for leaf in _tensors(self._microbatches[number].inputs)]
 
     def _targets(self, number: int) -> Any:
         targets = self._microbatches[number].targets
@@ -368,7 +393,7 @@ class Worker:
                     Forward(stage.index, number),
                     f"returned {returned}, and its dry run {expected}{_and_gradients(returned, expected)}",
                 )
-            return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+            return _tensors(outputs)
         if microbatch.targets is None:
             self.outputs[number] = outputs
             return []
@@ -428,6 +453,10 @@ class Worker:
             f"rank {self._rank}, stage {op.stage}, {_WORDS[type(op)]} of micro-batch {op.microbatch} on {boundary}: "
             f"{reason}"
         )
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _is_number(value: Any) -> bool:

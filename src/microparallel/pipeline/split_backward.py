@@ -373,6 +373,11 @@ class DeferredGradients:
     def __init__(self) -> None:
         self._waiting: list[tuple[_Linear, torch.Tensor, torch.Tensor]] = []
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What is kept: the inputs of the calls, and the gradients of their outputs."""
+        return [tensor for _, *kept in self._waiting for tensor in kept]
+
     def keep(self, layer: _Linear, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keep the inputs of a call, and the gradient of its outputs."""
         self._waiting.append((layer, inputs, gradient))

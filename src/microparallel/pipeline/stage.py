@@ -139,6 +139,11 @@ class SavedForward:
     deferred: DeferredGradients = field(default_factory=DeferredGradients)
     split: SplitBackward | None = None
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that is kept outside of torch's graph."""
+        return [*self.leaves, *self.outputs, *self.deferred.tensors]
+
 
 # ── what crosses a boundary ─────────────────────────────────────────────────────────────────────────────────────────
 

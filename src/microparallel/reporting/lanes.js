@@ -17,7 +17,7 @@ function unpacked(step, measured) {
   const blocked = step.blocked.map(([rank, start, end, what, cause, whom]) => ({ rank, start, end, what, cause: bars[cause] ?? null, whom }));
   const prediction = measured.predictions[step.predicted];
   const expected = (row) => ({ ...bar(row), expected: true });
-  const predicted = prediction ? { length: prediction.length, bars: prediction.bars.map(expected) } : null;
+  const predicted = prediction ? { ...prediction, bars: prediction.bars.map(expected) } : null;
   return { ...step, bars, blocked, predicted };
 }
 

@@ -12,6 +12,7 @@ from importlib.resources import files
 from typing import Any
 
 from microparallel.drawing import kinds
+from microparallel.drawing.memory import KINDS as memory_kinds
 from microparallel.reporting.folder import Run
 from microparallel.reporting.steps import Measured
 from microparallel.text import count, show_percent, show_seconds, without_nan
@@ -25,6 +26,7 @@ _SCRIPTS = (
     "painting.js",
     "timeline.js",
     "arrivals.js",
+    "holdings.js",
     "report.js",
 )
 _COLOURS = {
@@ -36,6 +38,7 @@ _COLOURS = {
     "receive": kinds.RECEIVE,
     "input half": kinds.INPUT_HALF,
     "weight half": kinds.WEIGHT_HALF,
+    **{look.word: look for look in memory_kinds.values()},
 }
 _TIMES = ("makespan", "work of the busiest rank", "bubble", "exposed communication")
 _UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}

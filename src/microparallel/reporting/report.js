@@ -8,6 +8,7 @@ function startStep(measured) {
   timeline = new Timeline(document.getElementById("lanes"), document.getElementById("details"), measured);
   const shares = new Shares(document.getElementById("share-rows"), measured);
   const arrivals = new Arrivals(document.getElementById("arrivals"), measured);
+  const holdings = new Holdings(document.getElementById("held"), measured);
   const slowest = measured.steps.reduce((one, other) => (other.length > one.length ? other : one)).step;
   for (const { step, length } of measured.steps) {
     const word = step === measured.typical ? ", typical" : step === slowest ? ", the slowest" : "";
@@ -18,7 +19,7 @@ function startStep(measured) {
   }
   const show = () => {
     const step = unpacked(measured.steps[select.selectedIndex], measured);
-    for (const figure of [shares, timeline, arrivals]) figure.show(step);
+    for (const figure of [shares, timeline, holdings, arrivals]) figure.show(step);
     document.getElementById("earlier").disabled = select.selectedIndex === 0;
     document.getElementById("later").disabled = select.selectedIndex === measured.steps.length - 1;
     showLegend(step);
@@ -35,6 +36,7 @@ function startStep(measured) {
   redrawn(shares.target, () => shares.draw());
   redrawn(timeline.canvas, () => timeline.arrange());
   redrawn(arrivals.target, () => arrivals.draw());
+  redrawn(holdings.target, () => holdings.draw());
 }
 
 // What the colours of this step's bars mean, and nothing that is not there.

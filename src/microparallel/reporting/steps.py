@@ -26,10 +26,13 @@ from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Any
 
+from microparallel.drawing.memory import KINDS as memory_kinds
+from microparallel.errors import UsageError
 from microparallel.program import BackwardInput, BackwardWeight, Free
-from microparallel.trace import Difference, Event, Trace
+from microparallel.trace import Difference, Event, RankMemory, Trace
 from microparallel.trace.intervals import Interval, outside, union
 from microparallel.trace.meetings import meetings, needed
+from microparallel.trace.memory import Kind as Held
 from microparallel.trace.parts import Parts, parts
 
 KINDS = ("forward", "backward", "optimizer", "collective", "send", "receive", "input half", "weight half")
@@ -41,6 +44,8 @@ _LONGEST_TEXT = 200
 _ROOM = 1_300_000
 _ROOM_FOR_PREDICTIONS = 300_000
 _MOST_PREDICTED = 6000  # bars of one step
+_MOST_MOMENTS, _MOST_MOMENTS_OF_ALL = 150, 4000  # of a rank's memory, and of all ranks'
+_MOST_FOLLOWED = 4000  # events of a step: to find the program that a larger one has followed takes seconds
 
 
 class Measured:
@@ -59,7 +64,7 @@ class Measured:
         lengths = {number: step.makespan for number, step in self.steps.items()}
         self.typical = sorted(lengths, key=lambda number: (lengths[number], number))[(len(lengths) - 1) // 2]
         self.parts = {number: parts(step) for number, step in self.steps.items()}
-        self._views = {number: StepView(step) for number, step in self.steps.items()}
+        self._views = {number: StepView(step, trace.step(number)) for number, step in self.steps.items()}
         self._predicted = by_step(predicted) if predicted is not None else {}
         self._names, self._places = Table(), Table()
 
@@ -116,6 +121,7 @@ class Measured:
             "recorded_steps": len(self.steps),
             "mean_parts": self._mean_parts(),
             "predictions": self._predictions(steps),
+            "held_kinds": [look.word for look in memory_kinds.values()],
             "names": self._names.texts,
             "places": self._places.texts,
         }
@@ -200,8 +206,9 @@ class StepView:
         end: when all ranks had ended it.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, whole: Trace | None = None) -> None:
         self.trace = trace
+        self._whole = whole or trace  # with the frees, which say when activations were let go
         self.start, self.end = trace.bounds
         self._meetings = meetings(trace.events)
         self._latest = {number: self._last_to_come(places) for number, places in enumerate(self._meetings)}
@@ -218,12 +225,28 @@ class StepView:
             "left_out": len(self.trace.events) - len(kept),
             "blocked": [list(row) for row in sorted(blocked)],
             "parts": self._parts,
+            "held": self._held,
             **self._arrivals(names),
         }
 
     @cached_property
     def _parts(self) -> list[list[float]]:
         return [[round(1e6 * part, 1) for part in astuple(rank)] for rank in parts(self.trace)]
+
+    @cached_property
+    def _held(self) -> list[list[list[float]]] | None:
+        """For each rank the moments at which what it holds changes, with the bytes of each kind; None if not known."""
+        if len(self._whole.events) > _MOST_FOLLOWED:
+            return None
+        try:
+            memory = self._whole.memory
+        except UsageError:
+            return None
+        most = max(12, min(_MOST_MOMENTS, _MOST_MOMENTS_OF_ALL // len(memory)))
+        return [
+            [[self._at(time), *(round(sizes[kind]) for kind in memory_kinds)] for time, sizes in _highest(rank, most)]
+            for rank in memory
+        ]
 
     def outline(self, names: Table, most: int) -> dict[str, Any]:
         """Only which rank did what when: what the page shows of a prediction, in that many of the longest bars."""
@@ -235,7 +258,7 @@ class StepView:
             key = (*row,) if event.computes else (place,)
             known = rows.setdefault(key, [*row, self._at(event.asked), self._at(event.end)])
             known[-1] = self._at(event.end)
-        return {"length": self._at(self.end), "bars": list(rows.values())}
+        return {"length": self._at(self.end), "bars": list(rows.values()), "held": self._held}
 
     def _at(self, time: float) -> float:
         return round(1e6 * (time - self.start), 1)
@@ -333,6 +356,14 @@ class StepView:
         times = [interval for intervals in backward for interval in intervals]
         window = [self._at(min(start for start, _ in times)), self._at(max(end for _, end in times))] if times else None
         return {"arrivals": found[:_MOST_ARRIVALS], "all_arrivals": len(found), "backward": window}
+
+
+def _highest(memory: RankMemory, most: int) -> list[tuple[float, dict[Held, float]]]:
+    """The moments of what a rank holds; of too many, those at which it is highest among their neighbours."""
+    moments = memory.moments
+    many = math.ceil(len(moments) / most)
+    groups = (moments[at : at + many] for at in range(0, len(moments), many))
+    return [max(group, key=lambda moment: sum(moment[1].values())) for group in groups]
 
 
 def _look(event: Event) -> str:

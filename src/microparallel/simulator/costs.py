@@ -59,7 +59,8 @@ class Costs:
             none (`collectives.resolve`).
         links: connections that differ from the others, by (sender, receiver); what a `Link` leaves out is as usual.
         topology: the nodes on which the ranks are; `Costs.cluster` gives it.
-        sizes: how many bytes the parameters of a stage take, and what goes with them; `Trace.memory` adds them up.
+        sizes: how many bytes the parameters of a stage take, and what goes with them (`microparallel.trace.Sizes`);
+            `Trace.memory` adds them up. None: not known, and then neither is the memory.
 
     Example:
         ```python
@@ -80,7 +81,7 @@ class Costs:
     transport: str = "gloo"
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
     topology: Cluster | None = None
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: Sizes | None = field(default_factory=Sizes)
 
     @classmethod
     def cluster(

@@ -16,6 +16,7 @@ from microparallel.program import Goal, Lane, MeetingOp, Op, Program, Send, halv
 from microparallel.simulator.costs import Costs
 from microparallel.simulator.engine import simulate
 from microparallel.trace import Trace
+from microparallel.trace.memory import simulated_sizes
 from microparallel.trace.recorded import recorded_step
 
 PerOperation = Mapping[tuple[int, Op], float]  # by rank and operation, which a rank does once
@@ -140,7 +141,8 @@ def fit_step(trace: Trace) -> Fitted:
 
 def _fit(trace: Trace, *, reported: bool) -> Fitted:
     step = recorded_step(trace, reported=reported)
-    return Fitted(step.program, RecordedCosts(seconds=step.seconds, exchanged=step.bytes, counts=step.traffic))
+    costs = RecordedCosts(seconds=step.seconds, exchanged=step.bytes, counts=step.traffic, sizes=simulated_sizes(trace))
+    return Fitted(step.program, costs)
 
 
 def predicted(measured: Trace) -> Trace:

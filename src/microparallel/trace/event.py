@@ -68,6 +68,8 @@ class Event(NamedTuple):
         number: which collective of its group it was, or which message of its channel, counted from 0.
         peer: of a message, the other rank.
         place: where in the user's code it was asked for.
+        activations: of a measured computation, how many bytes of activations its rank held when it began, and when it
+            had ended; None if they were not measured.
     """
 
     rank: int
@@ -85,6 +87,7 @@ class Event(NamedTuple):
     number: int = 0
     peer: int | None = None
     place: str = ""
+    activations: tuple[float, float] | None = None
 
     @property
     def duration(self) -> float:

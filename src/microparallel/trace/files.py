@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ from microparallel.errors import ProgramError
 from microparallel.program import Kind, Observed, Op, from_text, lane, parse_op, to_text
 from microparallel.trace.event import Event
 from microparallel.trace.meetings import meetings, met
+from microparallel.trace.memory import Sizes
 from microparallel.trace.trace import Trace
 
 FORMAT = 2
@@ -30,6 +32,7 @@ def to_json(trace: Trace) -> str:
         "about": trace.about,
         "simulated": trace.simulated,
         "program": None if trace.program is None else to_text(trace.program),
+        "sizes": _written_sizes(trace.sizes),
     }
     return json.dumps({**head, "columns": _COLUMNS, "events": [_row(event) for event in trace.events]})
 
@@ -74,7 +77,31 @@ def _trace(content: Any) -> Trace:
         error,
         about,
         bool(content.get("simulated", False)),
+        _read_sizes(content.get("sizes")),
     )
+
+
+def _written_sizes(sizes: Sizes | Mapping[int, Sizes] | None) -> dict[str, Any] | None:
+    if sizes is None or isinstance(sizes, Sizes):
+        return None if sizes is None else asdict(sizes)
+    return {"steps": {str(step): asdict(own) for step, own in sizes.items()}}
+
+
+def _read_sizes(content: Any) -> Sizes | dict[int, Sizes] | None:
+    """What `_written_sizes` wrote; a file of an earlier version has none."""
+    if content is None:
+        return None
+    if "steps" in content:
+        return {int(step): _checked(Sizes(**own)) for step, own in content["steps"].items()}
+    return _checked(Sizes(**content))
+
+
+def _checked(sizes: Sizes) -> Sizes:
+    for kind, size in asdict(sizes).items():
+        numbers = size if isinstance(size, list) else [] if size is None else [size]
+        if not all(isinstance(number, int | float) and math.isfinite(number) for number in numbers):
+            raise ValueError(f"its sizes make no sense: {kind} {size}")
+    return sizes
 
 
 def _old_event(row: dict[str, Any]) -> Event | None:
@@ -88,6 +115,8 @@ def _old_event(row: dict[str, Any]) -> Event | None:
 def _event(row: dict[str, Any]) -> Event | None:
     name, kind = row.pop("op"), row.pop("kind")
     row["group"] = tuple(row["group"])
+    if row.get("activations") is not None:
+        row["activations"] = tuple(row["activations"])
     if not isinstance(name, str):
         return None
     if kind is not None:
@@ -115,6 +144,7 @@ def _makes_sense(event: Event, ranks: int) -> bool:
         and math.isfinite(event.start)
         and event.start <= event.end < math.inf
         and all(moment is None or math.isfinite(moment) for moment in (event.waited, event.issued))
+        and (event.activations is None or (len(event.activations) == 2 and all(map(math.isfinite, event.activations))))
     )
 
 

@@ -15,14 +15,19 @@ rank 0  F0.0 B0.0 %U0.0@dp !D0.0 S ~T0@dp          ZeRO-2, one layer, two ranks;
   gradients are reduce-scattered.
 - An *activation* is a stage's output, from its forward until the backward of the stage's weights has ended.
 - *In flight* is what the rank is sending to another.
+
+A recorded step says itself how large all of this is (`Trace.sizes`), and its activations were measured before and after
+each computation: the memory of forwards' outputs, and of what autograd has saved below them. Parameters, buffers and
+the batch do not count. The optimizer's state is what it was when the step had ended.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from microparallel.errors import UsageError
@@ -49,6 +54,10 @@ if TYPE_CHECKING:
     from microparallel.trace.trace import Trace
 
 PerStage = float | Sequence[float]
+_UNKNOWN = {  # what is missing, and how it becomes known
+    "optimizer": "no optimizer made a step in it",
+    "activations": "they were not measured stage by stage",
+}
 Kind = Literal["parameters", "gradients", "optimizer", "activations", "in flight"]
 KINDS: tuple[Kind, ...] = ("parameters", "gradients", "optimizer", "activations", "in flight")
 
@@ -64,30 +73,34 @@ class Sizes:
         gradients: of these parameters.
         optimizer: the optimizer's state for them.
         activations: a stage's output for one micro-batch, with what its backward keeps.
+
+    Of a recorded step, the last two may be None: not known.
     """
 
     parameters: PerStage = 4
     gradients: PerStage = 4
-    optimizer: PerStage = 8
-    activations: PerStage = 1
+    optimizer: PerStage | None = 8
+    activations: PerStage | None = 1
 
     def of(self, kind: Kind, stage: int) -> float:
-        """How many bytes a stage has of a kind."""
-        size: PerStage = getattr(self, kind)
+        """How many bytes a stage has of a kind; raises `UsageError` if that is not known."""
+        size: PerStage | None = getattr(self, kind)
+        if size is None:
+            raise UsageError(f"memory: the size of {kind} in this step is not known: {_UNKNOWN[kind]}")
         return size[stage] if isinstance(size, Sequence) else size
 
     def check(self, stages: int) -> None:
         """Raise `UsageError` unless these sizes belong to so many stages."""
         for kind in KINDS[:-1]:
-            size: PerStage = getattr(self, kind)
-            numbers = size if isinstance(size, Sequence) else [size]
+            size: PerStage | None = getattr(self, kind)
+            numbers = size if isinstance(size, Sequence) else [] if size is None else [size]
             if isinstance(size, Sequence) and len(size) != stages:
                 raise UsageError(f"Sizes: {kind} has {len(size)} numbers, and the program has {stages} stages")
             if not all(0 <= number < float("inf") for number in numbers):
                 raise UsageError(f"Sizes: {kind}={size!r} is no number of bytes; it must be 0 or more")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankMemory:
     """What one rank holds over time.
 
@@ -105,11 +118,22 @@ class RankMemory:
         """The most bytes of a kind that are there at once."""
         return max((size for _, size in self.kinds[kind]), default=0)
 
+    @cached_property
+    def moments(self) -> list[tuple[float, dict[Kind, float]]]:
+        """The moments at which any kind changes, in order, with how many bytes of each there are from then on."""
+        every = ((time, kind, size) for kind, sizes in self.kinds.items() for time, size in sizes)
+        changes = sorted(every, key=lambda change: change[0])
+        now: dict[Kind, float] = dict.fromkeys(self.kinds, 0.0)
+        found = []
+        for time, together in itertools.groupby(changes, key=lambda change: change[0]):
+            now = now | {kind: size for _, kind, size in together}
+            found.append((time, now))
+        return found
+
     @property
     def total(self) -> list[tuple[float, float]]:
         """All kinds together: the moments at which the sum changes, with how many bytes there are from then on."""
-        moments = sorted({time for changes in self.kinds.values() for time, _ in changes})
-        return [(time, sum(self.at(time).values())) for time in moments]
+        return [(time, sum(sizes.values())) for time, sizes in self.moments]
 
     @property
     def peak(self) -> tuple[float, float]:
@@ -126,13 +150,55 @@ def _at(changes: Sequence[tuple[float, float]], time: float) -> float:
     return size
 
 
-def memory_of(trace: Trace, sizes: Sizes) -> list[RankMemory]:
-    """What each rank of a step holds over time; raises `UsageError` for what is no training step."""
+def memory_of(trace: Trace) -> list[RankMemory]:
+    """What each rank of a training step holds over time; raises `UsageError` where it is none, or a size is unknown."""
+    sizes = _sizes_of(trace)
     goal = trace.followed.goal
     if not isinstance(goal, TrainingStep):
         raise UsageError(f"memory is known for training steps; {trace.followed.name!r} is a {goal}")
     sizes.check(goal.stages)
     return [_Account(trace, goal, sizes, rank).memory() for rank in range(trace.ranks)]
+
+
+def _sizes_of(trace: Trace) -> Sizes:
+    sizes = trace.sizes
+    if isinstance(sizes, Mapping):
+        if len(trace.steps) != 1:
+            raise UsageError(
+                f"memory: this trace has {len(trace.steps)} steps, each with sizes of its own; use step(…)"
+            )
+        sizes = sizes.get(trace.steps[0])
+    if sizes is None:
+        raise UsageError(
+            "memory: this trace does not say how large parameters and activations are; mp.record finds it out for "
+            "steps of one mp.DataParallel or mp.Pipeline, unless memory=False"
+        )
+    return sizes
+
+
+def simulated_sizes(trace: Trace) -> Sizes | None:
+    """The sizes with which one recorded step is simulated again; None if they are not known.
+
+    What a stage's activations take is what the forward of a micro-batch adds, of the largest one. Where one forward
+    goes through all stages, it is what each stage's backward frees.
+    """
+    if isinstance(trace.sizes, Sizes) or trace.sizes is None:
+        return trace.sizes
+    sizes = trace.sizes.get(trace.steps[0])
+    if sizes is None:
+        return None
+    kept: defaultdict[int, list[float]] = defaultdict(list)  # by a forward of each stage
+    freed: defaultdict[int, list[float]] = defaultdict(list)  # by a backward, where one forward goes through all stages
+    for event in trace.events:
+        before, after = event.activations or (0.0, 0.0)
+        if event.activations is not None and isinstance(event.op, Forward | Backward):
+            (kept if isinstance(event.op, Forward) else freed)[event.op.stage].append(abs(after - before))
+    largest = [max(kept[stage] or freed[stage], default=None) for stage in range(_stages(sizes))]
+    return replace(sizes, activations=None if None in largest else [size or 0.0 for size in largest])
+
+
+def _stages(sizes: Sizes) -> int:
+    return len(sizes.parameters) if isinstance(sizes.parameters, Sequence) else 1
 
 
 class _Account:
@@ -154,9 +220,8 @@ class _Account:
             if isinstance(op, ReduceScatter | AllGather) and isinstance(op.value, Bucket | Parameters)
         }
         self._freed = {op.value for op in self._ops if isinstance(op, Free)}
-        self._deltas: defaultdict[int, set[int]] = defaultdict(
-            set
-        )  # stage → the micro-batches whose gradients lie there
+        self._deltas: defaultdict[int, set[int]] = defaultdict(set)  # stage → micro-batches whose gradients lie there
+        self._measured = [event for event in trace.compute[rank] if event.activations is not None]
         self._parts: set[int] = set()  # the buckets whose part of the gradients has memory of its own
         self._changes: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
 
@@ -175,7 +240,17 @@ class _Account:
             for value in (*self._rules.needs(op), *self._rules.makes(op)):
                 touched[value] = max(touched.get(value, event.end), event.end)
             self._do(op, event)
-        return RankMemory({kind: _summed(changes, self._start) for kind, changes in self._changes.items()})
+        kinds = {kind: _summed(changes, self._start) for kind, changes in self._changes.items()}
+        return RankMemory(kinds | {"activations": list(self._activations())} if self._measured else kinds)
+
+    def _activations(self) -> Iterator[tuple[float, float]]:
+        """As they were measured: what a computation adds counts from its beginning on, what it frees until its end."""
+        before, after = self._measured[0].activations or (0.0, 0.0)
+        yield self._start, before
+        for event in self._measured:
+            before, after = event.activations or (0.0, 0.0)
+            yield event.start, max(before, after)
+            yield event.end, after
 
     def _begin(self) -> None:
         stages = {half.stage for op in self._ops for half in halves(op)}
@@ -191,10 +266,11 @@ class _Account:
 
     def _do(self, op: Op, event: Event) -> None:
         for half in halves(op):
-            if isinstance(half, Forward):
+            if isinstance(half, Forward) and not self._measured:
                 self._add("activations", half.stage, event.start)
             if isinstance(half, Backward | BackwardWeight):
-                self._add("activations", half.stage, event.end, -1)
+                if not self._measured:
+                    self._add("activations", half.stage, event.end, -1)
                 if not self._deltas[half.stage]:
                     self._add("gradients", half.stage, event.start)
                 self._deltas[half.stage].add(half.microbatch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +31,8 @@ class Trace:
         clock_error: how far apart the ranks' clocks may be, in seconds.
         about: what was run, in any words and numbers.
         simulated: whether a simulation made the events, not a run.
-        sizes: how many bytes the parameters of a stage take, and what goes with them; for `memory`.
+        sizes: how many bytes the parameters of a stage take, and what goes with them, for `memory`; of a recorded
+            trace, for each step; None if that is not known.
     """
 
     events: list[Event]
@@ -39,7 +41,7 @@ class Trace:
     clock_error: float = 0.0
     about: dict[str, Any] = field(default_factory=dict)
     simulated: bool = False
-    sizes: Sizes = field(default_factory=Sizes)
+    sizes: Sizes | Mapping[int, Sizes] | None = None
 
     def __post_init__(self) -> None:
         if not self.ranks and self.program is not None:
@@ -164,8 +166,12 @@ class Trace:
 
     @cached_property
     def memory(self) -> list[RankMemory]:
-        """What each rank holds over time, in bytes, by kind (`memory.py` says what counts as what)."""
-        return memory_of(self, self.sizes)
+        """What each rank holds over time in one step, in bytes, by kind (`memory.py` says what counts as what).
+
+        Raises:
+            UsageError: in one line, where a size is not known.
+        """
+        return memory_of(self)
 
     @property
     def peak_memory(self) -> list[float]:
