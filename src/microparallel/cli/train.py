@@ -31,6 +31,7 @@ EXAMPLES = flags.examples(
     ("microparallel train --model my_module:make_model --data my_module:make_dataset", "your own model and data"),
     ("microparallel train --optimizer radam --schedule-lr cosine --warmup 0.05 --clip 1", "optimizer and schedule"),
     ("microparallel train --ranks 2 --batch 512 --accumulate 8", "a large batch, computed in 8 micro-batches a rank"),
+    ("microparallel train --ranks 2 --shard gradients", "each rank keeps half of the optimizer's state and gradients"),
     ("microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8", "two pipelines of two ranks each"),
     ("microparallel train --ranks 4 --trace --out runs/mine; microparallel report runs/mine", "see where time went"),
     ("microparallel train --resume runs/20260131-093000-mlp", "go on where an earlier run stopped"),

@@ -38,12 +38,16 @@ def accumulated_step(
     loss_fn: LossFunction | None = None,
     *,
     samples: int | None = None,
+    most: int | None = None,
 ) -> torch.Tensor:
     """Forward and backward of several micro-batches on every rank, and one synchronisation for all of them.
 
     Afterwards every rank holds the gradients of the mean loss over all samples of all micro-batches of all ranks: those
     of one large batch. Micro-batches may differ in size and be empty, and ranks may have different numbers of them, or
     none. (A layer that looks at its whole batch, as BatchNorm does, sees micro-batches.) The caller's optimizer steps.
+
+    A model with `shard="gradients"` keeps no whole gradients: those of each micro-batch are summed at once. A rank that
+    has no more micro-batches then takes part in the sums of the others.
 
     Args:
         model: wrapped, on every rank.
@@ -52,6 +56,8 @@ def accumulated_step(
             return a tuple (sum, count) instead, such as a sum over all tokens that are not padding and their number:
             then the result is the total sum over the total count of all ranks. `grad` must be None before.
         samples: how many samples all ranks have together, if the caller knows; otherwise an all-reduce adds them up.
+        most: how many micro-batches with samples the rank has that has most, if the caller knows; it matters with
+            `shard="gradients"` alone, and comes with the all-reduce of the samples otherwise.
 
     Returns:
         The mean loss of all samples, the same on every rank.
@@ -70,24 +76,36 @@ def accumulated_step(
         )
     filled = [(inputs, targets) for inputs, targets in micro_batches if len(targets)]
     mine = sum(len(targets) for _, targets in filled)
-    if samples is None:
-        samples = int(model.comms.all_reduce(torch.tensor(mine), operation=AllReduce(SAMPLES, "dp")).item())
+    if samples is None or (model.sums_at_once and most is None):
+        samples, most = _exchange(model.comms, mine, len(filled))
     if not samples:
         raise UsageError("accumulated_step: no rank has a sample, and the mean of nothing is not a number")
-    loss, count = torch.zeros((), dtype=torch.float64), 0.0
     begun = _has_gradients(model)
     with model.weighted(mine, samples):
-        if filled:
+        if model.sums_at_once:
+            loss, count = _add_up(model, filled, loss_fn, mine)
+            for _ in range((most or 0) - len(filled)):
+                model.sit_out()
+        elif filled:
             with model.no_sync():
                 loss, count = _add_up(model, filled[:-1], loss_fn, mine)
             last_loss, last_count = _add_up(model, filled[-1:], loss_fn, mine)
             loss, count = loss + last_loss, count + last_count
         else:
+            loss, count = torch.zeros((), dtype=torch.float64), 0.0
             model.sit_out()
     # What was counted goes with the loss: only now does every rank know the total, and can divide by it.
     totals = torch.stack([loss * (mine / samples), torch.tensor(count, dtype=torch.float64)])
     model.comms.all_reduce(totals, operation=AllReduce(LOSS, "dp"))
     return _over_count(model, totals[0], samples, float(totals[1]), begun)
+
+
+def _exchange(comms: Comms, samples: int, microbatches: int) -> tuple[int, int]:
+    """Tell all ranks how much this one has; returns the sum of all samples, and the most micro-batches of a rank."""
+    table = torch.zeros(1 + comms.world_size, dtype=torch.int64)  # the samples; a place for each rank's micro-batches
+    table[0], table[1 + comms.rank] = samples, microbatches
+    everyones, *each = comms.all_reduce(table, operation=AllReduce(SAMPLES, "dp")).tolist()
+    return everyones, max(each)
 
 
 def accumulate(
@@ -136,9 +154,12 @@ def _over_count(model: nn.Module, loss: torch.Tensor, samples: int, count: float
             "the loss returned (sum, count), which scales all gradients at the end, and there were gradients before "
             "this step: call optimizer.zero_grad() first"
         )
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(samples / count)
+    if isinstance(model, DataParallel):
+        model.scale_gradients(samples / count)
+    else:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(samples / count)
     return loss * (samples / count)
 
 

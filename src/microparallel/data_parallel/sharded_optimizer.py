@@ -439,6 +439,17 @@ def _stand_in() -> nn.Parameter:
     return nn.Parameter(torch.zeros(1, 1))
 
 
+def is_known(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether this is one of torch's own optimizers that can be sharded, by element or by parameter."""
+    name = optimizer_class.__name__
+    return getattr(torch.optim, name, None) is optimizer_class and name not in _NEVER
+
+
+def finest_cut(optimizer_class: type[torch.optim.Optimizer]) -> By:
+    """By what an optimizer can be sharded: by element if it updates each by itself, otherwise by parameter."""
+    return "element" if is_known(optimizer_class) and optimizer_class.__name__ in _BY_ELEMENT else "parameter"
+
+
 def _require_divisible(optimizer_class: type[torch.optim.Optimizer], by: str) -> None:
     """Refuse an optimizer whose update of a part is not the part of its update."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):

@@ -324,6 +324,11 @@ class DataParallel(nn.Module):
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             self.comms.broadcast(tensor.data, src=last[0])
 
+    @property
+    def sums_at_once(self) -> bool:
+        """Whether every backward outside of `no_sync()` sums its gradients and lets them go (`shard="gradients"`)."""
+        return self._single is None and self._reducer.level > 1
+
     def program(
         self,
         microbatches: int | Sequence[int] = 1,

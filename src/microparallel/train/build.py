@@ -14,7 +14,7 @@ from microparallel.comms import Comms
 from microparallel.comms.calls import describe
 from microparallel.comms.slow_links import slow_down
 from microparallel.course.shortcuts import ParameterAveraging
-from microparallel.data_parallel import replicate
+from microparallel.data_parallel import DataParallel, replicate
 from microparallel.errors import ConfigError, DataError, UsageError
 from microparallel.models import GPT, FullMLP, cross_entropy, mean_squared_error
 from microparallel.models.loss import LossFunction
@@ -34,7 +34,7 @@ from microparallel.train.logs import require_installed
 from microparallel.train.metrics import load_metrics
 from microparallel.train.optimizer import build_learning_rate, build_optimizer
 from microparallel.train.sampler import Ranked, ShardedSampler
-from microparallel.train.strategies import STEPS, slow_down_model
+from microparallel.train.strategies import STEPS, data_parallel, slow_down_model
 from microparallel.train.training import PipelineTraining, Training
 
 Value = TypeVar("Value")
@@ -60,12 +60,19 @@ def build(config: TrainConfig, comms: Comms) -> Training:
     if config.is_pipeline:
         return _build_pipeline(config, comms, model, loss_fn, data, dtype)
     with_loss = ModelWithLoss(model, loss_fn)
+    sharded = None
+    if config.shard is None:
+        strategy = STEPS[config.strategy](with_loss, comms)
+    else:
+        sharded = DataParallel(with_loss, comms, shard=config.shard)  # type: ignore[arg-type]
+        strategy = data_parallel(sharded, config.accumulate)
     return Training(
         model=model,
         with_loss=with_loss,
         signature=ModelSignature(model, has_loss=loss_fn is not None),
-        optimizer=build_optimizer(config, model),
-        strategy=STEPS[config.strategy](with_loss, comms),
+        optimizer=build_optimizer(config, model, shared_by=None if sharded is None else comms),
+        strategy=strategy,
+        sharded=sharded,
         averaging=None if config.average_every is None else ParameterAveraging(model, comms, config.average_every),
         **_rest(config, comms, data, comms, dtype),
     )

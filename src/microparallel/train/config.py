@@ -38,6 +38,7 @@ MODELS = ("mlp", "gpt")
 LOSSES = ("cross-entropy", "mse")
 STRATEGIES = ("auto", "single", "naive", "hooks", "ddp", "averaging", "torch-ddp", "pipeline")
 ACCUMULATING = ("auto", "single", "ddp", "averaging")  # can compute a step in several micro-batches
+SHARDED = ("optimizer", "gradients")  # what each rank may keep its part of
 LR_SCHEDULES = ("constant", "linear", "cosine")
 LOGS = ("tensorboard", "wandb")
 # torch's optimizers, so that a right name is known to be right without torch. A newer torch may have more.
@@ -115,6 +116,13 @@ def _check_optimizer(value: str, given: str) -> None:
 def _check_warmup(value: float, given: str) -> None:
     if value > 1 and value != int(value):
         raise ConfigError(f"{given}: a number of steps is whole, and a part of all steps is below 1; try {int(value)}")
+
+
+def _check_shard(value: str, given: str) -> None:
+    if value in ("parameters", "weights"):
+        raise ConfigError(f"{given}: parameters cannot be kept in parts yet; try --shard gradients")
+    if value not in (*SHARDED, "none"):
+        raise ConfigError(f"{given}: {did_you_mean(value, (*SHARDED, 'none'))}")
 
 
 def _check_specs(value: str, given: str) -> None:
@@ -258,6 +266,16 @@ class TrainConfig:
         WORLD,
         within=AT_LEAST_ONE,
     )
+    shard: str | None = setting(
+        None,
+        "What each rank keeps only its part of (ZeRO): optimizer, the optimizer's state; gradients, these too; or none. "
+        "What is learnt stays the same.",
+        WORLD,
+        shown="none",
+        metavar="optimizer|gradients",
+        check=_check_shard,
+        may_change=True,
+    )
     dp: int | None = setting(
         None,
         "Replicas, each on its own samples.",
@@ -386,6 +404,8 @@ class TrainConfig:
             missing["strategy"] = "single" if self.world_size == 1 else several
         if self.optimizer is not None and not user_code.is_spec(self.optimizer):
             missing["optimizer"] = self.optimizer.lower()
+        if self.shard == "none":
+            missing["shard"] = None
         return replace(self, ranks=self.world_size, **missing)
 
     def _resolved_pipeline(self, batch: int) -> dict[str, Any]:
@@ -485,6 +505,7 @@ def _check_together(config: TrainConfig) -> None:
             "try --strategy ddp"
         )
     _check_averaging(config)
+    _check_sharding(config)
     if config.is_pipeline:
         _check_pipeline(config, used["batch"])
     elif used["batch"] < config.world_size:
@@ -584,6 +605,24 @@ def _check_averaging(config: TrainConfig) -> None:
         raise ConfigError(f"{given} is for --strategy averaging, and it is {config.strategy}; leave one of them out")
     if config.world_size == 1:
         raise ConfigError(f"{given}: one rank has no other rank to average with; try --ranks 2, or leave it out")
+
+
+def _check_sharding(config: TrainConfig) -> None:
+    """Raise a ConfigError if there is nothing to keep in parts, or nobody to share it with."""
+    if config.shard in (None, "none"):
+        return
+    given = f"--shard {config.shard}"
+    if config.is_pipeline:
+        raise ConfigError(f"{given}: a pipeline cannot keep anything in parts yet; leave --pp or --shard out")
+    if config.average_every is not None:
+        raise ConfigError(
+            f"{given}: with --average-every {config.average_every} every rank has an optimizer state of its own, so "
+            "there is nothing to share; leave one of them out"
+        )
+    if config.strategy not in ("auto", "ddp"):
+        raise ConfigError(f"{given} is for --strategy ddp, and it is {config.strategy}; leave one of them out")
+    if config.world_size == 1 and config.strategy == "auto":
+        raise ConfigError(f"{given}: one rank has no other rank to share with; try --ranks 2, or leave it out")
 
 
 def _check_accumulation(config: TrainConfig, batch: int) -> None:

@@ -221,6 +221,8 @@ def _go_on_from_latest(training: Training, resume: Path, display: Display) -> No
 def _description(training: Training, config: TrainConfig) -> str:
     ranks = training.comms.world_size
     where = count(ranks, "rank")
+    if config.shard is not None:
+        where = f"{where}, {'optimizer' if config.shard == 'optimizer' else 'optimizer and gradients'} in parts"
     if config.is_pipeline:
         where = f"dp {config.dp} × pp {config.pp}, {config.schedule}, {config.microbatches} micro-batches"
     return (
@@ -230,10 +232,11 @@ def _description(training: Training, config: TrainConfig) -> str:
 
 
 def _layout(config: TrainConfig) -> dict[str, Any]:
-    """How a pipeline was arranged, for the summary."""
+    """How a pipeline was arranged, and what was kept in parts, for the summary."""
+    shard = {} if config.shard is None else {"shard": config.shard}
     if not config.is_pipeline:
-        return {}
-    return {name: getattr(config, name) for name in ("dp", "pp", "schedule", "microbatches")}
+        return shard
+    return shard | {name: getattr(config, name) for name in ("dp", "pp", "schedule", "microbatches")}
 
 
 # ── stopping: Ctrl-C may reach one rank only, and all must stop after the same step ───────────────────────────────────

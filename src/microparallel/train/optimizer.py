@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from microparallel.comms import Comms
+from microparallel.data_parallel import ShardedOptimizer
+from microparallel.data_parallel.sharded_optimizer import finest_cut, is_known
 from microparallel.errors import ConfigError, UsageError
 from microparallel.pipeline import Pipeline
 from microparallel.train import user_code
@@ -19,8 +22,16 @@ from microparallel.train.config import TrainConfig, optimizer_names
 _WARM_UP = 0.1  # the part of a run in which a linear or cosine learning rate goes up, unless something else is said
 
 
-def build_optimizer(config: TrainConfig, model: nn.Module | Pipeline) -> torch.optim.Optimizer:
-    """Make one of torch's own optimizers, or call the user's function with the model and the learning rate."""
+def build_optimizer(
+    config: TrainConfig, model: nn.Module | Pipeline, shared_by: Comms | None = None
+) -> torch.optim.Optimizer:
+    """Make one of torch's own optimizers, or call the user's function with the model and the learning rate.
+
+    Args:
+        config: names it, with its options.
+        model: whose parameters it updates.
+        shared_by: ranks that keep a part of its state each; None: every rank keeps all of it.
+    """
     name, lr = config.optimizer or "", config.lr
     if user_code.is_spec(name):
         made = user_code.call(user_code.load(name, "optimizer"), f"optimizer {name!r}", model, lr)
@@ -29,7 +40,7 @@ def build_optimizer(config: TrainConfig, model: nn.Module | Pipeline) -> torch.o
                 f"--optimizer {name} returned {type(made).__name__}: return a torch.optim.Optimizer of the parameters "
                 "of the model it is given"
             )
-        return made
+        return made if shared_by is None else _sharded(config, made, shared_by)
     kind = getattr(torch.optim, optimizer_names()[name.lower()])
     given = {"momentum": config.momentum or None, "weight_decay": config.weight_decay}
     options = {option: value for option, value in given.items() if value is not None}
@@ -43,7 +54,18 @@ def build_optimizer(config: TrainConfig, model: nn.Module | Pipeline) -> torch.o
         optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=lr, **options)
     except ValueError as error:
         raise ConfigError(f"--optimizer {name} cannot train this model: {error}") from error
-    return optimizer
+    return optimizer if shared_by is None else _sharded(config, optimizer, shared_by)
+
+
+def _sharded(config: TrainConfig, whole: torch.optim.Optimizer, ranks: Comms) -> ShardedOptimizer:
+    """The same optimizer, whose state the ranks share; a group has all options, so nothing else is needed of it."""
+    kind = type(whole)
+    if not is_known(kind):
+        raise ConfigError(
+            f"--shard {config.shard}: --optimizer {config.optimizer} returned {kind.__name__}, which is none of "
+            "torch's own, so it is not known how to share its state; leave --shard out, or try --optimizer adamw"
+        )
+    return ShardedOptimizer(whole.param_groups, kind, ranks, by=finest_cut(kind))
 
 
 # ── the learning rate ───────────────────────────────────────────────────────────────────────────────────────────────

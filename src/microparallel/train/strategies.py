@@ -52,10 +52,16 @@ def hooks(model: ModelWithLoss, comms: Comms) -> Step:
 
 def ddp(model: ModelWithLoss, comms: Comms) -> Step:
     """Gradients in buckets, averaged while backward still computes."""
-    wrapped = DataParallel(model, comms)
+    return data_parallel(DataParallel(model, comms))
+
+
+def data_parallel(model: DataParallel, microbatches: int = 1) -> Step:
+    """The step of a wrapped model, whose ranks cut their shares into so many micro-batches, or one a sample."""
 
     def step(batches: Sequence[Batch], samples: int) -> torch.Tensor:
-        return accumulated_step(wrapped, [batch.pair for batch in batches], samples=samples)
+        largest_share = -(-samples // model.comms.world_size)
+        pairs = [batch.pair for batch in batches]
+        return accumulated_step(model, pairs, samples=samples, most=min(microbatches, largest_share))
 
     return step
 

@@ -20,7 +20,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.course.shortcuts import ParameterAveraging
-from microparallel.data_parallel import replicas_are_identical
+from microparallel.data_parallel import DataParallel, replicas_are_identical
 from microparallel.errors import CheckpointError, ConfigError
 from microparallel.pipeline import Pipeline
 from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, placed
@@ -67,6 +67,7 @@ class Training:
         clip: the largest norm of all gradients together.
         metrics: what else is measured, by name.
         averaging: of the ranks' parameters, where gradients are not averaged.
+        sharded: the wrapped model, where each rank has its part of the gradients alone.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Training:
         clip: float | None = None,
         metrics: Mapping[str, Metric] | None = None,
         averaging: ParameterAveraging | None = None,
+        sharded: DataParallel | None = None,
     ) -> None:
         self.comms = comms
         self.model = model
@@ -105,6 +107,7 @@ class Training:
         self._dtype = dtype
         self._clip = clip
         self._metrics = metrics or {}
+        self._sharded = sharded
 
     @property
     def total_steps(self) -> int:
@@ -142,8 +145,10 @@ class Training:
             group["lr"] = self._learning_rate.at(step, peak)
 
     def clip_gradients(self) -> None:
-        """Scale all gradients so that their norm is at most `clip`; every rank has all of them, and does the same."""
-        if self._clip is not None:
+        """Scale all gradients so that their norm is at most `clip`; every rank calls it."""
+        if self._clip is not None and self._sharded is not None:
+            self._sharded.clip_grad_norm_(self._clip)
+        elif self._clip is not None:  # every rank has all of them, and does the same
             nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
 
     def come_together(self) -> None:
