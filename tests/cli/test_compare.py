@@ -9,7 +9,7 @@ import torch
 from microparallel.cli.compare import _about_torch
 from microparallel.schedules import PIPELINES
 from microparallel.train.compare import Comparison
-from microparallel.train.config import TrainConfig
+from microparallel.train.config import SHARDED, TrainConfig
 
 
 def test_compare_finds_that_all_strategies_agree(microparallel):
@@ -47,6 +47,34 @@ def test_compare_refuses_pipelines_in_one_line(microparallel, flags, words):
     result = microparallel("compare", *flags)
     assert result.returncode == 2
     assert words in result.stderr and "Traceback" not in result.stderr
+
+
+def test_compare_what_is_kept_in_parts(microparallel, tmp_path):
+    flags = ["--ranks", "3", "--steps", "4", "--dim", "8", "--depth", "4", "--batch", "20", "--accumulate", "3"]
+    result = microparallel("compare", "--shard", "gradients", *flags, "--trace", str(tmp_path / "traces"), "--json")
+    assert result.returncode == 0, result.stderr
+    rows = {row["strategy"]: row for row in json.loads(result.stdout)}
+    assert list(rows) == ["single", "ddp", "shard optimizer", "shard gradients"]
+    assert all(row["agrees"] and row["weight_difference"] < 1e-12 for row in rows.values())
+    traces = tmp_path / "traces"
+    assert [(traces / f"shard-{name}.json").read_text().count("U0.1@dp") > 0 for name in SHARDED] == [False, True]
+    result = microparallel("compare", "--shard", "optimizer", "--steps", "2", "--dim", "8", "--depth", "2")
+    assert result.returncode == 0 and "shard optimizer" in result.stdout and "shard gradients" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--shard", "parameters"], "--shard parameters: parameters cannot be kept in parts yet"),
+        (["--shard", "optimizer", "--in-process"], "--shard optimizer compares parts between ranks; leave"),
+        (["--shard", "optimizer", "--shortcuts"], "--shard optimizer compares parts between ranks; leave"),
+        (["--accumulate", "2"], "--accumulate 2: naive and hooks compute a step at once; try --shard gradients"),
+    ],
+)
+def test_compare_refuses_parts_in_one_line(microparallel, flags, words):
+    result = microparallel("compare", *flags)
+    assert result.returncode == 2
+    assert words in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 SMALL = ["--dim", "16", "--depth", "4", "--batch", "7", "--device", "cpu"]

@@ -71,6 +71,40 @@ def test_your_own_model_and_data_from_a_config_file(tmp_path, train):
     assert summary["validation_loss"] < 0.1
 
 
+def test_parts_from_the_command_line_a_file_and_a_run_that_goes_on(tmp_path, train, microparallel):
+    """The losses are those of one process, with whatever is kept in parts."""
+    exact = ["--dtype", "float64", "--schedule-lr", "constant"]
+    train(*SMALL, *exact, "--out", "alone")
+    (tmp_path / "run.toml").write_text('shard = "gradients"\nranks = 3\naccumulate = 3\n')
+    summary = json.loads(train("--config", "run.toml", *SMALL, *exact, "--steps", 2, "--trace", "--out", "parts"))
+    assert (summary["shard"], summary["strategy"], summary["ranks"]) == ("gradients", "ddp", 3)
+    train("--resume", "parts", "--steps", 3, "--quiet")
+    train("--resume", "parts", "--steps", 4, "--ranks", 1, "--accumulate", 1, "--quiet")
+    summary = json.loads(train("--resume", "parts", "--steps", 5, "--ranks", 2, "--shard", "optimizer", "--json"))
+    assert summary["shard"] == "optimizer"
+    summary = json.loads(train("--resume", "parts", "--steps", 6, "--shard", "none", "--json", "--quiet"))
+    assert "shard" not in summary
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "alone"), rel=1e-12, abs=0)
+    assert "optimizer and gradients in parts" in microparallel("train", *SMALL[:-2], "--config", "run.toml").stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--shard", "parameters"], "--shard parameters: parameters cannot be kept in parts yet; try --shard gradients"),
+        (["--shard", "optimizer"], "--shard optimizer: one rank has no other rank to share with; try --ranks 2"),
+        (["--shard", "gradients", "--strategy", "hooks", "--ranks", "2"], "--shard gradients is for --strategy ddp"),
+        (["--shard", "optimizer", "--optimizer", "lbfgs"], "--optimizer lbfgs: lbfgs calls the model several times"),
+        (["--shard", "gradients", "--dp", "2", "--pp", "2"], "try --shard optimizer"),
+        (["--shard", "optimizer", "--pp", "2"], "--dp is 1; try --dp 2"),
+    ],
+)
+def test_what_cannot_be_in_parts_is_refused_in_one_line(microparallel, flags, words):
+    result = microparallel("train", *flags)
+    assert result.returncode == 2
+    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+
+
 MINE = """
 import torch
 from torch.utils.data import IterableDataset, TensorDataset

@@ -30,6 +30,7 @@ EXAMPLES = flags.examples(
     ("microparallel compare --ranks 4", "20 steps of the MLP, in float64, where only rounding may differ"),
     ("microparallel compare --model gpt --ranks 2 --dtype float32", "a small GPT in float32"),
     ("microparallel compare --pipelines --ranks 4", "every pipeline schedule against one process"),
+    ("microparallel compare --shard gradients --ranks 4", "optimizer and gradients in parts against one process"),
     ("microparallel compare --in-process --ranks 3", "three replicas in this process: through the CPU, by a ring"),
     ("microparallel compare --shortcuts --every 8", "synchronise 8 times less often: the loss, and the bytes sent"),
 )
@@ -62,6 +63,8 @@ def _shown_default(name: str) -> str:
 _CHANGED: dict[str, dict[str, Any]] = {name: {"shown": _shown_default(name)} for name in _DEFAULTS}
 _CHANGED["steps"] |= {"help": "How many steps to compare."}
 _CHANGED["ranks"] |= {"help": "How many processes (or replicas) share each batch."}
+_CHANGED["shard"] = {"help": "Compare data parallelism whose ranks keep parts (ZeRO) instead, up to this."}
+_CHANGED["accumulate"] = {"help": "With --shard: micro-batches in which each rank computes its share."}
 _CHANGED["microbatches"] = {"help": "With --pipelines: micro-batches of each batch.", "shown": str(MICROBATCHES)}
 
 
@@ -70,7 +73,8 @@ _CHANGED["microbatches"] = {"help": "With --pipelines: micro-batches of each bat
     (
         *("model", "data", "collate", "loss", "dim", "depth", "heads", "context", "steps", "batch", "lr"),
         "schedule_lr",
-        *("optimizer", "momentum", "seed", "dtype", "ranks", "microbatches", "device", "transport"),
+        *("optimizer", "momentum", "seed", "dtype", "ranks", "shard", "accumulate", "microbatches", "device"),
+        "transport",
     ),
     changed=_CHANGED,
 )
@@ -106,6 +110,9 @@ def compare(
 
     With --pipelines the model is cut into stages, one or more a rank, and each schedule does the job.
 
+    With --shard each rank keeps only its part of the optimizer's state, and with --shard gradients of these, too.
+    Then sgd has momentum 0.9, which is a state to share, unless --optimizer or --momentum says something else.
+
     With --in-process no ranks are started: replicas in one process share each batch, on the GPUs in turn or all on the
     CPU. Their gradients are averaged through the CPU, then by a ring; where there are GPUs, torch's nn.DataParallel is
     measured beside them.
@@ -120,6 +127,8 @@ def compare(
     defaults = _DEFAULTS | _defaults_of_shortcuts(in_file | given) if shortcuts else _DEFAULTS
     if pipelines:
         defaults = defaults | {"strategy": "pipeline"}
+    elif (in_file | given).get("shard") is not None and not (in_file | given).keys() & {"optimizer", "momentum"}:
+        defaults = defaults | {"momentum": 0.9}  # a state to share
     chosen = TrainConfig(**merge(defaults | in_file, given)).resolved()
     _require_sense(chosen, in_process=in_process, shortcuts=shortcuts, pipelines=pipelines, every=every)
     if trace is not None and (in_process or shortcuts):
@@ -150,6 +159,15 @@ def _require_sense(
         raise ConfigError("--pipelines compares schedules between ranks; leave --in-process and --shortcuts out")
     if shortcuts and in_process:
         raise ConfigError("--shortcuts and --in-process: replicas in one process send nothing; give one of them")
+    if config.shard is not None and (pipelines or in_process or shortcuts):
+        raise ConfigError(
+            f"--shard {config.shard} compares parts between ranks; leave --pipelines, --in-process and --shortcuts out"
+        )
+    if config.accumulate > 1 and config.shard is None and not shortcuts:
+        raise ConfigError(
+            f"--accumulate {config.accumulate}: naive and hooks compute a step at once; try --shard gradients, or leave "
+            "it out"
+        )
     if every is not None and not shortcuts:
         raise ConfigError(f"--every {every} is for --shortcuts; add that, or leave it out")
     if config.average_every is not None and not shortcuts:
@@ -169,7 +187,7 @@ def _rows(config: TrainConfig, in_process: bool, folder: Path | None) -> list[Co
     """Do the work, and say meanwhile what is being done."""
     from microparallel.train.build import check
     from microparallel.train.compare import compare as compare_strategies
-    from microparallel.train.compare import compare_in_process, pipeline_rows
+    from microparallel.train.compare import compare_in_process, pipeline_rows, sharded_rows
     from microparallel.world import Pool
 
     check(config)
@@ -188,6 +206,8 @@ def _rows(config: TrainConfig, in_process: bool, folder: Path | None) -> list[Co
         with Pool() as pool:
             if config.is_pipeline:
                 return compare_strategies(config, pipeline_rows(), pool, progress, keep)
+            if config.shard is not None:
+                return compare_strategies(config, sharded_rows(config.shard), pool, progress, keep)
             strategies = [name for name in STRATEGIES if name not in ("auto", "single", "averaging", "pipeline")]
             return compare_strategies(config, strategies, pool, progress, keep)
 

@@ -23,7 +23,7 @@ from microparallel.text import count
 from microparallel.trace import Trace
 from microparallel.train.batch import Batch
 from microparallel.train.build import build
-from microparallel.train.config import TrainConfig
+from microparallel.train.config import SHARDED, TrainConfig
 from microparallel.train.optimizer import build_optimizer
 from microparallel.train.strategies import Step
 from microparallel.train.training import Training
@@ -32,6 +32,7 @@ from microparallel.world import Pool, connect
 # How far apart two ways of adding the same numbers may end, relative to the largest: rounding, and nothing else.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 _PIPELINE = "pp "  # begins the name of a row with a schedule
+_SHARD = "shard "  # begins the name of a row in which ranks keep their parts
 _RECORDED = 5  # steps
 
 Progress = Callable[[str], None]
@@ -92,8 +93,10 @@ def compare(
 
 def _job(config: TrainConfig, strategy: str, ranks: int) -> TrainConfig:
     """The same job done in another way: with a strategy, or as a pipeline with a schedule."""
+    if strategy.startswith(_SHARD):
+        return replace(config, strategy="ddp", ranks=ranks, shard=strategy.removeprefix(_SHARD))
     if strategy not in pipeline_rows():
-        plain = replace(config, dp=None, pp=None, schedule=None, microbatches=None, balance=None)
+        plain = replace(config, dp=None, pp=None, schedule=None, microbatches=None, balance=None, shard=None)
         return replace(plain, strategy=strategy, ranks=ranks)
     schedule = strategy.removeprefix(_PIPELINE)
     return replace(config, strategy="pipeline", ranks=ranks, pp=ranks, schedule=schedule).resolved()
@@ -102,6 +105,11 @@ def _job(config: TrainConfig, strategy: str, ranks: int) -> TrainConfig:
 def pipeline_rows() -> list[str]:
     """Every schedule of a pipeline, as a row is called."""
     return [f"{_PIPELINE}{name}" for name in PIPELINES]
+
+
+def sharded_rows(most: str) -> list[str]:
+    """Data parallelism, then all that keeps ever more in parts, up to `most`, as rows are called."""
+    return ["ddp", *(f"{_SHARD}{name}" for name in SHARDED[: SHARDED.index(most) + 1])]
 
 
 def outcome(comms: Comms, config: TrainConfig) -> Outcome | None:

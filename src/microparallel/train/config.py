@@ -613,16 +613,27 @@ def _check_sharding(config: TrainConfig) -> None:
         return
     given = f"--shard {config.shard}"
     if config.is_pipeline:
-        raise ConfigError(f"{given}: a pipeline cannot keep anything in parts yet; leave --pp or --shard out")
+        _check_sharding_of_pipeline(config, given)
     if config.average_every is not None:
         raise ConfigError(
             f"{given}: with --average-every {config.average_every} every rank has an optimizer state of its own, so "
             "there is nothing to share; leave one of them out"
         )
-    if config.strategy not in ("auto", "ddp"):
+    if config.strategy not in ("auto", "ddp", "pipeline"):
         raise ConfigError(f"{given} is for --strategy ddp, and it is {config.strategy}; leave one of them out")
     if config.world_size == 1 and config.strategy == "auto":
         raise ConfigError(f"{given}: one rank has no other rank to share with; try --ranks 2, or leave it out")
+
+
+def _check_sharding_of_pipeline(config: TrainConfig, given: str) -> None:
+    if config.shard == "gradients":
+        raise ConfigError(
+            f"{given}: a pipeline adds up the gradients of all its micro-batches before they are summed; "
+            "try --shard optimizer"
+        )
+    if config.layout[0] == 1:
+        raise ConfigError(f"{given}: replicas of a pipeline share it, and --dp is 1; try --dp 2, or leave it out")
+    raise ConfigError(f"{given}: a pipeline does not keep its optimizer in parts yet; leave --pp or --shard out")
 
 
 def _check_accumulation(config: TrainConfig, batch: int) -> None:
