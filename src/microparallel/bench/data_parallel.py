@@ -18,6 +18,7 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ class Method:
     @property
     def synchronises(self) -> bool:
         """Whether all ranks must end up with the same weights."""
-        return self.name != NONE
+        return not self.name.startswith(NONE)
 
 
 @dataclass(frozen=True)
@@ -239,10 +240,19 @@ def _different(buckets_mb: tuple[float, ...], gradient_bytes: int) -> list[float
 _TOLERANCE = 1e-2
 
 
-def differences(replicas: Sequence[Replica], start: nn.Module, comms: Comms) -> dict[Method, float]:
-    """How far each method has ended from torch's DDP, as a part of the way that one has come; on the worst rank."""
+class Trained(Protocol):
+    """A copy of a model that was trained by a method."""
+
+    method: Method
+    model: nn.Module
+
+
+def differences(
+    replicas: Sequence[Trained], start: nn.Module, comms: Comms, reference: str = TORCH_DDP
+) -> dict[Method, float]:
+    """How far each method has ended from the reference, as a part of the way that one has come; on the worst rank."""
     begun = _flat(start)
-    end = next(_flat(one.model) for one in replicas if one.method.name == TORCH_DDP)
+    end = next(_flat(one.model) for one in replicas if one.method.name == reference)
     way = float((end - begun).norm())
     found = []
     for replica in replicas:
@@ -253,7 +263,9 @@ def differences(replicas: Sequence[Replica], start: nn.Module, comms: Comms) -> 
     return {one.method: part for one, part in zip(replicas, worst, strict=True)}
 
 
-def find_wrong(subject: str, replicas: Sequence[Replica], apart: dict[Method, float], comms: Comms) -> Wrong | None:
+def find_wrong(
+    subject: str, replicas: Sequence[Trained], apart: dict[Method, float], comms: Comms, reference: str = TORCH_DDP
+) -> Wrong | None:
     """The first method with wrong weights; the same on every rank."""
     for replica in replicas:
         method = replica.method
@@ -263,9 +275,9 @@ def find_wrong(subject: str, replicas: Sequence[Replica], apart: dict[Method, fl
         if not replicas_are_identical(replica.model, comms):
             problem = "its ranks ended with different weights"
         elif not math.isfinite(apart[method]):
-            problem = "its weights, or those of torch-ddp, are not finite"
+            problem = f"its weights, or those of {reference}, are not finite"
         elif apart[method] > _TOLERANCE:
-            problem = f"it ended {apart[method]:.2g} of the way from where torch-ddp did"
+            problem = f"it ended {apart[method]:.2g} of the way from where {reference} did"
         if problem:
             return Wrong(method.label, f"trained {subject} wrongly: {problem}")
     return None

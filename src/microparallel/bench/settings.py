@@ -214,6 +214,21 @@ class DataParallelSettings(RecordedSettings):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShardSettings(RecordedSettings):
+    """Which models to train with parts of their state on each rank."""
+
+    seconds: float = _seconds(90.0)
+    models: tuple[str, ...] = setting(
+        ("mlp-1024", "gpt"), "mlp-WIDTH (16 layers), gpt, or gpt-WIDTH.", WHAT, metavar="NAMES", parse=_parse_names
+    )
+    batch: int | None = setting(
+        None, "Samples a rank.", WHAT, shown="32; mlp-512 64, gpt 8", within=AT_LEAST_ONE, example=32
+    )
+    accumulate: int = setting(1, "Micro-batches of a step on each rank.", WHAT, within=AT_LEAST_ONE)
+    bucket_cap_mb: float = setting(25.0, "Size of our buckets, in megabytes.", WHAT, within=POSITIVE)
+
+
 _USUAL = {"mlp": (16, 512, 256), "gpt": (8, 128, 16)}  # depth, width, samples in a batch
 _DEPTHS, _WIDTHS, _BATCHES = ([f"{model} {usual[part]}" for model, usual in _USUAL.items()] for part in range(3))
 

@@ -15,6 +15,7 @@ from microparallel.bench.settings import (
     DataParallelSettings,
     PipelineSettings,
     PredictSettings,
+    ShardSettings,
 )
 from microparallel.cli import flags
 from microparallel.cli.flags import require_writable, takes
@@ -27,6 +28,7 @@ app = typer.Typer(
     epilog=flags.examples(
         ("microparallel bench allreduce", "every all-reduce algorithm; see its own `--help`"),
         ("microparallel bench dp", "every kind of data parallelism"),
+        ("microparallel bench shard", "optimizer and gradients in parts: time, memory, bytes sent"),
         ("microparallel bench pp", "every pipeline schedule"),
         ("microparallel bench predict", "predicted step times beside measured ones"),
     ),
@@ -129,6 +131,62 @@ def data_parallel(given: dict[str, Any], *, quiet: flags.Quiet = False, json: fl
     for name in settings.models:
         find_subject(name, settings.batch)  # refuses a name that no model has
     run_benchmark(settings, bench_data_parallel, report_on, quiet=quiet, json=json)
+    return 0
+
+
+# ── bench shard ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SHARD_EXAMPLES = flags.examples(
+    ("microparallel bench shard", "two models beside torch's ZeroRedundancyOptimizer, in about two minutes"),
+    ("microparallel bench shard --quick", "does it run? small models, three steps of each"),
+    ("microparallel bench shard --models gpt-256 --accumulate 4 --bucket-cap-mb 4", "micro-batches, small buckets"),
+    ("microparallel bench shard --json > shard.json", "every number, for scripts"),
+    ("torchrun --nproc-per-node=4 -m microparallel bench shard", "between ranks that torchrun started"),
+)
+_QUICK = {"models": ("mlp-64", "gpt-32"), "steps": 3}
+
+
+@app.command(name="shard", epilog=SHARD_EXAMPLES)
+@takes(ShardSettings)
+def shard(
+    given: dict[str, Any],
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="Small models, and three steps of each.")] = False,
+    quiet: flags.Quiet = False,
+    json: flags.Json = False,
+) -> int:
+    """Time a training step whose ranks keep parts (ZeRO), beside torch's, and count the memory and the bytes sent.
+
+    The methods are: none (each rank trains alone, so no method can be faster), ddp (mp.DataParallel, which keeps
+    everything on every rank), shard optimizer and shard gradients (mp.DataParallel(shard=…) with mp.ShardedOptimizer),
+    and torch-zero (torch's DistributedDataParallel with ZeroRedundancyOptimizer, both with bucket views, on gloo in the
+    same processes where ranks share memory; "torch-zero on shm" has our backend beneath). The optimizer is AdamW.
+
+    All methods take turns step by step, so that whatever else the machine does disturbs all of them alike. A step takes
+    as long as its slowest rank; shown is the median with its quartiles. none and torch-zero run twice: how far apart
+    the same method is from itself says what chance does to a ratio.
+
+    Memory and bytes come from other steps, which are not timed: memory is counted from the tensors of a rank, bytes
+    sent are those of a recorded step. Each stands beside its formula. After three steps all methods that synchronise
+    must have the weights of torch-zero but for rounding, and at the end the same on all ranks bit for bit; if not, the
+    exit code is 1.
+    """
+    settings = ShardSettings(**(_QUICK if quick else {}) | given)
+    ranks = choose_ranks(settings)
+    if ranks < 2:
+        raise ConfigError(f"--ranks {ranks}: one rank has no other rank to share with; try --ranks 2")
+    from microparallel.bench.shard import bench_shard
+    from microparallel.bench.shard_report import report_on
+    from microparallel.bench.subjects import find_subject
+
+    for name in settings.models:
+        batch = find_subject(name, settings.batch).batch  # refuses a name that no model has
+        if settings.accumulate > batch:
+            raise ConfigError(
+                f"--accumulate {settings.accumulate}: {name} has {batch} samples a rank; try --accumulate {batch}, or "
+                f"--batch {settings.accumulate}"
+            )
+    run_benchmark(settings, bench_shard, report_on, quiet=quiet, json=json)
     return 0
 
 

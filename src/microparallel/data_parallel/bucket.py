@@ -147,6 +147,10 @@ class FlatBucket:
         else:
             comms.all_reduce(self.buffer, operation=operation)
 
+    def memory(self) -> list[torch.Tensor]:
+        """The tensors in which gradients lie."""
+        return [self.buffer]
+
     def wait(self) -> None:
         """Return when the sum is in the buffer."""
         request, self.request = self.request, None  # a request that failed is not waited for again

@@ -181,6 +181,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
             reducer.forget_sums()
         super().zero_grad(set_to_none)
 
+    def memory(self) -> dict[str, list[torch.Tensor]]:
+        """The tensors of this rank by kind: "parameters", of all of the model's, and "optimizer", its part of a state."""
+        assert self._inner is not None
+        states = [value for state in self._inner.state.values() for value in state.values()]
+        return {
+            "parameters": [flat.tensor for flat in self._flats()],
+            "optimizer": [value for value in states if isinstance(value, torch.Tensor)],
+        }
+
     # ── which parameters are where ──────────────────────────────────────────────────────────────────────────────
 
     def _parameters(self) -> list[nn.Parameter]:

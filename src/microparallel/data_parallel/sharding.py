@@ -94,6 +94,11 @@ class Buffers:
             self._summing[0].wait()
         return self._free.pop() if self._free else empty_like_of(self._example, self._length, self._comms)
 
+    @property
+    def free(self) -> Sequence[torch.Tensor]:
+        """The buffers that no bucket uses at the moment; they are kept for the next ones."""
+        return self._free
+
     def is_summing(self, bucket: ShardedBucket) -> None:
         """Note that a bucket's sum is under way."""
         self._summing.append(bucket)
@@ -255,6 +260,11 @@ class ShardedBucket(FlatBucket):
             comms.reduce_scatter(parts, into=self.shard, operation=operation)
             self._let_go()
 
+    def memory(self) -> list[torch.Tensor]:
+        """The tensors in which gradients lie: this rank's part, the buffer, and what its pool keeps for later."""
+        pooled = [] if self._pool is None else self._pool.free
+        return [self.shard, *([] if self._buffer is None else [self._buffer]), *pooled]
+
     def wait(self) -> None:
         """Return when this rank's part of the sum is there."""
         super().wait()
@@ -348,6 +358,11 @@ class FlatParameters:
     def is_shared(self) -> bool:
         """Whether other ranks have parts of it."""
         return self._comms.world_size > 1
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The flat tensor."""
+        return self._flat
 
     def shape(self, piece: Piece) -> tuple[int, ...]:
         """The shape of a piece: that of its parameter where whole parameters are given to ranks, otherwise flat."""

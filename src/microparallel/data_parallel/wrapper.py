@@ -398,6 +398,10 @@ class DataParallel(nn.Module):
             if parameter.grad is not None and not isinstance(parameter.grad, GradientInParts):
                 parameter.grad.mul_(factor)
 
+    def gradient_memory(self) -> list[torch.Tensor]:
+        """The tensors of this rank in which gradients are summed and kept; some may be parts of others."""
+        return [tensor for bucket in self._reducer.buckets for tensor in bucket.memory()]
+
     # ── the plain model's state ─────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self, *arguments: Any, **named_arguments: Any) -> dict[str, Any]:  # type: ignore[override]
