@@ -336,6 +336,65 @@ def test_wrong_calls_of_data_parallelism(capsys, monkeypatch, arguments, words):
     assert all(word in line for word in words), line
 
 
+# ── bench shard ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+TINY_SHARD = ["--quick", "--models", "mlp-8", "--batch", 4, "--steps", 2, "--transport", "gloo"]
+SHARD_METHODS = ["none", "ddp", "shard optimizer", "shard gradients", "torch-zero", "none, again", "torch-zero, again"]
+
+
+def test_all_of_steps_in_parts_is_in_the_json(microparallel):
+    result = microparallel("bench", "shard", *TINY_SHARD, "--accumulate", 2, "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert (document["ranks"], document["transport"], document["device"]) == (2, "gloo", "cpu")
+    [model] = document["models"]
+    assert (model["name"], model["accumulate"], model["batch"]) == ("mlp-8", 2, 4)
+    assert model["parameter_bytes"] == 4 * (15 * (8 * 8 + 8) + 8 * 2 + 2)
+    rows = {row["method"]: row for row in document["results"]}
+    assert list(rows) == SHARD_METHODS
+    assert model["torch_zero_to_itself"] == rows["torch-zero, again"]["ratio_to_torch_zero"]
+    gradients = rows["shard gradients"]
+    assert gradients["counted"] == 2 == len(gradients["steps"])
+    assert gradients["sent_bytes_by_formula"] == 1.5 * model["parameter_bytes"]
+    assert "measuring mlp-8 (0% done)" in result.stderr
+
+
+def test_tables_of_steps_in_parts_for_people(microparallel):
+    result = microparallel("bench", "shard", *TINY_SHARD, "--quiet")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("training step in parts, 2 ranks on ")
+    assert "mlp-8  16 layers of width 8, 4.392 KB of parameters, 4 samples a rank, 2 steps" in lines
+    found = [next((name for name in SHARD_METHODS if line.startswith(f" {name}  ")), None) for line in lines]
+    assert [name for name in found if name] == [*SHARD_METHODS, *SHARD_METHODS[:5]]
+    assert max(map(len, lines[:-2])) <= 96
+    for text in ("÷zero", "by formula", "checked  ", "chance speaks"):
+        assert text in result.stdout
+
+
+def test_the_help_of_steps_in_parts_has_examples(microparallel):
+    result = microparallel("bench", "shard", "--help")
+    assert result.returncode == 0 and "Examples" in result.stdout and "ZeroRedundancyOptimizer" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--models", "mpl-8"], ["'mpl-8'", "mlp-1024"]),
+        (["--ranks", "1"], ["--ranks 1: one rank has no other rank to share with", "--ranks 2"]),
+        (["--accumulate", "9", "--models", "gpt"], ["--accumulate 9: gpt has 8 samples a rank", "--accumulate 8"]),
+        (["--bucket-cap-mb", "0"], ["--bucket-cap-mb 0", "above 0"]),
+        (["--steps", "0"], ["--steps 0", "at least 1"]),
+        (["--methods", "ddp"], ["--methods"]),
+    ],
+)
+def test_wrong_flags_of_steps_in_parts_are_one_line(microparallel, arguments, words):
+    result = microparallel("bench", "shard", *arguments)
+    assert result.returncode == 2
+    assert all(word in result.stderr for word in words) and "Traceback" not in result.stderr
+
+
 # ── bench pp ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TINY_PP = ["--depth", 4, "--width", 8, "--batch", 8, "--microbatches", 4, "--steps", 2, "--transport", "gloo"]

@@ -91,7 +91,10 @@ def test_parts_from_the_command_line_a_file_and_a_run_that_goes_on(tmp_path, tra
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--shard", "parameters"], "--shard parameters: parameters cannot be kept in parts yet; try --shard gradients"),
+        (
+            ["--shard", "parameters"],
+            "--shard parameters: parameters cannot be kept in parts yet; try --shard gradients",
+        ),
         (["--shard", "optimizer"], "--shard optimizer: one rank has no other rank to share with; try --ranks 2"),
         (["--shard", "gradients", "--strategy", "hooks", "--ranks", "2"], "--shard gradients is for --strategy ddp"),
         (["--shard", "optimizer", "--optimizer", "lbfgs"], "--optimizer lbfgs: lbfgs calls the model several times"),

@@ -50,6 +50,7 @@ TOO_LONG = {
         LONG, "microparallel bench allreduce --sizes 4KB,1MB --repeats 3"
     ),
     "microparallel bench dp": Instead(LONG, "microparallel bench dp --models mlp-64 --steps 3"),
+    "microparallel bench shard": Instead(LONG, "microparallel bench shard --quick --models mlp-64"),
     "microparallel bench pp": Instead(LONG, "microparallel bench pp --width 32 --steps 2 --schedules 1f1b,gpipe"),
     "microparallel compare --in-process --ranks 3": Instead(
         LONG, "microparallel compare --in-process --ranks 3 --steps 3"
@@ -59,6 +60,9 @@ TOO_LONG = {
     ),
     "microparallel compare --pipelines --ranks 4": Instead(
         LONG, "microparallel compare --pipelines --ranks 2 --steps 2"
+    ),
+    "microparallel compare --shard gradients --ranks 4": Instead(
+        LONG, "microparallel compare --shard gradients --ranks 2 --steps 3"
     ),
     "microparallel compare --ranks 4": Instead(LONG, "microparallel compare --ranks 2 --steps 3"),
     "microparallel doctor --selftest": Instead(LONG, "microparallel doctor"),
@@ -71,6 +75,9 @@ TOO_LONG = {
     "python examples/train_pipeline.py": Instead("a lesson runs it"),
     "python examples/pipeline_utilisation.py": Instead("tests/examples runs it"),
     "python examples/pipeline_deadlock.py": Instead("tests/examples runs it"),
+    "microparallel train --ranks 2 --shard gradients --clip 1": Instead(
+        LONG, "microparallel train --ranks 2 --shard gradients --clip 1 --steps 3"
+    ),
     "microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8": Instead(
         LONG, "microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8 --steps 3"
     ),

@@ -1,4 +1,4 @@
-"""`--shard`: each rank keeps its part of the optimizer's state and of the gradients, and learns what one process does."""
+"""`--shard`: each rank keeps its part of optimizer and gradients, and learns what one process does."""
 
 import functools
 import json

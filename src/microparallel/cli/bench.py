@@ -143,7 +143,7 @@ SHARD_EXAMPLES = flags.examples(
     ("microparallel bench shard --json > shard.json", "every number, for scripts"),
     ("torchrun --nproc-per-node=4 -m microparallel bench shard", "between ranks that torchrun started"),
 )
-_QUICK = {"models": ("mlp-64", "gpt-32"), "steps": 3}
+_QUICK: dict[str, Any] = {"models": ("mlp-64", "gpt-32"), "steps": 3}
 
 
 @app.command(name="shard", epilog=SHARD_EXAMPLES)

@@ -165,8 +165,8 @@ def _require_sense(
         )
     if config.accumulate > 1 and config.shard is None and not shortcuts:
         raise ConfigError(
-            f"--accumulate {config.accumulate}: naive and hooks compute a step at once; try --shard gradients, or leave "
-            "it out"
+            f"--accumulate {config.accumulate}: naive and hooks compute a step at once; try --shard gradients, or "
+            "leave it out"
         )
     if every is not None and not shortcuts:
         raise ConfigError(f"--every {every} is for --shortcuts; add that, or leave it out")

@@ -182,7 +182,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def memory(self) -> dict[str, list[torch.Tensor]]:
-        """The tensors of this rank by kind: "parameters", of all of the model's, and "optimizer", its part of a state."""
+        """The tensors of this rank by kind: "parameters", which are whole, and "optimizer", its part of the state."""
         assert self._inner is not None
         states = [value for state in self._inner.state.values() for value in state.values()]
         return {

@@ -268,8 +268,8 @@ class TrainConfig:
     )
     shard: str | None = setting(
         None,
-        "What each rank keeps only its part of (ZeRO): optimizer, the optimizer's state; gradients, these too; or none. "
-        "What is learnt stays the same.",
+        "What each rank keeps only its part of (ZeRO): optimizer (the optimizer's state), gradients (these, too) or "
+        "none. What is learnt stays the same.",
         WORLD,
         shown="none",
         metavar="optimizer|gradients",

@@ -1,0 +1,131 @@
+"""A small benchmark of steps in parts on real ranks, and what is made of its numbers."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from microparallel.bench import shard
+from microparallel.bench.engine import transport_of
+from microparallel.bench.settings import ShardSettings
+from microparallel.bench.shard import Measurements, Memory, Method, Replica, Result, Timing, bench_shard, covered
+from microparallel.bench.shard_report import report_on
+
+SMALL = ShardSettings(models=("mlp-8",), batch=4, steps=2)
+NAMES = ["none", "ddp", "shard optimizer", "shard gradients", "torch-zero"]
+AGAIN = ["none, again", "torch-zero, again"]
+
+
+def bench(comms, settings):
+    told = []
+    measurements = bench_shard(comms, settings, lambda *news: told.append(news))
+    return transport_of(comms), measurements, told
+
+
+@pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (3, 2)])
+def test_every_method_is_measured_on_all_ranks_alike_and_trains_the_same_weights(any_pool, ranks, accumulate):
+    settings = dataclasses.replace(SMALL, accumulate=accumulate, models=("mlp-8", "gpt-32"))
+    (transport, first, told), *others = any_pool.run(bench, ranks, settings, timeout=50)
+    assert all(other[:2] == (transport, first) for other in others)
+    assert first.wrong is None
+    assert [result.model for result in first.results] == ["mlp-8", "gpt-32"]
+    on_shm = ["torch-zero on shm"] if transport == "shm" else []
+    for result in first.results:
+        timings = {timing.method.name: timing for timing in result.timings}
+        assert list(timings) == [*NAMES, *on_shm, *AGAIN]
+        assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in result.timings)
+        assert timings["none"].apart > 0.1  # so this would have been found out, had it claimed to synchronise
+        assert all(timing.apart < 1e-2 for name, timing in timings.items() if not name.startswith("none"))
+        size, few = result.parameter_bytes, 4000  # bytes of paddings, counts of steps, small messages
+        kept = {name: timing.memory for name, timing in timings.items()}
+        assert kept["none"].parameters == kept["none"].gradients == size
+        assert kept["none"].optimizer == pytest.approx(2 * size, abs=few)
+        for name in ("shard optimizer", "shard gradients"):
+            assert kept[name].parameters == pytest.approx(size, abs=few)
+            assert kept[name].optimizer == pytest.approx(2 * size / ranks, abs=few)
+        each = (ranks - 1) / ranks * size
+        assert timings["ddp"].sent == pytest.approx(2 * each, abs=few)
+        assert timings["shard optimizer"].sent == pytest.approx(2 * each, abs=few)
+        assert timings["shard gradients"].sent == pytest.approx((accumulate + 1) * each, abs=few)
+        assert timings["none"].sent == 0 and timings["torch-zero"].sent is None
+    assert told[0] == (0, "mlp-8", 0) and told[-1] == (1, "gpt-32", 2)
+
+
+def gradients_of_small_buckets(comms):
+    [result] = bench_shard(comms, dataclasses.replace(SMALL, models=("mlp-128",), bucket_cap_mb=0.05)).results
+    return result.parameter_bytes, {timing.method.name: timing.memory.gradients for timing in result.timings}
+
+
+def test_gradients_in_parts_take_their_part_and_buckets_in_flight(pool):
+    size, gradients = pool.run(gradients_of_small_buckets, 2, timeout=50)[0]
+    bucket = 4 * (128 * 128 + 128)
+    assert gradients["shard optimizer"] == pytest.approx(size + bucket, rel=0.05)
+    assert gradients["shard gradients"] == pytest.approx(size / 2 + 4 * bucket, rel=0.05)
+
+
+def bench_with_a_fault(comms):
+    """Let one method's ranks train alone."""
+    honest = Replica._prepare
+
+    def prepare(self, *arguments):
+        method, self.method = self.method, Method("none") if self.method.name == "shard gradients" else self.method
+        try:
+            return honest(self, *arguments)
+        finally:
+            self.method = method
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Replica, "_prepare", prepare)
+        return bench_shard(comms, dataclasses.replace(SMALL, models=("mlp-8", "mlp-4"), steps=1))
+
+
+def test_wrong_weights_end_the_run_and_name_method_and_model(pool):
+    first, second = pool.run(bench_with_a_fault, 2, timeout=50)
+    assert first == second
+    assert str(first.wrong) == "shard gradients trained mlp-8 wrongly: its ranks ended with different weights"
+    assert [result.model for result in first.results] == ["mlp-8"]
+
+
+def test_views_of_the_same_memory_count_once():
+    tensor = torch.zeros(100)
+    views = [tensor, tensor[10:20], tensor[50:], torch.zeros(7)]
+    assert covered(map(shard.span, views)) == 428
+    assert covered([]) == 0
+
+
+# ── reports ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measurements(ranks=2, accumulate=1):
+    milliseconds = dict(zip([*NAMES, "torch-zero on shm", *AGAIN], (10, 14, 12, 13, 20, 16, 11, 21), strict=True))
+    timings = [
+        Timing(
+            Method(name),
+            tuple(factor * time * 1e-3 for factor in (1.2, 0.5, 1, 0.9, 3)),
+            Memory(1000, 1100, 2000),
+            None if name.startswith("torch") else 1000.0,
+            1e-7,
+        )
+        for name, time in milliseconds.items()
+    ]
+    result = Result("mlp-8", "16 layers of width 8", 4, 1000, accumulate, tuple(timings))
+    return Measurements(ranks, ranks, 4, "shm", "cpu", (result,))
+
+
+def test_the_report_works_everything_out():
+    report = report_on(measurements(ranks=4, accumulate=3))
+    rows = {row.method: row for row in report.rows}
+    gradients = rows["shard gradients"]
+    assert gradients.seconds == pytest.approx(0.013)
+    assert (gradients.ratio_to_torch_zero, gradients.ratio_to_none) == pytest.approx((0.65, 1.3))
+    kinds = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+    formulas = {name: [getattr(row, f"{kind}_by_formula") for kind in kinds] for name, row in rows.items()}
+    assert formulas["ddp"] == [1000, 1000, 2000]
+    assert formulas["shard optimizer"] == formulas["torch-zero"] == [1000, 1000, 500]
+    assert formulas["shard gradients"] == [1000, 250, 500]
+    sent = {name: row.sent_bytes_by_formula for name, row in rows.items()}
+    assert sent["none"] == 0 and sent["ddp"] == sent["shard optimizer"] == 1500
+    assert sent["shard gradients"] == 3000 and sent["torch-zero on shm"] == 2250
+    [model] = report.as_json()["models"]
+    assert (model["none_to_itself"], model["torch_zero_to_itself"]) == pytest.approx((1.1, 1.05))
+    assert report.notes == []
