@@ -211,7 +211,7 @@ _BYTES: list[Column[Row]] = [
     Column(
         "gradients",
         lambda row: show_size(row.gradient_bytes),
-        "the most at any time of a step, with buckets in flight and the one that has just come",
+        "the most at any time of a step: kept, in buckets, or just computed",
         width=9,
     ),
     Column("optimizer", lambda row: show_size(row.optimizer_bytes), width=9),
@@ -219,7 +219,7 @@ _BYTES: list[Column[Row]] = [
     Column(
         "formula",
         lambda row: show_size(row.together_by_formula),
-        "weights n, gradients n, AdamW 2n; what is in parts ÷ p; buckets in flight not counted",
+        "weights n, gradients n, AdamW 2n; what is in parts ÷ p; without buckets",
         width=8,
     ),
     Column("sent", _sent, "bytes that a rank sent in a step, as recorded; torch's own does not tell", width=8),
