@@ -97,6 +97,14 @@ def test_any_number_of_ranks_learns_what_one_process_learns(
         torch.testing.assert_close(weights, wanted_weights, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("job", ["adamw", "clipped", "own groups, clipped"])
+def test_replicas_of_a_pipeline_share_the_optimizer(pool, learn_alone, job):
+    wanted, _ = learn_alone(configuration(**JOBS[job]))
+    config = configuration(shard="optimizer", dp=2, pp=2, microbatches=3, **JOBS[job])
+    for losses, _ in pool.run(learn, 4, config, timeout=50):
+        assert losses == pytest.approx(wanted, rel=1e-12, abs=0)
+
+
 def what_is_kept(comms, shard):
     config = configuration(shard=shard, ranks=comms.world_size, accumulate=2)
     training = build(config, comms)
@@ -153,7 +161,7 @@ def test_a_run_goes_on_with_other_ranks_and_other_parts(pool, tmp_path):
             {"ranks": 2, "shard": "optimizer"},
             {"ranks": 3, "shard": "gradients"},
             {"ranks": 1, "shard": "gradients", "strategy": "ddp"},
-            {"ranks": 2},
+            {"dp": 2, "pp": 2, "shard": "optimizer"},
             {"ranks": 4, "shard": "optimizer"},
         ],
         start=2,
@@ -171,7 +179,8 @@ REFUSED = [
     ({"shard": "optimizer", "ranks": 2, "strategy": "naive"}, "is for --strategy ddp, and it is naive"),
     ({"shard": "optimizer", "ranks": 2, "strategy": "torch-ddp"}, "is for --strategy ddp, and it is torch-ddp"),
     ({"shard": "gradients", "ranks": 2, "average_every": 3}, "with --average-every 3 every rank has .* of its own"),
-    ({"shard": "gradients", "pp": 2}, "--shard gradients: a pipeline"),
+    ({"shard": "gradients", "dp": 2, "pp": 2}, "--shard gradients: a pipeline adds up .* try --shard optimizer"),
+    ({"shard": "optimizer", "pp": 2}, "--shard optimizer: replicas of a pipeline share it, and --dp is 1; try --dp 2"),
 ]
 
 

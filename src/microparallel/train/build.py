@@ -148,13 +148,14 @@ def _build_pipeline(
         stages_per_rank=config.stages_per_rank,
         example=_example(config, model, data, dtype) if config.balance == "time" else None,
         recompute=bool(config.recompute),
+        shard=config.shard,  # type: ignore[arg-type]
     )
     return PipelineTraining(
         pipe,
         names,
         with_loss=ModelWithLoss(pipe.own_layers, loss_fn),
         signature=ModelSignature(model, has_loss=True, one_argument=True),
-        optimizer=build_optimizer(config, pipe),
+        optimizer=build_optimizer(config, pipe, shared_by=None if config.shard is None else comms),
         **_rest(config, comms, data, _Replica(pipe.replica, pipe.mesh.dp), dtype),
     )
 

@@ -620,7 +620,7 @@ def _check_sharding(config: TrainConfig) -> None:
             "there is nothing to share; leave one of them out"
         )
     if config.strategy not in ("auto", "ddp", "pipeline"):
-        raise ConfigError(f"{given} is for --strategy ddp, and it is {config.strategy}; leave one of them out")
+        raise ConfigError(f"{given} is for --strategy ddp, and it is {config.strategy}; try that, or --shard none")
     if config.world_size == 1 and config.strategy == "auto":
         raise ConfigError(f"{given}: one rank has no other rank to share with; try --ranks 2, or leave it out")
 
@@ -632,8 +632,7 @@ def _check_sharding_of_pipeline(config: TrainConfig, given: str) -> None:
             "try --shard optimizer"
         )
     if config.layout[0] == 1:
-        raise ConfigError(f"{given}: replicas of a pipeline share it, and --dp is 1; try --dp 2, or leave it out")
-    raise ConfigError(f"{given}: a pipeline does not keep its optimizer in parts yet; leave --pp or --shard out")
+        raise ConfigError(f"{given}: replicas of a pipeline share it, and --dp is 1; try --dp 2, or --shard none")
 
 
 def _check_accumulation(config: TrainConfig, batch: int) -> None:

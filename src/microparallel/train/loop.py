@@ -221,10 +221,10 @@ def _go_on_from_latest(training: Training, resume: Path, display: Display) -> No
 def _description(training: Training, config: TrainConfig) -> str:
     ranks = training.comms.world_size
     where = count(ranks, "rank")
-    if config.shard is not None:
-        where = f"{where}, {'optimizer' if config.shard == 'optimizer' else 'optimizer and gradients'} in parts"
     if config.is_pipeline:
         where = f"dp {config.dp} × pp {config.pp}, {config.schedule}, {config.microbatches} micro-batches"
+    if config.shard is not None:
+        where = f"{where}, {'optimizer' if config.shard == 'optimizer' else 'optimizer and gradients'} in parts"
     return (
         f"{config.model}, {training.parameters:,} parameters; {config.strategy} on {where}, "
         f"{training.comms.device.type}\n{training.data.description}"
