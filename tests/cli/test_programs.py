@@ -75,7 +75,7 @@ def test_simulate_shows_what_ranks_hold(run):
     assert code == 0 and output.endswith("\n" + draw(traces, memory=True))
     ddp, zero = json.loads(run("simulate", *arguments, "--json")[1])
     assert ddp["peak_memory_by_kind"]["optimizer"] == [24, 24] and zero["peak_memory_by_kind"]["optimizer"] == [12, 12]
-    code, _, errors = run("simulate", "gpipe", "--ranks", 512, "--microbatches", 500, "--memory")
+    code, _, errors = run("simulate", "gpipe", "--ranks", 64, "--microbatches", 400, "--memory")
     assert code == 2 and "too many to read" in errors and "leave out --memory" in errors
 
 
