@@ -10,6 +10,7 @@ step()                         →   hyperparameters are copied in, step(), then
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -21,7 +22,7 @@ from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.bucket import split
 from microparallel.data_parallel.layout import By, Layout, Part, Piece, owners
-from microparallel.data_parallel.sharding import FlatParameters, PartKeeper, ShardedBucket, reducer_of
+from microparallel.data_parallel.sharding import FlatParameters, PartKeeper, ShardedBucket, part_keepers
 from microparallel.errors import UsageError
 from microparallel.observe import Activity, Observation
 from microparallel.program import AllGather, Parameters
@@ -111,6 +112,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._kept: list[_Kept] = []
         self._inner: torch.optim.Optimizer | None = None
         self._count = 0  # parameters in all groups
+        self._entries = -1  # of `part_keepers`, when these were found there:
+        self._found: list[weakref.ref[PartKeeper]] = []
         groups = _as_groups(params)
         template = optimizer_class([{**group, "params": [_stand_in()]} for group in groups], **options)
         super().__init__(groups, template.defaults)
@@ -127,7 +130,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._require_known_groups()
-        if not all(flat.fits for flat in self._flats()) or self._stale():
+        # Parameters may have been frozen, converted, or given other memory since.
+        if self._buckets() != self._laid_out_for or not all(flat.fits for flat in self._flats()):
             self._lay_out()
         self._hand_over_gradients()
         inner = self._inner
@@ -158,7 +162,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _hand_over_gradients(self) -> None:
         """Give each piece of this rank its gradient: its part of the sum, or a part of a gradient that is whole."""
         summed: dict[tuple[int, int, int], torch.Tensor | None] = {}
-        for bucket in self._buckets():
+        for bucket in self._laid_out_for:
             for piece, gradient in zip(bucket.pieces, bucket.gradients(), strict=True):
                 parameter = bucket.parameters[piece.index]
                 summed[id(parameter), piece.start, piece.stop] = gradient
@@ -197,12 +201,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _reducers(self) -> list[PartKeeper]:
         """Those that sum the gradients of these parameters, and may keep them in parts."""
-        reducers = map(_reducer, self._parameters())
-        return list(dict.fromkeys(reducer for reducer in reducers if reducer is not None))
+        if self._entries != part_keepers.entries:  # looking all parameters up takes longer than a small model's update
+            self._entries = part_keepers.entries
+            found = dict.fromkeys(map(part_keepers.of, self._parameters()))
+            self._found = [weakref.ref(reducer) for reducer in found if reducer is not None]
+        return [reducer for reference in self._found if (reducer := reference()) is not None]
 
     def _sharers(self, parameter: nn.Parameter) -> Comms:
         """The ranks that have a parameter."""
-        reducer = _reducer(parameter)
+        reducer = part_keepers.of(parameter)
         return self.comms if reducer is None else reducer.comms
 
     def _buckets(self) -> list[ShardedBucket]:
@@ -213,10 +220,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _flats(self) -> list[FlatParameters]:
         return list(dict.fromkeys([*(kept_in for kept_in in self._used), *self._own]))
-
-    def _stale(self) -> bool:
-        """Whether the model's buckets are not those that this optimizer was laid out for: parameters were frozen, …."""
-        return self._laid_out_for != self._buckets()
 
     def _lay_out(self) -> None:
         """Find this rank's pieces, and make the inner optimizer for them; state that there is already moves along."""
@@ -270,6 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Add parameters, with options of their own; every rank adds the same."""
         super().add_param_group(param_group)
         if self._inner is not None:
+            self._entries = -1
             self._require_same_on_all_ranks()
             self._lay_out()
 
@@ -418,11 +422,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "a ShardedOptimizer cannot be pickled or copied: its connection to the other ranks belongs to this "
             "process; save state_dict(), which every rank calls"
         )
-
-
-def _reducer(parameter: nn.Parameter) -> PartKeeper | None:
-    reference = reducer_of.get(parameter)  # type: ignore[no-untyped-call]
-    return None if reference is None else reference()
 
 
 def _by_parameter(optimizer: ShardedOptimizer, state: Mapping[int, Any]) -> dict[nn.Parameter, Mapping[str, Any]]:

@@ -15,8 +15,9 @@ buffer is borrowed from a pool while the bucket is filled and summed, and only t
 from __future__ import annotations
 
 import math
+import weakref
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -462,9 +463,31 @@ class PartKeeper(Protocol):
         """Remove gradients that are in parts."""
 
 
-# By parameter, a weak reference to the PartKeeper that sums its gradient. A wrapped model enters its parameters, and an
-# optimizer, which is handed parameters alone, finds the buckets here.
-reducer_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+class PartKeepers:
+    """Knows which PartKeeper sums the gradient of a parameter, as long as both exist.
+
+    A wrapped model enters its parameters. An optimizer, which is handed parameters alone, finds the buckets here.
+
+    Attributes:
+        entries: how often parameters were entered: as long as this is the same, so are the answers.
+    """
+
+    def __init__(self) -> None:
+        self.entries = 0
+        self._keeper_of: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def enter(self, parameters: Iterable[nn.Parameter], keeper: PartKeeper) -> None:
+        """Note who sums the gradients of these parameters."""
+        self._keeper_of.update(dict.fromkeys(parameters, weakref.ref(keeper)))
+        self.entries += 1
+
+    def of(self, parameter: nn.Parameter) -> PartKeeper | None:
+        """Who sums the gradient of a parameter, if anything does."""
+        reference = self._keeper_of.get(parameter)  # type: ignore[no-untyped-call]
+        return None if reference is None else reference()
+
+
+part_keepers = PartKeepers()
 
 
 def clip_parts(

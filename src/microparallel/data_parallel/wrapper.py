@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -21,7 +20,7 @@ from torch.nn.modules.module import (
 from microparallel.comms import Comms
 from microparallel.data_parallel.reducer import ObservedBackward, Reducer
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicate, require_same_model
-from microparallel.data_parallel.sharding import GradientInParts, clip_parts, reducer_of
+from microparallel.data_parallel.sharding import GradientInParts, clip_parts, part_keepers
 from microparallel.data_parallel.sync_batch_norm import LayerSums
 from microparallel.errors import UsageError
 from microparallel.observe import UNOBSERVED, Activity, Observation
@@ -126,7 +125,7 @@ class DataParallel(nn.Module):
         self._reducer.pass_ended = self._pass_ended
         self._single = None if self._averages else SingleRank(self.comms)
         if self._single is None and self._reducer.level:
-            reducer_of.update(dict.fromkeys(self.module.parameters(), weakref.ref(self._reducer)))
+            part_keepers.enter(self.module.parameters(), self._reducer)
         self._no_sync_depth = 0  # how many no_sync() this rank is inside of
         self._forward_was_local = False  # whether the last forward was inside of no_sync()
         self._registrations = registrations().count  # when its parameters were last looked at

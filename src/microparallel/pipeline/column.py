@@ -22,7 +22,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.data_parallel.bucket import FlatBucket, split
 from microparallel.data_parallel.layout import By, owners
-from microparallel.data_parallel.sharding import GradientInParts, ShardedBucket, reducer_of
+from microparallel.data_parallel.sharding import GradientInParts, ShardedBucket, part_keepers
 from microparallel.errors import UsageError
 from microparallel.pipeline.interpreter import GroupSum, Sum
 from microparallel.pipeline.stage import Stage
@@ -67,7 +67,7 @@ class Column:
         self.sums: dict[Value, GroupSum] = {Bucket(index): one for index, one in self._stages.items()}
         if self.level:
             self.sums[presence()] = Presence(self)
-        reducer_of.update(dict.fromkeys(self._parameters, weakref.ref(self)))
+        part_keepers.enter(self._parameters, self)
 
     # ── buckets ─────────────────────────────────────────────────────────────────────────────────────────────────
 
