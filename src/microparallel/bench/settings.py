@@ -226,7 +226,14 @@ class ShardSettings(RecordedSettings):
         None, "Samples a rank.", WHAT, shown="32; mlp-512 64, gpt 8", within=AT_LEAST_ONE, example=32
     )
     accumulate: int = setting(1, "Micro-batches of a step on each rank.", WHAT, within=AT_LEAST_ONE)
-    bucket_cap_mb: float = setting(25.0, "Size of our buckets, in megabytes.", WHAT, within=POSITIVE)
+    bucket_cap_mb: float | None = setting(
+        None,
+        "Size of our buckets, in megabytes.",
+        WHAT,
+        shown="25; shard gradients: a sixteenth of all, from 4 to 25",
+        within=POSITIVE,
+        example=4,
+    )
 
 
 _USUAL = {"mlp": (16, 512, 256), "gpt": (8, 128, 16)}  # depth, width, samples in a batch

@@ -195,7 +195,7 @@ class Replica:
         self._arrived = 0.0  # the most bytes of gradients that were there when one arrived
 
     def _prepare(
-        self, comms: Comms, group: dist.ProcessGroup, bucket_cap_mb: float
+        self, comms: Comms, group: dist.ProcessGroup, bucket_cap_mb: float | None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model as this method calls it, and its optimizer."""
         parameters = list(self.model.parameters())

@@ -35,6 +35,7 @@ from microparallel.torch_private import (
     share_tensors,
 )
 
+_LARGEST_BUCKET, _SMALLEST_BUCKET = 25.0, 4.0  # megabytes, unless the user says something else
 Shard = Literal["optimizer", "gradients"]
 LEVELS: dict[str | None, int] = {None: 0, "optimizer": 1, "gradients": 2}
 
@@ -49,7 +50,9 @@ class DataParallel(nn.Module):
     Args:
         module: the model, the same on every rank; already on its device.
         comms: the ranks.
-        bucket_cap_mb: a bucket is sent as soon as it holds so many megabytes of gradients.
+        bucket_cap_mb: a bucket is sent as soon as it holds so many megabytes of gradients; 25 unless something else is
+            said. With `shard="gradients"` it is a sixteenth of all gradients, from 4 to 25, since what is in flight is
+            whole.
         overlap: whether buckets are averaged in the background while backward goes on, or at once; None: in the
             background, unless that takes a core from the computation (`Comms.can_overlap`).
         broadcast_buffers: give every rank rank 0's buffers (BatchNorm's running statistics, say) before each training
@@ -82,7 +85,7 @@ class DataParallel(nn.Module):
         self,
         module: nn.Module,
         comms: Comms,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | None = None,
         *,
         overlap: bool | None = None,
         broadcast_buffers: bool = True,
@@ -94,6 +97,8 @@ class DataParallel(nn.Module):
         super().__init__()
         if shard not in LEVELS:
             raise UsageError(f"DataParallel: shard={shard!r}; choose None, 'optimizer' or 'gradients'")
+        if bucket_cap_mb is None:
+            bucket_cap_mb = _fitting_buckets(module, shard)
         _require_sensible(bucket_cap_mb, broadcast_buffers, find_unused_parameters, gradient_as_bucket_view)
         require_same_model(module, comms)  # before the next check: all ranks then find the same in it
         _require_dense_gradients(module)
@@ -465,6 +470,14 @@ def _number(value: Any) -> float:
 def _call(module: nn.Module, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
     """Call a module, in a function that `torch.compile` begins with; it does not begin with torch's own layers."""
     return module(*inputs, **named_inputs)
+
+
+def _fitting_buckets(module: nn.Module, shard: Shard | None) -> float:
+    """How many megabytes of gradients a bucket should have."""
+    if shard != "gradients":
+        return _LARGEST_BUCKET
+    trained = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
+    return min(_LARGEST_BUCKET, max(_SMALLEST_BUCKET, trained / 2**20 / 16))
 
 
 def _require_sensible(
