@@ -36,33 +36,33 @@ def different_weights(pipe, model, relative=1e-12):
 # ── beside one process ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def trains(comms, kind, schedule, replicas, clip=None, by="element", **options):
+def trains(comms, kind, schedule, replicas, clip=None, by="element", relative=1e-12, **options):
     """Three steps of each optimizer; what is not as in one process."""
     torch.set_num_threads(1)
     wrong = []
     for name, (optimizer_class, settings) in OPTIMIZERS.items():
-        model = MODELS[kind]()
+        model = MODELS[kind]().to(comms.device)
         pipe = mp.Pipeline(
             MODELS[kind](), comms, schedule, 2, cross_entropy, replicas=replicas, shard="optimizer", **options
         )
         reference = optimizer_class(model.parameters(), **settings)
         optimizer = mp.ShardedOptimizer(pipe.parameters(), optimizer_class, comms, by=by, **settings)
         for number in range(3):
-            inputs, targets = batch(kind, 4 * replicas, seed=number)
+            inputs, targets = (one.to(comms.device) for one in batch(kind, 4 * replicas, seed=number))
             reference.zero_grad()
             wanted = cross_entropy(model(inputs), targets)
             wanted.backward()
             optimizer.zero_grad()
             loss = pipe.step(*share((inputs, targets), pipe.replica, replicas))
-            if far(loss, wanted, 1e-12):
+            if far(loss.cpu(), wanted.cpu(), relative):
                 wrong.append(f"{name}: loss {number}")
             if clip is not None:
                 norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-                if far(pipe.clip_grad_norm_(clip), norm, 1e-12):
+                if far(pipe.clip_grad_norm_(clip).cpu(), norm.cpu(), relative):
                     wrong.append(f"{name}: norm {number}")
             reference.step()
             optimizer.step()
-        wrong += [f"{name}: {what}" for what in different_weights(pipe, model)]
+        wrong += [f"{name}: {what}" for what in different_weights(pipe, model, relative)]
         if not pipe.replicas_are_identical():
             wrong.append(f"{name}: replicas differ")
     return wrong
@@ -83,6 +83,13 @@ def trains(comms, kind, schedule, replicas, clip=None, by="element", **options):
 )
 def test_it_trains_as_one_process(any_pool, kind, schedule, ranks, replicas, options):
     assert any_pool.run(trains, ranks, kind, schedule, replicas, timeout=50, **options) == [[]] * ranks
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("kind", "schedule"), [("gpt", "1f1b"), ("gpt", "zbv"), ("mlp", "interleaved")])
+def test_it_trains_as_one_process_on_a_gpu(pool, kind, schedule):
+    options = {"clip": 0.05, "relative": 1e-9, "transport": "gloo", "device": "cuda", "timeout": 200}
+    assert pool.run(trains, 4, kind, schedule, 2, **options) == [[]] * 4
 
 
 class Thrice(nn.Module):
