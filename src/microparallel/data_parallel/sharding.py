@@ -45,8 +45,7 @@ class GradientInParts(torch.Tensor):
     def like(cls, parameter: nn.Parameter) -> GradientInParts:
         """What stands for a parameter's gradient."""
         element = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
-        made: GradientInParts = torch.Tensor._make_subclass(cls, element.expand(parameter.shape))
-        return made
+        return element.expand(parameter.shape).as_subclass(cls)
 
     @classmethod
     def __torch_function__(
