@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from tests.pairwise import sample_and_whole
+from tests.pairwise import pairwise
 from torch import nn
 from torch.nn import functional
 
@@ -127,15 +127,24 @@ def train_beside_one_process(comms, kind, shard, optimizer, accumulate, clip, by
     return worst, replicas_are_identical(model.module, comms)
 
 
+KINDS = ["mlp", "gpt", "odd"]
 WHAT = (["optimizer", "gradients", None], ["adamw", "sgd"], [1, 3], [True, False], ["element", "parameter"])
 
 
 @pytest.mark.timeout(300)  # the whole matrix takes minutes on a busy machine
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["mlp", "gpt", "odd"])
-@pytest.mark.parametrize("rows", sample_and_whole(*WHAT))
-def test_parity_with_one_process(any_pool, kind, ranks, rows):
-    for found in any_pool.run(compared, ranks, [(kind, *row) for row in rows], timeout=290):
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param(pairwise(KINDS, *WHAT), id="pairs"),
+        *(
+            pytest.param(list(itertools.product([kind], *WHAT)), id=f"whole {kind}", marks=pytest.mark.slow)
+            for kind in KINDS
+        ),
+    ],
+)
+def test_parity_with_one_process(any_pool, ranks, rows):
+    for found in any_pool.run(compared, ranks, rows, timeout=290):
         for row, (worst, identical) in found.items():
             assert worst < 1e-12, row
             assert identical, row
