@@ -156,6 +156,21 @@ def test_a_step_in_parts(any_pool, shard, microbatches, clip, local, rounds, ove
         assert steps == 3
 
 
+def sharded_alone(comms):
+    """One rank that looks for gradients that are not finite follows the program of several."""
+    model = mp.DataParallel(nn.Linear(WIDTH, WIDTH), comms, shard="gradients", check_finite=True)
+    optimizer = mp.ShardedOptimizer(model.parameters(), torch.optim.AdamW, comms)
+    program = model.program()
+    with mp.record(comms) as recorder:
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+    return differences(recorder.trace, program)
+
+
+def test_a_step_in_parts_of_one_rank(any_pool):
+    assert any_pool.run(sharded_alone, 1, timeout=50) == [[]]
+
+
 def buffers_of_nothing(comms):
     module = nn.Linear(WIDTH, WIDTH)
     module.register_buffer("empty", torch.zeros(0))

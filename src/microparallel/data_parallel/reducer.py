@@ -243,8 +243,8 @@ class Reducer:
 
     @property
     def gathered(self) -> Sequence[int]:
-        """Nothing but what is in its buckets."""
-        return ()
+        """In a world of one rank nothing is sent, but its program has the gathers all the same."""
+        return range(len(self.sharded_buckets)) if self._comms.world_size == 1 else ()
 
     @property
     def sharded_buckets(self) -> list[ShardedBucket]:
@@ -464,8 +464,7 @@ class Reducer:
             if names and rank in self.participants.ranks
         ]
         self._clean_up()
-        for bucket in self.sharded_buckets:
-            bucket.forget()
+        self.forget_sums()
         raise GradientError(f"step {self.passes}: {what} for parameters of {'; '.join(parts)}{fix}")
 
     def _learn_order(self) -> None:

@@ -608,7 +608,7 @@ def _check_averaging(config: TrainConfig) -> None:
 
 
 def _check_sharding(config: TrainConfig) -> None:
-    """Raise a ConfigError if there is nothing to keep in parts, or nobody to share it with."""
+    """Raise a ConfigError if there is nothing to keep in parts, or no other rank to share it with."""
     if config.shard in (None, "none"):
         return
     given = f"--shard {config.shard}"

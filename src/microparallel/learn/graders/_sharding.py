@@ -157,7 +157,7 @@ def mean(own: torch.Tensor) -> torch.Tensor:
 
 
 def carried_over() -> Combine:
-    """The gradients of the steps before count again, since nobody has set them back."""
+    """The gradients of the steps before count again, since they were not removed."""
     total: list[torch.Tensor] = []
 
     def combine(own: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ def carried_over() -> Combine:
 
 
 def own_gradients(own: torch.Tensor) -> torch.Tensor:
-    """Each rank updates its part with its own gradient, which nobody has averaged."""
+    """Each rank updates its part with its own gradient, which was not averaged."""
     ranks, _, numbers = own.shape
     return torch.cat([in_parts(own[rank].mean(0), ranks)[rank] for rank in range(ranks)])[:numbers]
 
