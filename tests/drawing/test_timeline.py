@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from html import unescape
 
 import pytest
 from hypothesis import given, settings
@@ -51,6 +52,18 @@ def test_rows_and_notes_account_for_every_operation():
         ops = Counter((rank, op) for rank, mine in enumerate(program.ranks) for op in mine)
         assert shown == Counter({key: n for key, n in ops.items() if not isinstance(key[1], Free | Join)})
         assert not rows.missing
+
+
+def test_a_part_that_replicas_sum_is_explained():
+    hybrid = mp.schedules.zero(3, 1, 4, replicas=2)
+    text = mp.draw(hybrid, width=80)
+    assert "│U0.0" in text and "│U0.0/" in text
+    assert "U0.0/ is a rank's part of U0.0, summed along replica" in text
+    for as_ in ("svg", "html"):
+        assert "is a rank's part of U0.0, summed along replica" in unescape(mp.draw(hybrid, as_=as_))
+    assert "is a rank's part" not in mp.draw(mp.schedules.zero(3, 1, 4))
+    cells = rows_of(mp.simulate(mp.schedules.zero(3, 4, 4, replicas=2, buckets=2), mp.Costs(latency=1))).cells
+    assert {cell.related for cell in cells if cell.full == "U0.0/"} == {(2, 3)}  # the layers of its bucket
 
 
 @given(forward=times, backward_input=times, backward_weight=times, latency=st.floats(0, 10), width=st.integers(30, 300))

@@ -5,7 +5,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import microparallel as mp
-from microparallel.program import AllReduce, Broadcast, Collective, Named, Program, TrainingStep
+from microparallel.program import (
+    AllGather,
+    AllReduce,
+    Broadcast,
+    Bucket,
+    Collective,
+    Named,
+    Parameters,
+    Program,
+    ReduceScatter,
+    TrainingStep,
+)
 
 
 @given(st.sets(st.integers(0, 20), min_size=1))
@@ -38,6 +49,20 @@ def test_ranks_meet_along_their_axis():
     }
     alone = Program("grid", goal, ranks).groups()  # without a mesh all ranks are on one axis
     assert alone[0, loss] == (0, 1, 2, 4) and alone[5, weights] == (0, 2, 5)
+
+
+def test_who_keeps_the_parts_of_a_bucket():
+    summed, gathered = ReduceScatter(Bucket(0, 1), "dp"), AllGather(Parameters(1), "pp")
+    ranks = ((summed,), (summed, gathered), (summed, gathered), (summed,))
+    program = Program("parts", TrainingStep(1, 1), ranks, mesh=(("dp", 2), ("pp", 2)))
+    assert program.shared_by() == {
+        (0, 0): (0, 2),
+        (2, 0): (0, 2),
+        (1, 0): (1, 3),
+        (3, 0): (1, 3),
+        (1, 1): (1,),
+        (2, 1): (2,),
+    }
 
 
 def test_names_that_would_not_read_back_are_refused():

@@ -8,12 +8,16 @@ import torch
 import microparallel as mp
 from microparallel.comms.interpreter import rounds
 from microparallel.program import (
+    Act,
     Add,
+    Bucket,
     OpenSends,
+    Parameters,
     Part,
     Recv,
     Rules,
     Send,
+    Shard,
     Slices,
     from_text,
     halves,
@@ -21,7 +25,7 @@ from microparallel.program import (
     peak_activations,
     touch,
 )
-from microparallel.program.rules import held_activations, live_activations
+from microparallel.program.rules import Version, held_activations, live_activations
 from microparallel.verifier.order import check_order
 
 
@@ -57,6 +61,7 @@ RULE = {  # operation: what it needs, and what it makes
     "%U1.1@dp": ("D1.2", "U1.1/"),  # of this rank's second micro-batch
     "%U1.5@dp": ("", "U1.5/"),  # it has no sixth
     "~T1@dp": ("T1/", "T1"),
+    "*U1.1/@replica": ("U1.1/", "U1.1/"),  # a new version of it
     "=": ("", ""),
     "?forward/0/forward": ("", ""),
 }
@@ -74,6 +79,19 @@ def test_a_bucket_that_the_goal_does_not_name():
     subject = program(STEP, goal=GOAL)
     with pytest.raises(mp.errors.ProgramError, match="there is no bucket U2; the goal names 2"):
         Rules(subject.goal, subject.ranks[0]).needs(parse_op("*U2@dp"))
+
+
+def test_an_operation_needs_the_version_that_stands_last_before_it():
+    step = program(
+        "~T0@dp F0.0 !T0 ~T0@dp B0.0 %U0@dp *U0/@replica S",
+        goal="training step of 1 stage, 1 micro-batch, buckets 0:1, sharded",
+    )
+    versions = Rules(step.goal, step.ranks[0]).versions()
+    assert {str(step.ranks[0][place]): needs for place, needs in versions.items()} == {
+        "B0.0": (Act(0, 0), Version(Parameters(0), 2)),
+        "S": (Version(Shard(Bucket(0)), 2),),
+    }
+    assert Rules(step.goal, step.ranks[0][:3]).versions() == {}
 
 
 def test_halves():

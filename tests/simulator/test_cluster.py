@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import microparallel as mp
+from microparallel.program import ops as o
 from microparallel.simulator.groups import GroupCosts
 
 times = st.fractions(Fraction(1, 10), 10, max_denominator=20)
@@ -123,8 +124,67 @@ def test_an_all_reduce_of_a_step_takes_turns_at_the_port_too():
 def test_the_short_way_for_rings_is_not_taken_where_a_port_is_shared(order):
     """Links that are all alike: ranks 0, 2, 1, 3 in a ring cross the network with every message."""
     costs = cluster(2, 2, (1, 0), (1, 0))
-    link = GroupCosts(costs, mp.program.Collective("all-reduce", 1), None)._only_link(order)
+    link = GroupCosts(costs, mp.collectives.build("ring", 4), None)._only_link(order, (order,))
     assert (link is None) == (order == (0, 2, 1, 3))
+
+
+def test_the_short_way_for_rings_is_not_taken_where_another_group_uses_the_port():
+    costs = cluster(2, 2, (1, 0), (1, 0))
+    find = GroupCosts(costs, mp.collectives.build("ring", 4), None)._only_link
+    assert find((0, 2), ((0, 2),)) == mp.Link(1, 0)
+    assert find((0, 2), ((0, 2), (1, 3))) is None
+    assert find((0, 1), ((0, 1), (2, 3))) == mp.Link(1, 0)  # inside of a node there is no port to share
+
+
+# ── hybrid sharding: parameters travel inside of a node, parts of gradients between nodes ───────────────────────────
+
+
+def between_nodes(trace, per_node):
+    """How many bytes cross from one node to another, added up from the messages of every ring."""
+    rings = {(event.op, event.group, event.number): event.bytes for event in trace.events if event.group}
+    kinds = {o.AllGather: "all-gather", o.ReduceScatter: "reduce-scatter", o.AllReduce: "ring"}
+    total = 0
+    for (op, group, _), size in rings.items():
+        nodes = [rank // per_node for rank in group]
+        for rank, ops in enumerate(mp.collectives.build(kinds[type(op)], len(group)).ranks):
+            away = [one for one in ops if isinstance(one, o.Send) and nodes[one.to] != nodes[rank]]
+            total += len(away) * size / len(group)
+    return total
+
+
+@pytest.mark.parametrize(("nodes", "k"), [(2, 2), (2, 4), (3, 2), (4, 1)])
+@pytest.mark.parametrize("m", [1, 2])
+def test_hybrid_sharding_sends_less_between_nodes(nodes, k, m):
+    """Of a copy of n bytes, plain ZeRO-3 sends 3m(p−1)/p over each of g links that leave a node; hybrid sharding sends
+    2m(g−1)/g · n/k for each rank, k of them in each of g nodes.
+    """
+    p, n = nodes * k, 6 * 10
+    costs = cluster(nodes, k, (0, 0), (0, 1), 10)
+    plain, hybrid = (mp.simulate(mp.schedules.zero(3, 6, p, m, replicas=copies), costs) for copies in (1, nodes))
+    assert between_nodes(plain, k) == pytest.approx(nodes * 3 * m * (p - 1) / p * n)
+    assert between_nodes(hybrid, k) == pytest.approx(p * m * 2 * (nodes - 1) / nodes * n / k)
+    assert between_nodes(hybrid, k) < between_nodes(plain, k)
+    assert hybrid.bytes_sent == pytest.approx([m * (3 * (k - 1) / k * n + 2 * (nodes - 1) / nodes * n / k)] * p)
+
+
+def test_a_hybrid_step_on_two_nodes_of_two():
+    """For one copy of 60 bytes: 2 links with 3 · 3/4 · 60 bytes each, or 4 ranks with 2 · 1/2 · 30 bytes each."""
+    costs = cluster(2, 2, (0, 0), (0, 1), 10)
+    plain, hybrid = (mp.simulate(mp.schedules.zero(3, 6, 4, replicas=copies), costs) for copies in (1, 2))
+    assert (between_nodes(plain, 2), between_nodes(hybrid, 2)) == (270, 120)
+    assert hybrid.makespan < plain.makespan
+
+
+def test_groups_beside_each_other_take_turns_at_the_port():
+    """A part of 10/2 bytes, in halves there and back: 5 seconds for a pair alone, 10 for two with one port a node."""
+    step = mp.schedules.zero(3, 1, 4, replicas=2)
+    ends = {}
+    for shared_nic in (True, False):
+        trace = mp.simulate(step, cluster(2, 2, (0, 0), (0, 1), 10, shared_nic=shared_nic))
+        sums = [event for event in trace.events if str(event.op) == "*U0.0/@replica"]
+        assert {event.bytes for event in sums} == {5} and {event.sent for event in sums} == {5}
+        ends[shared_nic] = max(event.end for event in sums) - min(event.start for event in sums)
+    assert ends == {True: 10, False: 5}
 
 
 def test_a_link_of_its_own_wins_over_the_cluster_s():

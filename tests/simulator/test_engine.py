@@ -1,7 +1,7 @@
 """What the engine promises: lanes keep their order, ports serve one message at a time, needs come first."""
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import replace
 from fractions import Fraction
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import microparallel as mp
-from microparallel.program import Free, Join, Lane, Observed, Recv, Rules, Send, from_text, lane
+from microparallel.program import AllGather, Free, Join, Lane, Observed, Parameters, Recv, Rules, Send, from_text, lane
 
 
 def program(*ranks, goal):
@@ -23,9 +23,14 @@ def times(trace, rank):
 
 @st.composite
 def built(draw):
-    if draw(st.booleans()):
+    kind = draw(st.sampled_from(["collective", "pipeline", "zero"]))
+    if kind == "collective":
         name = draw(st.sampled_from(sorted(mp.collectives.ALL_REDUCES | mp.collectives.OTHERS)))
         return mp.collectives.build(name, draw(st.integers(1, 7)))
+    if kind == "zero":
+        level, layers, ranks, microbatches = (draw(st.integers(1, most)) for most in (3, 4, 3, 3))
+        replicas = draw(st.integers(1, 2)) if level == 3 else 1
+        return mp.schedules.zero(level, layers, ranks * replicas, microbatches, replicas=replicas)
     name = draw(st.sampled_from(sorted(mp.schedules.PIPELINES)))
     return mp.schedules.build(name, draw(st.integers(1, 5)), draw(st.integers(1, 8)))
 
@@ -73,10 +78,18 @@ def test_lanes_ports_and_needs(program, costs):
         ):
             for before, after in itertools.pairwise(one_thing):
                 assert before.end <= after.start
-        # What an operation needs was made before.
-        made = {value: event.end for event in events for value in rules.makes(event.op)}
-        for event in computed:
-            assert all(made[value] <= event.start for value in rules.needs(event.op))
+        # What an operation needs was made before: by the operation that stands last before it, if there are several.
+        made = dict.fromkeys(rules.at_first(), 0)
+        left = defaultdict(deque)
+        for event in events:
+            left[event.op].append(event)
+        for op in ops:
+            if isinstance(op, Free | Join):
+                continue
+            event = left[op].popleft()
+            if event.lane is Lane.COMPUTE:
+                assert all(made[value] <= event.start for value in rules.needs(op))
+            made |= dict.fromkeys(rules.makes(op), event.end)
 
 
 @given(program=built(), latency=cost, per_byte=cost)
@@ -293,3 +306,30 @@ class Slow(mp.Costs):
 
     def together(self, op, rank):
         return 7 if isinstance(op, Observed) else None
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("seconds_per_byte", [0.1, 1, 10])
+def test_parameters_that_were_freed_are_waited_for_again(prefetch, seconds_per_byte):
+    """Each forward and backward begins when the gather that stands last before it in the program has ended."""
+    step = mp.schedules.zero(3, 4, 2, 2, prefetch=prefetch)
+    trace = mp.simulate(step, mp.Costs(seconds_per_byte=seconds_per_byte))
+    for rank, ops in enumerate(step.ranks):
+        rules, gathered = Rules(step.goal, ops), {}
+        events = {op: [event for event in trace.by_rank[rank] if event.op == op] for op in set(ops)}
+        for op in ops:
+            if isinstance(op, Free):
+                continue
+            event = events[op].pop(0)
+            if isinstance(op, AllGather):
+                gathered[op.value] = event.end
+            needed = [gathered[value] for value in rules.needs(op) if isinstance(value, Parameters)]
+            assert all(end <= event.start for end in needed), op
+
+
+def test_without_prefetching_nothing_is_hidden():
+    """Two gathers and a reduce-scatter of each unit stand one after another, between what is computed."""
+    trace = mp.simulate(mp.schedules.zero(3, 4, 2, prefetch=0), mp.Costs(seconds_per_byte=10))
+    half = 10 / 2  # of a layer's byte each rank sends half
+    assert trace.exposed_communication == [4 * 3 * half] * 2
+    assert trace.makespan == 4 * (1 + 2) + 4 * 3 * half

@@ -15,3 +15,10 @@ def test_reasons_for_waiting():
     ddp = mp.simulate(mp.schedules.ddp(2, 1, 2), mp.Costs(latency=1))
     words = {reason for place, reason in reasons(ddp).items() if str(ddp.events[place].op) == "S"}
     assert words == {f"rank {rank} waited for the all-reduce of U0 before S" for rank in range(2)}
+
+
+def test_the_reason_is_the_gather_before_it_not_a_later_one():
+    trace = mp.simulate(mp.schedules.zero(3, 2, 2, 2, prefetch=0), mp.Costs(seconds_per_byte=10))
+    found = {f"{event.op} of rank {event.rank}": reasons(trace).get(place) for place, event in enumerate(trace.events)}
+    assert found["F0.0 of rank 0"] == "rank 0 waited for the all-gather of T1 before F0.0"
+    assert found["B1.0 of rank 0"] == "rank 0 waited for the all-gather of T0 before B1.0"

@@ -1,10 +1,12 @@
 """Is a program right? Do what it says, step by step, and look: the slow and obvious judge that the verifier must match.
 
 Nothing here is shared with the verifier or with the dependency rule. A collective runs on whole numbers, each
-contribution a digit of its own, so that a sum shows what went into it. A training step runs on the names of values.
-Ranks take turns in random order, once with buffered and once with rendezvous sends.
+contribution a digit of its own, so that a sum shows what went into it. A training step runs on the names of values; a
+sum is a row of elements, each with the names of the gradients in it, so that it can be kept in parts. Ranks take turns
+in random order, once with buffered and once with rendezvous sends.
 """
 
+import math
 import random
 from collections import Counter, defaultdict
 
@@ -12,14 +14,17 @@ from microparallel.program import (
     Add,
     AllGather,
     AllReduce,
+    Bucket,
     Collective,
     Free,
     Join,
     OptimizerStep,
+    Parameters,
     Part,
     Recv,
     ReduceScatter,
     Send,
+    Shard,
     Slices,
 )
 
@@ -73,7 +78,7 @@ class World:
         """Let a rank do its next operation if it can; says whether it did."""
         op = self.to_do[rank][0] if self.to_do[rank] else None
         if isinstance(op, AllReduce | ReduceScatter | AllGather):
-            return self.together(op)
+            return self.together(rank, op)
         if isinstance(op, Recv) and rank not in self.at_receive:
             return self.post(rank, op)
         if op is None or (isinstance(op, Recv | Add) and not self.may_write(rank, op)):
@@ -125,8 +130,8 @@ class World:
         waiting = receiver in self.at_receive and self.to_do[receiver][0].source == sender
         return self.received[sender, receiver] + waiting
 
-    def together(self, op):
-        partners = [rank for rank, ops in enumerate(self.program.ranks) if op in ops]
+    def together(self, rank, op):
+        partners = partners_of(self.program, rank, op)
         if not all(self.to_do[rank][:1] == [op] for rank in partners):
             return False
         given = {rank: self.memories[rank].give(op) for rank in partners}
@@ -134,6 +139,20 @@ class World:
             self.memories[rank].take(op, given)
             self.to_do[rank].pop(0)
         return True
+
+
+def partners_of(program, rank, op):
+    """The ranks that do an operation together with this one: their places in the mesh differ along its axis only."""
+    axes = [name for name, _ in program.mesh]
+    require(not axes or op.axis in (*axes, "world"), f"rank {rank} does {op}, and there is no such axis")
+
+    def others(one):
+        found = {}
+        for name, size in reversed(program.mesh):
+            one, found[name] = divmod(one, size)
+        return [place for name, place in found.items() if op.axis not in (name, "world")] if op.axis in axes else []
+
+    return [other for other, ops in enumerate(program.ranks) if op in ops and others(other) == others(rank)]
 
 
 def memory_of(value):
@@ -209,9 +228,21 @@ class Shelf:
         self.program, self.goal, self.rank = program, program.goal, rank
         self.held, self.ever_held = set(), set()
         self.did = []  # (kind, stage, micro-batch), and the names of buckets and of the optimizer step
-        self.sums = defaultdict(Counter)  # bucket → the gradients in this rank's part of the sum
-        self.parts = dict.fromkeys(range(len(self.goal.buckets) * self.goal.sharded), "old")  # of the parameters
-        self.wholes = {}  # bucket → its parameters as they were gathered: rank → part
+        self.elements = range(math.lcm(*range(1, program.world_size + 1)))  # of each bucket, for parts of any size
+        self.sums = {}  # bucket → element → the gradients in it; of a bucket that is kept in parts, those of the part
+        self.scattered = {}  # number of a bucket → the elements that are this rank's part of it
+        for op in program.ranks[rank]:
+            if isinstance(op, ReduceScatter) and isinstance(op.value, Bucket):
+                mine = self.my_part(partners_of(program, rank, op))
+                require(self.scattered.setdefault(op.value.index, mine) == mine, f"rank {rank} has two parts")
+        sharded = self.scattered if self.goal.sharded else {}
+        self.parts = {index: dict.fromkeys(mine, "old") for index, mine in sharded.items()}  # of the parameters
+        self.wholes = {}  # bucket → its parameters as they were gathered, element by element
+
+    def my_part(self, ranks):
+        """The elements that a rank keeps of what it shares with others."""
+        length = len(self.elements) // len(ranks)
+        return self.elements[ranks.index(self.rank) * length :][:length]
 
     def read(self, name):
         require(str(name) in self.held, f"rank {self.rank} needs {name}, which it does not hold")
@@ -227,6 +258,10 @@ class Shelf:
         require(not isinstance(op, Add), f"rank {self.rank} does {op}, which is not for a training step")
         if isinstance(op, Free) and str(op.value) in self.wholes:
             del self.wholes[str(op.value)]
+        elif isinstance(op, Free) and isinstance(op.value, Shard):
+            require(str(op.value)[0] == "U", f"rank {self.rank} does {op}, and no other rank keeps that")
+            require(op.value.of in self.sums, f"rank {self.rank} does {op}, which it does not hold")
+            del self.sums[op.value.of]
         elif isinstance(op, Free):
             self.read(op.value)
             self.held.remove(str(op.value))
@@ -240,8 +275,9 @@ class Shelf:
             for name in needs(*part, last=self.goal.stages - 1):
                 self.read(name)
             if self.goal.sharded:
-                index = next(i for i, (start, stop) in enumerate(self.goal.buckets) if start <= part[1] < stop)
-                require(f"T{index}" in self.wholes, f"rank {self.rank} computes without T{index}")
+                indexes = [i for i, (start, stop) in enumerate(self.goal.buckets) if start <= part[1] < stop]
+                whole = indexes and all(f"T{index}" in self.wholes for index in indexes)
+                require(whole, f"rank {self.rank} computes stage {part[1]} without its parameters")
         for part in parts:
             self.did.append(part)
             for name in makes(*part):
@@ -249,15 +285,21 @@ class Shelf:
 
     def give(self, op):
         """What this rank brings to what its group does together."""
-        if isinstance(op, AllReduce):
-            require(not self.goal.sharded, f"rank {self.rank} does {op}, and keeps parts")
-            return None
-        require(op.algorithm in ("auto", "ring", "direct"), f"rank {self.rank} does {op} by an unknown algorithm")
+        if isinstance(op, AllReduce) and isinstance(op.value, Shard):
+            require(op.value.of in self.sums, f"rank {self.rank} does {op} and has no such part")
+            return self.sums[op.value.of]
+        require(
+            isinstance(op, AllReduce) or op.algorithm in ("auto", "ring", "direct"),
+            f"rank {self.rank} does {op} by an unknown algorithm",
+        )
         if isinstance(op, AllGather):
-            require(str(op.value)[0] == "T" and op.value.index in self.parts, f"rank {self.rank} has no part for {op}")
+            known = isinstance(op.value, Parameters) and op.value.index in self.parts
+            require(known, f"rank {self.rank} has no part for {op}")
             return self.parts[op.value.index]
-        bucket = buckets(self.goal).get(f"U{op.value.index}", ()) if str(op.value)[0] == "U" else ()
+        known = isinstance(op.value, Bucket) and not (isinstance(op, AllReduce) and op.value.turn is not None)
+        bucket = buckets(self.goal).get(f"U{op.value.index}", ()) if known else ()
         require(bucket, f"rank {self.rank} does {op}, which is no bucket of the goal")
+        require(isinstance(op, ReduceScatter) or not self.goal.sharded, f"rank {self.rank} does {op}, and keeps parts")
         mine = self.gradients()
         turns = sorted({name.partition(".")[2] for _, name in mine}, key=int)
         turn = None if op.value.turn is None else turns[op.value.turn : op.value.turn + 1]
@@ -268,39 +310,46 @@ class Shelf:
 
     def take(self, op, given):
         """What this rank has of it afterwards."""
-        if isinstance(op, AllReduce):
-            self.all_reduce(op)
-        elif isinstance(op, ReduceScatter):
-            self.sums[op.value.index].update(name for names in given.values() for name in names)
-            self.did += [f"U{op.value.index}", op]
-        else:
+        if isinstance(op, AllGather):
             require(str(op.value) not in self.wholes, f"rank {self.rank} gathers {op.value} twice")
-            self.wholes[str(op.value)] = given
-
-    def all_reduce(self, op):
-        bucket = buckets(self.goal).get(str(op.value), ())
-        require(bucket, f"rank {self.rank} does {op}, which is no bucket of the goal")
-        everybody = [other for ops in self.program.ranks for other in ops if isinstance(other, AllReduce)]
-        ways = {(other.axis, other.algorithm) for other in everybody if other.value == op.value}
-        require(len(ways) == 1, f"{op.value} is reduced along different axes, or by different algorithms")
-        for stage, name in self.gradients():
-            if stage in bucket:
-                self.read(name)
-        self.write(op.value, None, add=False)
-        self.did.append(str(op.value))
+            require(len(set(map(len, given.values()))) == 1, f"rank {self.rank} gathers parts of different sizes")
+            pieces = [piece for part in given.values() for piece in part.items()]
+            require([at for at, _ in pieces] == [*self.elements], f"rank {self.rank} gathers what is not {op.value}")
+            self.wholes[str(op.value)] = dict(pieces)
+        elif isinstance(op.value, Shard):
+            require(len(set(map(tuple, given.values()))) == 1, f"rank {self.rank} adds different parts by {op}")
+            sums = {at: sum((part[at] for part in given.values()), Counter()) for at in self.sums[op.value.of]}
+            self.sums[op.value.of] = sums
+        else:
+            mine = self.scattered[op.value.index] if isinstance(op, ReduceScatter) else self.elements
+            total = Counter(name for names in given.values() for name in names)
+            require(op.value not in self.sums, f"rank {self.rank} does {op} twice")
+            self.sums[op.value] = dict.fromkeys(mine, total)
+            self.did += [f"U{op.value.index}", op]
+        if isinstance(op, AllReduce) and isinstance(op.value, Bucket):
+            everybody = [other for ops in self.program.ranks for other in ops if isinstance(other, AllReduce)]
+            ways = {(other.axis, other.algorithm) for other in everybody if other.value == op.value}
+            require(len(ways) == 1, f"{op.value} is reduced along different axes, or by different algorithms")
+            self.write(op.value, None, add=False)
 
     def optimizer_step(self, op):
         require(op not in self.did, f"rank {self.rank} updates the weights twice")
         scatters = [op for op in self.program.ranks[self.rank] if isinstance(op, ReduceScatter)]
         require(all(other in self.did for other in scatters), f"rank {self.rank} updates before its gradients came")
         self.did.append(op)
-        self.parts |= {index: frozenset(names.items()) for index, names in self.sums.items()}
+        require(all(other.value in self.sums for other in scatters), f"rank {self.rank} lost its gradients")
+        for index, mine in self.scattered.items():
+            self.parts[index] = {at: frozenset(self.total(index, at).items()) for at in mine}
         for stage, name in self.gradients():
-            if any(stage in buckets(self.goal)[f"U{index}"] for index in self.sums):
+            if any(stage in buckets(self.goal)[f"U{index}"] for index in self.scattered):
                 continue
             holding = [bucket for bucket, stages in buckets(self.goal).items() if stage in stages]
             for needed in holding or [name]:
                 self.read(needed)
+
+    def total(self, index, at):
+        """What this rank has summed in one element of a bucket, of all micro-batches."""
+        return sum((sums[at] for bucket, sums in self.sums.items() if bucket.index == index), Counter())
 
     def gradients(self):
         """The weights' gradients that this rank makes in its whole list, after their stages."""
@@ -321,29 +370,37 @@ def check_parts(program, shelves):
     """Each part of the parameters was updated with every gradient, once; every rank ends with all of them."""
     made = {(stage, name) for shelf in shelves for stage, name in shelf.gradients()}
     updates = any(OptimizerStep() in ops for ops in program.ranks)
-    axes = defaultdict(set)
+    axes, ways = defaultdict(set), defaultdict(set)
     for ops in program.ranks:
+        sums = defaultdict(list)
         for op in ops:
-            if isinstance(op, AllReduce | ReduceScatter | AllGather):
-                axes[op.value.index].add(op.axis)
+            value = (
+                op.value.of if isinstance(op, AllReduce) and isinstance(op.value, Shard) else getattr(op, "value", None)
+            )
+            if isinstance(op, AllReduce | ReduceScatter | AllGather) and value is op.value:
+                axes[value.index].add(op.axis)
+            if isinstance(op, AllReduce | ReduceScatter):
+                sums[value.index].append(str(op))
+        for index, words in sums.items():
+            ways[index].add(tuple(sorted(words)))
     for shelf in shelves:
-        for index, sums in shelf.sums.items():
+        for index in {bucket.index for bucket in shelf.sums} | shelf.scattered.keys():
             bucket = buckets(program.goal)[f"U{index}"]
             wanted = Counter(name for stage, name in made if stage in bucket)
-            require(
-                sums == wanted, f"rank {shelf.rank} has other gradients in its part of U{index} than all of them once"
-            )
+            mine = shelf.scattered.get(index, shelf.elements)
             require(len(axes[index]) == 1, f"bucket {index} is reduced and gathered along different axes")
-            if not updates:
+            require(len(ways[index]) == 1, f"bucket {index} is reduced in different ways")
+            if any(value.index == index for value in shelf.sums):  # else the sums were freed, after the update
+                right = all(shelf.total(index, at) == wanted for at in mine)
+                require(right, f"rank {shelf.rank} has other gradients in U{index} than all of them once")
+            if not updates or index not in shelf.scattered:
                 continue
-            whole = {other.rank: frozenset(wanted.items()) for other in shelves if index in other.sums}
-            require(
-                shelf.parts.get(index) == whole[shelf.rank], f"rank {shelf.rank} does not update its part of T{index}"
-            )
+            new = frozenset(wanted.items())
+            right = shelf.parts.get(index) == dict.fromkeys(mine, new)
+            require(right, f"rank {shelf.rank} does not update its part of T{index}")
             if not program.goal.sharded:
-                require(
-                    shelf.wholes.get(f"T{index}") == whole, f"rank {shelf.rank} ends with other weights in T{index}"
-                )
+                right = shelf.wholes.get(f"T{index}") == dict.fromkeys(shelf.elements, new)
+                require(right, f"rank {shelf.rank} ends with other weights in T{index}")
 
 
 def halves(op):

@@ -26,6 +26,7 @@ from microparallel.program import (
     Program,
     Recv,
     Send,
+    Shard,
     Slices,
     from_text,
     to_text,
@@ -102,7 +103,7 @@ def right_programs():
     steps = [
         [variant for program in programs for variant in variants(program)] for programs in [*pipelines, ddp, ddp_naive]
     ]
-    return [*collectives, *[chatters] * 3, *steps, *steps[-2:], *[zeros()] * 4]
+    return [*collectives, *[chatters] * 3, *steps, *steps[-2:], *[zeros()] * 4, *[hybrids()] * 4]
 
 
 def zeros():
@@ -118,6 +119,21 @@ def zeros():
     freed = [mp.schedules.free_dead_values(program) for program in raw]
     kept = [edited(one, *enumerate([op for op in ops if not isinstance(op, Free)] for ops in one.ranks)) for one in raw]
     return [*raw, *freed, *kept, *(dataclasses.replace(one, ranks=(*one.ranks, ())) for one in raw)]
+
+
+def hybrids():
+    """Steps on two axes: ranks keep parts along one, and sum them along the other."""
+    raw = [
+        mp.schedules.zero(3, layers, p, m, buckets=b, replicas=replicas, reshard_after_forward=reshard)
+        for p, replicas in ((2, 1), (2, 2), (4, 2), (6, 2), (6, 3))
+        for m in (1, 2)
+        for layers, b in ((1, 1), (2, 1), (3, 2))
+        for reshard in (True, False)
+    ]
+    swapped = [
+        from_text(to_text(one).replace("replica", "x").replace("dp", "replica").replace("x", "dp")) for one in raw
+    ]
+    return [*raw, *map(mp.schedules.free_dead_values, raw), *swapped]
 
 
 # ── mutations ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -214,6 +230,24 @@ def change_message(program, chance):
     )
 
 
+def change_meeting(program, chance):
+    """Drop, double, redirect or move what ranks do together, on all of them, so that they still meet."""
+    together = [op for ops in program.ranks for op in ops if isinstance(op, o.GroupOp)]
+    if not together:
+        return program
+    one = chance.choice(together)
+    how = chance.choice(("drop", "double", "redirect", "redirect", "move"))
+    instead = {"drop": [], "double": [one, one]}.get(how, [redirected(one, program, chance)])
+    ranks = [list(ops) for ops in program.ranks]
+    for ops in ranks:
+        for place in reversed([place for place, op in enumerate(ops) if op == one]):
+            if how == "move":
+                ops[place : place + 2] = reversed(ops[place : place + 2])
+            else:
+                ops[place : place + 1] = instead
+    return edited(program, *enumerate(ranks))
+
+
 def messages(program):
     """The sends and their receives, each as rank and place."""
     waiting = collections.defaultdict(list)
@@ -259,6 +293,8 @@ def redirected(thing, program, chance):
         start = chance.randint(0, program.goal.slices)
         slices = Slices(start, chance.randint(start + 1, program.goal.slices + 1))
         return chance.choice((slices, slices, Part(chance.randint(0, program.world_size))))
+    if isinstance(thing, values.Bucket | values.Parameters | Shard) and chance.random() < 0.2:
+        return thing.of if isinstance(thing, Shard) else Shard(thing)
     kinds = [kind for alike in ALIKE if isinstance(thing, alike) for kind in alike]
     if kinds and chance.random() < 0.3:
         return chance.choice(kinds)(thing.stage, thing.microbatch)
@@ -281,15 +317,16 @@ def with_another_field(thing, program, chance):
         new = chance.randint(0, len(program.goal.buckets))
     elif field in ("forward", "backward"):
         new = with_another_field(old, program, chance)
-    elif field in ("value", "into"):
+    elif field in ("value", "into", "of"):
         new = redirected(old, program, chance)
     else:
-        new = {"reduce": not old, "axis": "other", "algorithm": "tree", "turn": chance.choice((None, 0, 1))}[field]
+        axis = chance.choice(["other", "world", *(axis for axis, _ in program.mesh)])
+        new = {"reduce": not old, "axis": axis, "algorithm": "tree", "turn": chance.choice((None, 0, 1))}[field]
     return dataclasses.replace(thing, **{field: new})
 
 
 MUTATIONS = [drop, duplicate, swap_neighbours, swap_neighbours, swap_any, redirect, redirect]
-MUTATIONS += [pair, change_message, drop_many, hand_over]
+MUTATIONS += [pair, change_message, change_meeting, drop_many, hand_over]
 
 
 # ── both judge ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -327,6 +364,12 @@ def test_both_accept_what_was_not_spoilt():
 def written(goal, *ranks):
     rows = [f"rank {rank}: {ops}" for rank, ops in enumerate(ranks)]
     return from_text("\n".join(["program written", f"goal: {goal}", *rows]))
+
+
+def hybrid(ops, others=None):
+    """Two replicas of two ranks that do the same; or ranks 2 and 3 something else."""
+    goal = "training step of 1 stage, 4 micro-batches, buckets 0:1, sharded\nmesh: replica 2, dp 2"
+    return written(goal, *((others or ops if rank > 1 else ops).replace(".m", f".{rank}") for rank in range(4)))
 
 
 ONE_SLICE = "all-reduce of 1 slice"
@@ -381,6 +424,20 @@ REPLICAS = "training step of 1 stage, 2 micro-batches, buckets 0:1"
         (written(REPLICAS, "F0.0 *U0@dp B0.0", "F0.1 B0.1 *U0@dp"), "needs D0.0"),
         (written(REPLICAS, "F0.0 B0.0 S *U0@dp", "F0.1 B0.1 *U0@dp S"), "needs U0"),
         (written(REPLICAS, "F0.0 B0.0 *U0@dp <A0.1@1", "F0.1 B0.1 *U0@dp *U0@dp >A0.1@0"), "nobody can go on"),
+        (hybrid("~T0@dp F0.m B0.m %U0@dp S"), "other gradients in U0 than all of them once"),
+        (hybrid("~T0@dp F0.m B0.m %U0@dp *U0/@replica *U0/@replica S"), "other gradients in U0 than all of them once"),
+        (hybrid("~T0@dp F0.m B0.m %U0@dp S *U0/@replica"), "does not update its part of T0"),
+        (hybrid("~T0@dp F0.m B0.m *U0/@replica %U0@dp S"), "has no such part"),
+        (hybrid("~T0@dp F0.m B0.m %U0@dp *U0/@dp S"), "adds different parts"),
+        (hybrid("~T0@dp F0.m B0.m %U0@dp *U0/@node S"), "there is no such axis"),
+        (hybrid("~T0@replica F0.m B0.m %U0@dp *U0/@replica S"), "gathers what is not T0"),
+        (hybrid("~T0@world F0.m B0.m %U0@dp *U0/@replica S"), "gathers what is not T0"),
+        (hybrid("~T0@dp F0.m B0.m %U0@dp *U0/@replica !U0/ S"), "lost its gradients"),
+        (hybrid("~T0@dp F0.m B0.m %U0@dp *U0/@replica !T0/ S"), "no other rank keeps that"),
+        (
+            hybrid("~T0@dp F0.m B0.m %U0@dp *U0/@replica S", "~T0@dp F0.m B0.m %U0@dp *U0/@world S"),
+            "adds different parts",  # those of ranks 2 and 3
+        ),
     ],
 )
 def test_both_reject_what_is_wrong(program, reason):

@@ -5,7 +5,7 @@ import pytest
 import microparallel as mp
 from microparallel.program import from_text
 from microparallel.schedules import build
-from microparallel.verifier import Deadlock
+from microparallel.verifier import Deadlock, LacksGradients
 
 
 def step(*ranks, goal="training step of 2 stages, 1 micro-batch"):
@@ -95,6 +95,130 @@ def test_right_steps_in_parts():
 def test_what_is_wrong_with_a_step_in_parts(program, words):
     with pytest.raises(mp.errors.ProgramError, match=words):
         mp.verify(program)
+
+
+# ── parts along one axis of the mesh, and replicas of them along another ────────────────────────────────────────────
+
+FOUR_RANKS = "training step of 1 stage, 4 micro-batches, buckets 0:1"
+EIGHT = "training step of 1 stage, 8 micro-batches, buckets 0:1, sharded"
+HYBRID = "~T0@dp F0.m B0.m %U0@dp *U0/@replica S"
+IN_TURNS = "~T0@dp F0.m B0.m %U0.0@dp *U0.0/@replica F0.n B0.n %U0.1@dp *U0.1/@replica S"
+
+
+def four(ops, goal=f"{FOUR_RANKS}, sharded", **others):
+    """Two replicas of two ranks that do the same, each on its own micro-batches; `rank2=` is what rank 2 does."""
+    rows = [others.get(f"rank{rank}", ops).replace(".m", f".{rank}").replace(".n", f".{rank + 4}") for rank in range(4)]
+    return step(*rows, goal=f"{goal}\nmesh: replica 2, dp 2")
+
+
+def test_right_steps_in_parts_that_replicas_sum():
+    mp.verify(four(HYBRID))
+    mp.verify(four(IN_TURNS, goal=EIGHT))
+    mp.verify(four("~T0@dp F0.m B0.m %U0@dp *U0/@replica", goal=f"{FOUR_RANKS}, sharded"))  # gradients alone
+    mp.verify(four("F0.m B0.m %U0@dp *U0/@replica S ~T0@dp", goal=FOUR_RANKS))  # ZeRO-1 inside of each replica
+    mp.verify(four(HYBRID.replace("@dp", "@x").replace("@replica", "@dp").replace("@x", "@replica")))
+    mp.verify(four("~T0@world F0.m B0.m %U0@world S"))  # one copy, in four parts
+    mp.verify(four("F0.m B0.m *U0@world S", goal=FOUR_RANKS))
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (  # forgotten
+            four(HYBRID.replace("*U0/@replica ", "")),
+            "rank 0 does S, and its part of U0 lacks the gradients of ranks 2, 3; *U0/@replica sums over ranks that "
+            "keep the same part\n  rank 0: … F0.0 B0.0 %U0@dp [S]",
+        ),
+        (
+            four(IN_TURNS.replace("*U0.1/@replica ", ""), goal=EIGHT),
+            "rank 3 does S, and its part of U0.1 lacks the gradients of ranks 0, 1; *U0.1/@replica sums",
+        ),
+        (
+            four("~T0@dp F0.m B0.m %U0@dp"),
+            "rank 0 ends, and its part of U0 lacks the gradients of ranks 2, 3; *U0/@replica sums",
+        ),
+        (  # too late
+            four("~T0@dp F0.m B0.m %U0@dp S *U0/@replica"),
+            "does S, and its part of U0 lacks the gradients of ranks 2, 3; *U0/@replica sums",
+        ),
+        (  # twice
+            four(HYBRID.replace("*U0/@replica", "*U0/@replica *U0/@replica")),
+            "rank 0 does *U0/@replica twice: its gradients would count twice; once is enough",
+        ),
+        (  # twice, by another name
+            step(
+                *(f"~T0@dp F0.{rank} B0.{rank} %U0@dp *U0/@replica *U0/@world S" for rank in (0, 1)),
+                goal=f"{SHARDS}\nmesh: replica 2, dp 1",
+            ),
+            "does *U0/@world, which would count the gradients of ranks 0, 1 twice: they are in its parts already; "
+            "leave it out",
+        ),
+        (  # too early
+            four("~T0@dp F0.m B0.m *U0/@replica %U0@dp S"),
+            "does *U0/@replica, which needs U0/, and does not have it; %U0@dp makes it, before *U0/@replica",
+        ),
+        (  # along the wrong axis
+            four(HYBRID.replace("@replica", "@dp")),
+            "rank 1 does *U0/@dp, which adds up different parts: rank 1 keeps part 1 of 2, and rank 0 part 0 of 2; "
+            "*U0/@replica sums over ranks that keep the same part",
+        ),
+        (four(HYBRID.replace("@replica", "@world")), "does *U0/@world, which adds up different parts"),
+        (four(HYBRID.replace("@replica", "@node")), "rank 0 does *U0/@node, and the mesh has the axes replica, dp"),
+        (  # on some ranks only
+            four(HYBRID, rank3=HYBRID.replace("*U0/@replica ", "")),
+            "rank 0 reduces bucket 0 by %U0@dp *U0/@replica, and rank 3 by %U0@dp; they would not meet: all ranks",
+        ),
+        (
+            four(HYBRID, rank1=HYBRID.replace("*U0/@replica ", ""), rank3=HYBRID.replace("*U0/@replica ", "")),
+            "rank 0 reduces bucket 0 by %U0@dp *U0/@replica, and rank 1 by %U0@dp; they would not meet: all ranks",
+        ),
+        (
+            four(HYBRID, rank2=HYBRID.replace("@replica", "@world")),
+            "rank 0 reduces bucket 0 by %U0@dp *U0/@replica, and rank 2 by %U0@dp *U0/@world; they would not meet",
+        ),
+        (  # gathered along the wrong axis
+            four(HYBRID.replace("~T0@dp", "~T0@replica")),
+            "rank 0 sums U0 along dp, and rank 0 gathers T0 along replica; a bucket is summed and gathered along one "
+            "axis",
+        ),
+        (four(HYBRID.replace("~T0@dp", "~T0@world")), "rank 0 sums U0 along dp, and rank 0 gathers T0 along world"),
+        (four(HYBRID.replace("%U0@dp", "%U0@replica")), "rank 0 sums U0 along replica, and rank 0 gathers T0 along dp"),
+        (
+            four(HYBRID.replace("*U0/", "*T0/")),
+            "does *T0/@replica, and only buckets (U0), and parts of them (U0/), are",
+        ),
+        (
+            four(HYBRID.replace("*U0/", "*U1/")),
+            "does *U1/@replica, and only buckets (U0), and parts of them (U0/), are",
+        ),
+        (
+            four(HYBRID.replace("%U0@", "%U0/@")),
+            "rank 0 does %U0/@dp, and only whole buckets (U0) are reduce-scattered",
+        ),
+        (four(HYBRID.replace("*U0/", "*U0")), "in a sharded step each rank keeps its part of the sum alone"),
+        (four(HYBRID.replace(" S", " !U0/ S")), "does S, which needs U0/, and has freed it; %U0@dp makes it, before S"),
+        (four(HYBRID.replace(" S", " !T0/ S")), "does !T0/, and a rank keeps its parts of parameters and state"),
+        (  # sums that leave replicas out need no parts to be wrong
+            four("F0.m B0.m *U0@dp S", goal=FOUR_RANKS),
+            "does S, and U0 lacks the gradients of ranks 2, 3; *U0@world sums over all ranks that have its stages",
+        ),
+        (  # one of the ranks that gather keeps no part
+            step("~T0@dp F0.0 B0.0 F0.1 B0.1 %U0@dp S", "~T0@dp", goal=SHARDS),
+            "rank 1 does ~T0@dp, which gathers T0 from ranks 0, 1, and this rank keeps no part of it; T0 is gathered "
+            "by the ranks that reduce-scatter U0",
+        ),
+    ],
+)
+def test_what_is_wrong_with_parts_that_replicas_sum(program, words):
+    with pytest.raises(mp.errors.ProgramError) as refused:
+        mp.verify(program)
+    assert words in str(refused.value)
+
+
+def test_a_sum_that_lacks_gradients_says_whose():
+    with pytest.raises(LacksGradients) as refused:
+        mp.verify(four("~T0@dp F0.m B0.m %U0@dp"))
+    assert (refused.value.rank, str(refused.value.bucket), refused.value.lacking) == (0, "U0", (2, 3))
 
 
 def test_what_ranks_share_besides_gradients():

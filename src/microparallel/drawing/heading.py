@@ -6,7 +6,7 @@ from collections import Counter
 
 from microparallel.drawing.kinds import kind_of
 from microparallel.drawing.rows import Rows
-from microparallel.program import Collective, Forward, ForwardStages, Program, TrainingStep
+from microparallel.program import AllReduce, Collective, Forward, ForwardStages, Program, Shard, TrainingStep
 from microparallel.program.rules import halves
 from microparallel.text import count, short, show_percent
 from microparallel.trace import Trace
@@ -65,8 +65,9 @@ def per_rank(numbers: list[int]) -> str:
 
 
 def notes_of(rows: Rows) -> list[str]:
-    """What a drawing of these rows leaves out, in words."""
+    """What a drawing of these rows leaves out, and what its names do not say, in words."""
     notes = [] if rows.trace.events else ["nothing happens: no rank has anything to do"]
+    notes += _note_on_parts(rows)
     if rows.instant:
         kinds = Counter(kind_of(event.operation).word for event in rows.instant)
         notes.append("takes no time here: " + ", ".join(f"{count} × {word}" for word, count in kinds.items()))
@@ -75,6 +76,14 @@ def notes_of(rows: Rows) -> list[str]:
         others = f", and {len(rows.missing) - 1} others" if len(rows.missing) > 1 else ""
         notes.append(f"never happens: {op} of rank {rank}{others}; mp.verify says why")
     return notes
+
+
+def _note_on_parts(rows: Rows) -> list[str]:
+    """What a name with a slash is, by the first one that is summed."""
+    for cell in rows.cells:
+        if isinstance(cell.op, AllReduce) and isinstance(cell.op.value, Shard):
+            return [f"{cell.op.value} is a rank's part of {cell.op.value.of}, summed along {cell.op.axis}"]
+    return []
 
 
 def notes_on_colour(rows: Rows) -> list[str]:

@@ -31,6 +31,7 @@ from microparallel.program import (
     Recv,
     ReduceScatter,
     Send,
+    Shard,
     halves,
 )
 from microparallel.program.rules import Compute
@@ -167,6 +168,7 @@ class Naming:
     def related(self, op: Op) -> tuple[int, ...]:
         """What an operation is about: micro-batches in a pipeline, layers in a data-parallel step."""
         value = getattr(op, "value", None)
+        value = value.of if isinstance(value, Shard) else value
         if isinstance(value, Bucket | Parameters) and value.index < len(self.buckets):
             return tuple(range(*self.buckets[value.index]))
         if isinstance(value, Act | Grad):

@@ -33,11 +33,12 @@ class Activity:
         arrived: of a message that has come, when it began to arrive, on `time.perf_counter`; None if that is not known.
         tensor: of an all-reduce, the tensor that the caller handed over.
         parameters: of a forward, the parameters of each of its stages.
+        shards: of a forward whose rank keeps parts of these, its parts: an optimizer updates them.
         given: of a forward, the other tensors that were there before it: buffers, and the batch.
         kept: of a computation that has ended, the tensors that the rank keeps for the backward: outputs, for example.
     """
 
-    __slots__ = ("arrived", "bytes", "given", "group", "kept", "op", "parameters", "peer", "place", "tensor")
+    __slots__ = ("arrived", "bytes", "given", "group", "kept", "op", "parameters", "peer", "place", "shards", "tensor")
 
     def __init__(
         self,
@@ -49,6 +50,7 @@ class Activity:
         place: tuple[bytes, int] = (b"", 0),
         tensor: Any = None,
         parameters: Mapping[int, Sequence[Any]] | None = None,
+        shards: Mapping[int, Sequence[Any]] | None = None,
         given: Sequence[Any] = (),
     ) -> None:
         self.op = op
@@ -58,6 +60,7 @@ class Activity:
         self.place = place
         self.tensor = tensor
         self.parameters = parameters
+        self.shards = shards
         self.given = given
         self.kept: Sequence[Any] = ()
         self.arrived: float | None = None

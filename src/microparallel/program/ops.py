@@ -14,6 +14,7 @@
 | `Add(value, into)`            | `C0:4+=P1`  | add one value to another                                             |
 | `Free(value)`                 | `!A0.3`     | forget a value                                                       |
 | `AllReduce(value, "dp")`      | `*U0@dp`    | sum a value over the ranks of one axis of the mesh                   |
+|                               | `*U0/@replica` | a part: over ranks that keep the same part of their sums          |
 | `Broadcast(value, "dp", 0)`   | `^:w@dp/0`  | copy rank 0's value to the ranks of one axis of the mesh             |
 | `ReduceScatter(value, "dp")`  | `%U0@dp`    | sum a value over those ranks; each keeps its part of the sum         |
 | `AllGather(value, "dp")`      | `~T0@dp`    | put the parts of those ranks together, so that each has the whole    |

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from microparallel.errors import ProgramError
-from microparallel.program.ops import AllReduce, MeetingOp, Observed, Op, ReduceScatter, Send, is_meeting
-from microparallel.program.values import Bucket
+from microparallel.program.ops import AllGather, AllReduce, MeetingOp, Observed, Op, ReduceScatter, Send, is_meeting
+from microparallel.program.values import Bucket, Parameters
 from microparallel.text import count
 
 CollectiveKind = Literal[
@@ -190,6 +190,17 @@ class Program:
                 first = 0 if isinstance(op, Observed) else self.first_on_axis(rank, op.axis)
                 together.setdefault((op, first), []).append(rank)
         return {(rank, op): tuple(ranks) for (op, _), ranks in together.items() for rank in ranks}
+
+    def shared_by(self) -> dict[tuple[int, int], tuple[int, ...]]:
+        """For each rank and bucket of which it keeps a part: the ranks that keep a part each, in the parts' order.
+
+        They are the ranks that reduce-scatter the bucket's gradients, or gather its parameters, together.
+        """
+        return {
+            (rank, op.value.index): ranks
+            for (rank, op), ranks in self.groups().items()
+            if isinstance(op, ReduceScatter | AllGather) and isinstance(op.value, Bucket | Parameters)
+        }
 
     def first_on_axis(self, rank: int, axis: str) -> int:
         """The lowest of the ranks that share a row with this one along an axis of the mesh."""

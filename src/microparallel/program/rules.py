@@ -17,6 +17,7 @@
 | Add                 | both values                                       | their sum                          |
 | Free                | the value                                         | (it takes the value away)          |
 | AllReduce of bucket | the weights' gradients of its stages, of this rank| the bucket                         |
+| of a part (`U0.1/`) | the part, which a reduce-scatter made             | the part again, summed once more   |
 | of a named value    |                                                   | the value                          |
 | Broadcast           |                                                   | the value                          |
 | ReduceScatter of    | the weights' gradients of its stages, of this rank| this rank's part of the sum        |
@@ -33,6 +34,8 @@
 - In a sharded step a stage's forward and backward also need the parameters of its bucket, whole. Each rank has its part
   of the parameters from the beginning.
 - A program does not say which operations use a named value (`:loss`), so a Join stands where a lane must wait for one.
+- Some values are made again: parameters are gathered again after they were freed, a part is summed over replicas, or
+  updated. Each time there is a new *version*. An operation needs the version that its rank's list makes last before it.
 
 A Send carries its value as it was when its rank came to the Send. As long as the Send is *open* (it may still read),
 its rank must not write to that value. An Add writes when it begins. A Recv writes from the moment it is posted; with
@@ -45,8 +48,9 @@ other policy; so do the passes of `schedules/` and the interpreter of collective
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from typing import Generic, TypeVar
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from microparallel.errors import ProgramError
 from microparallel.program import ops as o
@@ -54,6 +58,13 @@ from microparallel.program.program import Goal, TrainingStep
 from microparallel.program.values import Act, Bucket, Delta, Grad, Named, Parameters, Rest, Shard, Slices, State, Value
 
 Compute = o.Forward | o.Backward | o.BackwardInput | o.BackwardWeight
+
+
+class Version(NamedTuple):
+    """A value that was made again: `Version(T0, 2)` is there once the second operation that makes T0 has ended."""
+
+    value: Value
+    number: int
 
 
 def halves(op: o.Op) -> tuple[Compute, ...]:
@@ -71,7 +82,7 @@ def halves(op: o.Op) -> tuple[Compute, ...]:
 class Rules:
     """The rule for one rank: what its operations need and make depends on the goal, and on what the rank computes."""
 
-    def __init__(self, goal: Goal, ops: Iterable[o.Op]) -> None:
+    def __init__(self, goal: Goal, ops: Sequence[o.Op]) -> None:
         self._last = goal.stages - 1 if isinstance(goal, TrainingStep) else -1
         self._buckets = goal.buckets if isinstance(goal, TrainingStep) else ()
         self._sharded = isinstance(goal, TrainingStep) and goal.sharded
@@ -138,6 +149,19 @@ class Rules:
             case o.OptimizerStep():
                 return self._updated()
         return ()
+
+    def versions(self) -> dict[int, tuple[Value | Version, ...]]:
+        """For each operation that needs something that was made again: its place, and all that it needs."""
+        if not any(isinstance(op, o.AllGather | o.ReduceScatter) for op in self._ops):
+            return {}  # only parameters and parts are made again
+        made = Counter(self.at_first())
+        found: dict[int, tuple[Value | Version, ...]] = {}
+        for place, op in enumerate(self._ops):
+            needs = self.needs(op)
+            if any(made[value] > 1 for value in needs):
+                found[place] = tuple(Version(value, made[value]) if made[value] > 1 else value for value in needs)
+            made.update(self.makes(op))
+        return found
 
     def deltas(self) -> list[Delta]:
         """The weights' gradients that this rank makes."""

@@ -135,7 +135,10 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank's own part of a value: of p ranks, rank r has the r-th of p equal parts."""
+    """A rank's own part of a value: of p ranks that share it, the r-th has the r-th of p equal parts.
+
+    The ranks that share a value are those of one axis of the mesh: they reduce-scatter it, or gather it, together.
+    """
 
     of: Bucket | Parameters | State
 

@@ -21,9 +21,10 @@ What a Send means decides when it holds its rank up:
 A Recv is posted when its rank comes to it and may write there (`rules.py`). What a group does together, such as an
 AllReduce, waits until all ranks that take part have come to it.
 
-With two lanes, an operation waits until what it needs has been made, and a Join until the other lane has come to it; a
-rank asks for what its group does together when all that it computes before it has ended. Without lanes, a rank does one
-operation after another: a program that comes to its end in that way does so on two lanes, too.
+With two lanes, an operation waits until what it needs has been made (of what is made again, the version that its rank's
+list makes last before it), and a Join until the other lane has come to it. A rank asks for what its group does together
+when all that it computes before it has ended. Without lanes, a rank does one operation after another: a program that
+comes to its end in that way does so on two lanes, too.
 
 Every operation is looked at a bounded number of times: a cursor that waits is called when what it waits for has come.
 """
@@ -50,10 +51,11 @@ from microparallel.program.ops import (
     lane,
 )
 from microparallel.program.program import Collective, Program
-from microparallel.program.rules import OpenSends, Rules, written
+from microparallel.program.rules import OpenSends, Rules, Version, written
 from microparallel.program.values import Value
 
 Sends = Literal["buffered", "rendezvous", "blocking"]
+Versions = dict[int, tuple[Value | Version, ...]]  # by place
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +98,8 @@ class Cursor:
     message: Message | None = None  # of the Send or Recv it stands at
     meeting: Meeting | None = None  # that it has come to
     waits_for: Message | Meeting | None = None
-    missing: Value | None = None  # a value that it needs and that its rank has not made
+    missing: Value | Version | None = None  # what it needs and its rank has not made
+    versions: Versions = field(default_factory=dict)  # what the operations at some places need, if it was made again
     twin: Cursor | None = None  # the rank's other lane
     lane: Lane | None = None
     time: float = 0  # when its last operation ended
@@ -188,13 +191,17 @@ class Walk:
             Observed: self._have_met_if_together,
             **dict.fromkeys(get_args(GroupOp), self._have_met),
         }
-        self._made: list[dict[Value, float]] = []  # with lanes: when each rank made what
+        self._made: list[dict[Value | Version, float]] = []  # with lanes: when each rank made what
+        self._made_again: list[Counter[Value]] = []  # with lanes: how often each rank made what it had made before
         self._unmade: list[dict[Value, list[Message]]] = []  # to be sent as soon as it is made
         if policy.lanes:
             self._unmade = [{} for _ in program.ranks]
             self._rules = [Rules(program.goal, ops) for ops in program.ranks]
             self._made = [dict.fromkeys(rules.at_first(), 0.0) for rules in self._rules]
-            self._cursors = [cursor for rank, ops in enumerate(program.ranks) for cursor in _lanes(rank, ops)]
+            self._made_again = [Counter() for _ in program.ranks]
+            self._cursors = [
+                cursor for rank, ops in enumerate(program.ranks) for cursor in _lanes(rank, ops, self._rules[rank])
+            ]
             self._communicating = self._cursors[1::2]
             self._before[Join] = self._join
             self._after[Join] = self._joined
@@ -394,7 +401,8 @@ class Walk:
     def _needs(self, cursor: Cursor, op: Op) -> bool:
         """Whether what an operation needs has been made."""
         made, ready = self._made[cursor.rank], cursor.time
-        for value in self._rules[cursor.rank].needs(op):
+        again = cursor.versions.get(cursor.place) if cursor.versions else None
+        for value in self._rules[cursor.rank].needs(op) if again is None else again:
             time = made.get(value)
             if time is None:
                 cursor.missing = value
@@ -421,12 +429,18 @@ class Walk:
             self._call(cursor.twin)
 
     def _have_made(self, cursor: Cursor, value: Value) -> None:
-        self._made[cursor.rank][value] = time = cursor.time
+        made, time = self._made[cursor.rank], cursor.time
+        version: Value | Version = value
+        if value in made:
+            again = self._made_again[cursor.rank]
+            again[value] += 1
+            version = Version(value, 1 + again[value])
+        made[version] = time
         for message in self._unmade[cursor.rank].pop(value, ()):
             assert message.send is not None
             self._offer(message, message.send, max(time, message.start))
         twin = cursor.twin
-        if twin is not None and twin.missing is not None and twin.missing == value:
+        if twin is not None and twin.missing is not None and twin.missing == version:
             self._call(twin)
 
     def _join(self, cursor: Cursor, op: Join) -> bool:  # noqa: ARG002
@@ -477,20 +491,26 @@ class Walk:
         return Wait(cursor.rank, cursor.place, doing, on)
 
 
-def _lanes(rank: int, ops: tuple[Op, ...]) -> tuple[Cursor, Cursor]:
+def _lanes(rank: int, ops: tuple[Op, ...], rules: Rules) -> tuple[Cursor, Cursor]:
     """Deal a rank's operations to its two lanes. A Free takes no time, and a Join stands on both."""
     dealt: dict[Lane, list[Op]] = {Lane.COMPUTE: [], Lane.COMM: []}
+    versions: dict[Lane, Versions] = {Lane.COMPUTE: {}, Lane.COMM: {}}
+    again = rules.versions()
     meetings: deque[int] = deque()
-    for op in ops:
+    for place, op in enumerate(ops):
         if isinstance(op, Join):
             dealt[Lane.COMPUTE].append(op)
             dealt[Lane.COMM].append(op)
         elif not isinstance(op, Free):
             which = lane(op)
+            if place in again:
+                versions[which][len(dealt[which])] = again[place]
             dealt[which].append(op)
             if is_meeting(op):
                 meetings.append(len(dealt[Lane.COMPUTE]))
-    computing, communicating = (Cursor(rank, mine, lane=which) for which, mine in dealt.items())
+    computing, communicating = (
+        Cursor(rank, mine, lane=which, versions=versions[which]) for which, mine in dealt.items()
+    )
     computing.twin, communicating.twin = communicating, computing
     computing.meetings = meetings
     while meetings and not meetings[0]:  # nothing is computed before

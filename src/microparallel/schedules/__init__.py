@@ -11,6 +11,7 @@ from microparallel.errors import UsageError
 from microparallel.program import Program
 from microparallel.schedules.data_parallel import data_parallel_step, ddp, ddp_naive
 from microparallel.schedules.dualpipe import dualpipev
+from microparallel.schedules.fully_sharded import fully_sharded_step
 from microparallel.schedules.gpipe import gpipe
 from microparallel.schedules.interleaved import interleaved
 from microparallel.schedules.naive import naive
@@ -42,7 +43,7 @@ def build(name: str, ranks: int, microbatches: int | None = None, **options: Any
         name: `naive`, `gpipe`, `1f1b`, `interleaved` (`stages_per_rank=2`), `zb-h1`, `zb-h2`, `zbv` or `dualpipev`;
             or `ddp` (`layers=8, buckets=4`) and `ddp-naive` (`layers=8`), with the `algorithm` of their all-reduces;
             or `zero-1` and `zero-2` (`layers=8, buckets=4, gather="after"`), and `zero-3` (`layers=8, buckets=4,
-            prefetch=1, reshard_after_forward=True`).
+            prefetch=1, reshard_after_forward=True, replicas=1`).
         ranks: how many ranks share the work, any number from 1.
         microbatches: into how many micro-batches a pipeline's batch is cut, any number from 1; of ZeRO, how many each
             rank has.
@@ -100,6 +101,7 @@ __all__ = [
     "dualpipev",
     "forwards_only",
     "free_dead_values",
+    "fully_sharded_step",
     "gpipe",
     "insert_sends",
     "interleaved",

@@ -7,6 +7,10 @@ of gradients. So no rank needs the optimizer's state for the parts of the others
 
 At level 3 a rank keeps only its part of the parameters, too. The layers of a bucket are then a *unit*: its parameters
 are gathered just before they are used, and let go after.
+
+Ranks on several nodes need not share one copy among all of them. With *hybrid* sharding the ranks of each node share a
+copy of their own, and the nodes are replicas. Parameters then travel inside a node only; between nodes, ranks that keep
+the same part sum up their gradients of it.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from microparallel.errors import UsageError
 from microparallel.program import (
     AUTO,
     AllGather,
+    AllReduce,
     Backward,
     Bucket,
     Delta,
@@ -29,6 +34,7 @@ from microparallel.program import (
     Parameters,
     Program,
     ReduceScatter,
+    Shard,
     TrainingStep,
 )
 from microparallel.schedules.data_parallel import Ranges, bucket_ranges
@@ -47,6 +53,7 @@ def zero(
     gather: Gather | None = None,
     prefetch: int | None = None,
     reshard_after_forward: bool | None = None,
+    replicas: int = 1,
     algorithm: str = AUTO,
 ) -> Program:
     """One step of ZeRO: each rank updates its part of the parameters, and gathers the others'.
@@ -77,24 +84,38 @@ def zero(
     rank 0: ~T2 ~T1 F0 !T2 ~T0 F1 !T1 F2 !T0   ~T0 ~T1 B2 %U0 !D2 !T0 ~T2 B1 %U1 !D1 !T1 B0 %U2 !D0 !T2   S
     ```
 
+    With `replicas`, each replica has a copy of the parameters, in as many parts as it has ranks (axis `dp`). It gathers
+    and reduce-scatters by itself. Then ranks that keep the same part, one of each replica, sum up their parts of the
+    gradients (axis `replica`). The ranks of a replica are neighbours, as those of a node are.
+
+    ```
+    level 3, 1 layer, 4 ranks, 2 replicas      mesh: replica 2, dp 2
+    rank 0: ~T0@dp F0.0 !T0 ~T0@dp B0.0 %U0.0@dp *U0.0/@replica !D0.0 !T0 S      part 0 of 2, with rank 1
+    rank 1: ~T0@dp F0.1 !T0 ~T0@dp B0.1 %U0.0@dp *U0.0/@replica !D0.1 !T0 S      part 1
+    rank 2: ~T0@dp F0.2 !T0 ~T0@dp B0.2 %U0.0@dp *U0.0/@replica !D0.2 !T0 S      part 0 of 2, with rank 3
+    rank 3: ~T0@dp F0.3 !T0 ~T0@dp B0.3 %U0.0@dp *U0.0/@replica !D0.3 !T0 S      part 1
+    ```
+
     The first layer's bucket is gathered first, since its forward is the first to need it; gradients are there in the
     opposite order. Micro-batch j of rank r is j × ranks + r.
 
     Args:
         level: 1: the optimizer's state is in parts; 2: the gradients, too; 3: the parameters, too.
         layers: of the model.
-        ranks: how many replicas there are.
+        ranks: how many there are; each computes with the whole model.
         microbatches: how many each rank has in a step.
         buckets: into which the layers are put, neighbours together; without it a bucket for each layer.
         gather: whether new parameters are gathered after the update, or before the next forward; not at level 3.
         prefetch: how many units ahead parameters are gathered; 1 unless something else is said. Only at level 3.
         reshard_after_forward: whether a unit's parameters are let go between its forward and its backward; they are
             unless something else is said. Only at level 3.
-        algorithm: of the reduce-scatters and all-gathers.
+        replicas: how many copies of the parameters there are, each in parts on ranks / replicas ranks. Only at level 3.
+        algorithm: of the reduce-scatters, the all-gathers, and the all-reduces over replicas.
     """
     buckets = layers if buckets is None else buckets
     _require(level, layers, ranks, microbatches, buckets)
     _require_options(level, gather, prefetch, reshard_after_forward)
+    _require_replicas(level, ranks, replicas)
     ranges = bucket_ranges(layers, buckets)
     gathers = [AllGather(Parameters(index), "dp", algorithm) for index in reversed(range(buckets))]
     units = _Units(ranges, 1 if prefetch is None else prefetch, reshard_after_forward is not False, algorithm)
@@ -105,6 +126,8 @@ def zero(
         yield from (Backward(layer, microbatch) for layer in mine)
         if turn is not None:
             yield ReduceScatter(Bucket(index, turn), "dp", algorithm)
+            if replicas > 1:
+                yield AllReduce(Shard(Bucket(index, turn)), "replica", algorithm)
             yield from (Free(Delta(layer, microbatch)) for layer in mine)
 
     def operations(rank: int) -> Iterator[Op]:
@@ -126,7 +149,10 @@ def zero(
             yield from gathers
 
     goal = TrainingStep(layers, ranks * microbatches, ranges, sharded=level == 3 or gather == "before")
-    return Program(f"zero-{level}", goal, tuple(tuple(operations(rank)) for rank in range(ranks)))
+    orders = tuple(tuple(operations(rank)) for rank in range(ranks))
+    if replicas == 1:
+        return Program(f"zero-{level}", goal, orders)
+    return Program(f"zero-{level} × {replicas}", goal, orders, mesh=(("replica", replicas), ("dp", ranks // replicas)))
 
 
 @dataclass(frozen=True)
@@ -175,6 +201,16 @@ def _require(level: int, layers: int, ranks: int, microbatches: int, buckets: in
         raise UsageError(f"layers={layers}, ranks={ranks}, microbatches={microbatches}: at least 1 each is needed")
     if not 1 <= buckets <= layers:
         raise UsageError(f"buckets={buckets}: {layers} layers can be put into 1 to {layers} buckets")
+
+
+def _require_replicas(level: int, ranks: int, replicas: int) -> None:
+    """Raise `UsageError` unless each replica has equally many ranks, and parts of the parameters to keep on them."""
+    if replicas < 1 or ranks % replicas:
+        raise UsageError(
+            f"replicas={replicas}: {ranks} ranks do not make so many equal groups; choose a divisor of {ranks}"
+        )
+    if level < 3 and replicas > 1:
+        raise UsageError(f"replicas={replicas}: only at level 3 does a replica keep its parameters in parts; {level=}")
 
 
 def _require_options(level: int, gather: str | None, prefetch: int | None, reshard_after_forward: bool | None) -> None:

@@ -27,6 +27,7 @@ from microparallel.program import (
     Parameters,
     Program,
     Send,
+    Shard,
     Slices,
     TrainingStep,
     Value,
@@ -54,7 +55,7 @@ class Costs:
         add_seconds_per_byte: what it costs to add a received byte to the rank's own.
         bytes_per_value: the size of a rank's whole tensor in a collective, of a stage's output, or of a layer's
             gradients or parameters; or a function from a value to its size. Without a function, named values (`:loss`)
-            have none.
+            have none. Of a value that p ranks share, a rank's part (`U0/`) has 1/p of its size.
         transport: what carries the messages; it decides by which algorithm a group's operation runs that names
             none (`collectives.resolve`).
         links: connections that differ from the others, by (sender, receiver); what a `Link` leaves out is as usual.
@@ -94,8 +95,9 @@ class Costs:
         go one after another, and so do messages that enter it; of those that wait, the one that can begin first is
         next. Sending does not hold up receiving. Messages inside a node do not use the network port.
 
-        What a group does together in a training step (an AllReduce, say) is simulated by itself, on these links and
-        ports. It does not contend with what other groups of ranks send at the same time.
+        What a group does together in a training step (an AllReduce, say) is simulated on these links and ports, and
+        with it the groups that do the same operation beside it, as if all of them began at the same time. It does not
+        contend with what else is sent at that time.
 
         Args:
             nodes: how many there are.
@@ -171,12 +173,17 @@ class Costs:
         """How many messages and bytes a rank sends for it where that is known; else its algorithm's program says so."""
         return None
 
-    def bytes(self, op: Send | MeetingOp, goal: Goal, rank: int) -> float:  # noqa: ARG002
-        """How many bytes a rank sends, or contributes to a collective; 0 for an observed one, of unknown size."""
-        return 0 if isinstance(op, Observed) else self.size(op.value, goal)
+    def bytes(self, op: Send | MeetingOp, goal: Goal, rank: int, shards: int = 1) -> float:  # noqa: ARG002
+        """How many bytes a rank sends, or contributes to a collective; 0 for an observed one, of unknown size.
 
-    def size(self, value: Value, goal: Goal) -> float:
-        """How many bytes a value has."""
+        Of a part (`U0/`), `shards` says how many there are.
+        """
+        return 0 if isinstance(op, Observed) else self.size(op.value, goal, shards)
+
+    def size(self, value: Value, goal: Goal, shards: int = 1) -> float:
+        """How many bytes a value has; of one that is a part, `shards` says how many parts there are."""
+        if isinstance(value, Shard):
+            return self.size(value.of, goal) / shards
         if callable(self.bytes_per_value):
             size = self.bytes_per_value(value)
             if not 0 <= size < math.inf:

@@ -78,7 +78,7 @@ class Simulation(Policy):
         super().__init__("rendezvous")
         self._program = program
         self._costs = costs
-        self._groups = GroupCosts(costs, program.goal, lambda *inside: Simulation(*inside).run())
+        self._groups = GroupCosts(costs, program, lambda *inside: Simulation(*inside).run())
         self._link = functools.cache(costs.link)
         self._events: list[Event] = []
         # Transfers: when each can begin as far as is known, when it came, its number.
@@ -182,7 +182,7 @@ class Simulation(Policy):
         start, of_rank = meeting.content
         share: Share = of_rank[cursor.rank]
         cursor.time = end = start + share.seconds
-        size = self._costs.bytes(op, self._program.goal, cursor.rank)
+        size = self._groups.bytes(op, cursor.rank)
         # An observed collective has no value that distinguishes meetings, so it brings a number of its own.
         number = op.number if isinstance(op, Observed) else meeting.number
         traffic = (share.messages, share.bytes, size, 0)

@@ -52,9 +52,9 @@ class RecordedCosts(Costs):
         """What a rank sends for a collective."""
         return self.counts.get((rank, op))
 
-    def bytes(self, op: Send | MeetingOp, goal: Goal, rank: int) -> float:
-        """How many bytes a message has, or a collective."""
-        del goal
+    def bytes(self, op: Send | MeetingOp, goal: Goal, rank: int, shards: int = 1) -> float:
+        """How many bytes a message has, or a collective: as they were measured, also of a part."""
+        del goal, shards
         return self.exchanged.get((rank, op), 0.0)
 
 

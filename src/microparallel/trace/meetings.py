@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from microparallel.collectives import group_kind
-from microparallel.program import GroupOp, Observed, Recv, Rules, Value
+from microparallel.program import GroupOp, Observed, Op, Recv, Rules, Value
 from microparallel.trace.event import Event
 from microparallel.trace.trace import Trace
 
@@ -64,20 +64,31 @@ def reasons(trace: Trace) -> dict[int, str]:
 
 
 def _waits(rank: int, events: list[Event], rules: Rules, begin: float) -> Iterator[tuple[Event, str]]:
-    makers: dict[Value, Event] = {value: event for event in events for value in rules.makes(event.op)}
+    makers: defaultdict[Value, list[Event]] = defaultdict(list)  # several where it was made again
+    for event in events:
+        for value in rules.makes(event.op):
+            makers[value].append(event)
     free = begin
     for event in events:
         if not event.computes:
             continue
         if event.start > free:
-            given = [(makers[value].end, value) for value in rules.needs(event.op) if value in makers]
-            _, value = max(given, key=lambda pair: pair[0], default=(0, None))
-            yield event, _words(rank, event, value, makers) if value is not None else f"{event.op} began late"
+            # Of what was made again, later versions come after this event.
+            before = [
+                (maker, value)
+                for value in rules.needs(event.op)
+                for maker in makers[value]
+                if maker.start <= event.start
+            ]
+            if before:
+                maker, value = max(before, key=lambda pair: pair[0].end)
+                yield event, _words(rank, event, value, maker.op)
+            else:
+                yield event, f"{event.op} began late"
         free = event.end
 
 
-def _words(rank: int, event: Event, value: Value, makers: dict[Value, Event]) -> str:
-    maker = makers[value].op
+def _words(rank: int, event: Event, value: Value, maker: Op) -> str:
     if isinstance(maker, Recv):
         return f"rank {rank} waited for {value} from rank {maker.source} before {event.op}"
     if isinstance(maker, GroupOp):

@@ -157,7 +157,8 @@ def memory_of(trace: Trace) -> list[RankMemory]:
     if not isinstance(goal, TrainingStep):
         raise UsageError(f"memory is known for training steps; {trace.followed.name!r} is a {goal}")
     sizes.check(goal.stages)
-    return [_Account(trace, goal, sizes, rank).memory() for rank in range(trace.ranks)]
+    shared_by = trace.followed.shared_by()
+    return [_Account(trace, goal, sizes, rank, shared_by).memory() for rank in range(trace.ranks)]
 
 
 def _sizes_of(trace: Trace) -> Sizes:
@@ -204,21 +205,23 @@ def _stages(sizes: Sizes) -> int:
 class _Account:
     """One rank's bytes: what is added and taken away, and when."""
 
-    def __init__(self, trace: Trace, goal: TrainingStep, sizes: Sizes, rank: int) -> None:
-        program = trace.followed
+    def __init__(
+        self,
+        trace: Trace,
+        goal: TrainingStep,
+        sizes: Sizes,
+        rank: int,
+        shared_by: Mapping[tuple[int, int], tuple[int, ...]],
+    ) -> None:
         self._goal, self._sizes = goal, sizes
         self._start = trace.bounds[0]
-        self._ops = program.ranks[rank]
+        self._ops = trace.followed.ranks[rank]
         self._rules = Rules(goal, self._ops)
         self._events: defaultdict[Op, deque[Event]] = defaultdict(deque)
         for event in trace.by_rank[rank]:
             self._events[event.op].append(event)
-        groups = program.groups()
-        self._shared_by = {  # for each bucket that is kept in parts: among how many ranks
-            op.value.index: len(groups[rank, op])
-            for op in self._ops
-            if isinstance(op, ReduceScatter | AllGather) and isinstance(op.value, Bucket | Parameters)
-        }
+        # For each bucket, in how many parts it is kept: those of which other replicas have a copy count once.
+        self._shards = [len(shared_by.get((rank, index), (rank,))) for index in range(len(goal.buckets))]
         self._freed = {op.value for op in self._ops if isinstance(op, Free)}
         self._deltas: defaultdict[int, set[int]] = defaultdict(set)  # stage → micro-batches whose gradients lie there
         self._measured = [event for event in trace.compute[rank] if event.activations is not None]
@@ -259,10 +262,11 @@ class _Account:
         stages |= {stage for index in buckets for stage in range(*self._goal.buckets[index])}
         bucket_of = {stage: index for index, bounds in enumerate(self._goal.buckets) for stage in range(*bounds)}
         for stage in stages:
-            index = bucket_of.get(stage, -1)
-            ranks = self._shared_by.get(index, 1)
-            self._add("optimizer", stage, self._start, 1 / ranks)
-            self._add("parameters", stage, self._start, 1 / ranks if Parameters(index) in self._freed else 1)
+            index = bucket_of.get(stage)
+            shards = 1 if index is None else self._shards[index]
+            freed = index is not None and Parameters(index) in self._freed
+            self._add("optimizer", stage, self._start, 1 / shards)
+            self._add("parameters", stage, self._start, 1 / shards if freed else 1)
 
     def _do(self, op: Op, event: Event) -> None:
         for half in halves(op):
@@ -279,8 +283,10 @@ class _Account:
         if isinstance(op, ReduceScatter) and isinstance(op.value, Bucket):
             self._keep_part(op.value.index, event)
         if isinstance(op, AllGather) and op.value in self._freed and isinstance(op.value, Parameters):
+            # A real rank takes the memory when it asks, before the other ranks come; a simulated one when it begins.
+            moment = event.asked if self._measured else event.start
             for stage in range(*self._goal.buckets[op.value.index]):
-                self._add("parameters", stage, event.start)
+                self._add("parameters", stage, moment)
 
     def _keep_part(self, index: int, event: Event) -> None:
         """A part of the sum needs memory of its own where the whole gradients are let go."""
@@ -289,7 +295,7 @@ class _Account:
         if frees and index not in self._parts:
             self._parts.add(index)
             for stage in stages:
-                self._add("gradients", stage, event.start, 1 / self._shared_by[index])
+                self._add("gradients", stage, event.start, 1 / self._shards[index])
 
     def _free(self, value: Value, time: float) -> None:
         if isinstance(value, Delta):

@@ -11,19 +11,24 @@ follows. Where a rank waited for a collective before it went on, a Join stands.
 
 `DataParallel` and `Pipeline` report the operations of their program, and those keep their names and values. What was
 only `Observed` stays that in the program. So does what a program cannot say: an operation that a rank reported twice,
-or a collective of ranks that are on no common axis of a mesh.
+or a collective of ranks that are on no common axis of a mesh. Parameters may be gathered twice, since they are let go
+in between; then each time takes as long as the mean.
+
+What needs gathered parameters says so by itself: for a wait after something else was computed no Join stands.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from microparallel.errors import ProgramError
+from microparallel.errors import ProgramError, UsageError
 from microparallel.program import (
     WORLD,
+    AllGather,
     AllReduce,
     Backward,
     BackwardWeight,
@@ -34,6 +39,7 @@ from microparallel.program import (
     Kind,
     Observed,
     Op,
+    Parameters,
     Program,
     Recv,
     ReduceScatter,
@@ -56,7 +62,7 @@ class RecordedStep:
     """What the ranks did in a step, and how long each operation took; Python and data count to what is computed.
 
     Attributes:
-        program: the operations of the ranks; each rank does each operation once.
+        program: the operations of the ranks; each rank does each operation once, but for gathers of parameters.
         seconds: of each operation; of communication, since the last rank had come.
         bytes: of what was sent or reduced.
         traffic: how many messages and bytes a rank sent for a collective.
@@ -84,6 +90,9 @@ def recorded_step(trace: Trace, *, reported: bool = True) -> RecordedStep:
         wrong = step.misunderstood()
         if not wrong:
             return step.result()
+        if wrong <= observed:  # to take them as observed has not helped
+            names = ", ".join(sorted(map(str, wrong))[:3])
+            raise UsageError(f"the recorded step cannot be put into a program: it is not clear what {names} sums")
         observed |= wrong
 
 
@@ -145,13 +154,14 @@ class _Step:
         self._traffic: dict[tuple[int, Op], tuple[int, float]] = {}
         self._groups: dict[tuple[int, Op], tuple[int, ...]] = {}
         self._ops: dict[int, Op] = {}  # of communication, by the places of its events
+        self._collectives: list[tuple[Op, list[Event]]] = []  # each with the events of all ranks that met
         for number, places in enumerate(meetings(trace.events)):
             together = sorted(((trace.events[place], place) for place in places), key=lambda one: one[0].rank)
             if together[0][0].kind == "collective":
                 self._add_collective(together, number)
             elif reported:
                 self._add_message({event.kind: (event, place) for event, place in together})
-        self._measure_collectives(trace)
+        self._measure_collectives()
         mine: list[list[tuple[Event, Op | None]]] = [[] for _ in range(trace.ranks)]
         for place, event in enumerate(trace.events):
             mine[event.rank].append((event, self._ops.get(place)))
@@ -183,10 +193,11 @@ class _Step:
         if len(group) < 2 or (first.group and group != tuple(sorted(first.group))):
             return
         op = first.op
-        again = any((rank, op) in self._groups for rank in group)
+        again = not _may_repeat(op) and any((rank, op) in self._groups for rank in group)
         rootless = isinstance(op, Broadcast) and op.root not in group
         if not self._reported or again or rootless or op in self._observed or isinstance(op, Observed):
             op = Observed(str(op), "collective", number)
+        self._collectives.append((op, [event for event, _ in together]))
         for event, place in together:
             self._ops[place] = op
             self._groups[event.rank, op] = group
@@ -205,28 +216,27 @@ class _Step:
         self._seconds[send.rank, op] = max(0.0, receive.end - max(send.start, receive.asked))
         self._bytes[send.rank, op] = send.bytes
 
-    def _measure_collectives(self, trace: Trace) -> None:
+    def _measure_collectives(self) -> None:
         """How long each took: since the last rank had come, and those before it had ended."""
-        found: defaultdict[tuple[Op, tuple[int, ...]], list[Event]] = defaultdict(list)
-        for place, op in self._ops.items():
-            if is_meeting(op):
-                event = trace.events[place]
-                found[op, self._groups[event.rank, op]].append(event)
+        found: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
         ended: defaultdict[int, float] = defaultdict(lambda: -math.inf)
-        for (op, group), events in sorted(found.items(), key=lambda item: (item[1][0].asked, item[1][0].start)):
-            begun = max(*(ended[rank] for rank in group), *(event.start for event in events))
+        for op, events in sorted(self._collectives, key=lambda item: (item[1][0].asked, item[1][0].start)):
+            begun = max(*(ended[event.rank] for event in events), *(event.start for event in events))
             for event in events:
-                self._seconds[event.rank, op] = max(0.0, event.end - begun)
+                found[event.rank, op].append(max(0.0, event.end - begun))
                 ended[event.rank] = max(begun, event.end)
+        self._seconds |= {key: statistics.fmean(seconds) for key, seconds in found.items()}
 
     def _mesh(self, ranks: int) -> tuple[tuple[str, int], ...]:
-        """The grid in which replicas of a pipeline meet: they are as far apart as a pipeline is long."""
+        """The grid in which replicas meet: as far apart as a pipeline is long, or as a group that has all parts."""
+        groups = self._groups.items()
+        inside = {op.axis for (_, op), group in groups if isinstance(op, AllGather) and len(group) < ranks}
         for (_, op), group in self._groups.items():
             apart = group[1] - group[0]
             if not isinstance(op, AllReduce | ReduceScatter) or op.axis == WORLD:
                 continue
             if apart > 1 and apart * len(group) == ranks:
-                return (op.axis, len(group)), ("pp", apart)
+                return (op.axis, len(group)), (next(iter(inside - {op.axis}), "pp"), apart)
         return ()
 
     # ── one rank ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -269,6 +279,7 @@ class _Moment:
 def _moments(mine: Sequence[tuple[Event, Op | None]], reported: bool) -> list[_Moment]:
     """All of them, in order; of several waits between two collectives only the last, which is for all before it."""
     found = []
+    working = [event for event, _ in mine if event.computes and event.duration]
     for event, op in mine:
         if event.computes:
             if reported or event.kind != "other":
@@ -276,7 +287,11 @@ def _moments(mine: Sequence[tuple[Event, Op | None]], reported: bool) -> list[_M
         elif op is not None:
             in_program = None if isinstance(op, Recv) else not isinstance(op, Observed)
             found.append(_Moment(event.asked, op, event, in_program))
-            if is_meeting(op) and event.waited is not None:
+            if (
+                is_meeting(op)
+                and event.waited is not None
+                and not (_may_repeat(op) and _computed_since(event, working))
+            ):
                 found.append(_Moment(event.waited, Join(), event, in_program))
     found.sort(key=lambda moment: moment.key)
     needed = []
@@ -287,6 +302,17 @@ def _moments(mine: Sequence[tuple[Event, Op | None]], reported: bool) -> list[_M
             needed.append(moment)
         waits_later = waits or (waits_later and not is_meeting(moment.op))
     return needed[::-1]
+
+
+def _may_repeat(op: Op) -> bool:
+    """Whether a rank may do it more than once in a step: parameters are gathered again after they were let go."""
+    return isinstance(op, AllGather) and isinstance(op.value, Parameters)
+
+
+def _computed_since(event: Event, working: Iterable[Event]) -> bool:
+    """Whether the rank computed between asking for a collective and waiting for it."""
+    assert event.waited is not None
+    return any(one.start < event.waited and one.end > event.asked for one in working)
 
 
 class _Rows:
@@ -390,7 +416,8 @@ def _goal(program: Program) -> TrainingStep:
     summed = {bucket.index for _, bucket in program.bucket_sums()}
     if summed != ranges.keys() or summed != set(range(len(summed))):
         raise ProgramError("it is not clear which gradients were summed together")
-    return TrainingStep(stages, microbatches, tuple(ranges[index] for index in range(len(ranges))))
+    sharded = any(isinstance(op, Free) and isinstance(op.value, Parameters) for ops in program.ranks for op in ops)
+    return TrainingStep(stages, microbatches, tuple(ranges[index] for index in range(len(ranges))), sharded=sharded)
 
 
 def _ranges(ops: Sequence[Op]) -> dict[int, tuple[int, int]]:

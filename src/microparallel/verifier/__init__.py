@@ -9,6 +9,8 @@ from microparallel.verifier.collective import check_collective
 from microparallel.verifier.findings import (
     Deadlock,
     DifferentWeights,
+    GatheredAgain,
+    LacksGradients,
     Miscounted,
     Missing,
     NeverReduced,
@@ -22,6 +24,8 @@ from microparallel.verifier.training import check_operations, check_training_ste
 __all__ = [
     "Deadlock",
     "DifferentWeights",
+    "GatheredAgain",
+    "LacksGradients",
     "Miscounted",
     "Missing",
     "NeverReduced",

@@ -37,6 +37,14 @@ class Missing(ProgramError):
         self.rank, self.place, self.op, self.value = rank, place, op, value
 
 
+class GatheredAgain(ProgramError):
+    """A rank gathers parameters that it has whole."""
+
+    def __init__(self, message: str, rank: int, parameters: Parameters):
+        super().__init__(message)
+        self.rank, self.parameters = rank, parameters
+
+
 class Miscounted(ProgramError):
     """A forward or backward of a micro-batch that does not happen once."""
 
@@ -51,6 +59,14 @@ class NeverReduced(ProgramError):
     def __init__(self, message: str, rank: int, stage: int, bucket: Bucket):
         super().__init__(message)
         self.rank, self.stage, self.bucket = rank, stage, bucket
+
+
+class LacksGradients(ProgramError):
+    """A rank updates its weights, or ends, with a sum that does not hold the gradients of all ranks."""
+
+    def __init__(self, message: str, rank: int, bucket: Bucket, lacking: Sequence[int]):
+        super().__init__(message)
+        self.rank, self.bucket, self.lacking = rank, bucket, tuple(lacking)
 
 
 class NotUpdated(ProgramError):

@@ -48,8 +48,8 @@ from microparallel.program import (
     Walk,
     halves,
 )
-from microparallel.verifier.findings import Miscounted, Missing, NeverReduced, show_place
-from microparallel.verifier.parts import bucket_sums, check_sums, check_weights
+from microparallel.verifier.findings import GatheredAgain, Miscounted, Missing, NeverReduced, show_place
+from microparallel.verifier.parts import bucket_sums, check_contributions, check_sums, check_weights
 
 Account = dict[tuple[int, int], list[int]]  # (stage, micro-batch) → the ranks that did it
 Accounts = dict[type[Op], Account]
@@ -65,6 +65,7 @@ def check_training_step(program: Program, goal: TrainingStep) -> None:
     _check_replicas(program, goal, done[Forward])
     _check_groups(program)
     _check_updates(program)
+    check_contributions(program, goal)
 
 
 def check_operations(program: Program, goal: TrainingStep) -> None:
@@ -86,19 +87,32 @@ def _not_allowed(op: Op, goal: TrainingStep) -> str:
     if isinstance(op, Broadcast) and not isinstance(op.value, Named):
         return "and only a named value, such as :weights, is broadcast"
     if isinstance(op, ReduceScatter) or (isinstance(op, AllReduce) and not isinstance(op.value, Named)):
-        if not isinstance(op.value, Bucket) or op.value.index >= len(goal.buckets):
-            return f"and the goal names {len(goal.buckets) or 'no'} buckets"
-        if isinstance(op, AllReduce) and op.value.turn is not None:
-            return "and only a reduce-scatter takes the gradients of one micro-batch"
-        if isinstance(op, AllReduce) and goal.sharded:
-            return "and in a sharded step each rank keeps its part of the sum alone: a reduce-scatter (%) gives it that"
-    elif isinstance(op, AllGather):
+        return _not_summed(op, goal)
+    if isinstance(op, AllGather):
         if not isinstance(op.value, Parameters) or op.value.index >= len(goal.buckets):
             return f"and only parameters of buckets are gathered; the goal names {len(goal.buckets) or 'no'} buckets"
     elif isinstance(op, Send | Recv | Free) and isinstance(op.value, Slices | Part):
         return "which is no value of a training step"
+    elif isinstance(op, Free) and isinstance(op.value, Shard) and not isinstance(op.value.of, Bucket):
+        return "and a rank keeps its parts of parameters and state: no other rank has them"
     elif isinstance(op, Send | Recv) and not isinstance(op.value, Act | Grad):
         return "and only activations (A) and their gradients (G) travel"
+    return ""
+
+
+def _not_summed(op: AllReduce | ReduceScatter, goal: TrainingStep) -> str:
+    """Why a sum has no place in this training step; nothing if it has."""
+    bucket, how = op.value, "whole buckets (U0) are reduce-scattered"
+    if isinstance(op, AllReduce):
+        how = "buckets (U0), and parts of them (U0/), are all-reduced"
+        if isinstance(bucket, Shard):  # it was reduce-scattered along one axis, and is summed along another
+            bucket = bucket.of
+    if not isinstance(bucket, Bucket) or bucket.index >= len(goal.buckets):
+        return f"and only {how}; the goal names {len(goal.buckets) or 'no'} buckets"
+    if isinstance(op, AllReduce) and bucket is op.value and bucket.turn is not None:
+        return "and only a reduce-scatter takes the gradients of one micro-batch"
+    if isinstance(op, AllReduce) and bucket is op.value and goal.sharded:
+        return "and in a sharded step each rank keeps its part of the sum alone: a reduce-scatter (%) gives it that"
     return ""
 
 
@@ -119,7 +133,8 @@ def _check_needs(program: Program, goal: TrainingStep) -> None:
                 raise Missing(needs, rank, cursor.place, op, value)
         for value in rules[rank].makes(op):
             if isinstance(value, Parameters) and value in held[rank]:
-                raise ProgramError(words(f"and has gathered {value} already; it frees {value} first, or keeps it"))
+                again = words(f"and has gathered {value} already; it frees {value} first, or keeps it")
+                raise GatheredAgain(again, rank, value)
             if value in ever[rank] and not isinstance(value, _MADE_AGAIN):
                 raise ProgramError(words(f"and has had {value} before"))
             held[rank].add(value)
@@ -148,6 +163,8 @@ def _hint(value: Value, op: Op) -> str:
         return f"; ~{value}@dp gathers it"
     if isinstance(value, Shard) and isinstance(value.of, Parameters):
         return "; an optimizer step (S) after a reduce-scatter makes it"
+    if isinstance(value, Shard) and isinstance(value.of, Bucket):
+        return f"; %{value.of}@dp makes it, before {op}"
     return ""
 
 
