@@ -19,7 +19,8 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from types import TracebackType
+from typing import BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ _CODES = {
 _BY_CODE = {code: dtype for dtype, code in _CODES.items()}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES}  # that a file can hold, by torch's names
 _BLOCK = 2**20  # bytes that are read at a time for a checksum
+
+Kind = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: its dtype and shape
 
 
 @dataclass(frozen=True)
@@ -98,18 +101,65 @@ def write(path: Path, pieces: Mapping[str, Piece]) -> Checksum:
 
 def _contents(pieces: Mapping[str, Piece]) -> Iterator[bytes | memoryview]:
     """The bytes of a file: its header, then one tensor after another."""
-    # Tensors with larger elements come first, so that each one begins at a multiple of its elements' size.
-    ordered = sorted(pieces.items(), key=lambda item: -item[1].tensor.itemsize)
-    entries, end = {}, 0
-    for name, piece in ordered:
-        begin, end = end, end + (piece.stop - piece.start) * piece.tensor.itemsize
-        entries[name] = {"dtype": _CODES[piece.tensor.dtype], "shape": piece.shape, "data_offsets": [begin, end]}
-    header = json.dumps(entries).encode("ascii")
-    header = header.ljust(math.ceil(len(header) / 8) * 8)
-    yield len(header).to_bytes(8, "little") + header
-    for _, piece in ordered:
+    header, begins = _header({name: (piece.tensor.dtype, piece.shape) for name, piece in pieces.items()})
+    yield header
+    for name in begins:
+        piece = pieces[name]
         flat = piece.tensor.detach().reshape(-1)[piece.start : piece.stop]
         yield _memory(flat.cpu().contiguous())
+
+
+def _header(kinds: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
+    """The header of a file with these tensors, and where the bytes of each begin, in the order of the file."""
+    # Tensors with larger elements come first, so that each one begins at a multiple of its elements' size.
+    ordered = sorted(kinds.items(), key=lambda item: -item[1][0].itemsize)
+    entries, begins, end = {}, {}, 0
+    for name, (dtype, shape) in ordered:
+        begins[name], end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [begins[name], end]}
+    text = json.dumps(entries).encode("ascii")
+    text = text.ljust(math.ceil(len(text) / 8) * 8)
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + begin for name, begin in begins.items()}
+
+
+class TensorWriter:
+    """A file whose tensors are written in any order, each when it is there; none is kept.
+
+    Args:
+        path: where it is; what was there is overwritten.
+        kinds: dtype and shape of each tensor, by name.
+    """
+
+    def __init__(self, path: Path, kinds: Mapping[str, Kind]) -> None:
+        header, self._begins = _header(kinds)
+        self._kinds = kinds
+        self._missing = set(kinds)
+        self._file = path.open("wb")
+        self._file.write(header)
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one of the tensors."""
+        if (tensor.dtype, tuple(tensor.shape)) != self._kinds[name]:
+            raise ValueError(f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, not {self._kinds[name]}")
+        self._file.seek(self._begins[name])
+        self._file.write(_memory(tensor.detach().reshape(-1).cpu().contiguous()))
+        self._missing.discard(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Return when the bytes are on the disk; after an error, just close the file."""
+        with self._file:
+            if kind is not None:
+                return
+            if self._missing:
+                raise ValueError(f"{self._file.name} would end without {', '.join(sorted(self._missing))}")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def _memory(flat: Tensor) -> memoryview:

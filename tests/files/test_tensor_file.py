@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microparallel.train import tensor_file
-from microparallel.train.tensor_file import Piece, TensorFile
+from microparallel.files import tensor_file
+from microparallel.files.tensor_file import Piece, TensorFile
 
 
 def piece(tensor):
@@ -86,3 +86,26 @@ def test_what_is_no_such_file_is_refused(tmp_path, data):
     (tmp_path / "file").write_bytes(data)
     with pytest.raises(ValueError, match=r"header|Expect"):
         TensorFile(tmp_path / "file")
+
+
+def test_tensors_are_written_in_any_order(tmp_path):
+    """Those with larger elements stand first, so the package can map all of them, whatever comes first."""
+    tensors = {"flags": torch.tensor([True, False, True])} | tensors_of_every_dtype() | {"empty": torch.zeros(0, 2)}
+    kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+    with tensor_file.TensorWriter(tmp_path / "file", kinds) as file:
+        for name in reversed(tensors):
+            file.write(name, tensors[name])
+    tensor_file.write(tmp_path / "at once", {name: piece(tensor) for name, tensor in tensors.items()})
+    assert (tmp_path / "file").read_bytes() == (tmp_path / "at once").read_bytes()
+    found = safetensors.torch.load_file(tmp_path / "file")
+    assert {name: bits(tensor) for name, tensor in found.items()} == {n: bits(one) for n, one in tensors.items()}
+
+
+def test_a_tensor_that_is_missing_or_another_is_refused(tmp_path):
+    kinds = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
+    file = tensor_file.TensorWriter(tmp_path / "file", kinds)
+    with pytest.raises(ValueError, match="file would end without b"), file:
+        file.write("a", torch.zeros(2))
+    file = tensor_file.TensorWriter(tmp_path / "file", kinds)
+    with pytest.raises(ValueError, match=r"a is torch\.float64 of shape"), file:
+        file.write("a", torch.zeros(2).double())

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -38,12 +40,22 @@ def sync_folder(folder: Path) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Put these bytes at this path at once: a reader sees all of the old file or all of the new one."""
+    with written_aside(path) as aside:
+        write_durably(aside, data)
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """Yield a path beside this one, to write a file there durably; after the block, the file is at this path.
+
+    After an error there is what was there before.
+    """
     path = path.resolve()  # a link stays one, and what it leads to is replaced
     aside = path.with_name(f".{path.name}-writing")
     try:
-        write_durably(aside, data)
+        yield aside
         aside.replace(path)
-    except OSError:
+    except BaseException:
         aside.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
