@@ -36,3 +36,9 @@ def test_an_old_name_says_where_it_is_now(module, old, now):
 def test_importing_the_package_imports_neither_torch_nor_numpy():
     told = "import sys, microparallel; microparallel.program; print({'torch', 'numpy'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+def test_a_module_of_ours_can_be_imported_from_the_package_without_the_course():
+    """Python first asks the package for such a name, which must not look for it in all other modules."""
+    told = "import sys; from microparallel import torch_private; print('microparallel.course' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", told], capture_output=True, text=True, check=True).stdout == "False\n"

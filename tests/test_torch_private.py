@@ -419,6 +419,113 @@ def test_torch_asks_a_work_who_sent_its_message():
     assert torch_private.CalledWork()._source_rank() == -1
 
 
+def test_a_module_reads_its_parameters_from_the_dictionary_that_it_is_given():
+    class Doubled(dict):
+        def __getitem__(self, name):
+            return nn.Parameter(super().__getitem__(name) * 2)
+
+    layer = nn.Linear(2, 2)
+    plain, weight = torch_private.own_parameters_of(layer), layer.weight.detach().clone()
+    torch_private.replace_own_parameters(layer, Doubled(plain))
+    assert torch.equal(layer.weight, weight * 2)
+    assert torch.equal(next(layer.parameters()), weight)
+
+
+def test_the_hooks_for_saved_tensors_that_stand_around():
+    assert torch_private.enclosing_saved_tensors_hooks() is None
+    pack, unpack = (lambda tensor: tensor.clone()), (lambda saved: saved)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        assert torch_private.enclosing_saved_tensors_hooks() == (pack, unpack)
+    assert torch_private.enclosing_saved_tensors_hooks() is None
+
+
+def test_a_class_of_ours_computes_as_a_plain_tensor():
+    class Ours(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), named=None):
+            with torch_private.without_own_functions():
+                return function(*arguments, **(named or {}))
+
+    assert type(torch.ones(2).as_subclass(Ours) + 1) is torch.Tensor
+
+
+def test_whether_a_backward_adds_to_gradients():
+    weight, other = (torch.ones(2, requires_grad=True) for _ in range(2))
+    told = []
+
+    def output():
+        result = weight * 2
+        result.register_hook(lambda _: told.append([torch_private.backward_adds_to(one) for one in (weight, other)]))
+        return result.sum()
+
+    output().backward()
+    torch.autograd.grad(output(), weight)
+    assert told == [[True, False], [False, False]]
+
+
+def test_whether_what_is_called_is_compiled():
+    told = []
+
+    @torch_private.not_compiled_itself
+    def look():
+        told.append(torch_private.compiles_what_is_called())
+
+    look()
+    torch.compile(look, backend="eager")()
+    look()
+    assert told == [False, True, False]
+
+
+def test_every_operation_is_seen():
+    seen = []
+
+    class Notes(torch_private.EveryOperation):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    with Notes():
+        nn.Linear(2, 2)(torch.ones(1, 2))
+        torch.tensor([1.0, 2.0])
+    assert seen == ["empty", "empty", "uniform_", "uniform_", "ones", "t", "addmm", "lift_fresh"]
+
+
+def test_what_an_operation_changes_and_whether_it_takes_a_device():
+    aten, one, other = torch.ops.aten, torch.ones(2), torch.ones(2)
+
+    def changed(operation, *arguments, **named):
+        return [id(tensor) for tensor in torch_private.changed_by(operation, arguments, named)]
+
+    assert changed(aten.add.Tensor, one, other) == []
+    assert changed(aten.add_.Tensor, one, other) == [id(one)]
+    assert changed(aten.add.out, one, one, out=other) == [id(other)]
+    batch_norm = aten.native_batch_norm.default
+    assert changed(batch_norm, one, None, None, one, other, True, 0.1, 1e-5) == [id(one), id(other)]
+    inputs, mean = torch.rand(3, 2), torch.zeros(2)
+    batch_norm(inputs, None, None, mean, torch.ones(2), True, 0.1, 1e-5)
+    assert mean.any()  # it does, and torch does not declare it
+    assert torch_private.takes_device(aten.ones.default) and torch_private.takes_device(aten.ones_like.default)
+    assert not torch_private.takes_device(aten.add.Tensor)
+
+
+def test_another_function_draws_truncated_normal_numbers():
+    calls = []
+
+    def instead(function):
+        def draw(tensor, *arguments, **named):
+            calls.append((*arguments, *named.values()))
+            return function(tensor, *arguments, **named)
+
+        return draw
+
+    tensor = torch.zeros(3)
+    with torch_private.truncated_normal(instead):
+        nn.init.trunc_normal_(tensor, mean=0.5)
+    assert tensor.any() and calls == [(0.5, 1.0, -2.0, 2.0, None)]
+    nn.init.trunc_normal_(tensor)
+    assert len(calls) == 1
+
+
 # ── no other file uses one ──────────────────────────────────────────────────────────────────────────────────────────
 
 # Objects of torch's that our code holds, whatever the variable's name is.

@@ -171,6 +171,90 @@ def test_a_step_in_parts_of_one_rank(any_pool):
     assert any_pool.run(sharded_alone, 1, timeout=50) == [[]]
 
 
+class Tied(nn.Module):
+    """Parameters that are used again in the end, and one that the model itself has."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
+        self.offset = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, inputs):
+        hidden = self.embed(inputs.long()[:, 0]) + self.offset
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return hidden @ self.embed.weight.T
+
+
+def in_units(comms, kind, overlap, microbatches, local, how):
+    """Three steps, each beside its program, the bytes that each rank has sent, and what it held."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    module = Tied() if kind == "tied" else nn.Sequential(*layers, nn.BatchNorm1d(WIDTH))
+    model = mp.FullyShardedDataParallel(module, comms, overlap=overlap, **how)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    programs = []
+    with mp.record(comms) as recorder:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with model.weighted(comms.rank + 1.0):
+                programs.append(model.program(microbatches, clip=True, at_once=not local))
+                for number in range(microbatches):
+                    with model.no_sync() if local and number < microbatches - 1 else nullcontext():
+                        model(torch.ones(comms.rank + 2, WIDTH)).sum().backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+    steps = [recorder.trace.step(number) for number in range(3)]
+    pairs = list(zip(steps, programs, strict=True))[kind == "tied" :]  # it learns where `embed` is used again
+    wrong = [one for step, program in pairs for one in differences(step, program)]
+    mine = [event for event in steps[-1].events if event.rank == comms.rank and str(event.op)[0] in "%~"]
+    size = sum(4 * part.layout.length for unit in model.units for part in unit.parts)
+    held = steps[-1].memory[comms.rank].peak_of("parameters")
+    return wrong, sum(event.sent for event in mine) / size, held / size
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one after another"])
+@pytest.mark.parametrize(
+    ("kind", "microbatches", "local", "how", "rounds"),
+    [
+        ("layers", 1, False, {}, 3),
+        ("layers", 2, False, {"prefetch": 2}, 6),
+        ("layers", 3, True, {"prefetch": 0}, 7),
+        ("layers", 2, False, {"reshard_after_forward": False}, 4),
+        ("tied", 2, False, {}, 6),
+        ("tied", 1, False, {"units": None}, 3),
+    ],
+)
+def test_a_step_in_units(any_pool, kind, microbatches, local, how, rounds, overlap):
+    """Parameters are gathered for forward and backward, gradients leave: (p-1)/p of everything each time."""
+    for wrong, sent, held in any_pool.run(in_units, 3, kind, overlap, microbatches, local, how, timeout=50):
+        assert not wrong
+        assert sent == pytest.approx(rounds * 2 / 3)
+        assert held < 1 or how.get("units", "auto") is None or "reshard_after_forward" in how
+
+
+def in_groups_of_units(comms):
+    model = mp.FullyShardedDataParallel(
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), comms, replicas=2
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    programs = []
+    with mp.record(comms) as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            programs.append(model.program(2))
+            for _ in range(2):
+                model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+    steps = [recorder.trace.step(number) for number in range(2)]
+    return [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
+
+
+def test_a_hybrid_step(any_pool):
+    assert any_pool.run(in_groups_of_units, 4, timeout=50) == [[]] * 4
+
+
 def buffers_of_nothing(comms):
     module = nn.Linear(WIDTH, WIDTH)
     module.register_buffer("empty", torch.zeros(0))

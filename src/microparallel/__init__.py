@@ -14,6 +14,7 @@ Names load when they are first used, so that `import microparallel` is quick and
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ _HOMES = {
     "Comms": "microparallel.comms",
     "Costs": "microparallel.simulator",
     "DataParallel": "microparallel.data_parallel",
+    "FullyShardedDataParallel": "microparallel.data_parallel",
     "Link": "microparallel.topology",
     "Mesh": "microparallel.topology",
     "Pipeline": "microparallel.pipeline",
@@ -34,6 +36,7 @@ _HOMES = {
     "Trace": "microparallel.trace",
     "all_reduce_in_process": "microparallel.comms.in_process",
     "connect": "microparallel.world",
+    "deferred_init": "microparallel.data_parallel",
     "draw": "microparallel.drawing",
     "launch": "microparallel.world",
     "pipeline_layers": "microparallel.pipeline",
@@ -60,8 +63,8 @@ def __getattr__(name: str) -> Any:
 
 def _where_it_is_now(name: str) -> str:
     """Names that were here in version 0.1 are in one of the modules now."""
-    if name.startswith("_"):
-        return ""  # Python itself asks for such names; do not import anything for them
+    if name.startswith("_") or importlib.util.find_spec(f"microparallel.{name}") is not None:
+        return ""  # Python itself asks for such names, and for modules it then imports; import nothing for them
     for module in ("errors", "course", "analyze"):
         if name in importlib.import_module(f"microparallel.{module}").__all__:
             return f"; it is microparallel.{module}.{name} now"

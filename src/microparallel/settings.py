@@ -121,8 +121,8 @@ class Declared:
         return f"{self.default:g}" if self.kind is float else str(self.default)
 
     def given(self, value: Any) -> str:
-        """The setting as a user gives it on the command line: `--save-every 10`."""
-        return f"{self.flag} {value}"
+        """The setting as a user gives it on the command line: `--save-every 10`, `--recompute`."""
+        return self.flag if value is True and self.kind is bool else f"{self.flag} {value}"
 
 
 def setting(default: Any, help: str = "", group: str | None = None, **more: Any) -> Any:

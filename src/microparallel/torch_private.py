@@ -13,7 +13,7 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache
@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import profiler
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed import distributed_c10d
 from torch.nn.modules import module as torch_modules
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 # Without it: a model could take and return single tensors only, not tuples or dictionaries of tensors. Pipelines could
 # not cut such batches nor send them from stage to stage, and DataParallel would not find what needs a gradient.
@@ -64,7 +65,8 @@ def backward_engine() -> Engine:
     """The function through which all of `torch.autograd` starts a backward.
 
     Without it, and `replace_backward_engine`: traces would miss the backward of what has no module, and recording that
-    of modules would cost several times as much (hooks on everything a module returns, and a callback at the end).
+    of modules would cost several times as much (hooks on everything a module returns, and a callback at the end). And
+    no grader could see which tensors a learner's backward makes: torch hides what `backward` calls from a mode.
     """
     engine: Engine = _autograd._engine_run_backward
     return engine
@@ -73,6 +75,17 @@ def backward_engine() -> Engine:
 def replace_backward_engine(engine: Engine) -> None:
     """Let `torch.autograd` start every backward through this function."""
     _autograd._engine_run_backward = engine
+
+
+def backward_adds_to(leaf: torch.Tensor) -> bool:
+    """Inside of a backward: whether it will add to `grad` of a leaf; `torch.autograd.grad` adds to none.
+
+    Without it: `FullyShardedDataParallel` would sum the gradients of units that `torch.autograd.grad` goes through.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
+    except RuntimeError:  # torch does not answer for a leaf that `torch.autograd.grad` was asked for
+        return False
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -166,6 +179,26 @@ def _names_of_saved(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_raw_saved_")]
 
 
+def enclosing_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """The hooks by which autograd packs and unpacks what it saves at the moment; None if there are none.
+
+    Without it: `torch.utils.checkpoint` around a `FullyShardedDataParallel`, or `save_on_cpu`, would do nothing, since
+    torch calls the innermost hooks only.
+    """
+    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+def without_own_functions() -> AbstractContextManager[None]:
+    """Within this block torch treats tensors of our own classes as plain ones.
+
+    Without it: `GradientOfShard` could not refuse norms and still be computed with.
+    """
+    guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
+    return guard
+
+
 def share_by_descriptor(storage: torch.UntypedStorage) -> tuple[int, int]:
     """Move a storage into shared memory, under all of its views; returns a descriptor of the file, and its size.
 
@@ -174,6 +207,45 @@ def share_by_descriptor(storage: torch.UntypedStorage) -> tuple[int, int]:
     """
     descriptor, size = storage._share_fd_cpu_()
     return int(descriptor), int(size)
+
+
+# ── every operation ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+# Without it, `changed_by` and `takes_device`: `deferred_init` could not record how a model's weights are made.
+# `torch.overrides.TorchFunctionMode` sees what Python calls, and not what torch's own functions call in turn.
+EveryOperation: Any = TorchDispatchMode
+
+
+def changed_by(operation: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operation changes in place."""
+    changed: list[torch.Tensor] = []
+    for place, declared in enumerate(operation._schema.arguments):
+        given = arguments[place] if place < len(arguments) else named.get(declared.name)
+        # BatchNorm's operation changes its running statistics while training, and does not declare it.
+        undeclared = operation._schema.name == "aten::native_batch_norm" and declared.name.startswith("running_")
+        if undeclared or (declared.alias_info is not None and declared.alias_info.is_write):
+            changed += [one for one in pytree.tree_leaves(given) if isinstance(one, torch.Tensor)]
+    return changed
+
+
+def takes_device(operation: Any) -> bool:
+    """Whether an operation is told on which device its result shall be."""
+    return any(declared.name == "device" for declared in operation._schema.arguments)
+
+
+@contextmanager
+def truncated_normal(instead: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Let `nn.init.trunc_normal_` call another function, which is made from the one that it calls otherwise.
+
+    Without it: since torch 2.13, that function looks at the numbers that it has drawn, and may draw again. So
+    `deferred_init` would have to draw them while the model is built, several times, and once more to fill it.
+    """
+    before = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = instead(before)
+    try:
+        yield
+    finally:
+        nn.init._no_grad_trunc_normal_ = before
 
 
 # ── torch.compile ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -247,6 +319,18 @@ def not_compiled_itself(function: Callable[Given, Returned]) -> Callable[Given, 
     return function
 
 
+@not_compiled_itself
+def compiles_what_is_called() -> bool:
+    """Whether `torch.compile` is at work in this thread, and compiles what is called next.
+
+    Without it: `torch.compile(mp.FullyShardedDataParallel(…))` could not be refused, and would compile how units come
+    and go.
+    """
+    before = _compiler.set_eval_frame(None)
+    _compiler.set_eval_frame(before)
+    return bool(before)
+
+
 # ── modules ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Hooks = dict[int, Any]
@@ -267,6 +351,20 @@ def share_tensors(wrapper: nn.Module, module: nn.Module) -> None:
     the outermost module under its plain name, and would run the module with its own parameter instead.
     """
     wrapper._parameters, wrapper._buffers = module._parameters, module._buffers
+
+
+def own_parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The dictionary of the parameters that a module has itself.
+
+    Without it, and `replace_own_parameters`: a layer of `FullyShardedDataParallel` that reads its weight would get this
+    rank's part of it; each kind of layer would need a forward of its own.
+    """
+    return module._parameters
+
+
+def replace_own_parameters(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    """Let a module have these parameters: what is listed, and what is read as its attributes."""
+    module._parameters = parameters
 
 
 def forward_hooks_of(module: nn.Module) -> tuple[Hooks, Hooks]:

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from microparallel.models import GPT
 from microparallel.pipeline.split_backward import DeferredGradients, DeferringLinear, SplitBackward
@@ -126,3 +127,24 @@ def test_gradients_that_are_views_stay_views():
     output.sum().backward()
     deferred.add_up()
     assert flat.tolist() == [4.0] * 6 and layer.bias.grad.tolist() == [4.0] * 2
+
+
+class Checkpointed(nn.Module):
+    """A model's own checkpoint, between layers that are deferred."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.inside = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4))
+        self.reentrant = reentrant
+
+    def forward(self, value):
+        return self.last(checkpoint(self.inside, self.first(value).tanh(), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_nothing_is_deferred_inside_of_a_checkpoint(reentrant):
+    """It is computed again in backward, outside of the mode; torch compares what both have saved."""
+    before = compare(Checkpointed(reentrant), lambda leaves: leaves[0], [torch.randn(3, 4, requires_grad=True)])
+    assert all((before[f"inside.{number}.weight"] is not None) for number in (0, 2))
+    assert before["first.weight"] is None

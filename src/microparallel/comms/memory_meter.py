@@ -40,6 +40,7 @@ class MemoryMeter:
         self._microbatch = 0  # of the last forward
         self._walked: set[Node] = set()  # at the last forward's outputs, until the backward begins
         self._parameters: defaultdict[int, dict[int, Sequence[torch.Tensor]]] = defaultdict(dict)  # by step and stage
+        self._shards: dict[tuple[int, int], Sequence[torch.Tensor]] = {}  # of these, what an optimizer updates instead
         self._unclear: set[int] = set()  # steps in which two models have a stage of the same number
         self._optimizer: defaultdict[int, dict[torch.Tensor, int]] = defaultdict(dict)  # by step and parameter
 
@@ -51,6 +52,7 @@ class MemoryMeter:
         self._drop_freed(activity.op)
         if activity.parameters:
             self._note_parameters(activity.parameters, step)
+            self._shards |= {(step, stage): mine for stage, mine in (activity.shards or {}).items()}
             self._given = {memory for memory, _ in map(_memory_of, activity.given)}
         return self.held
 
@@ -139,10 +141,19 @@ class MemoryMeter:
                 sizes[str(stage)] = [
                     sum(parameter.nbytes for parameter in mine),
                     sum(parameter.nbytes for parameter in mine if parameter.requires_grad),
-                    None if state is None else sum(state.get(parameter, 0) for parameter in mine),
+                    None if state is None else _state_of(mine, self._shards.get((step, stage), mine), state),
                 ]
             found[str(step)] = None if step in self._unclear else sizes
         return found
+
+
+def _state_of(
+    parameters: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], state: Mapping[torch.Tensor, int]
+) -> int:
+    """How large the optimizer's state is for whole parameters: that of this rank's shards says it, in proportion."""
+    kept, whole = (sum(tensor.nbytes for tensor in tensors) for tensors in (shards, parameters))
+    mine = sum(state.get(shard, 0) for shard in shards)
+    return mine if kept == whole else round(mine * whole / kept) if kept else 0
 
 
 def sizes_of(by_rank: Sequence[Written]) -> dict[int, Sizes]:

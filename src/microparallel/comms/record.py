@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import socket
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -89,7 +90,7 @@ class Row:
 
     __slots__ = (
         *("after", "arrived", "before", "bytes", "end", "group", "number", "op", "opened", "parts"),
-        *("peer", "place", "replaced", "start", "step", "waited"),
+        *("peer", "place", "replaced", "start", "step", "thread", "waited"),
     )
 
     def __init__(self, activity: Activity, start: Moment, step: int) -> None:
@@ -99,6 +100,7 @@ class Row:
         self.waited: Moment | None = None
         self.arrived: float | None = None
         self.step = step
+        self.thread = threading.get_ident()
         self.bytes = activity.bytes
         self.group = activity.group
         self.number = 0
@@ -130,7 +132,8 @@ class Recorder:
         self._torch_hooks = TorchHooks(self._torch_begins, self._torch_ends, self._step_ends)
         self._of_torch: dict[Kind, Row] = {}  # the forward and the backward of torch's that are under way
         self._waited_in_backward: list[Row] = []
-        self._ended: Moment | None = None  # when the last operation did, since torch's last forward or backward began
+        # When the last operation ended, or was handed to another thread, since torch's last forward or backward began.
+        self._ended: Moment | None = None
         self._trace: Trace | None = None
         self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._gpu_moment
         self._zero: torch.cuda.Event | None = None
@@ -199,6 +202,8 @@ class Recorder:
                     if self._ended is None and around.before is not None:
                         row.before = around.before
                 around.replaced = True
+        elif kind == "collective":
+            self._ended = row.start  # if another thread does it, this one goes on
         self._rows.append(row)
         return row
 
@@ -221,7 +226,8 @@ class Recorder:
         row.arrived = activity.arrived
         # To forget a value takes no time that a drawing could show.
         row.end = row.start if isinstance(row.op, Free) else self._now()
-        self._ended = row.end
+        if row.waited is not None or row.thread == threading.get_ident():
+            self._ended = row.end
         if not isinstance(row.op, Observed) and kind_of(row.op) in ("forward", "backward"):
             self._torch_hooks.resume()
         if self._meter is not None and row.before is not None:

@@ -70,6 +70,7 @@ class Reducer:
         overwrites: overwrite gradients of the last pass, also if the user still holds them.
         level: how much is kept in parts (ZeRO): 0 nothing, 1 the optimizer's state, 2 the gradients, too. From 1 on
             buckets are reduce-scattered, and keep the order of registration: each rank's part stays what it is.
+        axis: of these ranks in the program's mesh.
 
     Attributes:
         participants: which ranks have data, and how much each counts.
@@ -93,16 +94,18 @@ class Reducer:
         refuse_unused: bool,
         overwrites: bool,
         level: int = 0,
+        axis: str = "dp",
     ) -> None:
         self.level = level
         self.by: By = "element"
-        self.participants = Participants(comms)
+        self.participants = Participants(comms, axis)
         self.buckets: list[FlatBucket] = []
         self.passes = 0
         self.running = False
         self.begin_if_wanted: Callable[[], bool] = lambda: False
         self.pass_ended: Callable[[int], None] = lambda _: None
         self.microbatch = 0
+        self._axis = axis
         self._overlap = overlap
         self._check_finite = check_finite
         self._refuse_unused = refuse_unused
@@ -393,11 +396,15 @@ class Reducer:
         self._follow_program()
         self._average(take_results)
 
-    def _average(self, take_results: bool) -> None:
+    def _start_rest(self, take_results: bool) -> None:
+        """Sum the buckets that have not been summed; what is missing of them counts as zero."""
         while self._not_started:
             bucket = self._bucket_of(self._not_started[0])
             bucket.fill_up(self._scale) if take_results else bucket.fill_with_zeros()
             self._start(self._not_started.popleft())
+
+    def _average(self, take_results: bool) -> None:
+        self._start_rest(take_results)
         self._end_observed()
         self._share_presence()
         for bucket in self.buckets:
@@ -421,10 +428,20 @@ class Reducer:
         if not buckets:
             return
         mine = [bucket.presence() for bucket in buckets]
-        counts = torch.tensor(list(itertools.chain(*mine)), dtype=torch.float32)
-        self._comms.all_reduce(counts, operation=AllReduce(presence(self._turn), "dp"))
-        for bucket, sums in zip(buckets, torch.split(counts, list(map(len, mine))), strict=True):
+        also = self._also_shared()
+        counts = torch.tensor([*itertools.chain(*mine), *also], dtype=torch.float64)
+        self._comms.all_reduce(counts, operation=AllReduce(presence(self._turn), self._axis))
+        *of_buckets, of_all = torch.split(counts, [*map(len, mine), len(also)])
+        for bucket, sums in zip(buckets, of_buckets, strict=True):
             bucket.take_presence(sums)
+        self._require_alike(of_all)
+
+    def _also_shared(self) -> list[float]:
+        """What else ranks add up with the counts of gradients."""
+        return []
+
+    def _require_alike(self, sums: torch.Tensor) -> None:
+        """Look at these sums, which are the same on all ranks."""
 
     def _let_gradients_go(self) -> None:
         """At level 2: tell the observers that the whole gradients are gone; count the pass."""
@@ -544,12 +561,13 @@ class Participants:
         total: the sum of all ranks' weights, if the caller knows it.
     """
 
-    def __init__(self, comms: Comms) -> None:
+    def __init__(self, comms: Comms, axis: str = "dp") -> None:
         self.ranks = list(range(comms.world_size))
         self.joining = False
         self.weight: float | None = None
         self.total: float | None = None
         self._comms = comms
+        self._axis = axis
 
     @property
     def are_exchanged(self) -> bool:
@@ -564,7 +582,7 @@ class Participants:
             return weight / (self._comms.world_size if self.weight is None else self.total or 1.0)
         table = torch.zeros(2, self._comms.world_size, dtype=torch.float64)  # a column for each rank
         table[:, self._comms.rank] = torch.tensor([1.0, weight]) * has_data
-        self._comms.all_reduce(table, operation=AllReduce(WEIGHTS, "dp"))
+        self._comms.all_reduce(table, operation=AllReduce(WEIGHTS, self._axis))
         having, weights = table.tolist()
         self.ranks = [rank for rank, has in enumerate(having) if has]
         total = sum(weights)

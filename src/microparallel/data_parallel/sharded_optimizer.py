@@ -31,7 +31,7 @@ from microparallel.program import AllGather, Parameters
 _BY_ELEMENT = ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 # Optimizers that cannot be given a part of the parameters at all.
 _NEVER = {"LBFGS": "looks at all parameters together", "SparseAdam": "takes sparse gradients"}
-_SCALARS = ("step", "eta", "mu", "mu_product")  # state that is one number for a parameter, also for one of shape []
+SCALARS = ("step", "eta", "mu", "mu_product")  # state that is one number for a parameter, also for one of shape []
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._entries = -1  # of `part_keepers`, when these were found there:
         self._found: list[weakref.ref[PartKeeper]] = []
         groups = _as_groups(params)
+        if any(hasattr(parameter, "part_of") for group in groups for parameter in group["params"]):
+            raise UsageError(
+                "ShardedOptimizer: these parameters are parts already; give them to the optimizer itself: "
+                f"{optimizer_class.__name__}(model.parameters(), …)"
+            )
         template = optimizer_class([{**group, "params": [_stand_in()]} for group in groups], **options)
         super().__init__(groups, template.defaults)
         self._require_same_on_all_ranks()
@@ -365,7 +370,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             index, piece = number[kept.parameter], kept.piece
             state = {}
             for key, shape in read.shapes(index).items():
-                if shape is not None and shape == kept.parameter.shape and key not in _SCALARS:
+                if shape is not None and shape == kept.parameter.shape and key not in SCALARS:
                     state[key] = read(index, key, piece.start, piece.stop).view(kept.inner.shape)
                 else:
                     state[key] = read(index, key) if shape is None else read(index, key).view(shape)
@@ -390,7 +395,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             whole, piece = kept.parameter, kept.piece
             states[kept.inner] = {
                 key: value.reshape(-1)[piece.start : piece.stop].clone().view(kept.inner.shape)
-                if isinstance(value, torch.Tensor) and value.shape == whole.shape and key not in _SCALARS
+                if isinstance(value, torch.Tensor) and value.shape == whole.shape and key not in SCALARS
                 else value
                 for key, value in state.get(whole, {}).items()
             }
@@ -447,10 +452,14 @@ def _stand_in() -> nn.Parameter:
     return nn.Parameter(torch.zeros(1, 1))
 
 
+def is_of_torch(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether this is one of torch's own optimizers."""
+    return getattr(torch.optim, optimizer_class.__name__, None) is optimizer_class
+
+
 def is_known(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     """Whether this is one of torch's own optimizers that can be sharded, by element or by parameter."""
-    name = optimizer_class.__name__
-    return getattr(torch.optim, name, None) is optimizer_class and name not in _NEVER
+    return is_of_torch(optimizer_class) and optimizer_class.__name__ not in _NEVER
 
 
 def finest_cut(optimizer_class: type[torch.optim.Optimizer]) -> By:
@@ -468,7 +477,7 @@ def _require_divisible(optimizer_class: type[torch.optim.Optimizer], by: str) ->
     if by not in ("element", "parameter"):
         raise UsageError(f"ShardedOptimizer: by={by!r}; choose 'element' or 'parameter'")
     name = optimizer_class.__name__
-    known = getattr(torch.optim, name, None) is optimizer_class
+    known = is_of_torch(optimizer_class)
     if known and name in _NEVER:
         raise UsageError(f"ShardedOptimizer: {name} cannot be sharded, since it {_NEVER[name]}")
     if by == "element" and not (known and name in _BY_ELEMENT):

@@ -41,6 +41,11 @@ class GradientInParts(torch.Tensor):
     `grad = None`), while what would compute with one, as torch's `clip_grad_norm_` does, is refused, not wrong.
     """
 
+    refusal = (
+        "this gradient is in parts, of which each rank has one; to update, use mp.ShardedOptimizer; to clip, call "
+        "clip_grad_norm_ of the wrapped model; to look at gradients, use a model without shard="
+    )
+
     @classmethod
     def like(cls, parameter: nn.Parameter) -> GradientInParts:
         """What stands for a parameter's gradient."""
@@ -55,14 +60,11 @@ class GradientInParts(torch.Tensor):
         name = getattr(function, "__name__", str(function))
         if name == "__get__" or name in _HARMLESS:
             return super().__torch_function__(function, types, arguments, named or {})  # type: ignore[no-untyped-call]
-        raise UsageError(
-            f"{name}: this gradient is in parts, of which each rank has one; to update, use mp.ShardedOptimizer; to "
-            "clip, call clip_grad_norm_ of the wrapped model; to look at gradients, use a model without shard="
-        )
+        raise UsageError(f"{name}: {cls.refusal}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what it is: it has no numbers."""
-        return f"GradientInParts(shape={list(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}(shape={list(self.shape)}, dtype={self.dtype})"
 
 
 _HARMLESS = {"size", "dim", "numel", "stride", "is_floating_point", "is_complex", "data_ptr", "element_size"}
@@ -88,11 +90,18 @@ class Buffers:
         """Make buffers as long as the longest bucket; every bucket says how long it is before it borrows one."""
         self._length = max(self._length, length)
 
-    def borrow(self) -> torch.Tensor:
+    def borrow(self, length: int) -> torch.Tensor:  # noqa: ARG002
         """A buffer that no bucket uses; if too many sums are under way, the calling thread waits for the oldest."""
-        if not self._free and len(self._summing) >= _IN_FLIGHT:
+        if not self._free:
+            self._wait_for_oldest()
+        return self._free.pop() if self._free else self._new(self._length)
+
+    def _wait_for_oldest(self) -> None:
+        if len(self._summing) >= _IN_FLIGHT:
             self._summing[0].wait()
-        return self._free.pop() if self._free else empty_like_of(self._example, self._length, self._comms)
+
+    def _new(self, length: int) -> torch.Tensor:
+        return empty_like_of(self._example, length, self._comms)
 
     @property
     def free(self) -> Sequence[torch.Tensor]:
@@ -107,7 +116,22 @@ class Buffers:
         """Take a buffer back, whose bucket has been summed."""
         if bucket in self._summing:
             self._summing.remove(bucket)
+        self._keep(buffer)
+
+    def _keep(self, buffer: torch.Tensor) -> None:
         self._free.append(buffer)
+
+
+class FreshBuffers(Buffers):
+    """Buffers of just the length that is needed, which are not kept: for buckets of very different lengths."""
+
+    def borrow(self, length: int) -> torch.Tensor:
+        """A new buffer; if too many sums are under way, the calling thread waits for the oldest."""
+        self._wait_for_oldest()
+        return self._new(length)
+
+    def _keep(self, buffer: torch.Tensor) -> None:
+        """Let it go: whoever allocates memory, the transport's arena or torch, has it ready for the next one."""
 
 
 def empty_like_of(example: torch.Tensor, length: int, comms: Comms) -> torch.Tensor:
@@ -126,6 +150,7 @@ class ShardedBucket(FlatBucket):
         number: its place among the buckets of the model.
         owners: the rank of each parameter, if whole parameters are given to ranks.
         pool: where buffers are borrowed from (level 2); None: the bucket keeps a buffer of its own (level 1).
+        layout: the places of the parameters, if they have some already.
 
     Attributes:
         layout: the places of the parameters, and each rank's part.
@@ -141,8 +166,9 @@ class ShardedBucket(FlatBucket):
         *,
         owners: Sequence[int] | None = None,
         pool: Buffers | None = None,
+        layout: Layout | None = None,
     ) -> None:
-        self.layout = Layout(parameters, comms.world_size, owners)
+        self.layout = Layout(parameters, comms.world_size, owners) if layout is None else layout
         self.pieces = self.layout.pieces(comms.rank)
         self._begin = self.layout.bounds[comms.rank]
         self._pool = pool
@@ -218,7 +244,7 @@ class ShardedBucket(FlatBucket):
             return
         self._open = True
         if self._pool is not None:
-            self._use(self._pool.borrow())
+            self._use(self._pool.borrow(self.layout.length))
         if not self.keeps_sum:
             return
         self._earlier = self.shard if self._pool is not None else self.shard.clone()
@@ -298,6 +324,10 @@ class ShardedBucket(FlatBucket):
         super().reset()
         self._earlier = None
         self._let_go()
+
+    def scale(self, factor: float) -> None:
+        """Multiply this rank's part of the sum by a number."""
+        self.shard.mul_(factor)
 
     def forget(self) -> None:
         """Let the sum go: a pass has failed, and left a part of one."""
@@ -521,5 +551,5 @@ def clip_parts(
     factor = max_norm / (float(norm) + 1e-6)  # as torch does
     if factor < 1 or not math.isfinite(factor):
         for bucket in buckets:
-            bucket.shard.mul_(factor)
+            bucket.scale(factor)
     return norm

@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
 )
 
 from microparallel.comms import Comms
+from microparallel.data_parallel.deferred import require_contents
 from microparallel.data_parallel.reducer import ObservedBackward, Reducer
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicate, require_same_model
 from microparallel.data_parallel.sharding import GradientInParts, clip_parts, part_keepers
@@ -100,8 +101,10 @@ class DataParallel(nn.Module):
         if bucket_cap_mb is None:
             bucket_cap_mb = _fitting_buckets(module, shard)
         _require_sensible(bucket_cap_mb, broadcast_buffers, find_unused_parameters, gradient_as_bucket_view)
+        require_plain(module, "DataParallel")
+        require_contents(module, "DataParallel")
         require_same_model(module, comms)  # before the next check: all ranks then find the same in it
-        _require_dense_gradients(module)
+        require_dense_gradients(module)
         replicate(module, comms)
         self.module = module
         self.comms = comms
@@ -277,11 +280,14 @@ class DataParallel(nn.Module):
     def sit_out(self) -> None:
         """Take part in a step for which this rank has no data; it gets the average of the other ranks' gradients.
 
-        Call it inside `weighted(0)`, so that this rank does not count in the average.
+        Call it inside `weighted(0)`, so that this rank does not count in the average. Inside of `no_sync()`, where
+        nothing is averaged, it does nothing.
         """
         if self._single is not None:
             return
         self._require_no_sums_inside("sit_out")
+        if self._no_sync_depth:
+            return
         self._prepare()
         self._broadcast_buffers_before_forward()
         self._reducer.find_participants()
@@ -397,7 +403,7 @@ class DataParallel(nn.Module):
         """Multiply all gradients by a number, whether each rank has them whole or in parts."""
         if self._single is None:
             for bucket in self._reducer.sharded_buckets:
-                bucket.shard.mul_(factor)
+                bucket.scale(factor)
         for parameter in self.module.parameters():
             if parameter.grad is not None and not isinstance(parameter.grad, GradientInParts):
                 parameter.grad.mul_(factor)
@@ -495,7 +501,24 @@ def _require_sensible(
             raise UsageError(f"DataParallel: {name}={value!r} must be True or False")
 
 
-def _require_dense_gradients(module: nn.Module) -> None:
+def require_plain(module: nn.Module, wanted: str) -> None:
+    """Raise `UsageError` if a model is wrapped already, or a part of it is: two would sum the same gradients."""
+    for name, part in module.named_modules():
+        if isinstance(part, DataParallel):
+            place, kind = name or "this model", type(part).__name__
+            raise UsageError(
+                f"{wanted}: {place} is a {kind} already, and its gradients would be summed twice; give a plain model"
+            )
+    for name, parameter in module.named_parameters():
+        if hasattr(parameter, "part_of"):
+            raise UsageError(
+                f"{wanted}: {name} is in parts, since this model was given to a FullyShardedDataParallel before; "
+                "build it again"
+            )
+
+
+def require_dense_gradients(module: nn.Module) -> None:
+    """Raise `UsageError` unless a module has gradients, and none that are sparse."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UsageError(
             f"DataParallel: {type(module).__name__} has no trainable parameters, so there are no gradients to average; "

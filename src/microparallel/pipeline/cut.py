@@ -23,7 +23,9 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
+from microparallel.data_parallel.deferred import require_contents
 from microparallel.data_parallel.replicate import require_same_model
+from microparallel.data_parallel.wrapper import require_plain
 from microparallel.errors import PartitionError, UsageError
 from microparallel.pipeline.layers import NamedLayer, layer_times, layers_of
 from microparallel.pipeline.parts import Part, joined
@@ -94,8 +96,11 @@ def cut_together(
 ) -> list[list[NamedLayer]]:
     """Cut a model in the same places on all ranks, or raise on all of them; where layers are timed, rank 0 does it."""
     layers = layers_of(model)
+    modules = nn.ModuleList(layer.module for layer in layers)
+    require_contents(modules, "Pipeline")
+    require_plain(modules, "Pipeline")
     if comms.world_size > 1:
-        require_same_model(nn.ModuleList(layer.module for layer in layers), comms)
+        require_same_model(modules, comms)
     if balance != "time" or comms.world_size == 1:
         return cut(model, stages, balance, example)
     found: list[int] | str = []

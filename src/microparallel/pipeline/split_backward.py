@@ -38,7 +38,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from microparallel.errors import UsageError
-from microparallel.torch_private import has_hooks, hooks_of_saved, what_arrives_at
+from microparallel.torch_private import enclosing_saved_tensors_hooks, has_hooks, hooks_of_saved, what_arrives_at
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -292,7 +292,11 @@ def _is_divisible(node: Node) -> bool:
 
 def _is_checkpointed(node: Node) -> bool:
     """Whether the node's saved tensors are calculated again whenever torch's engine starts (checkpoints)."""
-    return any(getattr(hook, "__module__", "") == "torch.utils.checkpoint" for hook in hooks_of_saved(node))
+    return any(map(_is_of_checkpoint, hooks_of_saved(node)))
+
+
+def _is_of_checkpoint(hook: Any) -> bool:
+    return getattr(hook, "__module__", "") == "torch.utils.checkpoint"
 
 
 @contextlib.contextmanager
@@ -429,7 +433,13 @@ def _can_defer(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
         and inputs.dtype == weight.dtype
         and not torch.is_autocast_enabled(inputs.device.type)
         and not torch.compiler.is_compiling()
+        and not _in_checkpoint()
     )
+
+
+def _in_checkpoint() -> bool:
+    """Whether a checkpoint stands around this: it computes the same again in backward, where nothing is deferred."""
+    return any(map(_is_of_checkpoint, enclosing_saved_tensors_hooks() or ()))
 
 
 def _plain(parameter: torch.Tensor) -> bool:

@@ -1,0 +1,147 @@
+"""The gradients of a unit: whole while a pass makes them; each rank's part of their sum, afterwards.
+
+```
+backward          [g g g│g g g]    whole, of one unit, in a buffer that is borrowed
+reduce-scatter →  [ sum ]          this rank's part, in `grad` of its shards
+```
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from microparallel.comms import Comms
+from microparallel.data_parallel.sharding import FreshBuffers, GradientInParts, ShardedBucket
+from microparallel.data_parallel.units import ShardedParameters
+from microparallel.errors import UsageError
+from microparallel.program import AllReduce, ReduceScatter
+from microparallel.torch_private import without_own_functions
+
+
+class GradientOfShard(torch.Tensor):
+    """A rank's part of a gradient: a tensor like any other, but no norm is taken of it, which would be a part's.
+
+    torch's `clip_grad_norm_` would clip on each rank by the norm of that rank's part, and say nothing.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute as with any tensor; refuse norms."""
+        if getattr(function, "__name__", "") in _NORMS:
+            raise UsageError(
+                "the norm of a gradient of which each rank has a part is not that of the part; to clip gradients, call "
+                "clip_grad_norm_ of the wrapped model"
+            )
+        with without_own_functions():
+            return function(*arguments, **(named or {}))
+
+
+_NORMS = {"norm", "_foreach_norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "linalg_matrix_norm"}
+
+
+class GradientNotSummed(GradientInParts):
+    """Stands in `grad` of a shard while its gradient, of backwards inside of `no_sync()`, is whole on each rank."""
+
+    refusal = "gradients were not summed over the ranks; the last backward before a step must be outside of no_sync()"
+
+
+class UnitBucket(ShardedBucket):
+    """The gradients of a unit's parameters: whole while a pass makes them; this rank's part of the sum, afterwards.
+
+    `grad` of a shard is this rank's part. While gradients have not been summed (`no_sync`), a `GradientNotSummed`
+    stands there, and the whole gradient is in `grad` of the model's own parameter.
+
+    Args:
+        part: the parameters.
+        comms: the ranks that keep the parts.
+        number: that of the unit in the program.
+        pool: where buffers are borrowed from.
+        across: the ranks of other groups that keep the same part, if there are such groups.
+    """
+
+    def __init__(
+        self, part: ShardedParameters, comms: Comms, number: int, pool: FreshBuffers, across: Comms | None
+    ) -> None:
+        self.part = part
+        self._across = across
+        super().__init__(part.whole, comms, number, pool=pool, layout=part.layout)
+        self._stand_ins = [GradientNotSummed.like(shard) for shard in part.shards]
+        of_piece = {piece.index: piece.of(self.shard, self._begin) for piece in self.pieces}
+        self._gradients = [
+            of_piece.get(index, self.shard[:0]).view(shard.shape).as_subclass(GradientOfShard)
+            for index, shard in enumerate(part.shards)
+        ]
+        self.reset()
+
+    def reset(self) -> None:
+        """Make the gradients of all parameters that are trained missing again, before the next pass."""
+        super().reset()
+        self.missing = sum(parameter.requires_grad for parameter in self.parameters)
+
+    def take_stand_ins(self) -> None:
+        """Before gradients come: find out which sums of earlier passes are kept, and which gradients were removed."""
+        for index, shard in enumerate(self.part.shards):
+            mine, gradient = self._gradients[index], shard.grad
+            if gradient is None:
+                self.parameters[index].grad = None  # the user has removed it: also what was not summed
+            elif gradient is not mine and gradient is not self._stand_ins[index]:
+                mine.copy_(gradient)
+                shard.grad = mine
+            self._taken[index] = shard.grad is mine
+
+    def put_stand_ins_back(self) -> None:
+        """After a backward that was not summed: say in `grad` of each shard that there is a gradient."""
+        for index, (parameter, shard) in enumerate(zip(self.parameters, self.part.shards, strict=True)):
+            if parameter.grad is not None and shard.grad is None:
+                shard.grad = self._stand_ins[index]
+
+    def start(self, comms: Comms, operation: AllReduce | ReduceScatter, overlap: bool) -> None:
+        """Sum the buffers of all ranks that keep parts; each keeps its own part of the sum."""
+        for index, ready in enumerate(self.ready):
+            if not ready:
+                self.views[index].zero_()
+        if self._across is not None and self._across.rank > 0:
+            self._earlier = None  # one group adds it, since the sums of all groups are summed
+        super().start(comms, operation, overlap)
+
+    def sum_across(self, operation: AllReduce, overlap: bool) -> None:
+        """Sum this rank's part over the groups that keep the same one."""
+        self.wait()
+        assert self._across is not None
+        if overlap:
+            self.request = self._across.all_reduce(self.shard, async_op=True, operation=operation)
+        else:
+            self._across.all_reduce(self.shard, operation=operation)
+
+    def hand_out(self, index: int) -> None:
+        """Let `grad` of a shard be this rank's part of the sum, and what autograd itself has put there."""
+        shard, mine = self.part.shards[index], self._gradients[index]
+        if shard.grad is not None and shard.grad is not mine and shard.grad is not self._stand_ins[index]:
+            mine.add_(shard.grad)  # of a loss that has the shards in it
+        shard.grad = mine
+        self._taken[index] = False
+
+    def scale(self, factor: float) -> None:
+        """Multiply this rank's part of the sum by a number."""
+        for gradient in self.gradients():
+            if gradient is not None:
+                gradient.mul_(factor)
+
+    def forget(self) -> None:
+        """Remove all gradients, also those that were not summed."""
+        for index, (parameter, shard) in enumerate(zip(self.parameters, self.part.shards, strict=True)):
+            parameter.grad = shard.grad = None
+            self._taken[index] = False
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """For each piece of this rank, the sum of its gradients; None if no rank had one, or if it was removed."""
+        found = [self.part.shards[piece.index].grad for piece in self.pieces]
+        return [None if one is None or isinstance(one, GradientInParts) else _plain(one) for one in found]
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.as_subclass(torch.Tensor)
