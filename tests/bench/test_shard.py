@@ -5,15 +5,17 @@ import dataclasses
 import pytest
 import torch
 
-from microparallel.bench import shard
 from microparallel.bench.engine import transport_of
 from microparallel.bench.settings import ShardSettings
-from microparallel.bench.shard import Measurements, Memory, Method, Replica, Result, Timing, bench_shard, covered
+from microparallel.bench.shard import Measurements, Memory, Method, Replica, Result, Timing, bench_shard
+from microparallel.bench.shard_memory import covered, span
 from microparallel.bench.shard_report import report_on
+from microparallel.trace.parts import Parts
 
 SMALL = ShardSettings(models=("mlp-8",), batch=4, steps=2)
-NAMES = ["none", "ddp", "shard optimizer", "shard gradients", "torch-zero"]
-AGAIN = ["none, again", "torch-zero, again"]
+OURS = ["none", "ddp", "shard optimizer", "shard gradients", "shard parameters", "shard parameters, kept"]
+ON_SHM = ["torch-zero", "torch-zero on shm", "torch-fsdp", "torch-fsdp on shm"]
+AGAIN = ["none, again", "torch-zero, again", "torch-fsdp, again"]
 
 
 def bench(comms, settings):
@@ -22,17 +24,17 @@ def bench(comms, settings):
     return transport_of(comms), measurements, told
 
 
-@pytest.mark.parametrize(("ranks", "accumulate"), [(2, 1), (3, 2)])
-def test_every_method_is_measured_on_all_ranks_alike_and_trains_the_same_weights(any_pool, ranks, accumulate):
-    settings = dataclasses.replace(SMALL, accumulate=accumulate, models=("mlp-8", "gpt-32"))
+@pytest.mark.parametrize(("ranks", "accumulate", "models"), [(2, 1, ("mlp-8", "gpt-32")), (3, 2, ("gpt-32",))])
+def test_every_method_is_measured_on_all_ranks_alike_and_trains_the_same_weights(any_pool, ranks, accumulate, models):
+    settings = dataclasses.replace(SMALL, accumulate=accumulate, models=models)
     (transport, first, told), *others = any_pool.run(bench, ranks, settings, timeout=50)
     assert all(other[:2] == (transport, first) for other in others)
     assert first.wrong is None
-    assert [result.model for result in first.results] == ["mlp-8", "gpt-32"]
-    on_shm = ["torch-zero on shm"] if transport == "shm" else []
+    assert [result.model for result in first.results] == list(models)
+    torchs = ON_SHM if transport == "shm" else ["torch-zero", "torch-fsdp"]
     for result in first.results:
         timings = {timing.method.name: timing for timing in result.timings}
-        assert list(timings) == [*NAMES, *on_shm, *AGAIN]
+        assert list(timings) == [*OURS, *torchs, *AGAIN]
         assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in result.timings)
         assert timings["none"].apart > 0.1  # so this would have been found out, had it claimed to synchronise
         assert all(timing.apart < 1e-2 for name, timing in timings.items() if not name.startswith("none"))
@@ -47,14 +49,30 @@ def test_every_method_is_measured_on_all_ranks_alike_and_trains_the_same_weights
         for name in ("shard optimizer", "shard gradients"):
             assert kept[name].parameters == pytest.approx(size, abs=few)
             assert kept[name].optimizer == pytest.approx(2 * size / ranks, abs=few)
-        assert timings["none"].sent == 0 and timings["torch-zero"].sent is None
+        assert sum(result.units) == size and len(result.units) == {"mlp-8": 16, "gpt-32": 6}[result.model]
+        pairs = [sum(two) for two in zip(result.units, result.units[1:], strict=False)]
+        gathered = {"shard parameters": max(pairs), "shard parameters, kept": size}
+        for name, most in gathered.items():
+            assert kept[name].parameters == pytest.approx(size / ranks + most, abs=few)
+            assert kept[name].optimizer == pytest.approx(2 * size / ranks, abs=few)
+            assert (
+                size / ranks + max(result.units) <= kept[name].gradients <= size / ranks + 4 * max(result.units) + few
+            )
+        assert kept["torch-fsdp"].parameters < 0.9 * size + few
+        assert kept["torch-fsdp"].optimizer == pytest.approx(2 * size / ranks, abs=few)
+        assert timings["none"].sent == 0 and timings["torch-zero"].sent is timings["torch-fsdp"].sent is None
+        for name in OURS:
+            spent = timings[name].parts
+            assert spent.computing + spent.communicating + spent.waiting + spent.other == pytest.approx(spent.step)
         if result.model == "mlp-8":
             continue  # so small that other algorithms are faster, which send more
         each = (ranks - 1) / ranks * size
         assert timings["ddp"].sent == pytest.approx(2 * each, abs=few)
         assert timings["shard optimizer"].sent == pytest.approx(2 * each, abs=few)
         assert timings["shard gradients"].sent == pytest.approx((accumulate + 1) * each, abs=few)
-    assert told[0] == (0, "mlp-8", 0) and told[-1] == (1, "gpt-32", 2)
+        assert timings["shard parameters"].sent == pytest.approx(3 * accumulate * each, abs=few)
+        assert timings["shard parameters, kept"].sent == pytest.approx(2 * accumulate * each, abs=few)
+    assert told[0] == (0, models[0], 0) and told[-1] == (1, models[-1], 2)
 
 
 def gradients_of_small_buckets(comms):
@@ -95,7 +113,7 @@ def test_wrong_weights_end_the_run_and_name_method_and_model(pool):
 def test_views_of_the_same_memory_count_once():
     tensor = torch.zeros(100)
     views = [tensor, tensor[10:20], tensor[50:], torch.zeros(7)]
-    assert covered(map(shard.span, views)) == 428
+    assert covered(map(span, views)) == 428
     assert covered([]) == 0
 
 
@@ -103,18 +121,20 @@ def test_views_of_the_same_memory_count_once():
 
 
 def measurements(ranks=2, accumulate=1):
-    milliseconds = dict(zip([*NAMES, "torch-zero on shm", *AGAIN], (10, 14, 12, 13, 20, 16, 11, 21), strict=True))
+    names = [*OURS, *ON_SHM, *AGAIN]
+    milliseconds = dict(zip(names, (10, 14, 12, 13, 15, 14.5, 20, 16, 30, 25, 11, 21, 33), strict=True))
     timings = [
         Timing(
             Method(name),
             tuple(factor * time * 1e-3 for factor in (1.2, 0.5, 1, 0.9, 3)),
             Memory(1000, 1100, 2000),
             None if name.startswith("torch") else 1000.0,
+            None if name.startswith("torch") else Parts(0.01, 0.002, 0.004, 0.001, 0.001, 0.001, 0.001, 0.0),
             1e-7,
         )
         for name, time in milliseconds.items()
     ]
-    result = Result("mlp-8", "16 layers of width 8", 4, 1000, accumulate, tuple(timings))
+    result = Result("mlp-8", "16 layers of width 8", 4, 1000, (100, 400, 300, 200), accumulate, tuple(timings))
     return Measurements(ranks, ranks, 4, "shm", "cpu", (result,))
 
 
@@ -129,9 +149,16 @@ def test_the_report_works_everything_out():
     assert formulas["ddp"] == [1000, 1000, 2000]
     assert formulas["shard optimizer"] == formulas["torch-zero"] == [1000, 1000, 500]
     assert formulas["shard gradients"] == [1000, 250, 500]
+    assert formulas["shard parameters"] == [250 + 700, 250 + 400, 500]
+    assert formulas["torch-fsdp"] == formulas["torch-fsdp on shm"] == [250 + 400, 250 + 400, 500]
+    assert formulas["shard parameters, kept"] == [250 + 1000, 250 + 400, 500]
+    assert rows["shard parameters"].ratio_to_torch_fsdp == pytest.approx(0.5)
     sent = {name: row.sent_bytes_by_formula for name, row in rows.items()}
     assert sent["none"] == 0 and sent["ddp"] == sent["shard optimizer"] == 1500
     assert sent["shard gradients"] == 3000 and sent["torch-zero on shm"] == 2250
+    assert sent["shard parameters"] == sent["torch-fsdp"] == 3 * 3 * 750
+    assert sent["shard parameters, kept"] == 2 * 3 * 750
     [model] = report.as_json()["models"]
     assert (model["none_to_itself"], model["torch_zero_to_itself"]) == pytest.approx((1.1, 1.05))
+    assert model["torch_fsdp_to_itself"] == pytest.approx(1.1)
     assert report.notes == []

@@ -339,7 +339,10 @@ def test_wrong_calls_of_data_parallelism(capsys, monkeypatch, arguments, words):
 # ── bench shard ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TINY_SHARD = ["--quick", "--models", "mlp-8", "--batch", 4, "--steps", 2, "--transport", "gloo"]
-SHARD_METHODS = ["none", "ddp", "shard optimizer", "shard gradients", "torch-zero", "none, again", "torch-zero, again"]
+SHARD_METHODS = [
+    *("none", "ddp", "shard optimizer", "shard gradients", "shard parameters", "shard parameters, kept"),
+    *("torch-zero", "torch-fsdp", "none, again", "torch-zero, again", "torch-fsdp, again"),
+]
 
 
 def test_all_of_steps_in_parts_is_in_the_json(microparallel):
@@ -353,6 +356,10 @@ def test_all_of_steps_in_parts_is_in_the_json(microparallel):
     rows = {row["method"]: row for row in document["results"]}
     assert list(rows) == SHARD_METHODS
     assert model["torch_zero_to_itself"] == rows["torch-zero, again"]["ratio_to_torch_zero"]
+    assert model["torch_fsdp_to_itself"] == rows["torch-fsdp, again"]["ratio_to_torch_fsdp"]
+    parameters = rows["shard parameters"]
+    assert parameters["sent_bytes_by_formula"] == 3 * 2 * model["parameter_bytes"] / 2
+    assert parameters["parts"]["step"] > 0 and rows["torch-fsdp"]["parts"] is None
     gradients = rows["shard gradients"]
     assert gradients["counted"] == 2 == len(gradients["steps"])
     assert gradients["sent_bytes_by_formula"] == 1.5 * model["parameter_bytes"]
@@ -367,9 +374,10 @@ def test_tables_of_steps_in_parts_for_people(microparallel):
     assert lines[0].startswith("training step in parts, 2 ranks on ")
     assert "mlp-8  16 layers of width 8, 4.392 KB of parameters, 4 samples a rank, 2 steps" in lines
     found = [next((name for name in SHARD_METHODS if line.startswith(f" {name}  ")), None) for line in lines]
-    assert [name for name in found if name] == [*SHARD_METHODS, *SHARD_METHODS[:5]]
-    assert max(map(len, lines[:-2])) <= 96
-    for text in ("÷zero", "by formula", "checked  ", "chance speaks"):
+    ours, once = SHARD_METHODS[:6], SHARD_METHODS[:8]
+    assert [name for name in found if name] == [*SHARD_METHODS, *ours, *once]
+    assert max(map(len, lines[:-2])) <= 100
+    for text in ("÷zero", "÷fsdp", "recorded", "exposed", "by formula", "checked  ", "chance speaks"):
         assert text in result.stdout
 
 

@@ -51,13 +51,14 @@ def test_compare_refuses_pipelines_in_one_line(microparallel, flags, words):
 
 def test_compare_what_is_kept_in_parts(microparallel, tmp_path):
     flags = ["--ranks", "3", "--steps", "4", "--dim", "8", "--depth", "4", "--batch", "20", "--accumulate", "3"]
-    result = microparallel("compare", "--shard", "gradients", *flags, "--trace", str(tmp_path / "traces"), "--json")
+    result = microparallel("compare", "--shard", "parameters", *flags, "--trace", str(tmp_path / "traces"), "--json")
     assert result.returncode == 0, result.stderr
     rows = {row["strategy"]: row for row in json.loads(result.stdout)}
-    assert list(rows) == ["single", "ddp", "shard optimizer", "shard gradients"]
+    assert list(rows) == ["single", "ddp", "shard optimizer", "shard gradients", "shard parameters"]
     assert all(row["agrees"] and row["weight_difference"] < 1e-12 for row in rows.values())
     traces = tmp_path / "traces"
-    assert [(traces / f"shard-{name}.json").read_text().count("U0.1@dp") > 0 for name in SHARDED] == [False, True]
+    assert [(traces / f"shard-{name}.json").read_text().count("U0.1@dp") > 0 for name in SHARDED] == [False, True, True]
+    assert "~T0@dp" in (traces / "shard-parameters.json").read_text()
     result = microparallel("compare", "--shard", "optimizer", "--steps", "2", "--dim", "8", "--depth", "2")
     assert result.returncode == 0 and "shard optimizer" in result.stdout and "shard gradients" not in result.stdout
 
@@ -65,7 +66,8 @@ def test_compare_what_is_kept_in_parts(microparallel, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--shard", "parameters"], "--shard parameters: parameters cannot be kept in parts yet"),
+        (["--shard", "weights"], "--shard weights: did you mean 'parameters'?"),
+        (["--shard", "gradients", "--prefetch", "2"], "--prefetch 2 is for --shard parameters; add that"),
         (["--shard", "optimizer", "--in-process"], "--shard optimizer compares parts between ranks; leave"),
         (["--shard", "optimizer", "--shortcuts"], "--shard optimizer compares parts between ranks; leave"),
         (["--accumulate", "2"], "--accumulate 2: naive and hooks compute a step at once; try --shard gradients"),

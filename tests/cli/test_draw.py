@@ -185,6 +185,8 @@ def test_a_terminal_s_width_is_kept(draw):
         (["ring", "--microbatches", "4"], ["--microbatches 4", "ring"]),
         (["1f1b", "--stages-per-rank", "2"], ["1f1b", "stages_per_rank"]),
         (["ring", "--ranks-per-node", "2"], ["ring", "ranks_per_node"]),
+        (["zero-2", "--prefetch", "2"], ["prefetch", "level 3"]),
+        (["zero-3", "--prefetch", "-1"], ["prefetch=-1", "0 or more"]),
         (["ddp", "--microbatches", "4"], ["microbatches=4", "ddp"]),
         (["1f1b", "--forward", "fast"], ["--forward fast", "1,2,1,1"]),
         (["1f1b", "--forward", "-1"], ["--forward -1", "0 or more"]),

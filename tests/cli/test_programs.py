@@ -79,6 +79,18 @@ def test_simulate_shows_what_ranks_hold(run):
     assert code == 2 and "too many to read" in errors and "leave out --memory" in errors
 
 
+def test_zero_with_replicas(run):
+    hybrid = ("zero-3", "--ranks", 4, "--replicas", 2, "--layers", 2, "--buckets", 1)
+    code, output, _ = run("draw", *hybrid, "--width", 100)
+    assert code == 0 and output == draw(build("zero-3", 4, layers=2, buckets=1, replicas=2), width=100)
+    assert "zero-3 × 2 · 4 ranks" in output and "U0.0/ is a rank's part of U0.0, summed along replica" in output
+    code, output, _ = run("verify", *hybrid)
+    assert code == 0 and "right: every message" in output
+    found = json.loads(run("simulate", *hybrid, "--bytes", 10, "--memory", "--json")[1])
+    assert found["bytes_sent"] == [3 * 20 / 2 + 20 / 2] * 4  # 3 copies inside of a replica, then a half there and back
+    assert found["peak_memory_by_kind"]["optimizer"] == [2 * 8 / 2] * 4
+
+
 def test_an_option_goes_to_the_programs_that_take_it(run, tmp_path):
     (tmp_path / "mine.txt").write_text(MINE)
     names = ["ring", "hierarchical", "1f1b", "ddp", "mine.txt"]
@@ -98,6 +110,13 @@ def test_an_option_goes_to_the_programs_that_take_it(run, tmp_path):
     assert found[1]["messages_sent"] == [2 * 3 + 2 * 1] * 8
     table = run("simulate", "ring", "mine.txt")[1]
     assert [line.split()[:2] for line in table.splitlines()[3:5]] == [["ring", "4"], ["mine", "2"]]
+
+
+def test_zero_3_gathers_as_far_ahead_as_it_is_told(run):
+    one = ["simulate", "zero-3", "--ranks", 2, "--layers", 4, "--json"]
+    exposed = [json.loads(run(*one, "--prefetch", ahead)[1])["exposed_communication"][0] for ahead in (0, 1)]
+    assert exposed == [6, 1.5]
+    assert json.loads(run(*one)[1])["exposed_communication"][0] == 1.5
 
 
 CLUSTER = ["--nodes", 2, "--per-node", 4, "--inside", "1us,100GB", "--between", "10us,10GB"]
@@ -177,6 +196,9 @@ def test_verify_says_it_in_json(run, tmp_path):
         (["simulate", "1f1b", "--ranks", "0"], ["ranks=0"]),
         (["simulate", "ring", "--microbatches", "4"], ["--microbatches 4", "collective"]),
         (["simulate", "1f1b", "--stages-per-rank", "2"], ["stages_per_rank"]),
+        (["simulate", "1f1b", "--replicas", "2"], ["'1f1b' does not take replicas"]),
+        (["verify", "zero-3", "--replicas", "3"], ["replicas=3: 4 ranks do not make", "choose a divisor of 4"]),
+        (["verify", "zero-2", "--replicas", "2"], ["replicas=2: only at level 3", "level=2"]),
         (["simulate", "1f1b", "--forward", "fast"], ["--forward fast"]),
         (["simulate", "1f1b", "--forward", "1,2"], ["forward has 2 numbers, and the program has 4 stages"]),
         (["simulate", "1f1b", "--latency", "-1"], ["--latency -1"]),

@@ -74,7 +74,7 @@ def test_your_own_model_and_data_from_a_config_file(tmp_path, train):
 def test_parts_from_the_command_line_a_file_and_a_run_that_goes_on(tmp_path, train, microparallel):
     """The losses are those of one process, with whatever is kept in parts."""
     exact = ["--dtype", "float64", "--schedule-lr", "constant"]
-    train(*SMALL, *exact, "--out", "alone")
+    train(*SMALL, *exact, "--steps", 9, "--out", "alone")
     (tmp_path / "run.toml").write_text('shard = "gradients"\nranks = 3\naccumulate = 3\n')
     summary = json.loads(train("--config", "run.toml", *SMALL, *exact, "--steps", 2, "--trace", "--out", "parts"))
     assert (summary["shard"], summary["strategy"], summary["ranks"]) == ("gradients", "ddp", 3)
@@ -84,6 +84,10 @@ def test_parts_from_the_command_line_a_file_and_a_run_that_goes_on(tmp_path, tra
     assert summary["shard"] == "optimizer"
     summary = json.loads(train("--resume", "parts", "--steps", 6, "--shard", "none", "--json", "--quiet"))
     assert "shard" not in summary
+    train("--resume", "parts", "--steps", 7, "--ranks", 2, "--shard", "parameters", "--replicas", 2, "--quiet")
+    summary = json.loads(train("--resume", "parts", "--steps", 8, "--ranks", 3, "--prefetch", 0, "--json"))
+    assert (summary["shard"], summary["replicas_identical"]) == ("parameters", True)
+    train("--resume", "parts", "--steps", 9, "--shard", "gradients", "--quiet")
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "alone"), rel=1e-12, abs=0)
     assert "optimizer and gradients in parts" in microparallel("train", *SMALL[:-2], "--config", "run.toml").stderr
 
@@ -91,10 +95,13 @@ def test_parts_from_the_command_line_a_file_and_a_run_that_goes_on(tmp_path, tra
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--shard", "parameters"], "--shard parameters: one rank has no other rank to share with; try --ranks 2"),
+        (["--shard", "parameters", "--pp", "2"], "--shard parameters: each rank of a pipeline has layers of its own"),
         (
-            ["--shard", "parameters"],
-            "--shard parameters: parameters cannot be kept in parts yet; try --shard gradients",
+            ["--shard", "parameters", "--ranks", "2", "--optimizer", "muon"],
+            "--optimizer muon looks at whole parameters",
         ),
+        (["--ranks", "2", "--keep-parameters"], "--keep-parameters is for --shard parameters; add that"),
         (["--shard", "optimizer"], "--shard optimizer: one rank has no other rank to share with; try --ranks 2"),
         (["--shard", "gradients", "--strategy", "hooks", "--ranks", "2"], "--shard gradients is for --strategy ddp"),
         (["--shard", "optimizer", "--optimizer", "lbfgs"], "--optimizer lbfgs: lbfgs calls the model several times"),

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from microparallel.errors import CheckpointError
+from microparallel.files.tensor_file import checksum
 from microparallel.train import checkpoint
 from microparallel.train.checkpoint_reader import manifest
-from microparallel.train.tensor_file import checksum
 
 PART = "part-00000.safetensors"
 FILES = [PART, "state.json", "manifest.json"]

@@ -12,17 +12,19 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.pairwise import pairwise
 from torch import nn
 
 import microparallel as mp
 from microparallel.data_parallel.layout import Part
 from microparallel.errors import CheckpointError, RankFailed
-from microparallel.train import checkpoint, tensor_file
+from microparallel.files import tensor_file
+from microparallel.files.tensor_file import TensorFile, checksum
+from microparallel.train import checkpoint
 from microparallel.train.build import build
 from microparallel.train.checkpoint_reader import StateReader, StoredTensor, manifest
 from microparallel.train.config import TrainConfig
 from microparallel.train.loop import train_on_rank
-from microparallel.train.tensor_file import TensorFile, checksum
 
 FIXTURES = Path(__file__).parent / "format_1"
 
@@ -55,6 +57,10 @@ LAYOUTS = {
     "dp 2, pp 2": {"dp": 2, "pp": 2},
     "zero 3": {"ranks": 3},
     "zero 2": {"ranks": 2},
+    "parameters 1": {"ranks": 1, "shard": "parameters", "strategy": "ddp"},
+    "parameters 2": {"ranks": 2, "shard": "parameters"},
+    "parameters 3": {"ranks": 3, "shard": "parameters"},
+    "parameters 2, twice": {"ranks": 4, "shard": "parameters", "replicas": 2},
 }
 SUBJECTS = {
     "batch norm, momentum": {"model": f"{__name__}:with_batch_norm", "optimizer": "sgd", "momentum": 0.9},
@@ -84,13 +90,13 @@ def of_layout(comms, name, subject):
     return training
 
 
-def written_by_one_read_by_all(comms, folder, first, subject):
+def written_by_one_read_by_others(comms, folder, first, others, subject):
     if training := of_layout(comms, first, subject):
         for _ in range(2):
             training.step()
         training.save(folder / "written", keep=3)
         training.close()
-    for second in LAYOUTS:
+    for second in others:
         comms.barrier()
         if training := of_layout(comms, second, subject):
             found, warnings = checkpoint.latest(folder / "written", training.comms)
@@ -100,15 +106,24 @@ def written_by_one_read_by_all(comms, folder, first, subject):
             training.close()
 
 
-@pytest.mark.parametrize("first", LAYOUTS)
-@pytest.mark.parametrize("subject", SUBJECTS)
-def test_any_layout_reads_any_others_bit_for_bit(pool, tmp_path, subject, first):
+def readers():
+    """Every layout reads every other's: each once in the quick run, with one of the subjects, and all in the whole."""
+    rows = pairwise(SUBJECTS, LAYOUTS, LAYOUTS)
+    for subject, first in itertools.product(SUBJECTS, LAYOUTS):
+        some = [second for one, other, second in rows if (one, other) == (subject, first)]
+        if some:
+            yield pytest.param(subject, first, some, id=f"{subject}-{first}-pairs")
+        yield pytest.param(subject, first, [*LAYOUTS], id=f"{subject}-{first}-whole", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("subject", "first", "others"), list(readers()))
+def test_any_layout_reads_any_others_bit_for_bit(pool, tmp_path, subject, first, others):
     """What was read is saved again at once, and both checkpoints hold the same."""
-    pool.run(written_by_one_read_by_all, 4, tmp_path, first, subject, timeout=55)
+    pool.run(written_by_one_read_by_others, 4, tmp_path, first, others, subject, timeout=55)
     written = checkpoint.latest(tmp_path / "written")[0]
     [group] = written.optimizer_state["param_groups"]
     assert sorted(written.optimizer_state["state"]) == group["params"]
-    for second in LAYOUTS:
+    for second in others:
         again = checkpoint.latest(tmp_path / second)[0]
         assert same_bits(written.model, again.model), second
         assert same_bits(written.optimizer_state, again.optimizer_state), second
@@ -196,7 +211,7 @@ def test_a_sharded_optimizer_saves_the_state_of_a_whole_one(pool, tmp_path):
 # ── who writes what ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", ["dp 2", "dp 3", "dp 2, pp 2", "zero 3"])
+@pytest.mark.parametrize("name", ["dp 2", "dp 3", "dp 2, pp 2", "zero 3", "parameters 3", "parameters 2, twice"])
 def test_writing_is_shared_out_evenly(pool, tmp_path, name):
     pool.run(train_and_save, 4, tmp_path, name, "tied, adamw", timeout=50)
     found, _ = checkpoint.latest(tmp_path)
@@ -212,7 +227,8 @@ def test_writing_is_shared_out_evenly(pool, tmp_path, name):
     every += sum(one.nbytes for state in found.optimizer_state["state"].values() for one in state.values())
     assert sum(stored.values()) == every  # each element once, tied weights too
     if "pp" not in name:  # stages differ in size
-        assert max(stored.values()) - min(stored.values()) < 0.02 * every
+        uneven = 0.03 if "parameters" in name else 0.02  # of each unit, parts of whole cache lines
+        assert max(stored.values()) - min(stored.values()) < uneven * every
     for column in ([0, 2], [1, 3]) if "pp" in name else []:
         one, other = (stored[f"part-{rank:05d}.safetensors"] for rank in column)
         assert abs(one - other) < 0.05 * (one + other)
@@ -283,7 +299,7 @@ def save_misfits(comms, folder):
     return list(messages())
 
 
-@pytest.mark.parametrize("name", ["dp 3", "dp 2, pp 2"])
+@pytest.mark.parametrize("name", ["dp 3", "dp 2, pp 2", "parameters 3"])
 def test_buffers_are_those_of_the_first_replica(pool, tmp_path, name):
     """Between two validations every rank has batch statistics of its own samples."""
     pool.run(save_with_own_buffers, 4, tmp_path, name, timeout=50)
@@ -342,6 +358,47 @@ def test_a_range_is_all_that_is_read(of_three, monkeypatch):
     for start, stop in ((-1, 5), (5, 102), (9, 8)):
         with pytest.raises(CheckpointError, match=f"has 101 elements in the checkpoint, not {start} to {stop}"):
             stored.read(start, stop)
+
+
+def load_and_watch(comms, folder, name):
+    """How many elements a rank reads; the most at once; what it keeps of parameters and optimizer, and the largest."""
+    read, real = [], TensorFile.read
+
+    def watched(file, name, start, out):
+        read.append(out.numel())
+        real(file, name, start, out)
+
+    training = of_layout(comms, name, "tied, adamw")
+    TensorFile.read = watched
+    try:
+        training.load(checkpoint.latest(folder, comms)[0])
+    finally:
+        TensorFile.read = real
+    shards = [one.numel() for one in training.model.parameters()]
+    optimizer = [one.numel() for state in training.optimizer.state.values() for one in state.values()]
+    return sum(read), max(read), sum(shards) + sum(optimizer), max(shards)
+
+
+@pytest.mark.parametrize("writer", ["one process", "parameters 2"])
+def test_a_rank_with_a_part_of_the_parameters_reads_no_more_than_that(pool, tmp_path, writer):
+    pool.run(train_and_save, 2, tmp_path, writer, "tied, adamw", timeout=50)
+    results = pool.run(load_and_watch, 3, tmp_path, "parameters 3", timeout=50)
+    tied = max(largest for *_, largest in results)  # embedding and head are read under both names
+    for read, most, kept, largest in results:
+        assert kept <= read <= kept + tied and most <= largest
+
+
+def load_another_model(comms, folder):
+    training = of_layout(comms, "parameters 2", "batch norm, momentum")
+    with pytest.raises(CheckpointError) as caught:
+        training.load(checkpoint.latest(folder, comms)[0])
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(pool, tmp_path):
+    pool.run(train_and_save, 2, tmp_path, "parameters 2", "tied, adamw", timeout=50)
+    for words in pool.run(load_another_model, 2, tmp_path, timeout=50):
+        assert words.startswith("the checkpoint does not fit the model: it has no 0.weight, ") and "\n" not in words
 
 
 def test_damage_of_any_file_is_found_by_all_ranks(pool, of_three, tmp_path):

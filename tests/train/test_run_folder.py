@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from microparallel.errors import ConfigError, MicroparallelError
+from microparallel.files.atomic import sync_folder, write_atomically
 from microparallel.train import run_folder
-from microparallel.train.atomic import sync_folder, write_atomically
 from microparallel.train.config import TrainConfig, read_config
 from microparallel.train.run_folder import RunFolder
 

@@ -1,5 +1,6 @@
 """Models of anybody's: what they return, how they are called, and metrics that fail."""
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -61,6 +62,9 @@ class OwnLoss(Plain):
         return nn.functional.cross_entropy(self.layer(x), y)
 
 
+IN_PARTS = {"shard": "parameters"}
+
+
 class ReturnsObject(Plain):
     def forward(self, x, y):
         logits = self.layer(x)
@@ -87,10 +91,10 @@ def plain(pool, tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("layout", [{"ranks": 1}, {"ranks": 2}, {"ranks": 2, **IN_PARTS}], ids=str)
 @pytest.mark.parametrize("model", ["OwnLoss", "ReturnsObject", "ReturnsDict", "ReturnsTuple"])
-def test_a_model_computes_its_own_loss_and_returns_it_in_its_own_way(pool, plain, tmp_path, model, ranks):
-    run(pool, configuration(tmp_path / "run", model, ranks=ranks))
+def test_a_model_computes_its_own_loss_and_returns_it_in_its_own_way(pool, plain, tmp_path, model, layout):
+    run(pool, configuration(tmp_path / "run", model, **layout))
     for name in ("loss", "validation_loss"):
         assert metrics(tmp_path / "run", name) == pytest.approx(metrics(plain, name), rel=1e-12)
 
@@ -171,7 +175,9 @@ class WholeBatch(Plain):
         return nn.functional.cross_entropy(self.layer(batch["inputs"]), batch["labels"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    "layout", [{"ranks": 1}, {"ranks": 2}, {"ranks": 4}, {"ranks": 3, "shard": "parameters"}], ids=str
+)
 @pytest.mark.parametrize(
     ("model", "data", "loss"),
     [
@@ -184,8 +190,8 @@ class WholeBatch(Plain):
     ],
     ids=lambda value: str(value).partition(":")[2] or value,
 )
-def test_samples_are_passed_by_name_or_in_their_order(pool, plain, tmp_path, model, data, loss, ranks):
-    run(pool, configuration(tmp_path / "run", model, data, loss=loss, ranks=ranks))
+def test_samples_are_passed_by_name_or_in_their_order(pool, plain, tmp_path, model, data, loss, layout):
+    run(pool, configuration(tmp_path / "run", model, data, loss=loss, **layout))
     for name in ("loss", "validation_loss"):
         assert metrics(tmp_path / "run", name) == pytest.approx(metrics(plain, name), rel=1e-12)
 
@@ -244,7 +250,9 @@ def broken(outputs, targets):
 OWN = f"{__name__}:largest_logit {__name__}:right_of_class_1"
 
 
-@pytest.mark.parametrize("layout", [{"ranks": 2}, {"ranks": 4}, {"strategy": "pipeline"}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{"ranks": 2}, {"ranks": 4}, {"ranks": 3, **IN_PARTS}, {"strategy": "pipeline"}], ids=str
+)
 def test_metrics_of_ones_own_are_the_same_on_any_number_of_ranks(pool, tmp_path, layout):
     alone = run(pool, configuration(tmp_path / "alone", "Plain", metric=OWN))
     model = "in_layers" if "strategy" in layout else "Plain"
@@ -341,8 +349,9 @@ def test_hugging_face_models_train_as_they_are(pool, tmp_path, model, data):
     settings = {"batch": 7, "steps": 3, "optimizer": "adamw", "lr": 0.01}
     alone = run(pool, configuration(tmp_path / "alone", model, data, **settings))
     together = run(pool, configuration(tmp_path / "together", model, data, **settings, ranks=2))
+    run(pool, configuration(tmp_path / "parts", model, data, **settings, ranks=3, shard="parameters"))
     precision = 1e-6 if model == "tiny_gpt2" else 1e-10  # it computes its loss in float32
-    for name in ("loss", "validation_loss"):
-        assert metrics(tmp_path / "together", name) == pytest.approx(metrics(tmp_path / "alone", name), rel=precision)
+    for name, how in itertools.product(("loss", "validation_loss"), ("together", "parts")):
+        assert metrics(tmp_path / how, name) == pytest.approx(metrics(tmp_path / "alone", name), rel=precision)
     assert alone["steps"] == together["steps"] == 3
     assert (together["validation_accuracy"] is None) == (model == "tiny_gpt2")

@@ -102,8 +102,8 @@ class DDPPerformanceAnalyzer:
         """Do a training step, and say where its time went; every rank calls this with its own samples.
 
         Args:
-            model: what is trained: a plain module, `mp.DataParallel`, one with `mp.course.register_ddp_hooks`, torch's
-                DistributedDataParallel, or `mp.Pipeline`.
+            model: what is trained: a plain module, `mp.DataParallel`, `mp.FullyShardedDataParallel`, one with
+                `mp.course.register_ddp_hooks`, torch's DistributedDataParallel, or `mp.Pipeline`.
             inputs: this rank's share of the batch.
             targets: one a sample.
             optimizer: of the model's parameters.

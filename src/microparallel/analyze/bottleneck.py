@@ -28,10 +28,12 @@ from microparallel.analyze.what_if import (
     ALL_ALIKE,
     DOUBLE_BUCKETS,
     HALF_BUCKETS,
+    KEPT,
     NO_BUBBLE,
     NO_COMMUNICATION,
     NO_OTHER,
     OVERLAP,
+    PREFETCH,
     SHARES,
     TWICE_THE_BANDWIDTH,
     TWICE_THE_BATCH,
@@ -51,12 +53,12 @@ Kind = Literal["compute", "communication", "memory", "straggler", "bubble", "oth
 
 WORTH = 0.2  # the share of a step from which on something is said to bound it
 _HELPS = {
-    "communication": (OVERLAP, HALF_BUCKETS, DOUBLE_BUCKETS, TWICE_THE_BATCH),
+    "communication": (OVERLAP, HALF_BUCKETS, DOUBLE_BUCKETS, *PREFETCH, KEPT, TWICE_THE_BATCH),
     "straggler": (SHARES, ALL_ALIKE),
     "bubble": (TWICE_THE_MICROBATCHES, ALL_ALIKE),
     "memory": (TWICE_THE_BATCH,),
     "other": (NO_OTHER,),
-    "compute": (TWICE_THE_BATCH, OVERLAP, HALF_BUCKETS, DOUBLE_BUCKETS, TWICE_THE_MICROBATCHES),
+    "compute": (TWICE_THE_BATCH, OVERLAP, HALF_BUCKETS, DOUBLE_BUCKETS, *PREFETCH, KEPT, TWICE_THE_MICROBATCHES),
 }
 _LEAST_GAIN = 1.02  # less than that is no advice
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from rich import box
@@ -22,6 +23,8 @@ from microparallel.bench.report import (
     say,
     text_table,
 )
+from microparallel.simulator.fitted import fit_step
+from microparallel.simulator.gathering import Choice, Waited, choices_of, waits_of
 from microparallel.text import count, show_number, show_seconds, show_size, time_unit, without_nan
 from microparallel.topology import available_cores
 from microparallel.trace.parts import Parts, apportion
@@ -30,6 +33,7 @@ _BAR, _SHORTEST_BAR = 24, 8  # columns
 _GAP = 2  # between two columns
 _INDENT = 12  # of what stands behind the words in bold
 _MOST_ERROR = 0.2  # of the simulated step, that goes without a remark
+_MOST_WAITS, _LEAST_WAIT = 6, 0.01  # rows, and the share of all waits from which on one is shown
 _SIGNS = {"forward": "▓", "backward": "█", "communicating": "░", "waiting": "·", "optimizer": "▒", "other": " "}
 _HEADINGS = {"communicating": "exposed"}
 _IN_WORDS = {"other": "data, Python and logging"}  # for a kind of bottleneck
@@ -44,6 +48,16 @@ class Analysis:
     verdict: Verdict
     findings: Findings | None = None
     scalings: tuple[Scaling, ...] = ()
+
+    @cached_property
+    def waits(self) -> list[Waited]:
+        """The gathers and sums of a step whose parameters are gathered on demand, those first that cost most."""
+        return sorted(waits_of(self.timing.trace), key=lambda waited: -waited.seconds)
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        """What other options would give such a step, by simulation."""
+        return choices_of(fit_step(self.timing.trace)) if self.waits else []
 
 
 def as_json(analysis: Analysis) -> dict[str, Any]:
@@ -70,6 +84,10 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "estimates": [asdict(one) for one in findings.estimates] if findings else [],
         "scaling": [_scaling_as_json(one) for one in analysis.scalings],
         "bottleneck": {**asdict(verdict), "error": verdict.error},
+        "gathering": {
+            "waits": [{**asdict(one), "text": str(one)} for one in analysis.waits],
+            "choices": [asdict(one) for one in analysis.choices],
+        },
         "notes": notes(analysis),
     }
     if findings is not None:
@@ -116,6 +134,9 @@ def show(analysis: Analysis) -> None:
     _show_parts(console, timing)
     say(console, str(timing.overhead), heading="overhead", indent=_INDENT)
     _show_barriers(console, timing)
+    if analysis.waits:
+        _show_waits(console, analysis.waits)
+        _show_choices(console, analysis.choices)
     if findings is not None and findings.estimates:
         _show_estimates(console, findings)
     for scaling in analysis.scalings:
@@ -223,6 +244,69 @@ def _show_estimates(console: Console, findings: Findings) -> None:
             [name, "–" if measured is None else show_seconds(measured), *(show_seconds(one.seconds) for one in mine)]
         )
     console.print(text_table(("algorithm", "measured", *(f"{world} ranks" for world in worlds)), rows))
+
+
+# ── units that are gathered on demand ───────────────────────────────────────────────────────────────────────────────
+
+
+def _show_waits(console: Console, waits: list[Waited]) -> None:
+    """The gathers and sums that computation waited for longest."""
+    costly = [one for one in waits if one.seconds > _LEAST_WAIT * sum(each.seconds for each in waits)][:_MOST_WAITS]
+    kinds = [count(sum(one.what == what for one in waits), what) for what in ("gather", "sum")]
+    console.print()
+    if not costly:
+        say(console, f"{' and '.join(kinds)} of units; computation waited for none", heading="units", indent=_INDENT)
+        return
+    say(console, f"{' and '.join(kinds)}; computation waited longest for:", heading="units", indent=_INDENT)
+    columns: list[Column[Waited]] = [
+        Column("what", lambda one: str(one).removeprefix("the "), on_the_left=True),
+        Column("exposed", lambda one: show_seconds(one.exposed)),
+        Column("waiting", lambda one: show_seconds(one.waiting)),
+        Column("hidden", lambda one: show_seconds(one.hidden)),
+        Column("size", lambda one: show_size(one.bytes)),
+    ]
+    console.print(make_table(columns, costly))
+    others = sum(one.seconds for one in waits) - sum(one.seconds for one in costly)
+    if others:
+        words = f"the other {len(waits) - len(costly)} together: {show_seconds(others)}"
+        console.print(f"[dim]{words}; all are means over the ranks[/]")
+
+
+def _show_choices(console: Console, choices: list[Choice]) -> None:
+    """What other options would give, and what memory they would take."""
+    console.print()
+    if not choices:
+        say(
+            console,
+            "units were gathered on demand, so no other order can be simulated",
+            heading="options",
+            indent=_INDENT,
+        )
+        return
+    say(
+        console,
+        "the same step with others, by simulation; bytes of the largest rank:",
+        heading="options",
+        indent=_INDENT,
+    )
+    now = choices[0]
+
+    def size(found: float | None) -> str:
+        return "–" if found is None else show_size(found)
+
+    columns: list[Column[Choice]] = [
+        Column("prefetch", lambda one: str(one.prefetch)),
+        Column("after forward", lambda one: "let go" if one.reshard_after_forward else "kept"),
+        Column("overlap", lambda one: "yes" if one.overlap else "no"),
+        Column("step", lambda one: show_seconds(one.seconds)),
+        Column("÷now", lambda one: f"{one.seconds / now.seconds:.2f}" if now.seconds else "–"),
+        Column("exposed", lambda one: show_seconds(one.exposed)),
+        Column("weights", lambda one: size(one.weights)),
+        Column("memory", lambda one: size(one.memory)),
+        Column("sent", lambda one: show_size(one.sent)),
+        Column("", lambda one: "now" if one.now else "", on_the_left=True),
+    ]
+    console.print(make_table(columns, choices, lambda one: "bold" if one.now else None))
 
 
 # ── scaling and verdict ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,6 +22,8 @@ from microparallel.program import (
 )
 from microparallel.schedules import PIPELINES, build
 from microparallel.simulator.fitted import Fitted, RecordedCosts, computes
+from microparallel.simulator.gathering import PREFETCHES, Choice, choices_of
+from microparallel.text import show_size
 from microparallel.trace import kind_of
 
 
@@ -49,6 +51,7 @@ NO_COMMUNICATION, TWICE_THE_BANDWIDTH, OVERLAP = "no communication", "twice the 
 HALF_BUCKETS, DOUBLE_BUCKETS, TWICE_THE_BATCH = "half the buckets", "double buckets", "twice the batch"
 ALL_ALIKE, SHARES, TWICE_THE_SPEED = "no straggler", "fair shares", "cores twice as fast"
 TWICE_THE_MICROBATCHES, NO_BUBBLE, NO_OTHER = "twice the micro-batches", "no bubble", "no data or Python"
+PREFETCH, KEPT, LET_GO = tuple(f"prefetch {units}" for units in PREFETCHES), "parameters kept", "parameters let go"
 
 
 def changes(fitted: Fitted, outside: float = 0.0) -> list[Change]:
@@ -100,6 +103,9 @@ def _of_collectives(step: Fitted) -> Iterator[_Row]:
     quicker = {op: line.at(size, bandwidth=2.0) for op, (_, size) in step.collectives.items()}
     advice = "use a faster transport or network"
     yield TWICE_THE_BANDWIDTH, advice, _with_seconds(step, quicker).makespan, 1.0
+    if isinstance(step.program.goal, TrainingStep) and step.program.goal.sharded:
+        yield from _of_units(step)
+        return
     # With buckets of another size, what is summed has no names yet: it is a list of times, in order.
     buckets = gradient_sums(step)
     plain, renamed = _as_observed(step)
@@ -114,6 +120,30 @@ def _of_collectives(step: Fitted) -> Iterator[_Row]:
     if len(buckets) > 1:
         advice = "let gradients travel in buckets twice as large (--strategy ddp, bucket_cap_mb)"
         yield DOUBLE_BUCKETS, advice, _rewritten(plain, lambda rows: _merged(rows, sums, line)).makespan, 1.0
+
+
+def _of_units(step: Fitted) -> Iterator[_Row]:
+    """Other options of a step whose parameters are gathered on demand."""
+    choices = choices_of(step)
+    for choice in choices[1:]:
+        name, advice = _named(choice, choices[0])
+        # Simulated with these options it may take a little less or more than it took, and only the difference counts.
+        yield name, advice, max(0.0, step.makespan + choice.seconds - choices[0].seconds), 1.0
+
+
+def _named(choice: Choice, now: Choice) -> tuple[str, str]:
+    """A choice's name, and the order to make it, with what it costs in memory."""
+    costs = ""
+    if choice.memory is not None and now.memory is not None and choice.memory != now.memory:
+        more = choice.memory - now.memory
+        costs = f", which takes {show_size(abs(more))} {'more' if more > 0 else 'less'} memory"
+    if choice.overlap != now.overlap:
+        return OVERLAP, f"gather and sum while units compute (overlap=True), if there are cores to spare for it{costs}"
+    if choice.reshard_after_forward != now.reshard_after_forward:
+        if choice.reshard_after_forward:
+            return LET_GO, f"let parameters go after forward (reshard_after_forward=True){costs}"
+        return KEPT, f"keep parameters after forward (reshard_after_forward=False){costs}"
+    return PREFETCH[choice.prefetch], f"gather units {choice.prefetch} ahead (prefetch={choice.prefetch}){costs}"
 
 
 def gradient_sums(step: Fitted) -> list[MeetingOp]:

@@ -244,7 +244,10 @@ class Trained(Protocol):
     """A copy of a model that was trained by a method."""
 
     method: Method
-    model: nn.Module
+
+    @property
+    def model(self) -> nn.Module:
+        """The plain model, whole."""
 
 
 def differences(

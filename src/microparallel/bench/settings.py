@@ -218,7 +218,7 @@ class DataParallelSettings(RecordedSettings):
 class ShardSettings(RecordedSettings):
     """Which models to train with parts of their state on each rank."""
 
-    seconds: float = _seconds(90.0)
+    seconds: float = _seconds(150.0)
     models: tuple[str, ...] = setting(
         ("mlp-1024", "gpt"), "mlp-WIDTH (16 layers), gpt, or gpt-WIDTH.", WHAT, metavar="NAMES", parse=_parse_names
     )

@@ -1,30 +1,39 @@
-"""Time a training step whose ranks keep parts of the optimizer's state and gradients, and count their memory and bytes.
+"""Time a training step whose ranks keep parts of the model's state, and count their memory and bytes.
 
 Each method trains a copy of its own of the same model, with AdamW:
 
-    none                no synchronisation at all: each rank by itself, so no method can be faster
-    ddp                 mp.DataParallel: every rank keeps everything
-    shard optimizer     mp.DataParallel(shard="optimizer") and mp.ShardedOptimizer
-    shard gradients     mp.DataParallel(shard="gradients") and mp.ShardedOptimizer
-    torch-zero          torch's DistributedDataParallel and ZeroRedundancyOptimizer on gloo, both with bucket views
-    torch-zero on shm   the same on our backend, where ranks share memory
+    none                    no synchronisation at all: each rank by itself, so no method can be faster
+    ddp                     mp.DataParallel: every rank keeps everything
+    shard optimizer         mp.DataParallel(shard="optimizer") and mp.ShardedOptimizer
+    shard gradients         mp.DataParallel(shard="gradients") and mp.ShardedOptimizer
+    shard parameters        mp.FullyShardedDataParallel
+    shard parameters, kept  the same with reshard_after_forward=False: no unit is gathered twice
+    torch-zero              torch's DistributedDataParallel and ZeroRedundancyOptimizer on gloo, both with bucket views
+    torch-zero on shm       the same on our backend, where ranks share memory
+    torch-fsdp              torch's fully_shard (FSDP2) on gloo, with the units of `shard parameters`
+    torch-fsdp on shm       the same on our backend
 
-`none` and `torch-zero`, to which the others are compared, run twice: what lies between a method and itself is chance.
+`none`, `torch-zero` and `torch-fsdp`, to which the others are compared, run twice: what lies between a method and
+itself is chance.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from microparallel.bench.data_parallel import Method, differences, find_wrong
@@ -42,19 +51,26 @@ from microparallel.bench.engine import (
     write_traces,
 )
 from microparallel.bench.settings import Progress, ShardSettings
+from microparallel.bench.shard_memory import Watch, covered, own_part, span
 from microparallel.bench.subjects import Batch, Subject, bytes_of, find_subject, to_device
 from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
-from microparallel.data_parallel import DataParallel, ShardedOptimizer
-from microparallel.data_parallel.sharding import GradientInParts
+from microparallel.data_parallel import DataParallel, FullyShardedDataParallel, ShardedOptimizer
+from microparallel.data_parallel.units import unit_modules
 from microparallel.models.loss import mean_loss
+from microparallel.trace import Trace
+from microparallel.trace.parts import Parts, parts
 
 NONE, DDP, OPTIMIZER, GRADIENTS = "none", "ddp", "shard optimizer", "shard gradients"
+PARAMETERS, PARAMETERS_KEPT = "shard parameters", "shard parameters, kept"
 TORCH_ZERO, TORCH_ZERO_ON_SHM = "torch-zero", "torch-zero on shm"
+TORCH_FSDP, TORCH_FSDP_ON_SHM = "torch-fsdp", "torch-fsdp on shm"
 AGAIN = ", again"  # the same method once more
 LEARNING_RATE = 1e-3
+PREFETCH = 1  # units ahead, of `shard parameters`
 _COPIES = 6  # what a method needs at most, in models: weights, gradients, two moments, and buckets beside these
 _STEPS_COMPARED = 3  # later, rounding may have led Adam elsewhere
+_STEPS_RECORDED = 3
 
 
 @dataclass(frozen=True)
@@ -62,7 +78,7 @@ class Memory:
     """Bytes of one rank, the one that has most: of the tensors themselves, padding included.
 
     Attributes:
-        parameters: that the model has.
+        parameters: the most there were at any time of a step: the rank's own, and what was gathered.
         gradients: the most there were at any time of a step: what is kept, buckets, and a gradient that has just come.
         optimizer: its state.
     """
@@ -80,17 +96,19 @@ class Timing:
     seconds: tuple[float, ...]  # of the counted steps, each that of the slowest rank
     memory: Memory
     sent: float | None  # bytes of a step, by the rank that sent most; None for torch's own, which does not tell
+    parts: Parts | None  # where a recorded step's time went, as the mean over the ranks; None for torch's own
     apart: float  # from torch-zero after three steps, as a part of the way that one has come
 
 
 @dataclass(frozen=True)
 class Result:
-    """Everything about one model."""
+    """Everything about one model; `units` are the bytes that are gathered together, in the order of their use."""
 
     model: str
     text: str
     batch: int
     parameter_bytes: int
+    units: tuple[int, ...]
     accumulate: int
     timings: tuple[Timing, ...]
 
@@ -147,19 +165,30 @@ def _bench_model(
     rounds.fill(TimeBudget(settings.seconds / len(settings.models), repeats=settings.steps), progress)
     timings = []
     for one in replicas:
-        memory, sent = one.memory(comms), one.sent(comms)
-        timings.append(Timing(one.method, tuple(rounds.seconds[one]), memory, sent, apart[one.method]))
+        memory, (sent, spent) = one.memory(comms), one.recorded(comms)
+        timings.append(Timing(one.method, tuple(rounds.seconds[one]), memory, sent, spent, apart[one.method]))
     if settings.trace is not None:
         write_traces(comms, {f"{subject.name} {one.method.label}": one for one in replicas}, settings.trace)
-    result = Result(subject.name, subject.text, subject.batch, size, settings.accumulate, tuple(timings))
+    units = tuple(_bytes_of_units(start))
+    result = Result(subject.name, subject.text, subject.batch, size, units, settings.accumulate, tuple(timings))
     return result, find_wrong(subject.name, replicas, apart, comms, TORCH_ZERO)
 
 
 def methods_of(transport: str) -> list[Method]:
     """Everything that can be measured where ranks talk through this transport."""
-    ours = [NONE, DDP, OPTIMIZER, GRADIENTS, TORCH_ZERO]
-    on_shm = [TORCH_ZERO_ON_SHM] if transport == "shm" else []
-    return [Method(name) for name in (*ours, *on_shm, NONE + AGAIN, TORCH_ZERO + AGAIN)]
+    ours = [NONE, DDP, OPTIMIZER, GRADIENTS, PARAMETERS, PARAMETERS_KEPT]
+    zero, fsdp = [TORCH_ZERO, TORCH_ZERO_ON_SHM], [TORCH_FSDP, TORCH_FSDP_ON_SHM]
+    torchs = [*zero, *fsdp] if transport == "shm" else [TORCH_ZERO, TORCH_FSDP]
+    again = [name + AGAIN for name in (NONE, TORCH_ZERO, TORCH_FSDP)]
+    return [Method(name) for name in (*ours, *torchs, *again)]
+
+
+def _bytes_of_units(model: nn.Module) -> list[int]:
+    """How large the units are that `shard parameters` and torch-fsdp gather."""
+    inside = {name: module for name, module in unit_modules(model, "auto").items() if name}
+    sizes = [bytes_of(module) for module in inside.values()]  # none of the benchmark's units has others inside of it
+    rest = bytes_of(model) - sum(sizes)
+    return [*([rest] if rest else []), *sizes]
 
 
 # ── methods ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -187,30 +216,40 @@ class Replica:
         settings: ShardSettings,
     ) -> None:
         self.method = method
-        self.model = copy.deepcopy(model)
+        self._start = model
+        self._module = copy.deepcopy(model)
         count = settings.accumulate
         self._microbatches = list(zip(*(part.tensor_split(count) for part in batch), strict=True))
         self._samples = len(batch[1])
+        self._comms = comms
         self._wrapped, self._optimizer = self._prepare(comms, group, settings.bucket_cap_mb)
-        self._arrived = 0.0  # the most bytes of gradients that were there when one arrived
 
     def _prepare(
         self, comms: Comms, group: dist.ProcessGroup, bucket_cap_mb: float | None
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model as this method calls it, and its optimizer."""
-        parameters = list(self.model.parameters())
+        module, parameters = self._module, list(self._module.parameters())
         match self.method.name.removesuffix(AGAIN):
             case "none":
-                return self.model, torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+                return module, torch.optim.AdamW(parameters, lr=LEARNING_RATE)
             case "ddp":
-                return DataParallel(self.model, comms, bucket_cap_mb), torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+                return DataParallel(module, comms, bucket_cap_mb), torch.optim.AdamW(parameters, lr=LEARNING_RATE)
             case "shard optimizer" | "shard gradients" as name:
                 what: Any = name.removeprefix("shard ")
-                wrapped = DataParallel(self.model, comms, bucket_cap_mb, shard=what)
+                wrapped = DataParallel(module, comms, bucket_cap_mb, shard=what)
                 return wrapped, ShardedOptimizer(parameters, torch.optim.AdamW, comms, lr=LEARNING_RATE)
+            case "shard parameters" | "shard parameters, kept" as name:
+                kept = name == PARAMETERS_KEPT
+                sharded = FullyShardedDataParallel(module, comms, prefetch=PREFETCH, reshard_after_forward=not kept)
+                return sharded, torch.optim.AdamW(sharded.parameters(), lr=LEARNING_RATE)
+            case "torch-fsdp" | "torch-fsdp on shm" as name:
+                mesh = DeviceMesh.from_group(group if name == TORCH_FSDP else comms.process_group, comms.device.type)
+                for unit in reversed(unit_modules(module, "auto").values()):  # those inside first, the model last
+                    fully_shard(unit, mesh=mesh)
+                return module, torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
             case name:
                 torchs = group if name == TORCH_ZERO else comms.process_group
-                ddp = DistributedDataParallel(self.model, process_group=torchs, gradient_as_bucket_view=True)
+                ddp = DistributedDataParallel(module, process_group=torchs, gradient_as_bucket_view=True)
                 return ddp, ZeroRedundancyOptimizer(
                     parameters,
                     torch.optim.AdamW,
@@ -223,6 +262,31 @@ class Replica:
     def alone(self) -> bool:
         """Whether no rank waits for another."""
         return not self.method.synchronises
+
+    @property
+    def model(self) -> nn.Module:
+        """The plain model, whole; where each rank has a part, every rank calls this."""
+        if isinstance(self._wrapped, FullyShardedDataParallel):
+            whole = self._wrapped.full_state_dict()
+        elif isinstance(self._wrapped, FSDPModule):
+            state = self._module.state_dict()
+            whole = {name: self._put_together(one) if isinstance(one, DTensor) else one for name, one in state.items()}
+        else:
+            return self._module
+        plain = copy.deepcopy(self._start)
+        plain.load_state_dict(whole)
+        return plain
+
+    def _put_together(self, tensor: DTensor) -> torch.Tensor:
+        """A parameter of fully_shard, which each rank has some rows of.
+
+        Its own `full_tensor` finds groups by a name that torch remembers, also if they have been closed since.
+        """
+        rows = tensor.to_local()
+        most = -(-len(tensor) // self._comms.world_size)  # the last ranks may have fewer
+        padded = torch.zeros(most, *tensor.shape[1:], dtype=rows.dtype)
+        padded[: len(rows)] = rows.detach()
+        return torch.cat(self._comms.all_gather(padded))[: len(tensor)]
 
     def step(self) -> None:
         """One step of training: forward and backward of each micro-batch, and the optimizer."""
@@ -244,86 +308,43 @@ class Replica:
             return wrapped.no_sync()
         return wrapped.no_sync() if isinstance(wrapped, DataParallel) and not wrapped.sums_at_once else nullcontext()
 
-    # ── memory and bytes, in steps that are not timed ───────────────────────────────────────────────────────────
+    # ── memory, bytes and parts, in steps that are not timed ────────────────────────────────────────────────────
 
     def memory(self, comms: Comms) -> Memory:
         """Do a step and count what its tensors take; every rank calls this, and gets the numbers of the largest."""
-        buckets = list(self._gradients_in_buckets())
-        with self._watching_arrivals(buckets):
+        with Watch(self._wrapped, comms) as watch:
             self.step()
-        gradients = max(self._arrived, covered([*buckets, *self._whole_gradients()]))
         optimizer = self._optimizer
         if isinstance(optimizer, ShardedOptimizer):
             of_kind = optimizer.memory()
         else:
             inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
             values = [value for state in inner.state.values() for value in state.values()]
-            of_kind = {"optimizer": [value for value in values if isinstance(value, torch.Tensor)]}
-        parameters = covered(map(span, [*self.model.parameters(), *of_kind.get("parameters", [])]))
-        counted = [parameters, gradients, covered(map(span, of_kind["optimizer"]))]
+            of_kind = {"optimizer": [own_part(value) for value in values if isinstance(value, torch.Tensor)]}
+        outside = [*self._module.parameters(), *of_kind["parameters"]] if "parameters" in of_kind else []
+        parameters = max(watch.weights, covered(map(span, outside)))
+        counted = [parameters, watch.gradients, covered(map(span, of_kind["optimizer"]))]
         return Memory(*largest(comms, counted))
 
-    def _whole_gradients(self) -> Iterator[Span]:
-        for parameter in self.model.parameters():
-            if parameter.grad is not None and not isinstance(parameter.grad, GradientInParts):
-                yield span(parameter.grad)
+    def recorded(self, comms: Comms) -> tuple[float | None, Parts | None]:
+        """Record steps: the bytes of the rank that sent most, and where the time of the median step went.
 
-    def _gradients_in_buckets(self) -> Iterator[Span]:
-        """The memory that stays for gradients between two steps."""
-        if isinstance(self._wrapped, DataParallel):
-            yield from map(span, self._wrapped.gradient_memory())
-        elif isinstance(self._wrapped, DistributedDataParallel):
-            yield from self._whole_gradients()  # views of its buckets, since a step has been done
-
-    @contextmanager
-    def _watching_arrivals(self, buckets: Sequence[Span]) -> Iterator[None]:
-        """In this block, count what there is of gradients whenever autograd has made one."""
-
-        def arrives(gradient: torch.Tensor) -> None:
-            there = covered([*buckets, *self._whole_gradients(), span(gradient)])
-            self._arrived = max(self._arrived, there)
-
-        self._arrived = 0.0
-        hooks = [one.register_hook(arrives) for one in self.model.parameters()]  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def sent(self, comms: Comms) -> float | None:
-        """Record a step, and return the bytes that the rank sent that sent most; every rank calls this.
-
-        What torch's own sends for one of its calls is not told, on gloo or on our backend.
+        Every rank calls this. What torch's own does in one of its calls is not told, on gloo or on our backend.
         """
-        if self.method.name.startswith(TORCH_ZERO):
-            return None
-        recorder = Recorder(comms)
+        if self.method.name.startswith((TORCH_ZERO, TORCH_FSDP)):
+            return None, None
+        steps = [self._record(comms) for _ in range(_STEPS_RECORDED)]
+        typical = sorted(steps, key=lambda step: step.makespan)[len(steps) // 2]
+        [most] = largest(comms, [sum(event.sent for event in typical.by_rank[comms.rank])])
+        each = zip(*map(astuple, parts(typical)), strict=True)
+        return most, Parts(*map(statistics.fmean, each))
+
+    def _record(self, comms: Comms) -> Trace:
+        recorder = Recorder(comms, memory=False)
         comms.barrier()
         recorder.start()
         try:
             self.step()
         finally:
             recorder.stop()
-        trace = recorder.gather({})
-        [most] = largest(comms, [sum(event.sent for event in trace.by_rank[comms.rank])])
-        return most
-
-
-# ── how many bytes tensors take ─────────────────────────────────────────────────────────────────────────────────────
-
-Span = tuple[int, int]  # where a tensor begins in memory, and where it ends
-
-
-def span(tensor: torch.Tensor) -> Span:
-    """The addresses of a dense tensor."""
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-
-
-def covered(spans: Iterable[Span]) -> float:
-    """How many bytes lie in at least one of these spans: views of the same memory count once."""
-    total, reached = 0, 0
-    for begin, end in sorted(spans):
-        total += max(0, end - max(begin, reached))
-        reached = max(reached, end)
-    return float(total)
+        return recorder.gather({})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +18,11 @@ from microparallel.bench.shard import (
     GRADIENTS,
     NONE,
     OPTIMIZER,
+    PARAMETERS,
+    PARAMETERS_KEPT,
+    PREFETCH,
+    TORCH_FSDP,
+    TORCH_FSDP_ON_SHM,
     TORCH_ZERO,
     TORCH_ZERO_ON_SHM,
     Measurements,
@@ -24,17 +30,19 @@ from microparallel.bench.shard import (
     Timing,
 )
 from microparallel.text import count, show_seconds, show_size
+from microparallel.trace.parts import Parts
 
 _MOMENTS = 2  # copies of the parameters that AdamW keeps
-# By method: what of the gradients and of the optimizer's state a rank keeps in parts, and how often it sends the model
-# once all its micro-batches are summed; torch's broadcasts parameters after an all-reduce of gradients.
-_PARTS: dict[str, tuple[bool, bool]] = {
-    NONE: (False, False),
-    DDP: (False, False),
-    OPTIMIZER: (False, True),
-    GRADIENTS: (True, True),
-    TORCH_ZERO: (False, True),
-    TORCH_ZERO_ON_SHM: (False, True),
+_KINDS = ("parameters", "gradients", "optimizer")
+# By method, what a rank keeps in parts.
+_PARTS: dict[str, frozenset[str]] = {
+    NONE: frozenset(),
+    DDP: frozenset(),
+    OPTIMIZER: frozenset({"optimizer"}),
+    GRADIENTS: frozenset({"optimizer", "gradients"}),
+    TORCH_ZERO: frozenset({"optimizer"}),
+    TORCH_ZERO_ON_SHM: frozenset({"optimizer"}),
+    **dict.fromkeys((PARAMETERS, PARAMETERS_KEPT, TORCH_FSDP, TORCH_FSDP_ON_SHM), frozenset(_KINDS)),
 }
 
 
@@ -45,15 +53,17 @@ class Row(Times):
     model: str
     method: str
     ratio_to_torch_zero: float
+    ratio_to_torch_fsdp: float
     ratio_to_none: float
     parameter_bytes: float
     parameter_bytes_by_formula: float
     gradient_bytes: float  # the most there were at any time of a step
-    gradient_bytes_by_formula: float  # without buckets in flight
+    gradient_bytes_by_formula: float  # without buckets in flight; with the unit in flight where parameters are in parts
     optimizer_bytes: float
     optimizer_bytes_by_formula: float
     sent_bytes: float | None
     sent_bytes_by_formula: float
+    parts: Parts | None  # where the time of a recorded step went, as the mean over the ranks
     apart_from_torch_zero: float  # after three steps, as a part of the way that one has come
 
     @property
@@ -77,6 +87,7 @@ class Report(report.Report[Measurements]):
     """All rows, model by model."""
 
     title = "training step in parts"
+    width_of_files = 100
 
     rows: list[Row]
 
@@ -89,8 +100,10 @@ class Report(report.Report[Measurements]):
                 "batch": result.batch,
                 "accumulate": result.accumulate,
                 "parameter_bytes": result.parameter_bytes,
+                "unit_bytes": list(result.units),
                 "none_to_itself": self._row(result, NONE + AGAIN).ratio_to_none,
                 "torch_zero_to_itself": self._row(result, TORCH_ZERO + AGAIN).ratio_to_torch_zero,
+                "torch_fsdp_to_itself": self._row(result, TORCH_FSDP + AGAIN).ratio_to_torch_fsdp,
             }
             for result in self.measurements.results
         ]
@@ -103,15 +116,17 @@ class Report(report.Report[Measurements]):
         return [row for row in self.rows if row.model == result.model]
 
     def show_body(self, console: Console) -> None:
-        """Print two tables for each model, what their columns mean, and what was checked."""
+        """Print three tables for each model, what their columns mean, and what was checked."""
         for result in self.measurements.results:
             console.print(self._heading(result), soft_wrap=True)
             console.print(self.times(result))
             console.print()
+            console.print(self.parts(result))
+            console.print()
             console.print(self.bytes(result))
             console.print()
         group = self.measurements.torch_group
-        console.print(f"[dim]{legend([*_TIMES, *_BYTES], group=group)}[/]")
+        console.print(f"[dim]{legend([*_TIMES, *_SPENT, *_BYTES], group=group)}[/]")
         apart = max(row.apart_from_torch_zero for row in self.rows if not row.method.startswith(NONE))
         console.print(
             "[bold]checked[/]  each method's ranks ended with the same weights, bit for bit;\n"
@@ -121,6 +136,11 @@ class Report(report.Report[Measurements]):
     def times(self, result: Result) -> Table:
         """How long a step takes; what no method can be faster than, and what is chance, is dim."""
         return make_table([*self._name(), *_TIMES], self._rows_of(result), _style)
+
+    def parts(self, result: Result) -> Table:
+        """Where the time of a recorded step went, of those methods that can be recorded."""
+        rows = [row for row in self._rows_of(result) if row.parts is not None and not row.repeats]
+        return make_table([*self._name("recorded"), *_SPENT], rows, _style)
 
     def bytes(self, result: Result) -> Table:
         """What a rank keeps and sends, each beside its formula; a method that ran twice stands there once."""
@@ -132,9 +152,9 @@ class Report(report.Report[Measurements]):
         steps = count(self._rows_of(result)[0].counted, "step")
         return f"[bold]{result.model}[/]  {result.text}, {parameters} of parameters, {samples} a rank{cut}, {steps}"
 
-    def _name(self) -> list[Column[Row]]:
+    def _name(self, heading: str = "method") -> list[Column[Row]]:
         longest = max(len(f" {row.method}") for row in self.rows)
-        return [Column("method", lambda row: f" {row.method}", width=longest, on_the_left=True)]
+        return [Column(heading, lambda row: f" {row.method}", width=longest, on_the_left=True)]
 
 
 def report_on(measurements: Measurements) -> Report:
@@ -150,30 +170,49 @@ def _row(timing: Timing, result: Result, ranks: int) -> Row:
     seconds = statistics.median(timing.seconds)
     size, memory = result.parameter_bytes, timing.memory
     name = timing.method.name.removesuffix(AGAIN)
-    gradients_in_parts, optimizer_in_parts = _PARTS[name]
+    in_parts = {kind: size / ranks if kind in _PARTS[name] else size for kind in _KINDS}
+    gathered, in_flight = _units_there(name, result.units)
     return Row(
         model=result.model,
         method=timing.method.name,
         ratio_to_torch_zero=seconds / medians[TORCH_ZERO],
+        ratio_to_torch_fsdp=seconds / medians[TORCH_FSDP],
         ratio_to_none=seconds / medians[NONE],
         parameter_bytes=memory.parameters,
-        parameter_bytes_by_formula=size,
+        parameter_bytes_by_formula=in_parts["parameters"] + gathered,
         gradient_bytes=memory.gradients,
-        gradient_bytes_by_formula=size / (ranks if gradients_in_parts else 1),
+        gradient_bytes_by_formula=in_parts["gradients"] + in_flight,
         optimizer_bytes=memory.optimizer,
-        optimizer_bytes_by_formula=_MOMENTS * size / (ranks if optimizer_in_parts else 1),
+        optimizer_bytes_by_formula=_MOMENTS * in_parts["optimizer"],
         sent_bytes=timing.sent,
         sent_bytes_by_formula=_times_sent(name, result.accumulate) * (ranks - 1) / ranks * size,
+        parts=timing.parts,
         apart_from_torch_zero=timing.apart,
         **times_of(timing.seconds),
     )
 
 
+def _units_there(method: str, units: Sequence[int]) -> tuple[int, int]:
+    """Bytes beside a rank's parts, at most: of units that are whole at a time, and of a unit's gradients in flight."""
+    if "parameters" not in _PARTS[method]:
+        return 0, 0
+    ahead = {PARAMETERS: PREFETCH + 1, PARAMETERS_KEPT: len(units)}.get(method, 1)  # torch's next one is in a buffer
+    return max(sum(units[first : first + ahead]) for first in range(len(units))), max(units)
+
+
 def _times_sent(method: str, microbatches: int) -> int:
     """How often a rank sends (p - 1)/p of the model in a step."""
-    if method == GRADIENTS:
-        return microbatches + 1  # a reduce-scatter for each, and an all-gather
-    return {NONE: 0, TORCH_ZERO: 3, TORCH_ZERO_ON_SHM: 3}.get(method, 2)
+    times = {
+        NONE: 0,
+        GRADIENTS: microbatches + 1,  # a reduce-scatter for each, and an all-gather
+        PARAMETERS: 3 * microbatches,  # two gathers and a reduce-scatter for each
+        PARAMETERS_KEPT: 2 * microbatches,
+        TORCH_ZERO: 3,  # an all-reduce of gradients, and broadcasts of parameters
+        TORCH_ZERO_ON_SHM: 3,
+        TORCH_FSDP: 3 * microbatches,
+        TORCH_FSDP_ON_SHM: 3 * microbatches,
+    }
+    return times.get(method, 2)
 
 
 def _style(row: Row) -> str | None:
@@ -182,6 +221,10 @@ def _style(row: Row) -> str | None:
 
 def _sent(row: Row) -> str:
     return "–" if row.sent_bytes is None else show_size(row.sent_bytes)
+
+
+def _spent(part: str) -> Callable[[Row], str]:
+    return lambda row: "–" if row.parts is None else show_seconds(getattr(row.parts, part))
 
 
 _TIMES: list[Column[Row]] = [
@@ -200,14 +243,35 @@ _TIMES: list[Column[Row]] = [
         width=6,
     ),
     Column(
+        "÷fsdp",
+        lambda row: f"{row.ratio_to_torch_fsdp:.2f}",
+        "step ÷ the step of torch-fsdp: torch's fully_shard on {group}, with our units",
+        {"kept": "parameters stay whole from forward to backward (reshard_after_forward=False)"},
+        width=6,
+    ),
+    Column(
         "÷none",
         lambda row: f"{row.ratio_to_none:.2f}",
         "step ÷ the step of none, in which each rank trains alone",
         width=6,
     ),
 ]
+_SPENT: list[Column[Row]] = [
+    Column("forward", _spent("forward"), width=8),
+    Column("backward", _spent("backward"), width=8),
+    Column("optimizer", _spent("optimizer"), width=9),
+    Column("exposed", _spent("communicating"), "communication that nothing was computed beside", width=8),
+    Column("waiting", _spent("waiting"), "for other ranks, which is not communication", width=8),
+    Column("other", _spent("other"), "Python; these six parts are the step, as the mean over the ranks", width=8),
+    Column("hidden", _spent("hidden"), "communication behind computation, which is in no sum", width=8),
+]
 _BYTES: list[Column[Row]] = [
-    Column("weights", lambda row: show_size(row.parameter_bytes), width=8),
+    Column(
+        "weights",
+        lambda row: show_size(row.parameter_bytes),
+        "the most at any time of a step: the rank's own, and what is gathered",
+        width=8,
+    ),
     Column(
         "gradients",
         lambda row: show_size(row.gradient_bytes),
@@ -219,14 +283,17 @@ _BYTES: list[Column[Row]] = [
     Column(
         "formula",
         lambda row: show_size(row.together_by_formula),
-        "weights n, gradients n, AdamW 2n; what is in parts ÷ p; without buckets",
+        "weights n, gradients n, AdamW 2n; what is in parts ÷ p; without buckets;\n"
+        "where weights are in parts: and two units of weights (kept: all; torch-fsdp: one,\n"
+        "since the buffers of its collectives are not counted), and one of gradients",
         width=8,
     ),
     Column("sent", _sent, "bytes that a rank sent in a step, as recorded; torch's own does not tell", width=8),
     Column(
         "by formula",
         lambda row: show_size(row.sent_bytes_by_formula),
-        "2(p−1)/p·n; shard gradients, with m micro-batches: (m+1)(p−1)/p·n;\n"
+        "2(p−1)/p·n; with m micro-batches: shard gradients (m+1)(p−1)/p·n,\n"
+        "shard parameters and torch-fsdp 3m(p−1)/p·n, kept 2m(p−1)/p·n;\n"
         "torch-zero, which all-reduces gradients and broadcasts weights: 3(p−1)/p·n",
         width=10,
     ),

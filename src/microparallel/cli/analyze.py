@@ -87,6 +87,9 @@ def analyze(
 
     The verdict comes from the simulator: the recorded step is simulated without communication, without its slowest
     rank's delay, with other buckets and so on, and the time saved is what that cost.
+
+    Of a recorded step whose parameters are gathered on demand (mp.FullyShardedDataParallel) it says which gather and
+    which sum computation waited for, and what another prefetch, or parameters that are kept, would give and cost.
     """
     if run is not None:
         _require_nothing_else(run, given, {"--steps": steps, "--scaling": scaling, "--plot": plot}, barriers)

@@ -28,7 +28,7 @@ app = typer.Typer(
     epilog=flags.examples(
         ("microparallel bench allreduce", "every all-reduce algorithm; see its own `--help`"),
         ("microparallel bench dp", "every kind of data parallelism"),
-        ("microparallel bench shard", "optimizer and gradients in parts: time, memory, bytes sent"),
+        ("microparallel bench shard", "optimizer, gradients and parameters in parts: time, memory, bytes sent"),
         ("microparallel bench pp", "every pipeline schedule"),
         ("microparallel bench predict", "predicted step times beside measured ones"),
     ),
@@ -137,7 +137,7 @@ def data_parallel(given: dict[str, Any], *, quiet: flags.Quiet = False, json: fl
 # ── bench shard ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SHARD_EXAMPLES = flags.examples(
-    ("microparallel bench shard", "two models beside torch's ZeroRedundancyOptimizer, in about two minutes"),
+    ("microparallel bench shard", "two models beside torch's ZeroRedundancyOptimizer and FSDP2, in three minutes"),
     ("microparallel bench shard --quick", "does it run? small models, three steps of each"),
     ("microparallel bench shard --models gpt-256 --accumulate 4 --bucket-cap-mb 4", "micro-batches, small buckets"),
     ("microparallel bench shard --json > shard.json", "every number, for scripts"),
@@ -159,17 +159,20 @@ def shard(
 
     The methods are: none (each rank trains alone, so no method can be faster), ddp (mp.DataParallel, which keeps
     everything on every rank), shard optimizer and shard gradients (mp.DataParallel(shard=…) with mp.ShardedOptimizer),
-    and torch-zero (torch's DistributedDataParallel with ZeroRedundancyOptimizer, both with bucket views, on gloo in the
-    same processes where ranks share memory; "torch-zero on shm" has our backend beneath). The optimizer is AdamW.
+    shard parameters (mp.FullyShardedDataParallel; "kept" with reshard_after_forward=False), torch-zero (torch's
+    DistributedDataParallel with ZeroRedundancyOptimizer, both with bucket views) and torch-fsdp (torch's fully_shard,
+    which is FSDP2, with the units of shard parameters). Where ranks share memory, torch's own run on gloo in the same
+    processes; "on shm" they have our backend beneath. The optimizer is AdamW.
 
     All methods take turns step by step, so that whatever else the machine does disturbs all of them alike. A step takes
-    as long as its slowest rank; shown is the median with its quartiles. none and torch-zero run twice: how far apart
-    the same method is from itself says what chance does to a ratio.
+    as long as its slowest rank; shown is the median with its quartiles. none, torch-zero and torch-fsdp run twice: how
+    far apart the same method is from itself says what chance does to a ratio.
 
-    Memory and bytes come from other steps, which are not timed: memory is counted from the tensors of a rank, bytes
-    sent are those of a recorded step. Each stands beside its formula. After three steps all methods that synchronise
-    must have the weights of torch-zero but for rounding, and at the end the same on all ranks bit for bit; if not, the
-    exit code is 1.
+    Memory, bytes and the parts of a step come from other steps, which are not timed: memory is counted from the tensors
+    of a rank whenever something changes, without what torch's own collectives copy to and from; bytes sent and parts
+    are those of a recorded step. Memory and bytes stand beside their formula. After three steps all methods that
+    synchronise must have the weights of torch-zero but for rounding, and at the end the same on all ranks bit for bit;
+    if not, the exit code is 1.
     """
     settings = ShardSettings(**(_QUICK if quick else {}) | given)
     ranks = choose_ranks(settings)

@@ -30,7 +30,7 @@ EXAMPLES = flags.examples(
     ("microparallel compare --ranks 4", "20 steps of the MLP, in float64, where only rounding may differ"),
     ("microparallel compare --model gpt --ranks 2 --dtype float32", "a small GPT in float32"),
     ("microparallel compare --pipelines --ranks 4", "every pipeline schedule against one process"),
-    ("microparallel compare --shard gradients --ranks 4", "optimizer and gradients in parts against one process"),
+    ("microparallel compare --shard parameters --ranks 4", "optimizer, gradients, parameters in parts: ZeRO 1, 2, 3"),
     ("microparallel compare --in-process --ranks 3", "three replicas in this process: through the CPU, by a ring"),
     ("microparallel compare --shortcuts --every 8", "synchronise 8 times less often: the loss, and the bytes sent"),
 )
@@ -73,8 +73,8 @@ _CHANGED["microbatches"] = {"help": "With --pipelines: micro-batches of each bat
     (
         *("model", "data", "collate", "loss", "dim", "depth", "heads", "context", "steps", "batch", "lr"),
         "schedule_lr",
-        *("optimizer", "momentum", "seed", "dtype", "ranks", "shard", "accumulate", "microbatches", "device"),
-        "transport",
+        *("optimizer", "momentum", "seed", "dtype", "ranks", "shard", "prefetch", "keep_parameters", "replicas"),
+        *("accumulate", "microbatches", "device", "transport"),
     ),
     changed=_CHANGED,
 )
@@ -110,8 +110,9 @@ def compare(
 
     With --pipelines the model is cut into stages, one or more a rank, and each schedule does the job.
 
-    With --shard each rank keeps only its part of the optimizer's state, and with --shard gradients of these, too.
-    Then sgd has momentum 0.9, which is a state to share, unless --optimizer or --momentum says something else.
+    With --shard each rank keeps only its part of the optimizer's state, with --shard gradients of these, too, and with
+    --shard parameters of all of the model; each has a row of its own, up to the one that is named. Then sgd has
+    momentum 0.9, which is a state to share, unless --optimizer or --momentum says something else.
 
     With --in-process no ranks are started: replicas in one process share each batch, on the GPUs in turn or all on the
     CPU. Their gradients are averaged through the CPU, then by a ring; where there are GPUs, torch's nn.DataParallel is

@@ -16,11 +16,11 @@ from microparallel.cli.simulate import summary
 from microparallel.drawing import View, head_of, hops_of, plain, text_lines
 from microparallel.drawing import draw as draw_program
 from microparallel.errors import ConfigError, MicroparallelError, ProgramError
+from microparallel.files.atomic import write_atomically
 from microparallel.program import Collective, Program
 from microparallel.simulator import simulate
 from microparallel.text import did_you_mean
 from microparallel.trace import Trace, reasons
-from microparallel.train.atomic import write_atomically
 
 EXAMPLES = flags.examples(
     ("microparallel draw 1f1b --ranks 4 --microbatches 8", "a pipeline schedule in time; add `--view clock` for ticks"),

@@ -61,6 +61,10 @@ class ProgramFlags:
     stages_per_rank: int | None = setting(None, "Stages a rank holds in interleaved.", _PROGRAM, shown="2")
     layers: int | None = setting(None, "Layers of ddp, ddp-naive and zero.", _PROGRAM, shown="8")
     buckets: int | None = setting(None, "Buckets the layers of ddp and zero share.", _PROGRAM, shown="4")
+    replicas: int | None = setting(
+        None, "Copies of the parameters in zero-3, each in parts on its share of the ranks.", _PROGRAM, shown="1"
+    )
+    prefetch: int | None = setting(None, "Buckets ahead that zero-3 gathers parameters.", _PROGRAM, shown="1")
     ranks_per_node: int | None = setting(None, "Ranks a node of hierarchical.", _PROGRAM, shown="2")
 
 

@@ -14,9 +14,9 @@ from microparallel import __version__
 from microparallel.cli import flags
 from microparallel.cli.flags import require_writable
 from microparallel.errors import ConfigError
+from microparallel.files.atomic import write_atomically
 from microparallel.reporting import read_run, report_page
 from microparallel.text import show_size
-from microparallel.train.atomic import write_atomically
 
 EXAMPLES = flags.examples(
     ("microparallel train --ranks 4 --trace --out runs/first", "a run whose ranks are recorded for some steps"),

@@ -44,6 +44,11 @@ EXAMPLES = flags.examples(
         "microparallel simulate ddp zero-1 zero-2 --ranks 4 --layers 4 --memory",
         "what each rank holds, with its parameters, gradients and optimizer state whole or in parts",
     ),
+    (
+        "microparallel simulate zero-3 --replicas 2 --nodes 2 --per-node 4 --inside 5us,100GB --between 20us,10GB "
+        "--bytes 1e8",
+        "parameters in parts inside each of two nodes, which sum parts of gradients",
+    ),
 )
 
 

@@ -19,7 +19,7 @@ from microparallel.errors import ConfigError, Interrupted, MicroparallelError, R
 from microparallel.settings import declared
 from microparallel.text import without_nan
 from microparallel.topology import ALONE, find_placement
-from microparallel.train.config import OF_PIPELINES, TrainConfig, merge, read_config
+from microparallel.train.config import OF_PARAMETERS, OF_PIPELINES, TrainConfig, merge, read_config
 from microparallel.train.run_folder import RunFolder, check_new
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ EXAMPLES = flags.examples(
     ("microparallel train --optimizer radam --schedule-lr cosine --warmup 0.05 --clip 1", "optimizer and schedule"),
     ("microparallel train --ranks 2 --batch 512 --accumulate 8", "a large batch, computed in 8 micro-batches a rank"),
     ("microparallel train --ranks 2 --shard gradients", "each rank keeps half of the optimizer's state and gradients"),
+    (
+        "microparallel train --ranks 4 --shard parameters",
+        "and a quarter of the model, gathered layer by layer",
+    ),
     ("microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8", "two pipelines of two ranks each"),
     ("microparallel train --ranks 4 --trace --out runs/mine; microparallel report runs/mine", "see where time went"),
     ("microparallel train --resume runs/20260131-093000-mlp", "go on where an earlier run stopped"),
@@ -96,8 +100,10 @@ def _values_of_run(resume: Path, file: Path | None, given: dict[str, Any]) -> di
 
 
 def _no_longer_true(values: dict[str, Any], given: dict[str, Any]) -> set[str]:
-    """Name the settings of a run that mean nothing any more when it goes on with other ranks."""
+    """Name the settings of a run that mean nothing any more when it goes on with other ranks, or other parts."""
     left_out = {"strategy"} if values.get("strategy") == "single" else set()
+    if given.get("shard", "parameters") != "parameters":
+        left_out |= set(OF_PARAMETERS)
     if not given.keys() & {"ranks", "dp", "pp", "strategy"}:
         return left_out
     if given.keys() & {"dp", "pp"}:
@@ -106,7 +112,7 @@ def _no_longer_true(values: dict[str, Any], given: dict[str, Any]) -> set[str]:
         left_out |= set(OF_PIPELINES)
         if values.get("strategy") == "pipeline":
             left_out.add("strategy")
-    return left_out | {"dp", "pp"}
+    return left_out | {"dp", "pp", "replicas"}
 
 
 def _run(config: TrainConfig, resume: Path | None, quiet: bool) -> dict[str, Any] | None:

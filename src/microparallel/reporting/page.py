@@ -15,7 +15,9 @@ from microparallel.drawing import kinds
 from microparallel.drawing.memory import KINDS as memory_kinds
 from microparallel.reporting.folder import Run
 from microparallel.reporting.steps import Measured
-from microparallel.text import count, show_percent, show_seconds, without_nan
+from microparallel.simulator.fitted import fit_step
+from microparallel.simulator.gathering import Choice, choices_of, waits_of
+from microparallel.text import count, show_percent, show_seconds, show_size, without_nan
 
 _SCRIPTS = (
     "basics.js",
@@ -44,6 +46,8 @@ _TIMES = ("makespan", "work of the busiest rank", "bubble", "exposed communicati
 _UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 _MOST_POINTS = 600  # of a curve
 _LONGEST_TEXT = 500
+_MOST_SIMULATED = 4000  # events of a step: to simulate a larger one again takes seconds
+_WORTH = 0.98  # of a step: what would take more than that is not worth a sentence
 _SPACE = "\u00a0"  # keeps a number and its unit together
 
 Point = tuple[float, float | None]
@@ -177,7 +181,7 @@ def lead_of(measured: Measured) -> list[str]:
     if hidden is not None:
         much = percent(hidden) if hidden >= 0.005 else "next to nothing"
         sentences.append(f"Of the communication, {much} ran behind computation, where it costs nothing.")
-    return [*sentences, *_straggler(measured)]
+    return [*sentences, *_straggler(measured), *_gathering(measured)]
 
 
 def prediction_of(measured: Measured) -> list[tuple[str, str, str, str]]:
@@ -198,6 +202,39 @@ def _straggler(measured: Measured) -> list[str]:
     if seconds < 0.5 * total:
         return []
     return [f"{percent(seconds / total)} of all waiting was for rank {rank}."]
+
+
+def _gathering(measured: Measured) -> list[str]:
+    """Of a typical step whose parameters are gathered on demand: what it waited for, and what would help."""
+    step = measured.trace.step(measured.typical)
+    if len(step.events) > _MOST_SIMULATED or not (waits := waits_of(step)):
+        return []
+    worst, every = max(waits, key=lambda one: one.seconds), sum(one.seconds for one in waits)
+    sentences = [
+        f"In a typical step computation waited {time(every)} for units to be gathered and summed, longest for {worst}: "
+        f"{time(worst.seconds)}."
+        if every
+        else "In a typical step computation waited for no unit to be gathered or summed."
+    ]
+    choices = choices_of(fit_step(step))
+    best = min(choices, key=lambda one: one.seconds, default=None)
+    if best is not None and best.seconds < _WORTH * choices[0].seconds:
+        now = choices[0]
+        how = [f"prefetch={best.prefetch}"] * (best.prefetch != now.prefetch)
+        how += [f"reshard_after_forward={best.reshard_after_forward}"] * (
+            best.reshard_after_forward != now.reshard_after_forward
+        )
+        how += ["overlap=True, with cores to spare,"] * (best.overlap != now.overlap)
+        saved = percent(1 - best.seconds / now.seconds)
+        sentences.append(f"By simulation, {' and '.join(how)} would take {saved} off the step{_memory_for(best, now)}.")
+    return sentences
+
+
+def _memory_for(choice: Choice, now: Choice) -> str:
+    if choice.memory is None or now.memory is None or choice.memory == now.memory:
+        return ""
+    more = choice.memory - now.memory
+    return f", with {show_size(abs(more))} {'more' if more > 0 else 'less'} memory".replace(" MB", f"{_SPACE}MB")
 
 
 def configuration_of(run: Run) -> dict[str, dict[str, str]]:

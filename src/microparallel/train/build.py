@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from microparallel.comms import Comms
 from microparallel.comms.calls import describe
 from microparallel.comms.slow_links import slow_down
 from microparallel.course.shortcuts import ParameterAveraging
-from microparallel.data_parallel import DataParallel, replicate
+from microparallel.data_parallel import DataParallel, deferred_init, replicate
 from microparallel.errors import ConfigError, DataError, UsageError
 from microparallel.models import GPT, FullMLP, cross_entropy, mean_squared_error
 from microparallel.models.loss import LossFunction
@@ -26,9 +27,10 @@ from microparallel.pipeline.programs import Schedule
 from microparallel.text import nearest
 from microparallel.topology import parse_slow_links, parse_slow_ranks
 from microparallel.train import user_code
-from microparallel.train.batch import ModelSignature, ModelWithLoss, fitting_loss, placed
+from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, fitting_loss, placed
 from microparallel.train.config import DEFAULTS, TrainConfig, parse_balance
 from microparallel.train.data import Dataset, Split, Stream, digits, from_user, text
+from microparallel.train.fully_sharded import FullyShardedTraining, ShardedModelWithLoss
 from microparallel.train.loader import Loader, Loading, SampleLoader, StreamLoader
 from microparallel.train.logs import require_installed
 from microparallel.train.metrics import load_metrics
@@ -50,15 +52,20 @@ def build(config: TrainConfig, comms: Comms) -> Training:
     dtype: torch.dtype = getattr(torch, config.dtype)
     data = build_data(config)
     torch.manual_seed(config.seed)  # the same model on every rank
-    model = build_model(config, data).to(dtype)
-    if not config.is_pipeline:
+    defers = _defers(config)
+    with deferred_init() if defers else nullcontext():
+        model = build_model(config, data).to(dtype)
+    if not config.is_pipeline and not defers:
         model.to(comms.device)
-    replicate(model, comms)  # the same model, even if it was made with other random numbers than torch's
+    if config.shard != "parameters":  # then the wrapper does it
+        replicate(model, comms)  # the same model, even if it was made with other random numbers than torch's
     torch.manual_seed(config.seed + 1 + comms.rank)  # from here on each rank draws its own
     loss_fn = build_loss(config, model)
     _slow_down(config, model, comms.rank)
     if config.is_pipeline:
         return _build_pipeline(config, comms, model, loss_fn, data, dtype)
+    if config.shard == "parameters":
+        return _build_fully_sharded(config, comms, model, loss_fn, data, dtype)
     with_loss = ModelWithLoss(model, loss_fn)
     sharded = None
     if config.shard is None:
@@ -117,6 +124,45 @@ def _slow_down(config: TrainConfig, model: nn.Module, rank: int) -> None:
     factor = parse_slow_ranks((config.slow_rank or "").split(), config.world_size).get(rank)
     if factor is not None:
         slow_down_model(model, factor)
+
+
+def _defers(config: TrainConfig) -> bool:
+    """Whether the model is built without memory, and each rank makes its part alone.
+
+    That needs a model that is made of torch's random numbers, as ours are; hooks of its parameters would be lost.
+    """
+    return config.shard == "parameters" and not user_code.is_spec(config.model) and config.slow_rank is None
+
+
+def _build_fully_sharded(
+    config: TrainConfig, comms: Comms, model: nn.Module, loss_fn: LossFunction | None, data: Split, dtype: torch.dtype
+) -> FullyShardedTraining:
+    """Make one rank's part of a run in which each rank keeps its part of every parameter."""
+    signature = ModelSignature(model, has_loss=loss_fn is not None)
+    with_loss = ModelWithLoss(model, loss_fn)
+    training = data.training
+
+    def example() -> Batch:
+        assert not isinstance(training, Stream)
+        samples = min(2, len(training))
+        return signature.batch(placed(training.batch(range(samples)), comms.device, dtype), samples)
+
+    sharded = ShardedModelWithLoss(
+        with_loss,
+        comms,
+        None if isinstance(training, Stream) else example,
+        prefetch=1 if config.prefetch is None else config.prefetch,
+        reshard_after_forward=not config.keep_parameters,
+        replicas=config.replicas or 1,
+    )
+    return FullyShardedTraining(
+        sharded,
+        with_loss=with_loss,
+        signature=signature,
+        optimizer=build_optimizer(config, model),
+        strategy=data_parallel(sharded, config.accumulate),
+        **_rest(config, comms, data, comms, dtype),
+    )
 
 
 @dataclass(frozen=True)

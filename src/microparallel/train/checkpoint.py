@@ -42,8 +42,9 @@ from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.layout import Part
 from microparallel.errors import CheckpointError
-from microparallel.train import tensor_file
-from microparallel.train.atomic import sync_folder, write_durably
+from microparallel.files import tensor_file
+from microparallel.files.atomic import sync_folder, write_durably
+from microparallel.files.tensor_file import DTYPES, Checksum, Piece
 from microparallel.train.checkpoint_reader import (
     MANIFEST,
     STATE,
@@ -54,7 +55,6 @@ from microparallel.train.checkpoint_reader import (
     verify,
 )
 from microparallel.train.checkpoint_values import Reference, TensorTable, decode, encode, merge
-from microparallel.train.tensor_file import DTYPES, Checksum, Piece
 
 Value = TypeVar("Value")
 

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from microparallel.errors import CheckpointError
+from microparallel.files.tensor_file import DTYPES, Checksum, TensorFile, checksum
 from microparallel.train.checkpoint_values import decode
-from microparallel.train.tensor_file import DTYPES, Checksum, TensorFile, checksum
 
 FORMAT = 2
 STATE, MANIFEST = "state.json", "manifest.json"

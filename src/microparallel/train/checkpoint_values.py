@@ -20,7 +20,7 @@ from torch import Tensor
 
 from microparallel.data_parallel.layout import Part
 from microparallel.errors import CheckpointError
-from microparallel.train.tensor_file import DTYPES
+from microparallel.files.tensor_file import DTYPES
 
 _WORD = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
 

@@ -23,7 +23,7 @@ from microparallel.text import count
 from microparallel.trace import Trace
 from microparallel.train.batch import Batch
 from microparallel.train.build import build
-from microparallel.train.config import SHARDED, TrainConfig
+from microparallel.train.config import OF_PARAMETERS, SHARDED, TrainConfig
 from microparallel.train.optimizer import build_optimizer
 from microparallel.train.strategies import Step
 from microparallel.train.training import Training
@@ -94,9 +94,14 @@ def compare(
 def _job(config: TrainConfig, strategy: str, ranks: int) -> TrainConfig:
     """The same job done in another way: with a strategy, or as a pipeline with a schedule."""
     if strategy.startswith(_SHARD):
-        return replace(config, strategy="ddp", ranks=ranks, shard=strategy.removeprefix(_SHARD))
+        shard = strategy.removeprefix(_SHARD)
+        others: dict[str, Any] = {} if shard == "parameters" else dict.fromkeys(OF_PARAMETERS)
+        return replace(config, strategy="ddp", ranks=ranks, shard=shard, **others)
     if strategy not in pipeline_rows():
-        plain = replace(config, dp=None, pp=None, schedule=None, microbatches=None, balance=None, shard=None)
+        not_plain: dict[str, Any] = dict.fromkeys(
+            ("dp", "pp", "schedule", "microbatches", "balance", "shard", *OF_PARAMETERS)
+        )
+        plain = replace(config, **not_plain)
         return replace(plain, strategy=strategy, ranks=ranks)
     schedule = strategy.removeprefix(_PIPELINE)
     return replace(config, strategy="pipeline", ranks=ranks, pp=ranks, schedule=schedule).resolved()

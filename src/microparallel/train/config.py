@@ -38,7 +38,7 @@ MODELS = ("mlp", "gpt")
 LOSSES = ("cross-entropy", "mse")
 STRATEGIES = ("auto", "single", "naive", "hooks", "ddp", "averaging", "torch-ddp", "pipeline")
 ACCUMULATING = ("auto", "single", "ddp", "averaging")  # can compute a step in several micro-batches
-SHARDED = ("optimizer", "gradients")  # what each rank may keep its part of
+SHARDED = ("optimizer", "gradients", "parameters")  # what each rank may keep its part of, each with those before
 LR_SCHEDULES = ("constant", "linear", "cosine")
 LOGS = ("tensorboard", "wandb")
 # torch's optimizers, so that a right name is known to be right without torch. A newer torch may have more.
@@ -72,6 +72,8 @@ MICROBATCHES = 8  # of a pipeline, unless the batch is smaller
 SUBJECT, STEPS, WORLD, ON_PURPOSE = "What to train", "How to train", "Where to train", "Slow on purpose"
 # Those that mean nothing without a pipeline.
 OF_PIPELINES = ("schedule", "microbatches", "stages_per_rank", "balance", "recompute")
+# Those that mean nothing without --shard parameters.
+OF_PARAMETERS = ("prefetch", "keep_parameters", "replicas")
 
 _LARGEST_SEED = 2**32 - 1  # the largest that Python, torch and numpy all take
 
@@ -119,8 +121,8 @@ def _check_warmup(value: float, given: str) -> None:
 
 
 def _check_shard(value: str, given: str) -> None:
-    if value in ("parameters", "weights"):
-        raise ConfigError(f"{given}: parameters cannot be kept in parts yet; try --shard gradients")
+    if value in ("weights", "model"):
+        raise ConfigError(f"{given}: did you mean 'parameters'?")
     if value not in (*SHARDED, "none"):
         raise ConfigError(f"{given}: {did_you_mean(value, (*SHARDED, 'none'))}")
 
@@ -268,12 +270,36 @@ class TrainConfig:
     )
     shard: str | None = setting(
         None,
-        "What each rank keeps only its part of (ZeRO): optimizer (the optimizer's state), gradients (these, too) or "
-        "none. What is learnt stays the same.",
+        "What each rank keeps only its part of (ZeRO): optimizer (the optimizer's state), gradients (these, too), "
+        "parameters (all of the model, gathered layer by layer) or none. What is learnt stays the same.",
         WORLD,
         shown="none",
-        metavar="optimizer|gradients",
+        metavar="WHAT",
         check=_check_shard,
+        may_change=True,
+    )
+    prefetch: int | None = setting(
+        None,
+        "With --shard parameters: how many units of layers ahead parameters are gathered.",
+        WORLD,
+        shown="1",
+        within=Range(at_least=0),
+        example=2,
+        may_change=True,
+    )
+    keep_parameters: bool | None = setting(
+        None,
+        "With --shard parameters: keep what was gathered in forward until its backward, instead of gathering again.",
+        WORLD,
+        may_change=True,
+    )
+    replicas: int | None = setting(
+        None,
+        "With --shard parameters: groups of ranks, each of which keeps the whole model in parts.",
+        WORLD,
+        shown="1",
+        within=AT_LEAST_ONE,
+        example=2,
         may_change=True,
     )
     dp: int | None = setting(
@@ -609,6 +635,7 @@ def _check_averaging(config: TrainConfig) -> None:
 
 def _check_sharding(config: TrainConfig) -> None:
     """Raise a ConfigError if there is nothing to keep in parts, or no other rank to share it with."""
+    _check_options_of_parameters(config)
     if config.shard in (None, "none"):
         return
     given = f"--shard {config.shard}"
@@ -625,7 +652,26 @@ def _check_sharding(config: TrainConfig) -> None:
         raise ConfigError(f"{given}: one rank has no other rank to share with; try --ranks 2, or leave it out")
 
 
+def _check_options_of_parameters(config: TrainConfig) -> None:
+    if config.shard != "parameters":
+        for name in OF_PARAMETERS:
+            value = getattr(config, name)
+            if value is not None and value is not False:
+                raise ConfigError(f"{declared(TrainConfig)[name].given(value)} is for --shard parameters; add that")
+    replicas = config.replicas or 1
+    if config.world_size % replicas:
+        raise ConfigError(
+            f"--replicas {replicas}: {config.world_size} ranks cannot be cut into {replicas} equal groups; "
+            f"try --ranks {max(1, config.world_size // replicas) * replicas}, or leave it out"
+        )
+
+
 def _check_sharding_of_pipeline(config: TrainConfig, given: str) -> None:
+    if config.shard == "parameters":
+        raise ConfigError(
+            f"{given}: each rank of a pipeline has layers of its own, and keeps them whole; try --shard optimizer, or "
+            "leave the pipeline out"
+        )
     if config.shard == "gradients":
         raise ConfigError(
             f"{given}: a pipeline adds up the gradients of all its micro-batches before they are summed; "

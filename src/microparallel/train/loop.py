@@ -17,11 +17,11 @@ from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
 from microparallel.comms.wire import gather_json
 from microparallel.errors import MicroparallelError, UsageError
+from microparallel.files.atomic import write_atomically
 from microparallel.simulator.fitted import predicted
 from microparallel.text import count
 from microparallel.trace import Trace
 from microparallel.train import checkpoint
-from microparallel.train.atomic import write_atomically
 from microparallel.train.build import build
 from microparallel.train.config import TrainConfig
 from microparallel.train.logs import Logs
@@ -34,6 +34,11 @@ _SECONDS_BETWEEN_QUESTIONS = 0.3  # whether to stop
 _MOST_STEPS_BETWEEN_QUESTIONS = 1000
 _WARM_UP = 3  # steps before the first that is recorded: buckets are arranged, memory is taken
 _STEPS = 10  # that are recorded
+_IN_PARTS = {
+    "optimizer": "optimizer",
+    "gradients": "optimizer and gradients",
+    "parameters": "optimizer, gradients and parameters",
+}
 
 
 def train_on_rank(comms: Comms, config: TrainConfig, resume: Path | None = None, quiet: bool = False) -> dict[str, Any]:
@@ -224,7 +229,9 @@ def _description(training: Training, config: TrainConfig) -> str:
     if config.is_pipeline:
         where = f"dp {config.dp} × pp {config.pp}, {config.schedule}, {config.microbatches} micro-batches"
     if config.shard is not None:
-        where = f"{where}, {'optimizer' if config.shard == 'optimizer' else 'optimizer and gradients'} in parts"
+        where = f"{where}, {_IN_PARTS[config.shard]} in parts"
+        if (config.replicas or 1) > 1:
+            where = f"{where}, {config.replicas} times"
     return (
         f"{config.model}, {training.parameters:,} parameters; {config.strategy} on {where}, "
         f"{training.comms.device.type}\n{training.data.description}"
@@ -233,7 +240,9 @@ def _description(training: Training, config: TrainConfig) -> str:
 
 def _layout(config: TrainConfig) -> dict[str, Any]:
     """How a pipeline was arranged, and what was kept in parts, for the summary."""
-    shard = {} if config.shard is None else {"shard": config.shard}
+    shard: dict[str, Any] = {} if config.shard is None else {"shard": config.shard}
+    if (config.replicas or 1) > 1:
+        shard["replicas"] = config.replicas
     if not config.is_pipeline:
         return shard
     return shard | {name: getattr(config, name) for name in ("dp", "pp", "schedule", "microbatches")}

@@ -40,6 +40,7 @@ def build_optimizer(
                 f"--optimizer {name} returned {type(made).__name__}: return a torch.optim.Optimizer of the parameters "
                 "of the model it is given"
             )
+        _require_divisible(config, made)
         return made if shared_by is None else _sharded(config, made, shared_by)
     kind = getattr(torch.optim, optimizer_names()[name.lower()])
     given = {"momentum": config.momentum or None, "weight_decay": config.weight_decay}
@@ -54,18 +55,36 @@ def build_optimizer(
         optimizer: torch.optim.Optimizer = kind(model.parameters(), lr=lr, **options)
     except ValueError as error:
         raise ConfigError(f"--optimizer {name} cannot train this model: {error}") from error
+    _require_divisible(config, optimizer)
     return optimizer if shared_by is None else _sharded(config, optimizer, shared_by)
+
+
+def _require_divisible(config: TrainConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that looks at whole parameters where each rank has its part of them."""
+    kind = type(optimizer)
+    if config.shard != "parameters" or finest_cut(kind) == "element":
+        return
+    if is_known(kind):
+        raise ConfigError(
+            f"--shard parameters: --optimizer {config.optimizer} looks at whole parameters, and a rank has a part of "
+            "each; try --optimizer adamw, or --shard gradients"
+        )
+    raise ConfigError(_not_known(config, kind))
 
 
 def _sharded(config: TrainConfig, whole: torch.optim.Optimizer, ranks: Comms) -> ShardedOptimizer:
     """The same optimizer, whose state the ranks share; a group has all options, so nothing else is needed of it."""
     kind = type(whole)
     if not is_known(kind):
-        raise ConfigError(
-            f"--shard {config.shard}: --optimizer {config.optimizer} returned {kind.__name__}, which is none of "
-            "torch's own, so it is not known how to share its state; leave --shard out, or try --optimizer adamw"
-        )
+        raise ConfigError(_not_known(config, kind))
     return ShardedOptimizer(whole.param_groups, kind, ranks, by=finest_cut(kind))
+
+
+def _not_known(config: TrainConfig, kind: type[torch.optim.Optimizer]) -> str:
+    return (
+        f"--shard {config.shard}: --optimizer {config.optimizer} returned {kind.__name__}, which is none of "
+        "torch's own, so it is not known how to share its state; leave --shard out, or try --optimizer adamw"
+    )
 
 
 # ── the learning rate ───────────────────────────────────────────────────────────────────────────────────────────────

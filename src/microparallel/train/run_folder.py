@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from microparallel.errors import ConfigError, MicroparallelError
+from microparallel.files.atomic import sync_folder, write_atomically
 from microparallel.text import without_nan
-from microparallel.train.atomic import sync_folder, write_atomically
 from microparallel.train.config import TrainConfig, config_text
 
 

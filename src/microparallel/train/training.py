@@ -1,7 +1,8 @@
 """A training run as an object: do a step, measure, say where it stands, go on from there.
 
-`Training` is one rank's part of it; in `PipelineTraining` the model is spread over the ranks of a pipeline. Below them
-stands what a step needs to be repeatable: the random state.
+`Training` is one rank's part of it; in `PipelineTraining` the model is spread over the ranks of a pipeline, and in
+`FullyShardedTraining` (`fully_sharded.py`) each rank has a part of every parameter. Below them stands what a step needs
+to be repeatable: the random state.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.course.shortcuts import ParameterAveraging
 from microparallel.data_parallel import DataParallel, replicas_are_identical
+from microparallel.data_parallel.layout import Part
 from microparallel.errors import CheckpointError, ConfigError
 from microparallel.pipeline import Pipeline
 from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, placed
@@ -167,6 +169,8 @@ class Training:
             for loaded in self._measuring.one_pass():
                 for batch in self.batches(loaded):
                     self._measure(batch, measurement)
+                if not loaded.parts:
+                    self._measure_nothing()
         self.model.train()
         return measurement.over_all_ranks(self.comms)
 
@@ -180,6 +184,9 @@ class Training:
         outputs = measurement.outputs(lambda: self.with_loss.outputs(batch))
         if outputs is not None:
             self._compare(outputs, batch, measurement)
+
+    def _measure_nothing(self) -> None:
+        """Do what the other ranks need of this one, which has no samples of a batch."""
 
     def _compare(self, outputs: Any, batch: Batch, measurement: Measurement) -> None:
         measurement.add(outputs, batch.targets, batch.samples, lambda: self.with_loss.loss(outputs, batch))
@@ -232,7 +239,7 @@ class Training:
         """For tensors that other ranks hold under other names, the name they are stored under."""
         return {}
 
-    def model_parts(self) -> dict[str, torch.Tensor]:
+    def model_parts(self) -> Mapping[str, torch.Tensor | Part]:
         """The model's tensors that this rank can save: all ranks have the same parameters, rank 0's buffers count."""
         state: dict[str, torch.Tensor] = self.model.state_dict()
         return state if self.comms.rank == 0 else _parameters_of(self.model.parameters(), state)
@@ -327,7 +334,7 @@ class PipelineTraining(Training):
         """For weights that stages share, the first of their names in the whole model."""
         return self._names
 
-    def model_parts(self) -> dict[str, torch.Tensor]:
+    def model_parts(self) -> Mapping[str, torch.Tensor | Part]:
         """The tensors of this rank's stages that it can save: replicas have the same parameters, and buffers differ."""
         state = self._pipe.state_dict()
         return state if self._pipe.replica == 0 else _parameters_of(self._pipe.parameters(), state)
