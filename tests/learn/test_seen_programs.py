@@ -6,12 +6,23 @@ import torch
 from microparallel import collectives
 from microparallel.learn.catalogue import find_exercise
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders import buckets, comms, ring_all_reduce, ring_halves, zero_2
+from microparallel.learn.graders import buckets, comms, ring_all_reduce, ring_halves, sharded_linear, zero_2
 from microparallel.learn.graders._collectives import contribution, program_of
 from microparallel.learn.graders._during_backward import program_of as program_of_passes
 from microparallel.learn.graders._pipeline_steps import microbatch_suspects, take_steps
 from microparallel.learn.holes import solved
-from microparallel.program import Collective, Forward, ForwardStages, Free, Join, OptimizerStep, Recv, Send, halves
+from microparallel.program import (
+    Collective,
+    Delta,
+    Forward,
+    ForwardStages,
+    Free,
+    Join,
+    OptimizerStep,
+    Recv,
+    Send,
+    halves,
+)
 from microparallel.schedules import ddp, gpipe, lower, one_f_one_b, zero
 from microparallel.verifier import verify
 
@@ -98,6 +109,16 @@ def test_zero_2(exam):
 
 def last_free(ops):
     return [op for op in ops if isinstance(op, Free)][-1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_layers_that_are_gathered_on_demand(exam, ranks):
+    """They are ZeRO-3 without prefetching. That a gradient is let go is seen by its size, and not in the program."""
+    one = exam("sharded-linear")
+    passes = one.run(sharded_linear._once, ranks, sharded_linear._THREE, allowed=("reduce_scatter", "all_gather"))
+    for rank, wanted in enumerate(zero(3, 3, ranks, prefetch=0).ranks):
+        seen = sharded_linear._operations(rank, ranks, passes[rank], one.rows[rank])
+        assert seen == [op for op in wanted[:-1] if not (isinstance(op, Free) and isinstance(op.value, Delta))]
 
 
 @pytest.mark.parametrize("answered", [True, False])

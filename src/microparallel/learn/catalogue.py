@@ -96,6 +96,8 @@ EXERCISES = (
     _sh(1, "ring_halves", "Reduce-scatter and all-gather round the ring", "02_two_halves"),
     _sh(2, "sharded_optimizer", "Keep the optimizer's state for your own part alone", "03_each_its_part"),
     _sh(3, "zero_2", "Keep your part of the gradients while they add up", "03_each_its_part"),
+    _sh(4, "sharded_linear", "Gather a layer's weight where it is used, and let it go", "04_gathered_on_demand"),
+    _sh(5, "zero_3", "Gather units ahead, and keep few of them whole", "04_gathered_on_demand"),
 )
 
 

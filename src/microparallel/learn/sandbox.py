@@ -60,6 +60,8 @@ _OURS = [
     "microparallel.course.buckets.GradientBucket.__init__",
     "microparallel.course.buckets.BucketedDDPHooks.__init__",
     "microparallel.data_parallel.wrapper.DataParallel.__init__",
+    "microparallel.data_parallel.fully_sharded.FullyShardedDataParallel.__init__",
+    "microparallel.data_parallel.units.ShardedParameters.__init__",
     "microparallel.data_parallel.sharded_optimizer.ShardedOptimizer.__init__",
     "microparallel.pipeline.pipeline.Pipeline.__init__",
     "microparallel.pipeline.pipeline.Pipeline.of_stage",

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 from microparallel.errors import ConfigError, DataError
+from microparallel.files.atomic import write_atomically
 from microparallel.learn.catalogue import EXERCISES, Exercise
-from microparallel.train.atomic import write_atomically
 
 _PROGRESS = "progress.txt"
 _HEADING = "# How far you have come. `microparallel learn` reads and writes this file; you may edit it too."
