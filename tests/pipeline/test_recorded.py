@@ -108,7 +108,9 @@ def test_what_no_program_can_say_is_observed(any_pool):
     with pytest.raises(ProgramError, match="only observed"):
         mp.verify(loop.followed)
     for step in (twice, loop):
-        assert fit_step(step).makespan == pytest.approx(step.makespan, rel=0.5)
+        fitted = fit_step(step)  # whatever the times are: no moment of a rank is given to two operations
+        assert all(0 < work <= step.makespan * (1 + 1e-9) for work in fitted.work)
+        assert max(fitted.work) <= fitted.makespan <= sum(fitted.costs.seconds.values())
 
 
 def test_offers_about_buckets_look_at_buckets_alone():
