@@ -61,8 +61,8 @@ TOO_LONG = {
     "microparallel compare --pipelines --ranks 4": Instead(
         LONG, "microparallel compare --pipelines --ranks 2 --steps 2"
     ),
-    "microparallel compare --shard gradients --ranks 4": Instead(
-        LONG, "microparallel compare --shard gradients --ranks 2 --steps 3"
+    "microparallel compare --shard parameters --ranks 4": Instead(
+        LONG, "microparallel compare --shard parameters --ranks 2 --steps 3"
     ),
     "microparallel compare --ranks 4": Instead(LONG, "microparallel compare --ranks 2 --steps 3"),
     "microparallel doctor --selftest": Instead(LONG, "microparallel doctor"),
