@@ -27,6 +27,7 @@ _HOMES = {
     "FullyShardedDataParallel": "microparallel.data_parallel",
     "Link": "microparallel.topology",
     "Mesh": "microparallel.topology",
+    "MixedPrecision": "microparallel.data_parallel",
     "Pipeline": "microparallel.pipeline",
     "Pool": "microparallel.world",
     "Request": "microparallel.comms",
