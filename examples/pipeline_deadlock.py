@@ -27,6 +27,7 @@ from torch import nn
 
 import microparallel as mp
 from microparallel.broken_pipe import quiet_broken_pipe
+from microparallel.comms import Request
 from microparallel.program import Act, Backward, Forward, Free, Grad, Op, Program, Recv, Send, Wait
 from microparallel.verifier.order import find_circle
 
@@ -96,7 +97,7 @@ class Messages:
         self.comms, self.fix = comms, fix
         # Answers travel apart from the tensors: messages between two ranks arrive in the order in which they were sent.
         self.answers = comms.group(range(comms.world_size))
-        self.requests: list[mp.Request[None]] = []
+        self.requests: list[Request[None]] = []
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         """Start sending; or send, and come back when the tensor has been received."""

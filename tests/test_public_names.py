@@ -23,6 +23,7 @@ def test_every_public_name_can_be_had():
         (mp, "ddp_step", "microparallel.course.ddp_step"),
         (mp, "HookTracker", "microparallel.course.HookTracker"),
         (mp, "DDPPerformanceAnalyzer", "microparallel.analyze.DDPPerformanceAnalyzer"),
+        (mp, "Request", "microparallel.comms.Request"),
         (mp, "Nothing", ""),
         (mp.program, "Chunk", "microparallel.program.Slices"),
     ],

@@ -30,7 +30,6 @@ _HOMES = {
     "MixedPrecision": "microparallel.data_parallel",
     "Pipeline": "microparallel.pipeline",
     "Pool": "microparallel.world",
-    "Request": "microparallel.comms",
     "ShardedOptimizer": "microparallel.data_parallel",
     "ShardedSampler": "microparallel.train.sampler",
     "SyncBatchNorm": "microparallel.data_parallel",
@@ -42,11 +41,10 @@ _HOMES = {
     "launch": "microparallel.world",
     "pipeline_layers": "microparallel.pipeline",
     "record": "microparallel.comms.record",
-    "run_in_process": "microparallel.comms.in_process",
     "simulate": "microparallel.simulator",
     "verify": "microparallel.verifier",
 }
-_MODULES = ("analyze", "collectives", "course", "errors", "models", "program", "schedules")
+_MODULES = ("analyze", "collectives", "compression", "course", "errors", "models", "program", "schedules")
 
 __all__ = [*sorted(_HOMES), *_MODULES]  # noqa: PLE0604
 
@@ -66,7 +64,7 @@ def _where_it_is_now(name: str) -> str:
     """Names that were here in version 0.1 are in one of the modules now."""
     if name.startswith("_") or importlib.util.find_spec(f"microparallel.{name}") is not None:
         return ""  # Python itself asks for such names, and for modules it then imports; import nothing for them
-    for module in ("errors", "course", "analyze"):
+    for module in ("errors", "comms", "course", "analyze"):
         if name in importlib.import_module(f"microparallel.{module}").__all__:
             return f"; it is microparallel.{module}.{name} now"
     return ""

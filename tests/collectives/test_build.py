@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import microparallel as mp
 from microparallel.collectives import ALGORITHMS, ALL_REDUCES, OTHERS, build, program_of, resolve
+from microparallel.comms import run_in_process
 from microparallel.program import Collective
 
 each_algorithm = pytest.mark.parametrize("name", ALL_REDUCES)
@@ -113,7 +114,7 @@ def test_the_other_collectives(name, ranks):
     slices = program.goal.slices
     tensors = [torch.arange(slices) + 1000 * rank + 1 for rank in range(ranks)]
     before = [tensor.clone() for tensor in tensors]
-    mp.run_in_process(program, tensors)
+    run_in_process(program, tensors)
     total = sum(before)
     own = torch.stack([before[index][index] for index in range(slices)]) if slices == ranks else None
     for rank, tensor in enumerate(tensors):

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import microparallel as mp
 from microparallel.collectives import ALL_REDUCES, build
+from microparallel.comms import run_in_process
 from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds
 from microparallel.transport import CountingTransport, in_process_transports, nccl_rules_transports
 
@@ -100,7 +100,7 @@ def test_the_formulas_themselves(p):
 def counted_in_process(program, make_transports):
     transports = [CountingTransport(transport) for transport in make_transports(program.world_size)]
     tensors = [torch.full((ELEMENTS,), 1.0 + rank) for rank in range(program.world_size)]
-    mp.run_in_process(program, tensors, transports)
+    run_in_process(program, tensors, transports)
     total = program.world_size * (program.world_size + 1) / 2
     assert all(torch.equal(tensor, torch.full_like(tensor, total)) for tensor in tensors)
     return [(transport.messages_sent, transport.bytes_sent) for transport in transports]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import microparallel as mp
+from microparallel.comms import run_in_process
 from microparallel.comms.interpreter import rounds
 from microparallel.program import (
     Act,
@@ -143,7 +144,7 @@ def what_the_readers_say():
     except mp.errors.ProgramError as error:
         verdict = str(error).splitlines()[0]
     tensors = [torch.tensor([10.0 * rank, 1.0]) for rank in (1, 2, 3)]
-    mp.run_in_process(PASSED_ON, tensors)
+    run_in_process(PASSED_ON, tensors)
     cut = list(rounds([Send(Slices(0, 1), 1), Add(Part(1), Slices(0, 1))]))
     added = max(event.end for event in mp.simulate(HELD_UP, SLOW).by_rank[0] if isinstance(event.op, Recv))
     return verdict, added, tensors[1].tolist(), len(cut)

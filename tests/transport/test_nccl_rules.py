@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import microparallel as mp
 from microparallel.collectives import ALL_REDUCES, OTHERS, build
+from microparallel.comms import run_in_process
 from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds
 from microparallel.program import Program, from_text
 from microparallel.transport import CountingTransport, in_process_transports, nccl_rules_transports
@@ -177,7 +178,7 @@ def test_every_program_gives_the_right_result(ranks):
         for size in SIZES:
             tensors = [torch.arange(size) + 100 * rank for rank in range(ranks)]
             before = [tensor.clone() for tensor in tensors]
-            mp.run_in_process(program, tensors, nccl_rules_transports(ranks))
+            run_in_process(program, tensors, nccl_rules_transports(ranks))
             for rank, tensor in enumerate(tensors):
                 cuts = slices_of(tensor, program.goal.slices)
                 for index, wanted in promised(program, before, rank):
@@ -191,8 +192,8 @@ def test_every_rank_ends_with_the_same_bits_as_on_the_other_transport(ranks):
             generator = torch.Generator().manual_seed(size)
             tensors = [torch.randn(size, generator=generator) for _ in range(ranks)]
             buffered = [tensor.clone() for tensor in tensors]
-            mp.run_in_process(program, tensors, nccl_rules_transports(ranks))
-            mp.run_in_process(program, buffered)
+            run_in_process(program, tensors, nccl_rules_transports(ranks))
+            run_in_process(program, buffered)
             assert all(map(torch.equal, tensors, buffered)), (program.name, size)
             if program.goal.kind == "all-reduce":
                 assert all(torch.equal(tensors[0], tensor) for tensor in tensors), (program.name, size)
@@ -209,19 +210,19 @@ class Ungrouped(CountingTransport):
 def test_without_exchanges_programs_deadlock(name):
     transports = [Ungrouped(transport) for transport in nccl_rules_transports(4)]
     with pytest.raises(mp.errors.ProgramError):
-        mp.run_in_process(build(name, 4), [torch.zeros(8) for _ in range(4)], transports)
+        run_in_process(build(name, 4), [torch.zeros(8) for _ in range(4)], transports)
 
 
 def test_a_program_that_stands_still_names_where():
     program = from_text("program wrong\ngoal: all-reduce of 1 slice\nrank 0: <+C0@1 >C0@1\nrank 1: <+C0@0 >C0@0\n")
     with pytest.raises(mp.errors.ProgramError) as refusal:
-        mp.run_in_process(program, [torch.zeros(2), torch.zeros(2)], nccl_rules_transports(2))
+        run_in_process(program, [torch.zeros(2), torch.zeros(2)], nccl_rules_transports(2))
     assert str(refusal.value) == (
         "program 'wrong' stands still: rank 0 is in exchange 1 (receive of 2 × float32 from rank 1); "
         "rank 1 is in exchange 1 (receive of 2 × float32 from rank 0)"
     )
     with pytest.raises(mp.errors.ProgramError, match="rank 0 waits for C0 from rank 1; rank 1 waits for C0 from"):
-        mp.run_in_process(program, [torch.zeros(2), torch.zeros(2)])
+        run_in_process(program, [torch.zeros(2), torch.zeros(2)])
 
 
 class Letter:
@@ -290,7 +291,7 @@ def test_nothing_is_overwritten_while_it_is_sent(ranks, step):
         tensors = [torch.arange(40) + 100 * rank for rank in range(ranks)]
         copied = [tensor.clone() for tensor in tensors]
         run_unbuffered(program, tensors, range(ranks)[::step])
-        mp.run_in_process(program, copied)
+        run_in_process(program, copied)
         assert all(map(torch.equal, tensors, copied)), program.name
 
 

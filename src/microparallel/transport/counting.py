@@ -33,7 +33,7 @@ class CountingTransport:
     Example:
         ```python
         transports = [CountingTransport(transport) for transport in in_process_transports(4)]
-        mp.run_in_process(mp.collectives.build("ring", 4), tensors, transports)
+        run_in_process(mp.collectives.build("ring", 4), tensors, transports)
         print([transport.bytes_sent for transport in transports])
         ```
     """
