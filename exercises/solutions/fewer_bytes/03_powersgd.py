@@ -44,8 +44,8 @@ class PowerSGD:
     def first_q(self, number: int, parameter: nn.Parameter) -> torch.Tensor:
         """Random numbers to begin with, for the parameter with that number: b × rank."""
         # ┌ hole
-        #: # torch.randn(…, generator=…, dtype=parameter.dtype). What must be the same on every rank? A generator is made
-        #: # by torch.Generator().manual_seed(seed).
+        #: # torch.randn(…, generator=…, dtype=parameter.dtype). What must be the same on every rank?
+        #: # torch.Generator().manual_seed(seed) makes a generator.
         #: raise NotImplementedError("the same random numbers on every rank")
         generator = torch.Generator().manual_seed(number)
         return torch.randn(parameter.shape[1], self.rank, generator=generator, dtype=parameter.dtype)

@@ -145,7 +145,7 @@ def _require_a_call(comms: Any, begins: int, step: int) -> None:
     if len(comms.row) == begins:
         raise Wrong(
             f"step {step + 1}: rank {comms.rank} makes no call. The others gather all the same: its next call, for "
-            "another parameter, would meet this one of theirs. Every rank makes every call, also one that has nothing to add"
+            "another parameter, would meet this one of theirs. Every rank makes every call, even with nothing to add"
         )
 
 
