@@ -27,7 +27,8 @@ from pages import Block, blocks_of
 _INK = "#757b85"  # site.css gives it the page's own colour
 _COLOURS = ("#0072b2", "#e69f00", "#2bb58c", "#cc79a7", "#56b4e9", "#d55e00", "#8d7a00")  # told apart by most eyes
 _DASHES = ("", "7 4", "2 3", "10 3 2 3", "", "7 4", "2 3")
-_LEFT, _RIGHT, _TOP, _BOTTOM, _WIDTH, _HEIGHT = 58, 128, 14, 42, 640, 300
+_LEFT, _TOP, _BOTTOM, _WIDTH, _HEIGHT = 58, 14, 42, 680, 300
+_LETTER = 6.8  # about as wide as a letter is
 Point = tuple[float, float]
 
 
@@ -121,7 +122,9 @@ def _axis(words: str, values: Sequence[float]) -> Axis:
 
 
 def _svg(across: Axis, up: Axis, series: dict[str, list[Point]]) -> str:
-    inner, deep = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    named = len(series) > 1  # one line needs no name beside the axis's title
+    right = 36 + _LETTER * max(map(len, series)) if named else 20
+    inner, deep = _WIDTH - _LEFT - right, _HEIGHT - _TOP - _BOTTOM
 
     def x(value: float) -> float:
         return _LEFT + inner * across.place(value)
@@ -143,11 +146,13 @@ def _svg(across: Axis, up: Axis, series: dict[str, list[Point]]) -> str:
         dashed = f' stroke-dasharray="{dash}"' if dash else ""
         parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.2"{dashed}/>')
         parts += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.6" fill="{colour}"/>' for a, b in line]
-        parts.append(
-            f'<line x1="{_LEFT + inner + 6}" y1="{end:.1f}" x2="{_LEFT + inner + 24}" y2="{end:.1f}" '
-            f'stroke="{colour}" stroke-width="2.6"{dashed}/>'
-        )
-        parts.append(_text(_LEFT + inner + 29, end + 4, name, "start"))
+        if named:
+            begin = _LEFT + inner + 6
+            parts.append(
+                f'<line x1="{begin:.1f}" y1="{end:.1f}" x2="{begin + 18:.1f}" y2="{end:.1f}" '
+                f'stroke="{colour}" stroke-width="2.6"{dashed}/>'
+            )
+            parts.append(_text(begin + 23, end + 4, name, "start"))
     label = escape(f"{up.title} by {across.title}: {', '.join(series)}", quote=True)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
@@ -199,7 +204,7 @@ def bits(block: Block) -> str:
             cells = range(place, place + count)
             parts += [f'<rect x="{left + cell * one}" {size} fill="{colour}"/>' for one in cells]
             middle = left + cell * (place + count / 2) - 1
-            words = word if count == 1 else f"{count} {word}"
+            words = f"{count} {word}" if count > 1 else word if number == 0 else "1"
             parts.append(_text(max(middle, left + 12 if count == 1 else 0), top + 34, words, "middle"))
             place += count
     width, height = left + cell * widest + 8, high * len(rows) + 4
