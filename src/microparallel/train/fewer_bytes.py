@@ -18,6 +18,7 @@ from typing import Any
 
 from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
+from microparallel.compression import parse
 from microparallel.train.build import build
 from microparallel.train.compare import Progress
 from microparallel.train.config import TrainConfig
@@ -25,9 +26,9 @@ from microparallel.world import Pool
 
 WHOLE, WITH, WITHOUT = "whole", "with feedback", "without feedback"
 WAYS: dict[str, dict[str, Any]] = {
-    WHOLE: {"compress": None, "feedback": None},
-    WITH: {"feedback": True},
-    WITHOUT: {"feedback": False},
+    WHOLE: {"compress": None, "no_feedback": None, "compress_warmup": None},
+    WITH: {"no_feedback": None},
+    WITHOUT: {"no_feedback": True},
 }
 _LAST = 10  # steps, whose mean loss is the final one: a single batch says little
 
@@ -68,9 +69,13 @@ class _Learnt:
 def compare_compression(
     config: TrainConfig, seeds: Sequence[int], pool: Pool, progress: Progress = lambda _: None
 ) -> list[CompressedCurve]:
-    """Learn in each of the three ways, with each seed; `config` names the method."""
+    """Learn in each of the three ways, with each seed; `config` names the method.
+
+    A method that has no error feedback of its own accord (bf16 rounds, and what it rounds away is little) has two ways.
+    """
     curves = []
-    for way, settings in WAYS.items():
+    ways = WAYS if parse(config.compress or "none").feedback else {WHOLE: WAYS[WHOLE], WITHOUT: WAYS[WITHOUT]}
+    for way, settings in ways.items():
         found = []
         for seed in seeds:
             progress(f"{way}, seed {seed}, on {config.ranks} ranks")
