@@ -201,6 +201,7 @@ def _build_pipeline(
         recompute=bool(config.recompute),
         shard=config.shard,  # type: ignore[arg-type]
         compress=build_compressor(config),
+        compress_activations=config.compress_activations,
     )
     return PipelineTraining(
         pipe,
