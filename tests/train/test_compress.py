@@ -80,6 +80,17 @@ def test_a_run_goes_on_with_other_ranks_and_keeps_what_was_not_sent(pool, tmp_pa
     assert residuals_of(out)[0] == then.get("dp", then["ranks"]) and len(losses_of(out)) == 5
 
 
+def test_activations_of_a_pipeline(pool, tmp_path):
+    """The loss is close to that of stages that send all bits, and not the same."""
+    found = {}
+    for method in (None, "bf16", "int8"):
+        out = str(tmp_path / str(method))
+        run(pool, configuration(out=out, ranks=1, pp=2, microbatches=2, compress_activations=method))
+        found[method] = losses_of(out)[-1]
+    assert found["bf16"] == pytest.approx(found[None], rel=0.01) and found["bf16"] != found[None]
+    assert found["int8"] == pytest.approx(found[None], rel=0.05) and found["int8"] != found[None]
+
+
 def test_feedback_makes_a_difference(pool, tmp_path):
     """Every hundredth number: what is left out is lost without feedback, and learnt later with it."""
     losses = {}
@@ -102,6 +113,8 @@ def test_feedback_makes_a_difference(pool, tmp_path):
         ({"compress": "topk", "average_every": 2}, "no gradients are sent"),
         ({"compress": "topk", "pp": 2}, "--dp is 1; try --dp 2"),
         ({"no_feedback": True}, "--no-feedback is for --compress; add that"),
+        ({"compress_activations": "topk", "pp": 2}, "a stage needs every number of its input"),
+        ({"compress_activations": "bf16"}, "--compress-activations bf16 is for pipelines; add --pp 2"),
         ({"compress_warmup": 3}, "--compress-warmup 3 is for --compress; add that"),
     ],
 )

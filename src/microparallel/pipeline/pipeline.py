@@ -17,6 +17,7 @@ from microparallel.compression import Compressor, parse
 from microparallel.data_parallel.compressed_bucket import as_compressor
 from microparallel.errors import TransportError, UsageError
 from microparallel.observe import Activity, Observation
+from microparallel.pipeline.activations import ActivationWire, as_activation_wire
 from microparallel.pipeline.cut import cut_together, warn_of_whole_models
 from microparallel.pipeline.generate import Prompt, generate
 from microparallel.pipeline.interpreter import Interpreter, Microbatch, Worker
@@ -66,6 +67,8 @@ class Pipeline(Member):
             parameter only says that there is a gradient: no rank has it whole. With one replica nothing is in parts.
         compress: how replicas compress the gradients that they sum, as for `DataParallel`. A stage's gradients are one
             bucket, whatever `bucket_cap_mb` is, and small ones go with them as they are.
+        compress_activations: in which form stages send each other activations and their gradients:
+            `mp.compression.Cast(torch.bfloat16)`, `mp.compression.Int8()`, or "bf16", "fp16", "int8".
 
     Example:
         ```python
@@ -83,6 +86,8 @@ class Pipeline(Member):
         ```
     """
 
+    _wire: ActivationWire | None
+
     def __init__(
         self,
         layers: nn.Module | Sequence[nn.Module],
@@ -99,6 +104,7 @@ class Pipeline(Member):
         bucket_cap_mb: float = 25.0,
         shard: Literal["optimizer"] | None = None,
         compress: str | Compressor | None = None,
+        compress_activations: str | Compressor | None = None,
     ) -> None:
         mesh = _mesh(comms, replicas)
         _require_shard(shard)
@@ -109,7 +115,8 @@ class Pipeline(Member):
                 "all gradients, and shard= with its part; choose one of the two"
             )
         chosen = Schedule(schedule, mesh.pp, microbatches, stages_per_rank)
-        settings = f"compress={compressor and compressor.description}"
+        self._wire = as_activation_wire(compress_activations)
+        settings = f"compress={compressor and compressor.description}, compress_activations={self._wire}"
         pieces = cut_together(layers, chosen.stages, balance, example, comms, settings)
         warn_of_whole_models(pieces)
         stages = {
@@ -142,6 +149,7 @@ class Pipeline(Member):
         Without a `loss_fn`, the last rank's module is called with the targets and returns the mean loss.
         """
         pipe = cls.__new__(cls)
+        pipe._wire = None
         chosen = Schedule(schedule, comms.world_size, microbatches)
         if chosen.homes != list(range(comms.world_size)):
             raise UsageError(
@@ -356,6 +364,7 @@ class Pipeline(Member):
             in_program=self._in_program,
             world_ranks=self._row.world_ranks,
             doing=self.comms.flight.doing,
+            wire=self._wire,
         )
         try:
             for work in interpreter.run():

@@ -215,6 +215,7 @@ def _build_pipeline(
         recompute=bool(config.recompute),
         shard=config.shard,  # type: ignore[arg-type]
         compress=build_compressor(config),
+        compress_activations=config.compress_activations,
         **_mixed(config),
     )
     return PipelineTraining(
