@@ -264,7 +264,7 @@ class FullyShardedDataParallel(DataParallel):
         """
         self._prepare()
         self._broadcast_buffers_before_forward()
-        self._forward_without_samples()
+        self._reducer.take_part_in_forward()
         if self._no_sync_depth:
             self._reducer.take_part_in_local_backward()
             return
@@ -420,12 +420,8 @@ class FullyShardedDataParallel(DataParallel):
     def sit_out_of_forward(self) -> None:
         """Take part in a forward without gradients for which this rank has no data: it gathers what the others need."""
         self._prepare()
-        self._forward_without_samples()
-        self._reducer.prepare()  # no backward follows: let all units go
-
-    def _forward_without_samples(self) -> None:
-        """Gather what the other ranks use in their forward: what the program says, if the order of units is known."""
         self._reducer.take_part_in_forward()
+        self._reducer.prepare()  # no backward follows: let all units go
 
     def save(self, path: Path | str) -> None:
         """Write the whole model into a safetensors file, under the plain model's names; every rank calls this.

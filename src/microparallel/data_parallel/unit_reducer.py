@@ -14,7 +14,8 @@ up to the next stage. So all ranks gather and sum in one order, also a rank that
 What no program can foresee is done *on demand*: a unit that is used when it is not there is gathered at that moment.
 All ranks must then do the same. That happens in the first forward, if the model does not use its units in the order in
 which it has them, and for parameters that are used again after they were let go. After the first forward the program is
-that of the order in which the ranks have used their units.
+that of the order in which the ranks have used their units. Until then, if a rank has no samples, the others tell it of
+each unit that they gather.
 """
 
 from __future__ import annotations
@@ -57,6 +58,11 @@ from microparallel.torch_private import (
     version_of,
 )
 
+_DIFFERENT_ORDERS = (
+    "FullyShardedDataParallel: the ranks have used units in different orders, so each gathered others than its peers; "
+    "let all ranks call the layers in one order (a rank may skip some), or choose larger units"
+)
+_FORWARD_ENDS = -1  # what a rank announces instead of a unit
 _step = functools.lru_cache(maxsize=64)(fully_sharded_step)  # every pass asks for its program
 
 
@@ -112,6 +118,7 @@ class UnitReducer(Reducer):
         self._buckets_of_unit: dict[Unit, list[UnitBucket]] = {}
         self._unit_of: dict[nn.Parameter, Unit] = {one: unit for unit in units for one in unit.parameters}
         self._knows_order = False  # whether stages are in the order of the first forward
+        self._announces = False  # whether ranks without samples are told of each gather of the forward under way
         self._todo: deque[Op] = deque()  # what the program says of the pass that is under way
         self._backward = False  # whether that is a backward
         self._finishing = False  # whether all gradients have come that will
@@ -136,11 +143,6 @@ class UnitReducer(Reducer):
             unit.stage, unit.number = stage, len(self.units) - 1 - stage
             for bucket in self._buckets_of_unit.get(unit, ()):
                 bucket.number = unit.number
-
-    @property
-    def knows_order(self) -> bool:
-        """Whether stages are in the order in which the ranks use their units: that is learnt in the first backward."""
-        return self._knows_order
 
     def guess_last_uses(self, users: Mapping[Unit, Sequence[Unit]]) -> None:
         """Before the first forward: say which units' modules use each unit; the last of their stages is its last."""
@@ -234,11 +236,12 @@ class UnitReducer(Reducer):
 
     # ── a forward ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin_forward(self, given: Sequence[torch.Tensor]) -> None:
+    def begin_forward(self, given: Sequence[torch.Tensor], *, has_samples: bool = True) -> None:
         """A forward of the model begins.
 
         Args:
             given: the batch and the buffers, for observers.
+            has_samples: whether this rank computes.
         """
         self.computes = True
         self._forwards += torch.is_grad_enabled()
@@ -246,6 +249,29 @@ class UnitReducer(Reducer):
         self._uses, self._first_uses, self._last_uses = [], [], {}
         self._given = given
         self._todo = deque(self._part_of_program(forward=True))
+        self._announces = not self._knows_order and not self._all_have_samples(has_samples)
+
+    def _all_have_samples(self, mine: bool) -> bool:
+        having = torch.tensor([float(mine)])
+        self._comms.all_reduce(having, operation=AllReduce(ORDER, self._axis))
+        return int(having) == self._comms.world_size
+
+    def _announce(self, what: int) -> int:
+        """Agree on what is gathered next, while it is not known in which order the ranks use their units.
+
+        Args:
+            what: the place of a unit, from 1; `_FORWARD_ENDS`; or 0 from a rank without samples.
+
+        Returns:
+            What the ranks with samples have announced.
+        """
+        table = torch.zeros(self._comms.world_size)
+        table[self._comms.rank] = what
+        self._comms.all_reduce(table, operation=AllReduce(ORDER, self._axis))
+        announced = {int(one) for one in table.tolist() if one}
+        if len(announced) > 1:
+            raise UsageError(_DIFFERENT_ORDERS)
+        return announced.pop() if announced else _FORWARD_ENDS
 
     def _part_of_program(self, *, forward: bool, turn: int | None = 0) -> Sequence[Op]:
         """What the program says of the forward or the backward that begins."""
@@ -373,6 +399,9 @@ class UnitReducer(Reducer):
         if self._told is not None:
             self._told.activity.kept = [*self._told.activity.kept, *outputs]
         self._begin_stage(len(self.units))
+        if self._announces:
+            self._announce(_FORWARD_ENDS)
+            self._announces = False
         for unit in self.units:
             if unit.is_started and (not unit.planned or not keep):
                 unit.let_go()
@@ -525,6 +554,11 @@ class UnitReducer(Reducer):
                     pass
 
     def _gather(self, unit: Unit, *, overlap: bool) -> None:
+        if self._announces:
+            self._announce(self.units.index(unit) + 1)
+        self._gather_with_others(unit, overlap=overlap and not self._announces)
+
+    def _gather_with_others(self, unit: Unit, *, overlap: bool) -> None:
         self._gathers = (self._gathers * 31 + self.units.index(unit) + 1) % 2**20
         unit.gather(overlap=overlap)
 
@@ -547,9 +581,17 @@ class UnitReducer(Reducer):
                 bucket.start(self._shard_comms, operation, self._overlap)
 
     def take_part_in_forward(self) -> None:
-        """Gather with the other ranks; this rank has no samples."""
-        self.begin_forward(())
+        """Gather with the other ranks what they use; this rank has no samples, and so lets it go at once."""
+        self.begin_forward((), has_samples=False)
         self._todo = deque(op for op in self._todo if not isinstance(op, Forward))
+        if self._announces:
+            self._todo.clear()
+            while (place := self._announce(0)) != _FORWARD_ENDS:
+                unit = self.units[place - 1]
+                self._gather_with_others(unit, overlap=False)
+                if self._reshard:
+                    self._free(unit)
+            self._announces = False
         self.end_forward((), keep=True)
 
     def take_part(self, *, take_results: bool) -> None:
@@ -585,10 +627,7 @@ class UnitReducer(Reducer):
         """
         mean, mean_square = (sums / self._comms.world_size).tolist()
         if mean_square != mean**2:  # numbers below 2²⁰: exact
-            raise UsageError(
-                "FullyShardedDataParallel: the ranks have used units in different orders, so each gathered others than "
-                "its peers; let all ranks call the layers in one order (a rank may skip some), or choose larger units"
-            )
+            raise UsageError(_DIFFERENT_ORDERS)
 
     def _local_backward_ends(self) -> None:
         self._finishing = True
@@ -614,6 +653,7 @@ class UnitReducer(Reducer):
         self._todo.clear()
         self._let_all_go()
         self.computes = self._backward = False
+        self._announces = False
         self._uses = []
         self._forwards = self._gathers = 0
         super()._clean_up()

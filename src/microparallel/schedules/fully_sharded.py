@@ -81,6 +81,12 @@ def fully_sharded_step(
     rank 1: ~T2 ~T1 !T2 ~T0 !T1 !T0   ~T0 ~T1 %U0.0 !T0 ~T2 %U1.0 !T1 %U2.0 !T2   *:presence0 = S
     ```
 
+    In the first step (`order`) the others tell such a rank what they gather, and it lets that go at once:
+
+    ```
+    rank 1: *:order = *:order = ~T2 = !T2 *:order = ~T1 = !T1 *:order = ~T0 = !T0 *:order = *:order = ~T0 ~T1 %U0.0 …
+    ```
+
     With `replicas`, the ranks are as many groups, each of which keeps all parts; a part's sum over a group (`dp`) is
     summed over the groups (`replica`): `%U0.0@dp *U0.0/@replica`.
 
@@ -95,7 +101,8 @@ def fully_sharded_step(
         overlap: whether computation goes on during a gather or a sum; otherwise it waits for each.
         buffers: whether rank 0's buffers are copied to all before a forward.
         weights: whether the ranks first share which of them take part, and how much each one's gradients count.
-        order: whether the ranks share in which order they used the units, as in the first step.
+        order: whether the ranks share which of them have samples, and in which order they use the units, as in the
+            first step.
         samples: whether the ranks sum up how many samples they have.
         loss: whether the ranks sum the loss.
         at_once: whether the gradients of each micro-batch leave at once; otherwise, as inside of `no_sync()`, they add
@@ -119,12 +126,13 @@ def fully_sharded_step(
         """A forward and a backward of all ranks; `mine` has this rank's micro-batch, if it has one in this turn."""
         if buffers and not local:
             yield from (Broadcast(BUFFERS, everywhere, 0), Join())
-        for op in gathering.forward():
+        told = (AllReduce(ORDER, everywhere), Join()) if order and not number else ()
+        yield from told
+        for op in gathering.announced(told, bool(mine)) if told and not all(each) else gathering.forward():
             yield from (Forward(op, one) for one in mine) if isinstance(op, int) else (op,)
         if not local and weights:
             yield from (AllReduce(WEIGHTS, everywhere), Join())
-        if order and not number:
-            yield from (AllReduce(ORDER, everywhere), Join())
+        yield from told
         for op in gathering.backward():
             if not isinstance(op, int):
                 yield op
@@ -175,6 +183,16 @@ class _Gathering:
         stages = range(self.units)
         used_last = [[unit for unit in stages if self.last[unit] == stage] for stage in stages]
         yield from self._use([[stage] for stage in stages], used_last if self.reshard else [[]] * self.units, stages)
+
+    def announced(self, told: Sequence[Op], computes: bool) -> Iterator[Op | int]:
+        """A forward in which ranks tell those without samples what they gather, and in the end that it was all."""
+        for op in self.forward():
+            if isinstance(op, AllGather):
+                yield from (*told, op, Join())
+                yield from () if computes or not self.reshard else (Free(op.value),)
+            elif computes and not isinstance(op, Join):
+                yield op
+        yield from told
 
     def backward(self) -> Iterator[Op | int]:
         """From the last stage to the first: a unit is needed from the stage that used it last, down to its own."""
