@@ -20,6 +20,7 @@ from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.deferred import fill, is_deferred
 from microparallel.data_parallel.layout import Part
+from microparallel.data_parallel.precision import MixedPrecision, as_precision, converted
 from microparallel.data_parallel.replicate import filled, replicate, require_same_model
 from microparallel.data_parallel.saved_by_name import SavedByName
 from microparallel.data_parallel.sharded_optimizer import finest_cut, is_of_torch
@@ -32,6 +33,7 @@ from microparallel.data_parallel.units import (
     ShardedParameters,
     Unit,
     cut_into_units,
+    keeps_statistics,
 )
 from microparallel.data_parallel.wrapper import DataParallel, registrations, require_dense_gradients, require_plain
 from microparallel.errors import CheckpointError, UsageError
@@ -74,6 +76,10 @@ class FullyShardedDataParallel(DataParallel):
             with False they stay until then, which saves a third of what is sent.
         replicas: cut the ranks into so many groups, each of which keeps the whole model in parts (hybrid sharding):
             neighbours, such as the ranks of a node, form a group. Parameters are then gathered inside of a group only.
+        precision: "float32", "float64", "bf16", "fp16" or an `mp.MixedPrecision`. Parts, their gradients and the
+            optimizer's state are kept in its `master` dtype; parameters are gathered, and layers compute, in `compute`;
+            gradients are sent in `reduce`. Modules with real buffers (batch normalisation) keep `master` parameters.
+            None: all of it is as the model is.
         overlap: whether gathers and sums run in the background; None: unless that takes a core from the computation.
         broadcast_buffers: as for `DataParallel`.
         find_unused_parameters: as for `DataParallel`.
@@ -103,6 +109,7 @@ class FullyShardedDataParallel(DataParallel):
         prefetch: int = 1,
         reshard_after_forward: bool = True,
         replicas: int = 1,
+        precision: str | MixedPrecision | None = None,
         overlap: bool | None = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = True,
@@ -110,6 +117,7 @@ class FullyShardedDataParallel(DataParallel):
     ) -> None:
         nn.Module.__init__(self)
         _require_sensible(comms, prefetch, replicas)
+        self.precision = as_precision(precision, "FullyShardedDataParallel")
         require_plain(module, "FullyShardedDataParallel")
         require_same_model(module, comms)
         require_dense_gradients(module)
@@ -117,15 +125,18 @@ class FullyShardedDataParallel(DataParallel):
         self.comms = comms
         deferred = is_deferred(module)
         if not deferred:
+            if self.precision is not None:
+                module.to(dtype=self.precision.master)
             replicate(module, comms)
         self._shard_comms, self._across = _groups(comms, replicas)
-        self.units = cut_into_units(module, units, self._shard_comms, comms.device)
+        self.units = cut_into_units(module, units, self._shard_comms, comms.device, self.precision)
         self._places = {name: (part, index) for part in self._parts() for index, name in enumerate(part.names)}
         self.module = module
         self._fill(deferred)
         options: dict[str, Any] = {
             "prefetch": prefetch,
             "reshard_after_forward": reshard_after_forward,
+            "precision": self.precision,
             "overlap": comms.can_overlap if overlap is None else overlap,
             "check_finite": check_finite,
             "refuse_unused": not find_unused_parameters,
@@ -150,7 +161,8 @@ class FullyShardedDataParallel(DataParallel):
     def _fill(self, deferred: bool) -> None:
         """Keep this rank's part of each parameter. Those of a deferred model are made one after the other."""
         if deferred:
-            filling = _Filling(self.module, self._places, self.comms.device)
+            master = None if self.precision is None else self.precision.master
+            filling = _Filling(self.module, self._places, self.comms.device, master)
             end = fill(self.module, filling.keep)
             filling.place_buffers()
             _require_same_numbers(end, self.comms)
@@ -207,6 +219,10 @@ class FullyShardedDataParallel(DataParallel):
             if unit.module is not self.module:  # `forward` does that for the model itself
                 unit.module.register_forward_pre_hook(functools.partial(_enter, reducer, unit), prepend=True)
                 unit.module.register_forward_hook(functools.partial(_leave, reducer, unit), always_call=True)
+        if self.precision is not None:
+            for module in self.module.modules():
+                if module is not self.module and keeps_statistics(module):
+                    module.register_forward_hook(self._statistics_are_made)
         self._root = next((unit for unit in self.units if unit.module is self.module), None)
 
     # ── a pass ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -229,6 +245,7 @@ class FullyShardedDataParallel(DataParallel):
         given: list[torch.Tensor] = []
         if self.comms.observers:
             given = [*self.module.buffers(), *_tensors((inputs, named_inputs))]
+        inputs, named_inputs = self._to_compute((inputs, named_inputs))
         self._reducer.begin_forward(given)
         outputs: Any = None
         try:
@@ -241,11 +258,25 @@ class FullyShardedDataParallel(DataParallel):
                 outputs = self.module(*inputs, **named_inputs)
             if self._root is not None:
                 self._reducer.leave(self._root)
+            outputs = self._to_master(outputs)
         finally:
             self._reducer.end_forward(_tensors(outputs), keep=computes_gradients)
         if computes_gradients:
             self._wait_for_backward(outputs)
         return outputs
+
+    def _to_compute(self, given: Any) -> Any:
+        """What the model is given, in the dtype that its layers compute in."""
+        return given if self.precision is None else converted(given, self.precision.compute)
+
+    def _to_master(self, outputs: Any) -> Any:
+        """What the model returns, in the dtype in which its parameters are kept."""
+        return outputs if self.precision is None else converted(outputs, self.precision.master)
+
+    @not_compiled
+    def _statistics_are_made(self, _module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+        """A module that computes with master parameters has returned something, for layers that do not."""
+        return self._to_compute(outputs) if self._reducer.computes else outputs
 
     def _begin_if_wanted(self) -> bool:
         wanted = not self._no_sync_depth and not self._forward_was_local and self._reducer.adds_gradients()
@@ -293,7 +324,7 @@ class FullyShardedDataParallel(DataParallel):
         """
         self._reducer.prepare()
         for unit in self.units:
-            unit.gather(overlap=False)
+            unit.gather(overlap=False, exact=True)
         mine = {id(shard): part.whole[index] for part in self._parts() for index, shard in enumerate(part.shards)}
         read = {module: own_parameters_of(module) for module in self.module.modules()}
         try:
@@ -317,7 +348,7 @@ class FullyShardedDataParallel(DataParallel):
         """
         self._reducer.prepare()
         for unit in self.units:
-            unit.gather(overlap=False)
+            unit.gather(overlap=False, exact=True)
             for part in unit.parts:
                 for name, parameter in zip(part.names, part.whole, strict=True):
                     yield name, parameter.detach()
@@ -411,11 +442,7 @@ class FullyShardedDataParallel(DataParallel):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by a number: this rank's parts of the sums, and what was not summed (`no_sync`)."""
-        for bucket in self._reducer.sharded_buckets:
-            bucket.scale(factor)
-            for parameter in bucket.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        self._reducer.scale_gradients(factor)
 
     def sit_out_of_forward(self) -> None:
         """Take part in a forward without gradients for which this rank has no data: it gathers what the others need."""
@@ -464,11 +491,16 @@ class _Filling:
     """Takes the contents of a deferred model, one tensor after the other: parameters in parts, buffers whole."""
 
     def __init__(
-        self, module: nn.Module, places: Mapping[str, tuple[ShardedParameters, int]], device: torch.device
+        self,
+        module: nn.Module,
+        places: Mapping[str, tuple[ShardedParameters, int]],
+        device: torch.device,
+        dtype: torch.dtype | None,
     ) -> None:
         self._module = module
         self._places = places
         self._device = device
+        self._dtype = dtype
         self._buffers: dict[str, torch.Tensor] = {}
 
     def keep(self, name: str, contents: torch.Tensor) -> None:
@@ -477,7 +509,8 @@ class _Filling:
             part, index = self._places[name]
             part.keep(index, contents)
         else:
-            self._buffers[name] = contents.to(self._device, copy=True)
+            dtype = self._dtype if contents.is_floating_point() else None
+            self._buffers[name] = contents.to(self._device, dtype, copy=True)
 
     def place_buffers(self) -> None:
         """Give the modules their buffers; modules that share one still do."""

@@ -23,12 +23,15 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from microparallel.comms import Comms
+from microparallel.data_parallel.mixed_bucket import GradientScale, MixedUnitBucket
+from microparallel.data_parallel.precision import MixedPrecision
 from microparallel.data_parallel.reducer import Reducer
 from microparallel.data_parallel.sharding import FreshBuffers
 from microparallel.data_parallel.sync_batch_norm import LayerSums
@@ -37,6 +40,7 @@ from microparallel.data_parallel.units import ShardedParameters, Unit
 from microparallel.errors import UsageError
 from microparallel.observe import Activity, Observation
 from microparallel.program import (
+    AUTO,
     ORDER,
     AllGather,
     AllReduce,
@@ -77,9 +81,11 @@ class UnitReducer(Reducer):
         across: the ranks of other groups that keep the same parts, if there are such groups.
         prefetch: how many stages ahead units are gathered.
         reshard_after_forward: whether units are let go after their last use in a forward.
+        precision: in which dtypes gradients come, are sent and are kept; None: in those of the shards.
         options: of `Reducer`.
 
     Attributes:
+        gradient_scale: by what the gradients of the backward that is under way are multiplied.
         units: in the order of stages.
         computes: whether a forward or a backward of the model is under way: then its parameters are read whole.
     """
@@ -95,6 +101,7 @@ class UnitReducer(Reducer):
         *,
         prefetch: int,
         reshard_after_forward: bool,
+        precision: MixedPrecision | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -114,6 +121,8 @@ class UnitReducer(Reducer):
         self._replicas = 1 if across is None else across.world_size
         self._prefetch = prefetch
         self._reshard = reshard_after_forward
+        self._precision = precision
+        self.gradient_scale = GradientScale()
         self._pools: dict[object, FreshBuffers] = {}
         self._buckets_of_unit: dict[Unit, list[UnitBucket]] = {}
         self._unit_of: dict[nn.Parameter, Unit] = {one: unit for unit in units for one in unit.parameters}
@@ -177,7 +186,14 @@ class UnitReducer(Reducer):
             loss=loss,
             norm=norm,
             at_once=at_once,
+            algorithm=self._algorithm,
         )
+
+    @property
+    def _algorithm(self) -> str:
+        """How gradients are summed: 16-bit ones go directly to the rank that adds them up, and so are rounded once."""
+        wire = None if self._precision is None else self._precision.reduce
+        return "direct" if wire in (torch.float16, torch.bfloat16) else AUTO
 
     # ── before a pass ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -224,9 +240,22 @@ class UnitReducer(Reducer):
         self.buckets = [bucket for unit in self.units for bucket in self._buckets_of_unit[unit]]
 
     def _new_bucket(self, unit: Unit, part: ShardedParameters) -> UnitBucket:
-        if part.kind not in self._pools:
-            self._pools[part.kind] = FreshBuffers(part.flat[:0], self._shard_comms)
-        return UnitBucket(part, self._shard_comms, unit.number, self._pools[part.kind], self._across)
+        mixed, wire = self._precision is not None and part.flat.is_floating_point(), part.flat.dtype
+        if self._precision is not None and mixed:
+            wire = self._precision.reduce or wire
+            mixed = self._precision.scales_loss or not (wire is part.flat.dtype is part.compute)
+        kind = wire, part.flat.device
+        if kind not in self._pools:
+            example = torch.empty(0, dtype=wire, device=part.flat.device)
+            self._pools[kind] = FreshBuffers(example, self._shard_comms)
+        given = part, self._shard_comms, unit.number, self._pools[kind], self._across
+        return MixedUnitBucket(*given, wire, self.gradient_scale) if mixed else UnitBucket(*given)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by a number: this rank's parts of the sums, and what was not summed (`no_sync`)."""
+        for bucket in chain.from_iterable(self._buckets_of_unit.values()):
+            bucket.scale(factor)
+            bucket.scale_whole(factor)
 
     def _let_all_go(self) -> None:
         for unit in self.units:
@@ -295,10 +324,10 @@ class UnitReducer(Reducer):
                     yield type(op)(stage, number)
                 case AllGather(Parameters()) | Free(Parameters()):
                     yield op
-                case ReduceScatter(Bucket(index), axis):
-                    yield ReduceScatter(Bucket(index, turn), axis)
-                case AllReduce(Shard(Bucket(index)), axis):
-                    yield AllReduce(Shard(Bucket(index, turn)), axis)
+                case ReduceScatter(Bucket(index), axis, algorithm):
+                    yield ReduceScatter(Bucket(index, turn), axis, algorithm)
+                case AllReduce(Shard(Bucket(index)), axis, algorithm):
+                    yield AllReduce(Shard(Bucket(index, turn)), axis, algorithm)
                 case Free(Delta(stage)):  # with those of earlier micro-batches, in no_sync
                     mine = range(self.microbatch if turn is not None else self._turn, self.microbatch + 1)
                     yield from (Free(Delta(stage, each * ranks + self._comms.rank)) for each in mine)
@@ -488,8 +517,11 @@ class UnitReducer(Reducer):
             self.observe_backward()
         if parameter.grad is not gradient:  # no output told that backward began: it was taken for one of before
             parameter.grad = gradient
-        if averaged:
-            bucket, index = self._places[parameter]
+        bucket, index = self._places[parameter]
+        if not averaged:
+            assert isinstance(bucket, UnitBucket)
+            bucket.keep_whole(index)
+        else:
             self._require_usable(parameter, bucket.ready[index])
             if bucket.request is not None or self._unit_of[parameter] in self._summed:
                 raise UsageError(

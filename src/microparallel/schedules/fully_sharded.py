@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from microparallel.errors import UsageError
 from microparallel.program import (
+    AUTO,
     BUFFERS,
     LOSS,
     NORM,
@@ -56,6 +57,7 @@ def fully_sharded_step(
     loss: bool = False,
     at_once: bool = True,
     norm: bool = False,
+    algorithm: str = AUTO,
 ) -> Program:
     """One step in which a unit's parameters are whole only while they are used; a unit is a stage and a bucket.
 
@@ -108,6 +110,7 @@ def fully_sharded_step(
         at_once: whether the gradients of each micro-batch leave at once; otherwise, as inside of `no_sync()`, they add
             up on the rank first.
         norm: whether the ranks sum the norm of their parts of the gradients.
+        algorithm: by which gradients are summed.
     """
     each = [microbatches] * ranks if isinstance(microbatches, int) else list(microbatches)
     last = tuple(last) or tuple(range(units))
@@ -117,9 +120,9 @@ def fully_sharded_step(
 
     def summed(bucket: Bucket) -> Iterator[Op]:
         """Sum the gradients of a unit over the ranks; each keeps its part."""
-        yield ReduceScatter(bucket, "dp")
+        yield ReduceScatter(bucket, "dp", algorithm)
         if replicas > 1:
-            yield AllReduce(Shard(bucket), "replica")
+            yield AllReduce(Shard(bucket), "replica", algorithm)
         yield from () if overlap else (Join(),)
 
     def turn(number: int, mine: Sequence[int], local: bool, earlier: Sequence[int]) -> Iterator[Op]:
