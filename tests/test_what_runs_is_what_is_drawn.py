@@ -156,6 +156,43 @@ def test_a_step_in_parts(any_pool, shard, microbatches, clip, local, rounds, ove
         assert steps == 3
 
 
+def skipping(comms, shard, microbatches, local):
+    """Three steps in float16, of which the second is not taken: rank 1 overflows in its first micro-batch."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    model = mp.DataParallel(nn.Sequential(*layers), comms, bucket_cap_mb=3e-4, shard=shard, precision="fp16")
+    if shard:
+        optimizer = mp.ShardedOptimizer(model.parameters(), torch.optim.AdamW, comms, lr=0.1)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    programs = []
+    with mp.record(comms) as recorder:
+        for step in range(3):
+            optimizer.zero_grad()
+            programs.append(model.program(microbatches, clip=True, at_once=not local))
+            for number in range(microbatches):
+                overflows = step == 1 and number == 0 and comms.rank == 1
+                with model.no_sync() if local and number < microbatches - 1 else nullcontext():
+                    (model(torch.ones(2, WIDTH)).mean() * (torch.inf if overflows else 1.0)).backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+    steps = [recorder.trace.step(number) for number in range(3)]
+    wrong = [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
+    return wrong, to_text(programs[1]).count(":overflow"), model.loss_scale.skipped
+
+
+@pytest.mark.parametrize(
+    ("shard", "microbatches", "local", "messages"),
+    [(None, 2, True, 0), ("optimizer", 2, True, 1), ("gradients", 3, False, 3), ("gradients", 2, True, 1)],
+)
+def test_a_step_that_is_not_taken(any_pool, shard, microbatches, local, messages):
+    """Where each rank has its part of the gradients, the ranks tell each other after each pass whether it is finite."""
+    for wrong, counted, skipped in any_pool.run(skipping, 2, shard, microbatches, local, timeout=50):
+        assert not wrong
+        assert counted == messages * 2  # of each rank
+        assert skipped == 1
+
+
 def sharded_alone(comms):
     """One rank that looks for gradients that are not finite follows the program of several."""
     model = mp.DataParallel(nn.Linear(WIDTH, WIDTH), comms, shard="gradients", check_finite=True)

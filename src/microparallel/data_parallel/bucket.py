@@ -11,6 +11,7 @@ from torch import nn
 
 from microparallel.comms import Comms, Request
 from microparallel.data_parallel.layout import offsets
+from microparallel.data_parallel.skipped_steps import is_finite
 from microparallel.program import AllReduce, ReduceScatter
 from microparallel.torch_private import references_to, tensors_in_memory_of
 
@@ -162,6 +163,11 @@ class FlatBucket:
     def any_not_finite(self) -> bool:
         """Whether some rank had a gradient that is not finite; the same answer on every rank."""
         return bool(self._not_finite_on_all != 0)  # a sum of counts: float16 holds counts up to 65,504
+
+    @property
+    def sums_are_finite(self) -> bool:
+        """After the all-reduce: whether all gradients are finite; the same answer on every rank."""
+        return is_finite(self.buffer)
 
     @property
     def fewest_ranks(self) -> int:

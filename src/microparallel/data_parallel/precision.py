@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from microparallel.errors import UsageError
 from microparallel.torch_private import pytree
@@ -62,12 +63,20 @@ class MixedPrecision:
             )
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether layers compute with copies; otherwise the parameters themselves are converted, and that is all."""
+        return self.compute is not self.master or self.scales_loss
+
+    @property
     def scales_loss(self) -> bool:
         """Whether gradients must be scaled, so that small ones are not lost."""
         return torch.float16 in (self.compute, self.reduce)
 
 
-def as_precision(given: str | MixedPrecision | None, caller: str) -> MixedPrecision | None:
+Precision = Literal["float32", "bf16", "fp16", "float64"] | MixedPrecision
+
+
+def as_precision(given: Precision | None, caller: str) -> MixedPrecision | None:
     """Read what a user gave as `precision=`; None: the model stays as it is."""
     if given is None or isinstance(given, MixedPrecision):
         return given
@@ -77,6 +86,11 @@ def as_precision(given: str | MixedPrecision | None, caller: str) -> MixedPrecis
         )
     dtype = _DTYPES[given]
     return MixedPrecision(dtype, master=dtype if dtype in _MASTERS else torch.float32)
+
+
+def convert_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters and real buffers of a module in place: an optimizer that has them still has them."""
+    module.double() if dtype is torch.float64 else module.float()
 
 
 # ── copies to compute with ──────────────────────────────────────────────────────────────────────────────────────────
@@ -119,10 +133,13 @@ class LossScale:
     """The factor by which gradients are multiplied on their way through a float16 model; the same on every rank.
 
     It is that of torch's `GradScaler`: halved when a step had gradients that are not finite, and that step is not
-    taken; doubled after `interval` steps without.
+    taken; doubled after `interval` steps without. Set its attributes on every rank alike.
 
     Attributes:
         value: the factor.
+        growth: what it is multiplied by after `interval` good steps.
+        backoff: what it is multiplied by after a step that was not taken.
+        interval: after how many good steps in a row it grows.
         good_steps: how many steps were taken since it last changed.
         skipped: how many steps were not taken.
     """
@@ -131,18 +148,18 @@ class LossScale:
         self.value = value
         self.good_steps = 0
         self.skipped = 0
-        self._growth, self._backoff, self._interval = growth, backoff, interval
+        self.growth, self.backoff, self.interval = growth, backoff, interval
 
     def step_ends(self, *, overflow: bool) -> None:
         """Every rank calls this once a step, with the same answer: were there gradients that are not finite?"""
         if overflow:
-            self.value *= self._backoff
+            self.value *= self.backoff
             self.good_steps = 0
             self.skipped += 1
             return
         self.good_steps += 1
-        if self.good_steps == self._interval:
-            self.value *= self._growth
+        if self.good_steps >= self.interval:
+            self.value *= self.growth
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, float]:

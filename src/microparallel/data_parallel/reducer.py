@@ -32,6 +32,7 @@ from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.bucket import FlatBucket, split
 from microparallel.data_parallel.layout import By, owners
 from microparallel.data_parallel.sharding import Buffers, ShardedBucket
+from microparallel.data_parallel.skipped_steps import StepGuard
 from microparallel.data_parallel.sync_batch_norm import LayerSum, LayerSums
 from microparallel.errors import GradientError, UsageError
 from microparallel.observe import Activity, Observation, Observer
@@ -46,6 +47,7 @@ from microparallel.program import (
     Free,
     Program,
     ReduceScatter,
+    overflow,
     presence,
 )
 from microparallel.schedules import data_parallel_step
@@ -71,6 +73,7 @@ class Reducer:
         level: how much is kept in parts (ZeRO): 0 nothing, 1 the optimizer's state, 2 the gradients, too. From 1 on
             buckets are reduce-scattered, and keep the order of registration: each rank's part stays what it is.
         axis: of these ranks in the program's mesh.
+        guard: is told whether averages are finite; if not, there are no gradients. None: they are what they are.
 
     Attributes:
         participants: which ranks have data, and how much each counts.
@@ -95,6 +98,7 @@ class Reducer:
         overwrites: bool,
         level: int = 0,
         axis: str = "dp",
+        guard: StepGuard | None = None,
     ) -> None:
         self.level = level
         self.by: By = "element"
@@ -106,6 +110,7 @@ class Reducer:
         self.pass_ended: Callable[[int], None] = lambda _: None
         self.microbatch = 0
         self._axis = axis
+        self._guard = guard
         self._overlap = overlap
         self._check_finite = check_finite
         self._refuse_unused = refuse_unused
@@ -157,6 +162,7 @@ class Reducer:
             norm=norm and self.level > 0,
             level=self.level,
             at_once=at_once,
+            overflow=self._guard is not None and self.level > 0,
         )
 
     def _complete_after(self) -> list[int]:
@@ -289,7 +295,8 @@ class Reducer:
             mine = self.program(buffers=False).ranks[self._comms.rank]
             self._not_started = deque(op for op in mine if isinstance(op, Sum) and isinstance(op.value, Bucket))
             return
-        if not any(bucket.keeps_sum for bucket in self.sharded_buckets):
+        step_is_lost = self._guard is not None and self._guard.overflow  # then no bucket keeps its sums
+        if not step_is_lost and not any(bucket.keeps_sum for bucket in self.sharded_buckets):
             self.microbatch -= self._turn  # gradients begin anew: so do their numbers
             self._turn = 0
         at_once = self.microbatch <= self._turn  # otherwise gradients of earlier backwards, in no_sync, go along
@@ -411,11 +418,14 @@ class Reducer:
             bucket.wait()
         self.passes += 1
         self._require_fine()
+        self._look_for_overflow()
         for bucket in self.buckets:
             if isinstance(bucket, ShardedBucket):
                 bucket.take_results()
             elif take_results and bucket.missing:
                 _take_missing(bucket)
+        if self._guard is not None and self._guard.overflow:
+            self._remove_gradients()
         self._let_gradients_go()
         if not self._learnt:
             self._learn_order()
@@ -442,6 +452,23 @@ class Reducer:
 
     def _require_alike(self, sums: torch.Tensor) -> None:
         """Look at these sums, which are the same on all ranks."""
+
+    def _look_for_overflow(self) -> None:
+        """Tell the guard whether the averages are finite. Where each rank has its part, the ranks tell each other."""
+        if self._guard is None:
+            return
+        found = not all(bucket.sums_are_finite for bucket in self.buckets)
+        if self.sharded_buckets:
+            ranks = torch.tensor([float(found)], dtype=torch.float64)
+            self._comms.all_reduce(ranks, operation=AllReduce(overflow(self._turn), self._axis))
+            found = bool(ranks)
+        self._guard.pass_ended(overflow=found)
+
+    def _remove_gradients(self) -> None:
+        """Let no parameter have a gradient: this step is not taken."""
+        self.forget_sums()
+        for parameter in self._names:
+            parameter.grad = None
 
     def _let_gradients_go(self) -> None:
         """At level 2: tell the observers that the whole gradients are gone; count the pass."""

@@ -28,6 +28,7 @@ from microparallel.comms import Comms, Request
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.bucket import FlatBucket
 from microparallel.data_parallel.layout import By, Layout, Piece
+from microparallel.data_parallel.skipped_steps import is_finite
 from microparallel.errors import UsageError
 from microparallel.program import NORM, AllGather, AllReduce, ReduceScatter
 
@@ -317,6 +318,11 @@ class ShardedBucket(FlatBucket):
         """Take the sums of what all ranks said in `presence`."""
         self.ranks_with_gradient = counts[:-1]
         self._not_finite_on_all = counts[-1]
+
+    @property
+    def sums_are_finite(self) -> bool:
+        """Whether this rank's part of the sum is; between gradients, where nothing was ever written, all may stand."""
+        return is_finite(self.shard) or all(is_finite(piece.of(self.shard, self._begin)) for piece in self.pieces)
 
     def take_results(self) -> None:
         """After a pass: every parameter that has a gradient somewhere gets what stands for it."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -276,20 +276,26 @@ class Unit:
 
 
 class ParametersWhenRead(dict[str, nn.Parameter | None]):
-    """A module's `_parameters`: those who list them see shards; a layer that reads one in a forward gets it whole.
+    """A module's `_parameters`: those who list them see them as they are; a layer that reads one may get another.
+
+    So a layer reads a whole parameter, where a shard is listed; or a copy in 16 bits, where one in 32 is listed.
 
     Args:
-        shards: what the module's parameters are between uses.
-        read: called with a name; returns the whole parameter, or None to give the shard.
+        listed: what the module's parameters are between uses.
+        read: called with one of these; returns what is read.
     """
 
-    def __init__(self, shards: dict[str, nn.Parameter | None], read: Callable[[nn.Parameter], nn.Parameter]) -> None:
-        super().__init__(shards)
+    def __init__(self, listed: dict[str, nn.Parameter | None], read: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        super().__init__(listed)
         self._read = read
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
         return None if parameter is None else self._read(parameter)
+
+    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[dict[str, nn.Parameter | None]]]:
+        """In a copy of the module, or in a file of it, parameters are read as they are."""
+        return dict, (dict(self.items()),)
 
 
 # ── which parameters are gathered together ──────────────────────────────────────────────────────────────────────────

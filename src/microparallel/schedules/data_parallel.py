@@ -35,6 +35,7 @@ from microparallel.program import (
     Program,
     ReduceScatter,
     TrainingStep,
+    overflow,
     presence,
 )
 
@@ -101,6 +102,7 @@ def data_parallel_step(
     level: int = 0,
     at_once: bool = True,
     norm: bool = False,
+    overflow: bool = False,
 ) -> Program:
     """The step that `DataParallel` follows: stages are buckets of gradients, and backward is as many operations.
 
@@ -145,6 +147,13 @@ def data_parallel_step(
                rank 1: F0:1.1 B0.1 %U0.0@dp *:presence0@dp = !D0.1             %U0.1@dp *:presence1@dp =       S ~T0@dp
     ```
 
+    In float16 a step with gradients that are not finite is not taken. Where each rank sees its part of them only, the
+    ranks tell each other after each pass (`overflow`); then parameters are gathered as ever, and nothing has changed:
+
+    ```
+    level 1    rank 0: F0:1.0 B0.0 %U0@dp *:presence0@dp = *:overflow0@dp = S ~T0@dp
+    ```
+
     Args:
         buckets: how many buckets there are.
         ranks: how many replicas there are.
@@ -163,6 +172,7 @@ def data_parallel_step(
         at_once: at level 2, whether the gradients of each micro-batch leave at once; otherwise, as inside of
             `no_sync()`, they add up on the rank first.
         norm: whether the ranks sum the norm of their parts of the gradients.
+        overflow: with ZeRO, whether the ranks tell each other if their parts of the gradients are finite.
     """
     each = microbatches
     if isinstance(each, int):
@@ -177,7 +187,7 @@ def data_parallel_step(
     if level not in (0, 1, 2) or (level and (joining or not sums)):
         raise UsageError(f"level={level!r}: choose 0, 1 or 2; from 1 on ranks cannot run out of data (joining)")
     in_forward, *in_backward = norms or ((),) * (buckets + 2)
-    passes = _Passes(buckets, level, in_forward, in_backward, overlap, sums, weights, buffers=buffers and not joining)
+    passes = _Passes(buckets, level, in_forward, in_backward, overlap, sums, weights, buffers and not joining, overflow)
     first = next(rank for rank in range(ranks) if rank not in gone)
     mine = [[number * ranks + rank for number in range(count)] for rank, count in enumerate(each)]
 
@@ -216,6 +226,7 @@ class _Passes:
     sums: bool
     weights: bool
     buffers: bool
+    overflow: bool
 
     def accumulated(self, microbatches: Sequence[int]) -> Iterator[Op]:
         """Gradients add up on the rank and are summed after its last micro-batch; also if it has none."""
@@ -255,6 +266,8 @@ class _Passes:
         yield from _sums(self.in_backward[-1])
         if self.level:
             yield from (AllReduce(presence(turn or 0), "dp"), Join())
+            if self.overflow:
+                yield from (AllReduce(overflow(turn or 0), "dp"), Join())
 
     def _freed(self, microbatches: Sequence[int]) -> Iterator[Op]:
         """At level 2 whole gradients are let go when they have been summed."""
