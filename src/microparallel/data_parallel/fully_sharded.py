@@ -20,11 +20,12 @@ from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.deferred import fill, is_deferred
 from microparallel.data_parallel.layout import Part
-from microparallel.data_parallel.precision import MixedPrecision, as_precision, converted
+from microparallel.data_parallel.precision import LossScale, Precision, as_precision, convert_parameters, converted
 from microparallel.data_parallel.replicate import filled, replicate, require_same_model
 from microparallel.data_parallel.saved_by_name import SavedByName
 from microparallel.data_parallel.sharded_optimizer import finest_cut, is_of_torch
 from microparallel.data_parallel.sharding import clip_parts
+from microparallel.data_parallel.skipped_steps import StepGuard
 from microparallel.data_parallel.sync_batch_norm import LayerSums
 from microparallel.data_parallel.unit_reducer import UnitReducer
 from microparallel.data_parallel.units import (
@@ -35,12 +36,19 @@ from microparallel.data_parallel.units import (
     cut_into_units,
     keeps_statistics,
 )
-from microparallel.data_parallel.wrapper import DataParallel, registrations, require_dense_gradients, require_plain
+from microparallel.data_parallel.wrapper import (
+    DataParallel,
+    registrations,
+    require_dense_gradients,
+    require_plain,
+    require_skipping,
+)
 from microparallel.errors import CheckpointError, UsageError
 from microparallel.files.atomic import written_aside
 from microparallel.files.tensor_file import DTYPES, Kind, TensorWriter
 from microparallel.torch_private import (
     compiles_what_is_called,
+    leave_uncompiled,
     not_compiled,
     not_compiled_itself,
     own_parameters_of,
@@ -79,7 +87,7 @@ class FullyShardedDataParallel(DataParallel):
         precision: "float32", "float64", "bf16", "fp16" or an `mp.MixedPrecision`. Parts, their gradients and the
             optimizer's state are kept in its `master` dtype; parameters are gathered, and layers compute, in `compute`;
             gradients are sent in `reduce`. Modules with real buffers (batch normalisation) keep `master` parameters.
-            None: all of it is as the model is.
+            None: all of it is as the model is. With "fp16" the model has a `loss_scale`, as `DataParallel` has.
         overlap: whether gathers and sums run in the background; None: unless that takes a core from the computation.
         broadcast_buffers: as for `DataParallel`.
         find_unused_parameters: as for `DataParallel`.
@@ -109,7 +117,7 @@ class FullyShardedDataParallel(DataParallel):
         prefetch: int = 1,
         reshard_after_forward: bool = True,
         replicas: int = 1,
-        precision: str | MixedPrecision | None = None,
+        precision: Precision | None = None,
         overlap: bool | None = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = True,
@@ -117,26 +125,34 @@ class FullyShardedDataParallel(DataParallel):
     ) -> None:
         nn.Module.__init__(self)
         _require_sensible(comms, prefetch, replicas)
-        self.precision = as_precision(precision, "FullyShardedDataParallel")
+        mixed = as_precision(precision, "FullyShardedDataParallel")
+        if mixed is not None:
+            require_skipping(mixed, check_finite, "FullyShardedDataParallel")
         require_plain(module, "FullyShardedDataParallel")
         require_same_model(module, comms)
         require_dense_gradients(module)
         _require_no_sums_inside(module)
         self.comms = comms
+        self.precision = mixed
         deferred = is_deferred(module)
         if not deferred:
-            if self.precision is not None:
-                module.to(dtype=self.precision.master)
+            if mixed is not None:
+                convert_parameters(module, mixed.master)
             replicate(module, comms)
         self._shard_comms, self._across = _groups(comms, replicas)
         self.units = cut_into_units(module, units, self._shard_comms, comms.device, self.precision)
         self._places = {name: (part, index) for part in self._parts() for index, name in enumerate(part.names)}
         self.module = module
         self._fill(deferred)
+        if mixed is not None and mixed.scales_loss:
+            self.loss_scale = LossScale()
+            self._guard = StepGuard(self.loss_scale)
+            self._guard.watch(chain.from_iterable(part.shards for part in self._parts()))
         options: dict[str, Any] = {
             "prefetch": prefetch,
             "reshard_after_forward": reshard_after_forward,
-            "precision": self.precision,
+            "precision": mixed,
+            "guard": self._guard,
             "overlap": comms.can_overlap if overlap is None else overlap,
             "check_finite": check_finite,
             "refuse_unused": not find_unused_parameters,
@@ -219,7 +235,7 @@ class FullyShardedDataParallel(DataParallel):
             if unit.module is not self.module:  # `forward` does that for the model itself
                 unit.module.register_forward_pre_hook(functools.partial(_enter, reducer, unit), prepend=True)
                 unit.module.register_forward_hook(functools.partial(_leave, reducer, unit), always_call=True)
-        if self.precision is not None:
+        if self.precision is not None and self.precision.is_mixed:
             for module in self.module.modules():
                 if module is not self.module and keeps_statistics(module):
                     module.register_forward_hook(self._statistics_are_made)
@@ -245,7 +261,9 @@ class FullyShardedDataParallel(DataParallel):
         given: list[torch.Tensor] = []
         if self.comms.observers:
             given = [*self.module.buffers(), *_tensors((inputs, named_inputs))]
-        inputs, named_inputs = self._to_compute((inputs, named_inputs))
+        if computes_gradients:
+            self._reducer.in_float16 = _autocasts_to_float16(self.comms.device)
+        inputs, named_inputs = self._to_compute((inputs, named_inputs), 1 / self._scale)
         self._reducer.begin_forward(given)
         outputs: Any = None
         try:
@@ -265,13 +283,33 @@ class FullyShardedDataParallel(DataParallel):
             self._wait_for_backward(outputs)
         return outputs
 
-    def _to_compute(self, given: Any) -> Any:
-        """What the model is given, in the dtype that its layers compute in."""
-        return given if self.precision is None else converted(given, self.precision.compute)
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def _to_compute(self, given: Any, factor: float = 1.0) -> Any:
+        """What the model is given, in the dtype that its layers compute in; its gradient is multiplied by a factor."""
+        if self.precision is None or not self.precision.is_mixed:
+            return given
+        return converted(given, self.precision.compute, factor)
 
     def _to_master(self, outputs: Any) -> Any:
-        """What the model returns, in the dtype in which its parameters are kept."""
-        return outputs if self.precision is None else converted(outputs, self.precision.master)
+        """What the model returns, in the dtype in which its parameters are kept; gradients that come in are scaled."""
+        if self.precision is None or not self.precision.is_mixed:
+            return outputs
+        return converted(outputs, self.precision.master, self._scale)
+
+    @not_compiled
+    def _wait_for_backward(self, outputs: Any) -> None:
+        begins = functools.partial(self._backward_begins_with, self._scale)
+        for output in _tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(begins)  # type: ignore[no-untyped-call]
+
+    @leave_uncompiled
+    def _backward_begins_with(self, scale: float, gradient: torch.Tensor) -> None:
+        self._reducer.take_scale(scale)
+        self._backward_begins(gradient)
 
     @not_compiled
     def _statistics_are_made(self, _module: nn.Module, _inputs: Any, outputs: Any) -> Any:
@@ -295,6 +333,7 @@ class FullyShardedDataParallel(DataParallel):
         """
         self._prepare()
         self._broadcast_buffers_before_forward()
+        self._reducer.take_scale(self._scale)
         self._reducer.take_part_in_forward()
         if self._no_sync_depth:
             self._reducer.take_part_in_local_backward()
@@ -583,6 +622,10 @@ def _enter(reducer: UnitReducer, unit: Unit, _module: nn.Module, _inputs: Any) -
 @not_compiled
 def _leave(reducer: UnitReducer, unit: Unit, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
     reducer.leave(unit)
+
+
+def _autocasts_to_float16(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is torch.float16
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

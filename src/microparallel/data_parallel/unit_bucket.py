@@ -8,12 +8,14 @@ reduce-scatter →  [ sum ]          this rank's part, in `grad` of its shards
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from microparallel.comms import Comms
 from microparallel.data_parallel.sharding import FreshBuffers, GradientInParts, ShardedBucket
+from microparallel.data_parallel.skipped_steps import is_finite
 from microparallel.data_parallel.units import ShardedParameters
 from microparallel.errors import UsageError
 from microparallel.program import AllReduce, ReduceScatter
@@ -143,6 +145,16 @@ class UnitBucket(ShardedBucket):
         if self._across is not None and self._across.rank > 0:
             self._earlier = None  # one group adds it, since the sums of all groups are summed
         super().start(comms, operation, overlap)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all gradients of this rank that are in the buffer are finite."""
+        return all(is_finite(view) for view, ready in zip(self.views, self.ready, strict=True) if ready)
+
+    def spoil(self) -> None:
+        """Let this rank's part of each gradient's sum be infinite: another rank's is."""
+        for piece in self.pieces:
+            piece.of(self.shard, self._begin)[:1].fill_(math.inf)
 
     def sum_across(self, operation: AllReduce, overlap: bool) -> None:
         """Sum this rank's part over the groups that keep the same one."""

@@ -85,6 +85,7 @@ class UnitReducer(Reducer):
         options: of `Reducer`.
 
     Attributes:
+        in_float16: whether the last forward computed in float16, under torch's autocast.
         gradient_scale: by what the gradients of the backward that is under way are multiplied.
         units: in the order of stages.
         computes: whether a forward or a backward of the model is under way: then its parameters are read whole.
@@ -115,6 +116,7 @@ class UnitReducer(Reducer):
             **options,
         )
         self.computes = False
+        self.in_float16 = False
         self.units = list(units)
         self._shard_comms = shard_comms
         self._across = across
@@ -187,6 +189,7 @@ class UnitReducer(Reducer):
             norm=norm,
             at_once=at_once,
             algorithm=self._algorithm,
+            overflow=self._guard is not None,
         )
 
     @property
@@ -210,9 +213,15 @@ class UnitReducer(Reducer):
                         parameter.requires_grad_(shard.requires_grad)
         super().prepare()
         versions = [version_of(part.flat) for unit in self.units for part in unit.parts]
-        if versions != self._versions or not any(shard.grad is not None for shard in self._shards()):
+        begins_anew = not self._step_is_lost and not any(shard.grad is not None for shard in self._shards())
+        if versions != self._versions or begins_anew:
             self._versions = versions
             self.step_ends()  # an optimizer has updated the shards, or gradients begin anew
+
+    @property
+    def _step_is_lost(self) -> bool:
+        """Whether gradients were not finite, and so were removed: what comes until the step ends belongs to it."""
+        return self._guard is not None and self._guard.overflow
 
     def _shards(self) -> Iterator[nn.Parameter]:
         return (shard for unit in self.units for part in unit.parts for shard in part.shards)
@@ -477,6 +486,15 @@ class UnitReducer(Reducer):
             at_end_of_backward(self._local_backward_ends)
         self._begin_backward(computes=True)
 
+    def take_scale(self, scale: float) -> None:
+        """Gradients of the backward that begins, or is under way, are multiplied by this."""
+        if self._backward and scale != self.gradient_scale.value:
+            raise UsageError(
+                "FullyShardedDataParallel in float16: one backward goes through forwards before and after a step, "
+                "which has changed the loss scale; call backward for each of them before the step"
+            )
+        self.gradient_scale.value = scale
+
     def adds_gradients(self) -> bool:
         """Whether the backward that begins adds to gradients, or is one of `torch.autograd.grad`."""
         return any(map(backward_adds_to, self._places))
@@ -505,12 +523,18 @@ class UnitReducer(Reducer):
 
     def _follow_program(self) -> None:
         """`observe_backward` does that, also for a backward that is not summed; for a rank without data, this does."""
-        if self.microbatch <= self._turn and not any(bucket.keeps_sum for bucket in self.sharded_buckets):
+        keeps_sum = self._step_is_lost or any(bucket.keeps_sum for bucket in self.sharded_buckets)
+        if self.microbatch <= self._turn and not keeps_sum:
             self.step_ends()
 
     def arrive(self, parameter: nn.Parameter) -> None:
         """Move a gradient, which torch has just added to `parameter.grad`, into its bucket, if it is summed."""
         gradient = parameter.grad
+        if self._guard is not None and not self._backward:
+            raise UsageError(
+                "FullyShardedDataParallel in float16: a gradient did not come through the outputs of the wrapped "
+                "model, and so was not scaled; let the model return tensors, or tuples, lists and dicts of them"
+            )
         averaged = self.running or self.begin_if_wanted()
         if not averaged:
             self._local_gradients = True
@@ -605,6 +629,8 @@ class UnitReducer(Reducer):
         for bucket in buckets:
             if not bucket._open or bucket.missing:
                 bucket.fill_up(self._scale)
+            if self.in_float16 and not bucket.is_finite:
+                bucket.not_finite += 1
         if len(buckets) == 1 and self._shard_comms.world_size > 1:
             buckets[0].start(self._shard_comms, operation, self._overlap)
             return
@@ -647,6 +673,17 @@ class UnitReducer(Reducer):
 
     def _let_gradients_go(self) -> None:
         self._turn += 1
+
+    def _require_fine(self) -> None:
+        """Beside what others look at: let every rank find gradients that are not finite, if one rank has such.
+
+        A `GradScaler` around a model that computes under autocast looks at this rank's parts alone. It skips steps, and
+        changes its scale; all ranks must do the same.
+        """
+        super()._require_fine()
+        if not self._check_finite and any(bucket.any_not_finite for bucket in self.buckets):
+            for bucket in chain.from_iterable(self._buckets_of_unit.values()):
+                bucket.spoil()
 
     def _also_shared(self) -> list[float]:
         """Beside the counts of gradients: which units this rank has gathered, in which order, as one number."""

@@ -38,6 +38,7 @@ from microparallel.program import (
     TrainingStep,
     presence,
 )
+from microparallel.program import overflow as overflow_of
 
 
 def fully_sharded_step(
@@ -58,6 +59,7 @@ def fully_sharded_step(
     at_once: bool = True,
     norm: bool = False,
     algorithm: str = AUTO,
+    overflow: bool = False,
 ) -> Program:
     """One step in which a unit's parameters are whole only while they are used; a unit is a stage and a bucket.
 
@@ -111,6 +113,8 @@ def fully_sharded_step(
             up on the rank first.
         norm: whether the ranks sum the norm of their parts of the gradients.
         algorithm: by which gradients are summed.
+        overflow: whether the ranks tell each other after each pass if their parts of the gradients are finite
+            (`*:overflow0`): in float16 a step in which some are not is not taken.
     """
     each = [microbatches] * ranks if isinstance(microbatches, int) else list(microbatches)
     last = tuple(last) or tuple(range(units))
@@ -145,7 +149,9 @@ def fully_sharded_step(
                 yield from summed(Bucket(units - 1 - op, number if at_once else None))
                 yield from (Free(Delta(op, one)) for one in (*earlier, *mine))
         if not local:
-            yield from (AllReduce(presence(number if at_once else 0), everywhere), Join())
+            told_after = (presence, overflow_of) if overflow else (presence,)
+            for value in told_after:
+                yield from (AllReduce(value(number if at_once else 0), everywhere), Join())
 
     turns = max(each)
     numbers = [[number * ranks + rank for number in range(count)] for rank, count in enumerate(each)]
