@@ -2,15 +2,18 @@
 
 import copy
 from contextlib import nullcontext
+from itertools import chain
 
 import pytest
 import torch
-from tests.data_parallel.test_fully_sharded import ANY, identical, is_layer, one_unit_a_layer, refusal, whole_gradients
+from tests.data_parallel.test_fully_sharded import ANY, identical, is_layer, one_unit_a_layer, whole_gradients
 from tests.data_parallel.test_shard import WIDTH, build, loss_of, samples
+from tests.test_what_runs_is_what_is_drawn import differences
 from torch import nn
 from torch.func import functional_call
 
 import microparallel as mp
+from microparallel.simulator.fitted import predicted
 
 SIXTEEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -46,7 +49,6 @@ def in_float64(comms):
 
 def test_float64_is_the_plain_run_in_float64(any_pool):
     """The weights of a model that was float32 are those of float32: so the plain run begins with the same."""
-    torch.manual_seed(0)
     assert any_pool.run(in_float64, 2, timeout=50) == [(True, [])] * 2
 
 
@@ -70,7 +72,7 @@ class OneProcess:
     def sums(self, turns, scale, local):
         """The average that all ranks have after a step of some turns, each with a share for each rank."""
         total = {}
-        for turn in [sum(turns, [])] if local else turns:
+        for turn in [list(chain(*turns))] if local else turns:
             of_rank = [turn[rank :: self.ranks] for rank in range(self.ranks)]
             sent = [self.sent(mine, scale) for mine in of_rank]
             for name in sent[0]:
@@ -147,3 +149,133 @@ def test_ranks_together_are_one_process_bit_for_bit(any_pool, ranks, kind, preci
     for wrong, same in any_pool.run(beside_one_process, ranks, kind, precision, how, turns, local, timeout=50):
         assert not wrong
         assert same
+
+
+def in_groups(comms, precision, replicas, overlap):
+    """Hybrid: every rank has the same samples, so each sum of a group is half of the gradient: exact in any dtype."""
+    plain = build("mlp").float()
+    model = mp.FullyShardedDataParallel(
+        copy.deepcopy(plain), comms, units=is_layer, replicas=replicas, precision=precision, overlap=overlap
+    )
+    if model.loss_scale is not None:
+        model.loss_scale.value = 256.0
+    one_process = OneProcess(plain, model.precision, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ((inputs, targets),) = shares("mlp", 0, 1)
+    wrong = []
+    for turn in range(2):
+        loss_of(model(inputs), targets).backward()
+        wanted = one_process.sums([[(inputs, targets)]] * (turn + 1), model._scale, local=False)
+        found = whole_gradients(model)
+        wrong += [(turn, name) for name in found if not torch.equal(found[name], wanted[name].double())]
+    optimizer.step()
+    return wrong, identical(model, comms)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "replicas", "precision", "overlap"),
+    [(4, 2, "bf16", True), (4, 2, "fp16", False), (2, 2, "bf16", False), (4, 4, "fp16", True)],
+)
+def test_groups_of_ranks(any_pool, ranks, replicas, precision, overlap):
+    for wrong, same in any_pool.run(in_groups, ranks, precision, replicas, overlap, timeout=50):
+        assert not wrong
+        assert same
+
+
+def any_model(comms, kind, how):
+    """Beside DataParallel, which computes with copies of whole parameters; all ranks have the same samples."""
+    precision = mp.MixedPrecision(torch.bfloat16, reduce=torch.float32)
+    found = []
+    for wrapper, options in ((mp.FullyShardedDataParallel, how), (mp.DataParallel, {})):
+        torch.manual_seed(0)
+        model = wrapper(ANY[kind](), comms, precision=precision, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            inputs, targets = samples("mlp", step, 5)
+            optimizer.zero_grad()
+            loss_of(model(inputs.float()), targets.float()).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            outputs = model(inputs.float())
+        state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        found.append((state | {"outputs": outputs}, list(state)))
+    (mine, names), (other, same_names) = found
+    wrong = [name for name in mine if mine[name].dtype != other[name].dtype]
+    worst = max(float((mine[name].double() - other[name].double()).abs().max()) for name in mine)
+    return wrong, names == same_names, worst
+
+
+HOW = [{}, {"units": one_unit_a_layer, "prefetch": 2}, {"units": None, "reshard_after_forward": False}]
+
+
+@pytest.mark.parametrize("kind", ANY)
+@pytest.mark.parametrize("how", HOW, ids=["auto", "layers", "one"])
+def test_any_model_computes_as_with_copies_of_whole_parameters(pool, kind, how):
+    """Running statistics, and the parameters beside them, stay float32; tied, frozen and checkpointed layers work."""
+    for wrong, names, worst in pool.run(any_model, 2, kind, how, transport="shm", timeout=50):
+        assert not wrong and names
+        assert worst < 1e-6
+
+
+# ── what runs is what is drawn, in half the bytes ───────────────────────────────────────────────────────────────────
+
+
+def recorded(comms, precision, how, microbatches, local):
+    """Two steps beside their programs; the bytes of gathers and sums beside what they must be; and what was held."""
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    model = mp.FullyShardedDataParallel(
+        nn.Sequential(*layers, nn.BatchNorm1d(WIDTH)), comms, units=one_unit_a_layer, precision=precision, **how
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    programs = []
+    with mp.record(comms) as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            programs.append(model.program(microbatches, at_once=not local))
+            for number in range(microbatches):
+                with model.no_sync() if local and number < microbatches - 1 else nullcontext():
+                    model(torch.ones(comms.rank + 2, WIDTH)).sum().backward()
+            optimizer.step()
+    steps = [recorder.trace.step(number) for number in range(2)]
+    wrong = [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
+    parts = list(model._parts())
+    gathered = sum(part.layout.length * part.compute.itemsize for part in parts)
+    summed = sum(part.layout.length * model.precision.reduce.itemsize for part in parts)
+    ranks = model._shard_comms.world_size
+    sums = 1 if local else microbatches
+    wanted = (ranks - 1) / ranks * (2 * microbatches * gathered + sums * summed)
+    across = [event for event in steps[-1].by_rank[comms.rank] if str(event.op).startswith("*U")]
+    mine = [event for event in steps[-1].by_rank[comms.rank] if str(event.op)[0] in "%~"]
+    simulated = predicted(steps[-1]).by_rank[comms.rank]
+    again = [event for event in simulated if str(event.op)[0] in "%~"]
+    held = steps[-1].memory[comms.rank].peak_of("parameters")
+    kept = sum(4 * one.numel() for part in parts for one in part.whole) / ranks  # in float32
+    largest = max(sum(one.nbytes for one in part.whole) for part in parts)  # in 16 bits
+    return (
+        wrong,
+        [sum(event.sent for event in events) / wanted for events in (mine, again)],
+        {event.bytes for event in across} <= {summed / ranks / len(parts)}
+        and bool(across) == (ranks < comms.world_size),
+        (held - kept) / largest,
+    )
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    ("precision", "ranks", "how", "microbatches", "local"),
+    [
+        ("bf16", 3, {}, 1, False),
+        ("bf16", 2, {"prefetch": 2}, 3, True),
+        ("fp16", 3, {"prefetch": 0}, 2, False),
+        ("fp16", 4, {"replicas": 2}, 2, False),
+        ("bf16", 4, {"replicas": 2}, 1, False),
+    ],
+)
+def test_a_step_is_its_program_with_half_the_bytes(any_pool, precision, ranks, how, microbatches, local, overlap):
+    how = how | {"overlap": overlap}
+    for wrong, sent, across, units in any_pool.run(recorded, ranks, precision, how, microbatches, local, timeout=50):
+        assert not wrong
+        assert sent == pytest.approx([1.0, 1.0])
+        assert across
+        assert units == pytest.approx(how.get("prefetch", 1) + 1)

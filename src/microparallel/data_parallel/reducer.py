@@ -246,6 +246,11 @@ class Reducer:
             yield ShardedBucket(group, self._comms, number, owners=given, pool=pools.get(kind))
 
     @property
+    def axis(self) -> str:
+        """Of these ranks in the program's mesh."""
+        return self._axis
+
+    @property
     def comms(self) -> Comms:
         """The ranks that average."""
         return self._comms

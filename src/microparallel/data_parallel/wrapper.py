@@ -288,7 +288,8 @@ class DataParallel(nn.Module):
             self._broadcast_buffers(source)
 
     def _broadcast_buffers(self, source: int) -> None:
-        broadcast_buffers(self.module.buffers(), self.comms, source, Broadcast(BUFFERS, "dp", source))
+        operation = Broadcast(BUFFERS, self._reducer.axis, source)
+        broadcast_buffers(self.module.buffers(), self.comms, source, operation)
 
     # ── how gradients are averaged ──────────────────────────────────────────────────────────────────────────────
 
