@@ -6,7 +6,10 @@ from itertools import chain
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.data_parallel.test_fully_sharded import ANY, identical, is_layer, one_unit_a_layer, whole_gradients
+from tests.data_parallel.test_precision import scales_of_grad_scaler
 from tests.data_parallel.test_shard import WIDTH, build, loss_of, samples
 from tests.test_what_runs_is_what_is_drawn import differences
 from torch import nn
@@ -255,8 +258,7 @@ def recorded(comms, precision, how, microbatches, local):
     return (
         wrong,
         [sum(event.sent for event in events) / wanted for events in (mine, again)],
-        {event.bytes for event in across} <= {summed / ranks / len(parts)}
-        and bool(across) == (ranks < comms.world_size),
+        sum(event.bytes for event in across) == (sums * summed / ranks if ranks < comms.world_size else 0),
         (held - kept) / largest,
     )
 
@@ -279,3 +281,100 @@ def test_a_step_is_its_program_with_half_the_bytes(any_pool, precision, ranks, h
         assert sent == pytest.approx([1.0, 1.0])
         assert across
         assert units == pytest.approx(how.get("prefetch", 1) + 1)
+
+
+# ── steps that no rank takes ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class WithOneNumber(nn.Module):
+    """Beside what its layers compute it returns one number of a vector, of which one rank has the gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 64), nn.Tanh(), nn.Linear(64, WIDTH))
+        self.vector = nn.Parameter(torch.ones(40))
+
+    def forward(self, inputs):
+        return self.layers(inputs), self.vector[-1] * 1.0
+
+
+def loss_with(outputs, factor):
+    hidden, number = outputs
+    return hidden.float().pow(2).mean() + number * factor
+
+
+def broken_now_and_then(comms, broken, how, local):
+    """Two micro-batches a step; `broken` says in which step which micro-batch of which rank overflows."""
+    model = mp.FullyShardedDataParallel(WithOneNumber(), comms, units=is_layer, precision="fp16", **how)
+    model.loss_scale.value, model.loss_scale.interval = 2.0**4, 2
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scales, changed, programs = [], [], []
+    with mp.record(comms) as recorder:
+        for step, bad in enumerate(broken):
+            before = [one.detach().clone() for one in model.parameters()]
+            optimizer.zero_grad()
+            programs.append(model.program(2, clip=True, at_once=not local))
+            for number in range(2):
+                factor = torch.inf if (comms.rank, number) in bad else 1.0
+                inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step * 2 + number))
+                with model.no_sync() if local and number == 0 else nullcontext():
+                    loss_with(model(inputs), factor).backward()
+            assert all(one.grad is None for one in model.parameters()) == bool(bad)
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            scales.append(model.loss_scale.value)
+            changed.append(not all(map(torch.equal, before, model.parameters())))
+    steps = [recorder.trace.step(number) for number in range(len(broken))]
+    wrong = [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
+    return scales, changed, identical(model, comms), wrong
+
+
+somewhere = st.sets(st.tuples(st.integers(0, 1), st.integers(0, 1)), max_size=1)
+
+
+@settings(max_examples=10, deadline=None)
+@given(broken=st.lists(somewhere, min_size=2, max_size=6), local=st.booleans(), overlap=st.booleans())
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_an_overflow_anywhere_skips_the_step_everywhere(pool, replicas, broken, local, overlap):
+    """The same steps, and the same scales, as one process with torch's GradScaler; and a step is its program."""
+    wanted = scales_of_grad_scaler([bool(bad) for bad in broken])
+    how = {"replicas": replicas, "overlap": overlap}
+    for scales, changed, same, wrong in pool.run(
+        broken_now_and_then, 2, broken, how, local, transport="shm", timeout=50
+    ):
+        assert scales == wanted
+        assert changed == [not bad for bad in broken]
+        assert same and not wrong
+
+
+def with_grad_scaler(comms, broken, local):
+    """float16 by torch's autocast and GradScaler: the last rank alone has a number that is not finite, in one part."""
+    model = mp.FullyShardedDataParallel(WithOneNumber(), comms, units=is_layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4, growth_interval=2)
+    scales, changed = [], []
+    for step, bad in enumerate(broken):
+        before = [one.detach().clone() for one in model.parameters()]
+        optimizer.zero_grad()
+        for number in range(2):
+            inputs = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(step * 2 + number))
+            factor = torch.inf if bad and number == 0 and comms.rank == comms.world_size - 1 else 1.0
+            with model.no_sync() if local and number == 0 else nullcontext(), torch.autocast("cpu", torch.float16):
+                outputs = model(inputs)
+                scaler.scale(loss_with(outputs, factor)).backward()
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        changed.append(not all(map(torch.equal, before, model.parameters())))
+    return scales, changed, identical(model, comms)
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_torchs_grad_scaler_around_a_model(any_pool, local):
+    """Each rank's scaler sees its own parts alone, and still all of them skip the same steps."""
+    broken = [False, True, False, False, False, True]
+    found = any_pool.run(with_grad_scaler, 3, broken, local, timeout=50)
+    assert found == [(scales_of_grad_scaler(broken), [not bad for bad in broken], True)] * 3
