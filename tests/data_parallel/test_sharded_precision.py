@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data_parallel.test_fully_sharded import ANY, identical, is_layer, one_unit_a_layer, whole_gradients
+from safetensors.torch import load_file
+from tests.data_parallel.test_fully_sharded import ANY, identical, is_layer, one_unit_a_layer, refusal, whole_gradients
 from tests.data_parallel.test_precision import scales_of_grad_scaler
 from tests.data_parallel.test_shard import WIDTH, build, loss_of, samples
 from tests.test_what_runs_is_what_is_drawn import differences
@@ -378,3 +379,226 @@ def test_torchs_grad_scaler_around_a_model(any_pool, local):
     broken = [False, True, False, False, False, True]
     found = any_pool.run(with_grad_scaler, 3, broken, local, timeout=50)
     assert found == [(scales_of_grad_scaler(broken), [not bad for bad in broken], True)] * 3
+
+
+def skipped_in_a_rank_without_samples(comms):
+    """A rank that sits out skips the step that another rank's overflow loses, and has its average otherwise."""
+    model = mp.FullyShardedDataParallel(WithOneNumber(), comms, units=is_layer, precision="fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = WithOneNumber()
+    model.loss_scale.value = 2.0**4
+    found = []
+    inputs = torch.ones(2, WIDTH)
+    for factor in (1.0, torch.inf, 2.0):
+        optimizer.zero_grad()
+        with model.weighted(float(comms.rank == 0), 1.0):
+            loss_with(model(inputs), factor).backward() if comms.rank == 0 else model.sit_out()
+        found.append(model.vector.grad is None)
+        optimizer.step()
+    with model.summon_full_parameters() as module:
+        vector = module.vector.detach().clone()
+    wanted = plain.vector.detach().clone()
+    wanted[-1] -= 0.1 * 1.0 + 0.1 * 2.0
+    return found, float((vector - wanted).abs().max()) < 1e-6, model.loss_scale.value
+
+
+def test_a_rank_without_samples_skips_with_the_others(any_pool):
+    assert any_pool.run(skipped_in_a_rank_without_samples, 3, timeout=50) == [([False, True, False], True, 8.0)] * 3
+
+
+def scaled_once(comms):
+    """Gradients of inputs, and of two forwards, are those without a scale; the loss may be of a part of the outputs."""
+    model = mp.FullyShardedDataParallel(WithOneNumber(), comms, units=is_layer, precision="fp16")
+    model.loss_scale.value = 2.0**6
+    inputs = torch.ones(2, WIDTH, requires_grad=True)
+    plain = WithOneNumber()
+    found = []
+    for one, leaf in ((model, inputs), (plain, inputs.detach().clone().requires_grad_())):
+        (loss_with(one(leaf), 1.0) + loss_with(one(-leaf), 3.0)).backward()
+        found.append(leaf.grad)
+    gradients = whole_gradients(model)
+    near = all(torch.allclose(gradients[name].float(), one.grad, atol=3e-3) for name, one in plain.named_parameters())
+    return near, torch.allclose(*found, atol=3e-3), float(gradients["vector"].sum())
+
+
+def test_gradients_are_never_scaled_where_a_user_sees_them(any_pool):
+    assert any_pool.run(scaled_once, 2, timeout=50) == [(True, True, 4.0)] * 2
+
+
+# ── the master's state ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def states(comms, path):
+    """Whole parameters, states and files are the master's, bit for bit, whatever was computed with."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 4))
+    model = mp.FullyShardedDataParallel(copy.deepcopy(plain), comms, units=one_unit_a_layer, precision="bf16")
+    wrong = []
+
+    def compare(name, state):
+        for key, tensor in plain.state_dict().items():
+            if state[key].dtype != tensor.dtype or not torch.equal(state[key], tensor):
+                wrong.append((name, key))
+
+    model(torch.ones(2, WIDTH))
+    plain.load_state_dict(model.state_dict())  # running statistics have changed
+    compare("full_state_dict", model.full_state_dict())
+    with model.summon_full_parameters() as module:
+        compare("summoned", module.state_dict())
+        wrong += [name for name, one in module.named_parameters() if one.dtype is not torch.float32]
+        with torch.no_grad():
+            for one in (module, plain):
+                one[0].weight.add_(1e-6)  # too little for 16 bits
+    compare("changed", model.full_state_dict())
+    model.save(path)
+    compare("saved", load_file(path))
+    with torch.no_grad():
+        for one in model.parameters():
+            one.zero_()
+    model.load_state_dict(plain.state_dict())
+    compare("loaded", model.full_state_dict())
+    seen = []
+    for layer in list(model.module)[:2]:
+        layer.register_forward_pre_hook(lambda layer, given: seen.append((layer.weight.dtype, given[0].dtype)))
+    outputs = model.eval()(torch.ones(2, WIDTH))
+    parts = {part.dtype for part in model.parameters()}
+    return wrong, seen, outputs.dtype, parts
+
+
+def test_states_are_the_masters(any_pool, tmp_path):
+    for wrong, seen, outputs, parts in any_pool.run(states, 2, tmp_path / "model.safetensors", timeout=50):
+        assert not wrong
+        assert seen == [(torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)]
+        assert outputs is torch.float32 and parts == {torch.float32}
+
+
+def deferred(comms, kind):
+    """A model that is filled part by part has the weights of one that was there, in the master's dtype."""
+    found = []
+    for block in (mp.deferred_init, nullcontext):
+        torch.manual_seed(3)
+        with block():
+            module = ANY[kind]()
+        model = mp.FullyShardedDataParallel(
+            module, comms, precision=mp.MixedPrecision(torch.bfloat16, master=torch.float64)
+        )
+        inputs, targets = samples("mlp", 0, 4)
+        loss_of(model(inputs), targets).backward()
+        found.append((model.full_state_dict(), whole_gradients(model)))
+    (state, gradients), (other, others) = found
+    wrong = [name for name, one in state.items() if one.is_floating_point() and one.dtype is not torch.float64]
+    wrong += [name for name, one in state.items() if not torch.equal(one, other[name])]
+    return wrong + [name for name, one in gradients.items() if one is not None and not torch.equal(one, others[name])]
+
+
+@pytest.mark.parametrize("kind", ["backwards", "attends", "mixed"])
+def test_a_deferred_model_is_filled_with_masters(pool, kind):
+    assert pool.run(deferred, 2, kind, transport="shm", timeout=50) == [[]] * 2
+
+
+def resumed(comms, precision):
+    """Six steps at once; and three, of which all is saved, and three more by another model: the same bits."""
+
+    def fresh():
+        model = mp.FullyShardedDataParallel(build("mlp").float(), comms, units=is_layer, precision=precision)
+        if model.loss_scale is not None:
+            model.loss_scale.value, model.loss_scale.interval = 2.0**17, 2  # it overflows, and grows again
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def go(model, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            inputs, targets = shares("mlp", step, comms.world_size)[comms.rank]
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+
+    model, optimizer = fresh()
+    go(model, optimizer, range(6))
+    wanted = model.full_state_dict()
+    first, its_optimizer = fresh()
+    go(first, its_optimizer, range(3))
+    second, optimizer = fresh()
+    second.load_state_dict(first.full_state_dict())
+    optimizer.load_state_dict(copy.deepcopy(its_optimizer.state_dict()))
+    if first.loss_scale is not None:
+        second.loss_scale.load_state_dict(first.loss_scale.state_dict())
+    go(second, optimizer, range(3, 6))
+    state = second.full_state_dict()
+    scales = [one.loss_scale and one.loss_scale.state_dict() for one in (model, second)]
+    return [name for name in wanted if not torch.equal(wanted[name], state[name])], scales[0] == scales[1], scales[0]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_run_goes_on_bit_for_bit(any_pool, precision):
+    for wrong, same, scale in any_pool.run(resumed, 2, precision, timeout=50):
+        assert not wrong and same
+        assert scale is None or (scale["skipped"] and scale["good_steps"] is not None)
+
+
+def converted_later(comms):
+    """`model.double()`: parts, their gradients and sums are float64 from then on; layers compute as before."""
+    model = mp.FullyShardedDataParallel(build("mlp").float(), comms, units=is_layer, precision="bf16")
+    inputs, targets = shares("mlp", 0, 1)[0]
+    loss_of(model(inputs), targets).backward()
+    before = whole_gradients(model)
+    model.zero_grad()
+    model.double()
+    loss_of(model(inputs), targets).backward()
+    after = whole_gradients(model)
+    kinds = {one.grad.dtype for one in model.parameters()}
+    return kinds == {torch.float64}, all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_parts_may_be_converted_later(any_pool):
+    assert any_pool.run(converted_later, 2, timeout=50) == [(True, True)] * 2
+
+
+class Hidden:
+    """Outputs in which no tensors are found."""
+
+    def __init__(self, outputs):
+        self.outputs = outputs
+
+
+class Hides(nn.Linear):
+    def forward(self, inputs):
+        return Hidden(super().forward(inputs))
+
+
+def refused(comms):
+    """What is said, by case."""
+
+    def wrapped(**how):
+        return mp.FullyShardedDataParallel(build("mlp").float(), comms, **how)
+
+    hides = mp.FullyShardedDataParallel(Hides(WIDTH, WIDTH), comms, precision="fp16")
+    older = wrapped(precision="fp16")
+    optimizer = torch.optim.SGD(older.parameters(), lr=0.1)
+
+    def through_a_step():
+        inputs, targets = shares("mlp", 0, 1)[0]
+        first = loss_of(older(inputs), targets)
+        (loss_of(older(inputs), targets) * torch.inf).backward()
+        optimizer.step()
+        (first + loss_of(older(inputs), targets)).backward()
+
+    return {
+        "precision": refusal(lambda: wrapped(precision="half")),
+        "check_finite": refusal(lambda: wrapped(precision="fp16", check_finite=True)),
+        "outputs": refusal(lambda: hides(torch.ones(2, WIDTH).half()).outputs.sum().backward()),
+        "two scales": refusal(through_a_step),
+    }
+
+
+REFUSED = {
+    "precision": "precision='half'",
+    "check_finite": "check_finite=True with float16",
+    "outputs": "did not come through the outputs",
+    "two scales": "before and after a step",
+}
+
+
+def test_what_cannot_be_right_is_refused_in_one_line(any_pool):
+    for words in any_pool.run(refused, 2, timeout=50):
+        assert {name: text for name, text in words.items() if REFUSED[name] not in text or "\n" in text} == {}
+        assert words.keys() == REFUSED.keys()

@@ -280,6 +280,7 @@ class FullyShardedDataParallel(DataParallel):
         finally:
             self._reducer.end_forward(_tensors(outputs), keep=computes_gradients)
         if computes_gradients:
+            self._reducer.outputs_are_scaled = any(output.requires_grad for output in _tensors(outputs))
             self._wait_for_backward(outputs)
         return outputs
 

@@ -85,8 +85,9 @@ class UnitReducer(Reducer):
         options: of `Reducer`.
 
     Attributes:
-        in_float16: whether the last forward computed in float16, under torch's autocast.
         gradient_scale: by what the gradients of the backward that is under way are multiplied.
+        outputs_are_scaled: whether what comes through the outputs of the last forward is multiplied by that.
+        in_float16: whether the last forward computed in float16, under torch's autocast.
         units: in the order of stages.
         computes: whether a forward or a backward of the model is under way: then its parameters are read whole.
     """
@@ -117,6 +118,7 @@ class UnitReducer(Reducer):
         )
         self.computes = False
         self.in_float16 = False
+        self.outputs_are_scaled = False
         self.units = list(units)
         self._shard_comms = shard_comms
         self._across = across
@@ -530,7 +532,7 @@ class UnitReducer(Reducer):
     def arrive(self, parameter: nn.Parameter) -> None:
         """Move a gradient, which torch has just added to `parameter.grad`, into its bucket, if it is summed."""
         gradient = parameter.grad
-        if self._guard is not None and not self._backward:
+        if self._guard is not None and not (self._backward and self.outputs_are_scaled):
             raise UsageError(
                 "FullyShardedDataParallel in float16: a gradient did not come through the outputs of the wrapped "
                 "model, and so was not scaled; let the model return tensors, or tuples, lists and dicts of them"
