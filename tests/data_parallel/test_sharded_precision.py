@@ -124,6 +124,7 @@ def beside_one_process(comms, kind, precision, how, turns, local):
                 wrong.append((step, name, float((gradients[name] - wanted[name]).abs().max())))
         mine.step()
         whole.step()
+        model.full_state_dict(on=0)  # whole parameters have 32 bits for a while, and 16 again
     state = plain.state_dict()
     for name, tensor in model.full_state_dict().items():
         if tensor.dtype is not torch.float32 or not torch.equal(tensor, state[name]):
@@ -584,6 +585,7 @@ def refused(comms):
 
     return {
         "precision": refusal(lambda: wrapped(precision="half")),
+        "other ranks": refusal(lambda: wrapped(precision="fp16" if comms.rank else "bf16")),
         "check_finite": refusal(lambda: wrapped(precision="fp16", check_finite=True)),
         "outputs": refusal(lambda: hides(torch.ones(2, WIDTH).half()).outputs.sum().backward()),
         "two scales": refusal(through_a_step),
@@ -592,6 +594,7 @@ def refused(comms):
 
 REFUSED = {
     "precision": "precision='half'",
+    "other ranks": "where rank 0 has precision='bf16', rank 1 has precision='fp16'",
     "check_finite": "check_finite=True with float16",
     "outputs": "did not come through the outputs",
     "two scales": "before and after a step",

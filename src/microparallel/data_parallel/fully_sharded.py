@@ -129,7 +129,7 @@ class FullyShardedDataParallel(DataParallel):
         if mixed is not None:
             require_skipping(mixed, check_finite, "FullyShardedDataParallel")
         require_plain(module, "FullyShardedDataParallel")
-        require_same_model(module, comms)
+        require_same_model(module, comms, [f"precision={precision!r}"])
         require_dense_gradients(module)
         _require_no_sums_inside(module)
         self.comms = comms

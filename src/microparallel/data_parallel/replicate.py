@@ -31,9 +31,15 @@ def replicas_are_identical(model: nn.Module, comms: Comms) -> bool:
     return all(torch.equal(digests[0], other) for other in digests)
 
 
-def require_same_model(model: nn.Module, comms: Comms) -> None:
-    """Raise `UsageError`, on every rank, if parameters or buffers differ between ranks in name, shape or dtype."""
-    mine = describe(model)
+def require_same_model(model: nn.Module, comms: Comms, also: Sequence[str] = ()) -> None:
+    """Raise `UsageError`, on every rank, if parameters or buffers differ between ranks in name, shape or dtype.
+
+    Args:
+        model: this rank's.
+        comms: the ranks.
+        also: what else they must have alike, in words.
+    """
+    mine = [*describe(model), *also]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     digests = comms.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
     if all(torch.equal(digests[0], other) for other in digests):
