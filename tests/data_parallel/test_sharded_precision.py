@@ -594,7 +594,7 @@ def refused(comms):
 
 REFUSED = {
     "precision": "precision='half'",
-    "other ranks": "where rank 0 has precision='bf16', rank 1 has precision='fp16'",
+    "other ranks": "rank 0 has precision=MixedPrecision(compute=torch.bfloat16",
     "check_finite": "check_finite=True with float16",
     "outputs": "did not come through the outputs",
     "two scales": "before and after a step",

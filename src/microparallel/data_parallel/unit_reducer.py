@@ -197,8 +197,7 @@ class UnitReducer(Reducer):
     @property
     def _algorithm(self) -> str:
         """How gradients are summed: 16-bit ones go directly to the rank that adds them up, and so are rounded once."""
-        wire = None if self._precision is None else self._precision.reduce
-        return "direct" if wire in (torch.float16, torch.bfloat16) else AUTO
+        return AUTO if self._precision is None or self._precision.wire is None else "direct"
 
     # ── before a pass ───────────────────────────────────────────────────────────────────────────────────────────
 
