@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -14,16 +11,16 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.deferred import fill, is_deferred
+from microparallel.data_parallel.filling import Filling, require_same_numbers
 from microparallel.data_parallel.layout import Part
+from microparallel.data_parallel.optimizers_of_parts import optimizers_of_parts
 from microparallel.data_parallel.precision import LossScale, Precision, as_precision, convert_parameters, converted
 from microparallel.data_parallel.replicate import filled, replicate, require_same_model
 from microparallel.data_parallel.saved_by_name import SavedByName
-from microparallel.data_parallel.sharded_optimizer import finest_cut, is_of_torch
 from microparallel.data_parallel.sharding import clip_parts
 from microparallel.data_parallel.skipped_steps import StepGuard
 from microparallel.data_parallel.sync_batch_norm import LayerSums
@@ -185,10 +182,10 @@ class FullyShardedDataParallel(DataParallel):
         """Keep this rank's part of each parameter. Those of a deferred model are made one after the other."""
         if deferred:
             master = None if self.precision is None else self.precision.master
-            filling = _Filling(self.module, self._places, self.comms.device, master)
+            filling = Filling(self.module, self._places, self.comms.device, master)
             end = fill(self.module, filling.keep)
             filling.place_buffers()
-            _require_same_numbers(end, self.comms)
+            require_same_numbers(end, self.comms)
         else:
             for part, index in self._places.values():
                 part.keep(index, part.whole[index].detach())
@@ -532,87 +529,6 @@ class FullyShardedDataParallel(DataParallel):
         failure = gather_json(failure, self.comms)[0]
         if failure is not None:
             raise CheckpointError(failure)
-
-
-class _Filling:
-    """Takes the contents of a deferred model, one tensor after the other: parameters in parts, buffers whole."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        places: Mapping[str, tuple[ShardedParameters, int]],
-        device: torch.device,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self._module = module
-        self._places = places
-        self._device = device
-        self._dtype = dtype
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def keep(self, name: str, contents: torch.Tensor) -> None:
-        """Keep this rank's part of a parameter, or a buffer."""
-        if name in self._places:
-            part, index = self._places[name]
-            part.keep(index, contents)
-        else:
-            dtype = self._dtype if contents.is_floating_point() else None
-            self._buffers[name] = contents.to(self._device, dtype, copy=True)
-
-    def place_buffers(self) -> None:
-        """Give the modules their buffers; modules that share one still do."""
-        names = {id(buffer): name for name, buffer in self._module.named_buffers()}
-        for name, buffer in list(self._module.named_buffers(remove_duplicate=False)):
-            owner, _, own_name = name.rpartition(".")
-            setattr(self._module.get_submodule(owner), own_name, self._buffers[names[id(buffer)]])
-
-
-def _require_same_numbers(state: torch.Tensor, comms: Comms) -> None:
-    """Raise `UsageError`, on every rank, if the ranks have filled a deferred model with different random numbers."""
-    mine = torch.frombuffer(bytearray(hashlib.sha256(state.numpy().tobytes()).digest()), dtype=torch.uint8)
-    if not all(torch.equal(mine, other) for other in comms.all_gather(mine)):
-        raise UsageError(
-            "FullyShardedDataParallel: the ranks have built this model from different random numbers, so their parts "
-            "do not belong together; call torch.manual_seed with the same number on every rank before the "
-            "mp.deferred_init() block"
-        )
-
-
-class OptimizersOfParts:
-    """Looks at each optimizer of this process before it makes a step: does it do the right thing with parts?"""
-
-    def __init__(self) -> None:
-        self._fine: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        register_optimizer_step_pre_hook(self._look_at)
-
-    def _look_at(self, optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
-        if optimizer in self._fine:
-            return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(getattr(parameter, "is_in_parts", False) for parameter in parameters):
-            raise UsageError(
-                "step: this optimizer was made before the model was wrapped, and has parameters that are in parts "
-                "since; make it of the wrapped model's parameters()"
-            )
-        if any(hasattr(parameter, "part_of") for parameter in parameters) and finest_cut(type(optimizer)) != "element":
-            name = type(optimizer).__name__
-            if is_of_torch(type(optimizer)):
-                raise UsageError(
-                    f"step: {name} does not update each element by itself, and each rank has a part of each parameter; "
-                    "use AdamW or another that does, or mp.DataParallel with mp.ShardedOptimizer(by='parameter')"
-                )
-            warnings.warn(
-                f"{name} is not known to update each element by itself; if it looks at a parameter as a whole (its "
-                "norm, its rows), its result is wrong where each rank has a part",
-                stacklevel=2,
-            )
-        self._fine.add(optimizer)
-
-
-@functools.cache
-def optimizers_of_parts() -> OptimizersOfParts:
-    """The process's only one, made when the first model is wrapped: torch calls it from then on."""
-    return OptimizersOfParts()
 
 
 class IncompatibleKeys(NamedTuple):

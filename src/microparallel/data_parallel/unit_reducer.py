@@ -36,12 +36,12 @@ from microparallel.data_parallel.reducer import Reducer
 from microparallel.data_parallel.sharding import FreshBuffers
 from microparallel.data_parallel.sync_batch_norm import LayerSums
 from microparallel.data_parallel.unit_bucket import UnitBucket
+from microparallel.data_parallel.unit_order import DIFFERENT_ORDERS, Announcements, share_order
 from microparallel.data_parallel.units import ShardedParameters, Unit
 from microparallel.errors import UsageError
 from microparallel.observe import Activity, Observation
 from microparallel.program import (
     AUTO,
-    ORDER,
     AllGather,
     AllReduce,
     Backward,
@@ -62,11 +62,6 @@ from microparallel.torch_private import (
     version_of,
 )
 
-_DIFFERENT_ORDERS = (
-    "FullyShardedDataParallel: the ranks have used units in different orders, so each gathered others than its peers; "
-    "let all ranks call the layers in one order (a rank may skip some), or choose larger units"
-)
-_FORWARD_ENDS = -1  # what a rank announces instead of a unit
 _step = functools.lru_cache(maxsize=64)(fully_sharded_step)  # every pass asks for its program
 
 
@@ -131,7 +126,7 @@ class UnitReducer(Reducer):
         self._buckets_of_unit: dict[Unit, list[UnitBucket]] = {}
         self._unit_of: dict[nn.Parameter, Unit] = {one: unit for unit in units for one in unit.parameters}
         self._knows_order = False  # whether stages are in the order of the first forward
-        self._announces = False  # whether ranks without samples are told of each gather of the forward under way
+        self._announcements = Announcements(comms, self._axis)
         self._todo: deque[Op] = deque()  # what the program says of the pass that is under way
         self._backward = False  # whether that is a backward
         self._finishing = False  # whether all gradients have come that will
@@ -162,18 +157,7 @@ class UnitReducer(Reducer):
         for unit in self.units:
             unit.last = max(unit.stage, *(user.stage for user in users[unit]))
 
-    def program(
-        self,
-        microbatches: int | tuple[int, ...] = 1,
-        *,
-        buffers: bool,
-        samples: bool = False,
-        loss: bool = False,
-        gone: tuple[int, ...] = (),  # noqa: ARG002
-        norm: bool = False,
-        at_once: bool = True,
-    ) -> Program:
-        """What the next step does, on all ranks."""
+    def _built(self, microbatches: int | tuple[int, ...], gone: tuple[int, ...], **shared: bool) -> Program:  # noqa: ARG002
         return _step(
             len(self.units),
             self._comms.world_size,
@@ -182,16 +166,9 @@ class UnitReducer(Reducer):
             prefetch=self._prefetch,
             reshard_after_forward=self._reshard,
             replicas=self._replicas,
-            overlap=self._overlap,
-            buffers=buffers,
-            weights=self.participants.are_exchanged,
             order=not self._knows_order,
-            samples=samples,
-            loss=loss,
-            norm=norm,
-            at_once=at_once,
             algorithm=self._algorithm,
-            overflow=self._guard is not None,
+            **shared,
         )
 
     @property
@@ -288,29 +265,8 @@ class UnitReducer(Reducer):
         self._uses, self._first_uses, self._last_uses = [], [], {}
         self._given = given
         self._todo = deque(self._part_of_program(forward=True))
-        self._announces = not self._knows_order and not self._all_have_samples(has_samples)
-
-    def _all_have_samples(self, mine: bool) -> bool:
-        having = torch.tensor([float(mine)])
-        self._comms.all_reduce(having, operation=AllReduce(ORDER, self._axis))
-        return int(having) == self._comms.world_size
-
-    def _announce(self, what: int) -> int:
-        """Agree on what is gathered next, while it is not known in which order the ranks use their units.
-
-        Args:
-            what: the place of a unit, from 1; `_FORWARD_ENDS`; or 0 from a rank without samples.
-
-        Returns:
-            What the ranks with samples have announced.
-        """
-        table = torch.zeros(self._comms.world_size)
-        table[self._comms.rank] = what
-        self._comms.all_reduce(table, operation=AllReduce(ORDER, self._axis))
-        announced = {int(one) for one in table.tolist() if one}
-        if len(announced) > 1:
-            raise UsageError(_DIFFERENT_ORDERS)
-        return announced.pop() if announced else _FORWARD_ENDS
+        if not self._knows_order:
+            self._announcements.begin(has_samples)
 
     def _part_of_program(self, *, forward: bool, turn: int | None = 0) -> Sequence[Op]:
         """What the program says of the forward or the backward that begins."""
@@ -438,9 +394,7 @@ class UnitReducer(Reducer):
         if self._told is not None:
             self._told.activity.kept = [*self._told.activity.kept, *outputs]
         self._begin_stage(len(self.units))
-        if self._announces:
-            self._announce(_FORWARD_ENDS)
-            self._announces = False
+        self._announcements.end()
         for unit in self.units:
             if unit.is_started and (not unit.planned or not keep):
                 unit.let_go()
@@ -451,28 +405,12 @@ class UnitReducer(Reducer):
 
     def _learn_order_of_units(self) -> None:
         """Share in which order the ranks have used their units, and number the stages accordingly."""
-        count = len(self.units)
-        table = torch.zeros(self._comms.world_size, 2, count, dtype=torch.float64)
-        places = {unit: place for place, unit in enumerate(self._first_uses, start=1)}
-        for unit in self._first_uses:
-            table[self._comms.rank, 0, unit.stage] = places[unit]
-            table[self._comms.rank, 1, unit.stage] = self._last_uses[unit]
-        self._comms.all_reduce(table, operation=AllReduce(ORDER, self._axis))
+        order, last_users = share_order(self.units, self._first_uses, self._last_uses, self._comms, self._axis)
         self._knows_order = True
-        order: list[Unit] = []
-        by_rank = []
-        for first, last in table.tolist():
-            mine = sorted((stage for stage in range(count) if first[stage]), key=first.__getitem__)
-            used = [self.units[stage] for stage in mine]
-            by_rank.append({self.units[stage]: used[int(last[stage]) - 1] for stage in mine})
-            _merge(order, used)
-        _merge(order, self.units)  # those that no rank has used
-        last_users = {unit: [last[unit] for last in by_rank if unit in last] for unit in order}
         self.units = order
         self._number_stages()
         for unit in order:
-            unit.last = max((one.stage for one in last_users[unit]), default=unit.stage)
-            unit.last = max(unit.last, unit.stage)
+            unit.last = max((unit.stage, *(user.stage for user in last_users[unit])))
         self.buckets = [bucket for unit in order for bucket in self._buckets_of_unit[unit]]
 
     # ── a backward ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -611,9 +549,10 @@ class UnitReducer(Reducer):
                     pass
 
     def _gather(self, unit: Unit, *, overlap: bool) -> None:
-        if self._announces:
-            self._announce(self.units.index(unit) + 1)
-        self._gather_with_others(unit, overlap=overlap and not self._announces)
+        announced = self._announcements.are_made
+        if announced:
+            self._announcements.announce(self.units.index(unit))
+        self._gather_with_others(unit, overlap=overlap and not announced)
 
     def _gather_with_others(self, unit: Unit, *, overlap: bool) -> None:
         self._gathers = (self._gathers * 31 + self.units.index(unit) + 1) % 2**20
@@ -643,14 +582,13 @@ class UnitReducer(Reducer):
         """Gather with the other ranks what they use; this rank has no samples, and so lets it go at once."""
         self.begin_forward((), has_samples=False)
         self._todo = deque(op for op in self._todo if not isinstance(op, Forward))
-        if self._announces:
+        if self._announcements.are_made:
             self._todo.clear()
-            while (place := self._announce(0)) != _FORWARD_ENDS:
-                unit = self.units[place - 1]
+            while (place := self._announcements.next()) is not None:
+                unit = self.units[place]
                 self._gather_with_others(unit, overlap=False)
                 if self._reshard:
                     self._free(unit)
-            self._announces = False
         self.end_forward((), keep=True)
 
     def take_part(self, *, take_results: bool) -> None:
@@ -697,7 +635,7 @@ class UnitReducer(Reducer):
         """
         mean, mean_square = (sums / self._comms.world_size).tolist()
         if mean_square != mean**2:  # numbers below 2²⁰: exact
-            raise UsageError(_DIFFERENT_ORDERS)
+            raise UsageError(DIFFERENT_ORDERS)
 
     def _local_backward_ends(self) -> None:
         self._finishing = True
@@ -723,7 +661,7 @@ class UnitReducer(Reducer):
         self._todo.clear()
         self._let_all_go()
         self.computes = self._backward = False
-        self._announces = False
+        self._announcements.are_made = False
         self._uses = []
         self._forwards = self._gathers = 0
         super()._clean_up()
@@ -755,14 +693,3 @@ class UnitReducer(Reducer):
         """Autograd has saved a tensor for backward that is no parameter."""
         if self._packed is not None:
             self._packed.append(tensor)
-
-
-def _merge(order: list[Unit], others: Sequence[Unit]) -> None:
-    """Put units that are missing in an order behind those that stand before them in another one."""
-    place = 0
-    for unit in others:
-        if unit in order:
-            place = order.index(unit) + 1
-        else:
-            order.insert(place, unit)
-            place += 1
