@@ -717,10 +717,6 @@ def _check_precision(config: TrainConfig) -> None:
     given = f"--precision {config.precision}"
     if config.is_pipeline:
         raise ConfigError(f"{given}: pipelines compute in float32 or float64; choose one of these, or leave --pp out")
-    if config.shard == "parameters":
-        raise ConfigError(
-            f"{given}: --shard parameters computes in float32 or float64; choose one of these, or --shard gradients"
-        )
     if config.average_every is not None:
         raise ConfigError(f"{given}: --average-every {config.average_every} computes in float32 or float64; choose one")
     if config.strategy not in ("auto", "single", "ddp"):
