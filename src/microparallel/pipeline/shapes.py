@@ -45,7 +45,7 @@ class Shapes:
         self._readers = schedule.readers
         self._stages = stages
         self._training = training
-        self._dry_runs = {index: DryRun(index, stage.modules) for index, stage in stages.items()}
+        self._dry_runs = {index: DryRun(index, stage.modules, stage.precision) for index, stage in stages.items()}
         self._known: dict[str, BatchShapes] = {}  # by the description that rank 0 sends
         self._last = ""  # the description of the last batch
 

@@ -20,6 +20,7 @@ from microparallel.comms.calls import describe_content
 from microparallel.errors import PartitionError, UsageError
 from microparallel.pipeline.layers import NamedLayer
 from microparallel.pipeline.parts import Part
+from microparallel.pipeline.precision import StagePrecision
 from microparallel.pipeline.split_backward import DeferredGradients, DeferringLinear, SplitBackward
 from microparallel.pipeline.stand_ins import on_meta
 from microparallel.torch_private import pytree, version_of
@@ -37,20 +38,30 @@ class Stage:
         loss_fn: in the last stage, computes the loss from the outputs and the targets; without one, its last layer is
             called with the targets, and returns the loss.
         recompute: keep only the input of a micro-batch, and compute its activations again when its backward comes.
+        precision: in which dtypes it computes; None: in those of its input and its parameters.
 
     Attributes:
         copies_input: the stage changes its input in place, so it is given a copy.
         splits: the schedule does its backward in two halves.
+        is_last: no stage comes after it.
+        precision: in which dtypes it computes.
     """
 
     def __init__(
-        self, index: int, layers: Sequence[NamedLayer], loss_fn: LossFunction | None, recompute: bool = False
+        self,
+        index: int,
+        layers: Sequence[NamedLayer],
+        loss_fn: LossFunction | None,
+        recompute: bool = False,
+        precision: StagePrecision | None = None,
     ) -> None:
         self.index = index
         self.layers = layers
         self.loss_fn = loss_fn
         self.copies_input = False
         self.splits = False
+        self.is_last = False
+        self.precision = StagePrecision() if precision is None else precision
         self._recompute = recompute
 
     @functools.cached_property
@@ -87,9 +98,13 @@ class Stage:
         *layers, last = self.modules
         for layer in layers:
             value = layer(value)
+        if not self.is_last:
+            return self.precision.inside(last(value))
         if targets is None:
-            return last(value)
-        return last(value, targets) if self.loss_fn is None else self.loss_fn(last(value), targets)
+            return self.precision.outside(last(value))
+        if self.loss_fn is None:
+            return self.precision.outside(last(value, targets))
+        return self.loss_fn(self.precision.outside(last(value)), targets)
 
     # ── backward ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -273,15 +288,21 @@ def as_inputs(boundary: Boundary, tensors: Sequence[torch.Tensor], copy_first: b
 class DryRun:
     """A copy of a stage on torch's meta device, where tensors have shapes and no contents; finds what a stage returns.
 
+    Args:
+        index: the number of the stage.
+        layers: its layers.
+        precision: in which dtypes it computes.
+
     Attributes:
         changes_input: the stage changes its input in place, and must be given a copy.
     """
 
-    def __init__(self, index: int, layers: Sequence[nn.Module]) -> None:
+    def __init__(self, index: int, layers: Sequence[nn.Module], precision: StagePrecision | None = None) -> None:
         copies: dict[int, Any] = {}  # one for all layers, so that tied parameters stay tied
         self._index = index
         self._real = layers
         self._layers = [layer.dry() if isinstance(layer, Part) else on_meta(layer, copies) for layer in layers]
+        self._precision = (StagePrecision() if precision is None else precision).without_contents(self._layers)
         self.changes_input = False
 
     def outputs(self, inputs: Boundary, training: bool) -> Boundary:
@@ -290,7 +311,12 @@ class DryRun:
             # The modules of a part that are not its own are skipped, in either mode.
             for module, original in zip(layer.modules(), real.modules(), strict=not isinstance(layer, Part)):
                 module.training = original.training
-        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training), torch.device("meta"):
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.set_grad_enabled(training),
+            torch.device("meta"),
+            self._precision.computing(),
+        ):
             return Boundary.of(self._run(inputs), f"what stage {self._index} returns")
 
     def _run(self, inputs: Boundary) -> Any:
@@ -320,4 +346,4 @@ class DryRun:
             value = layer(value)
         # torch counts how often a tensor was changed in place. Views count together, as micro-batches of a batch do.
         self.changes_input |= any(version_of(tensor) for tensor in tensors)
-        return value
+        return self._precision.inside(value)
