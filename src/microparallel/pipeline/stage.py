@@ -98,10 +98,8 @@ class Stage:
         *layers, last = self.modules
         for layer in layers:
             value = layer(value)
-        if not self.is_last:
-            return self.precision.inside(last(value))
         if targets is None:
-            return self.precision.outside(last(value))
+            return self.precision.outside(last(value)) if self.is_last else self.precision.inside(last(value))
         if self.loss_fn is None:
             return self.precision.outside(last(value, targets))
         return self.loss_fn(self.precision.outside(last(value)), targets)
