@@ -140,7 +140,7 @@ def test_compare_in_process_refuses_in_one_line(microparallel, flags, words):
 
 def test_compare_in_process_fails_when_replicas_differ(microparallel):
     """In float32 with a learning rate that blows everything up: what is not a number agrees with nothing."""
-    result = microparallel("compare", "--in-process", "--steps", "8", *SMALL, "--dtype", "float32", "--lr", "1e30")
+    result = microparallel("compare", "--in-process", "--steps", "8", *SMALL, "--precision", "float32", "--lr", "1e30")
     assert result.returncode == 1, result.stdout + result.stderr
     assert result.stdout.count("differs") == 3
 

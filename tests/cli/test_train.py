@@ -73,7 +73,7 @@ def test_your_own_model_and_data_from_a_config_file(tmp_path, train):
 
 def test_parts_from_the_command_line_a_file_and_a_run_that_goes_on(tmp_path, train, microparallel):
     """The losses are those of one process, with whatever is kept in parts."""
-    exact = ["--dtype", "float64", "--schedule-lr", "constant"]
+    exact = ["--precision", "float64", "--schedule-lr", "constant"]
     train(*SMALL, *exact, "--steps", 9, "--out", "alone")
     (tmp_path / "run.toml").write_text('shard = "gradients"\nranks = 3\naccumulate = 3\n')
     summary = json.loads(train("--config", "run.toml", *SMALL, *exact, "--steps", 2, "--trace", "--out", "parts"))

@@ -347,6 +347,32 @@ def test_an_overflow_anywhere_skips_the_step_everywhere(pool, shard, broken, loc
         assert same
 
 
+def broken_in_one_part(comms, shard):
+    """A single element of rank 1's gradient is infinite, and only one rank has the part that it belongs to."""
+    model = mp.DataParallel(layers(), comms, precision="fp16", shard=shard)
+    optimizer = mp.ShardedOptimizer(model.parameters(), torch.optim.AdamW, comms, lr=0.01)
+
+    def spoil(gradient):
+        return gradient.index_put((torch.tensor([0]), torch.tensor([0])), torch.tensor([torch.inf]))
+
+    hook = model.module[0].weight.register_hook(spoil) if comms.rank == 1 else None
+    found = []
+    for _ in range(2):
+        before = [one.detach().clone() for one in model.parameters()]
+        model(share(comms)).pow(2).mean().backward()
+        optimizer.step()
+        if hook is not None:
+            hook.remove()
+        found.append((all(map(torch.equal, before, model.parameters())), model.loss_scale.skipped))
+    return found
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "gradients"])
+def test_ranks_tell_each_other_what_is_wrong_with_their_parts(any_pool, shard):
+    wanted = [(True, 1), (False, 1)]
+    assert any_pool.run(broken_in_one_part, 2, shard, timeout=50) == [wanted] * 2
+
+
 def by_two_optimizers(comms):
     model = mp.DataParallel(layers(), comms, precision="fp16")
     first, second = list(model.parameters())[:2], list(model.parameters())[2:]

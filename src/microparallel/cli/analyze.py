@@ -49,7 +49,7 @@ _STEPS_OF_SCHEDULE = 10**6  # of the learning rate's schedule, whose end is neve
     (
         *("model", "data", "collate", "loss", "dim", "depth", "heads", "context", "batch", "accumulate", "optimizer"),
         "seed",
-        *("dtype", "ranks", "strategy", "average_every", "dp", "pp", *OF_PIPELINES, "device", "transport"),
+        *("precision", "ranks", "strategy", "average_every", "dp", "pp", *OF_PIPELINES, "device", "transport"),
         *("slow_rank", "slow_link"),
     ),
     changed={"ranks": {"shown": str(_RANKS)}},

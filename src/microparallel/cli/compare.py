@@ -19,7 +19,7 @@ from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError
 from microparallel.text import without_nan
 from microparallel.topology import ALONE, find_placement
-from microparallel.train.config import MICROBATCHES, STRATEGIES, TrainConfig, merge, read_config
+from microparallel.train.config import MICROBATCHES, MIXED, STRATEGIES, TrainConfig, merge, read_config
 
 if TYPE_CHECKING:
     from microparallel.trace import Trace
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = flags.examples(
     ("microparallel compare --ranks 4", "20 steps of the MLP, in float64, where only rounding may differ"),
-    ("microparallel compare --model gpt --ranks 2 --dtype float32", "a small GPT in float32"),
+    ("microparallel compare --model gpt --ranks 2 --precision float32", "a small GPT in float32"),
     ("microparallel compare --pipelines --ranks 4", "every pipeline schedule against one process"),
     ("microparallel compare --shard parameters --ranks 4", "optimizer, gradients, parameters in parts: ZeRO 1, 2, 3"),
     ("microparallel compare --in-process --ranks 3", "three replicas in this process: through the CPU, by a ring"),
@@ -41,7 +41,7 @@ SHORTCUT_DEPTH = 4  # of the mlp
 _DEFAULTS: dict[str, Any] = {
     "ranks": 2,
     "steps": 20,
-    "dtype": "float64",
+    "precision": "float64",
     "optimizer": "sgd",
     "lr": 0.01,
     "schedule_lr": "constant",
@@ -51,7 +51,7 @@ _LOSSES_SHOWN = 20  # in the terminal; --json has the loss of every step
 _CAPTION = {
     "float64": "Δ: the largest relative difference over all steps, over all weights",
     "float32": "Δ: the largest relative difference over all steps, over all weights.\n"
-    "In float32 rounding alone may push a ReLU over its edge, and the runs part; --dtype float64 shows which it is.",
+    "In float32 rounding alone may push a ReLU over its edge, and the runs part; --precision float64 shows which.",
 }
 
 
@@ -73,7 +73,7 @@ _CHANGED["microbatches"] = {"help": "With --pipelines: micro-batches of each bat
     (
         *("model", "data", "collate", "loss", "dim", "depth", "heads", "context", "steps", "batch", "lr"),
         "schedule_lr",
-        *("optimizer", "momentum", "seed", "dtype", "ranks", "shard", "prefetch", "keep_parameters", "replicas"),
+        *("optimizer", "momentum", "seed", "precision", "ranks", "shard", "prefetch", "keep_parameters", "replicas"),
         *("accumulate", "microbatches", "device", "transport"),
     ),
     changed=_CHANGED,
@@ -152,6 +152,10 @@ def _require_sense(
     """Refuse flags that mean nothing together."""
     if find_placement(os.environ) != ALONE:
         raise ConfigError("compare starts its own ranks; run it without torchrun or srun")
+    if config.precision in MIXED:
+        raise ConfigError(
+            f"--precision {config.precision}: rounded to 16 bits, two right runs end far apart; compare in float64"
+        )
     if config.ranks < 2:
         raise ConfigError(f"--ranks {config.ranks}: there is nothing to compare with fewer than 2 ranks; try --ranks 2")
     if in_process and config.transport != "auto":
@@ -245,8 +249,8 @@ def _loss_table(rows: list[Comparison]) -> Table:
 
 def _table(rows: list[Comparison], config: TrainConfig, unit: str) -> Table:
     table = Table(
-        title=f"{config.model}, {config.steps} steps of {config.batch} samples, {config.dtype}, {config.optimizer}",
-        caption=_CAPTION[config.dtype],
+        title=f"{config.model}, {config.steps} steps of {config.batch} samples, {config.precision}, {config.optimizer}",
+        caption=_CAPTION[config.precision],
     )
     for heading in ("strategy", unit, "final loss", "Δ loss", "Δ weights", "ms a step", "verdict"):
         # In a narrow terminal numbers may be cut short, but not who did how well.
@@ -315,7 +319,7 @@ def _curves(config: TrainConfig, every: int) -> list[Curve]:
 def _shortcuts_table(curves: list[Curve], config: TrainConfig) -> Table:
     table = Table(
         title=f"{config.model}, {config.steps} batches of {config.batch} samples on {config.ranks} ranks, "
-        f"{config.dtype}, {config.optimizer}",
+        f"{config.precision}, {config.optimizer}",
         caption="Δ loss: the largest difference from the curve of every step\n"
         "bytes: sent by a rank, counted as messages of a ring leave\n"
         "formula: 2(p - 1)/p of the parameters, each time",
@@ -353,7 +357,7 @@ def explain(curves: list[Curve], config: TrainConfig) -> str:
 def _why_averaging_differs(reference: Curve, averaging: Curve, config: TrainConfig) -> str:
     from microparallel.train.compare import TOLERANCE
 
-    same = averaging.loss_difference <= TOLERANCE[config.dtype] * max(map(abs, reference.losses))
+    same = averaging.loss_difference <= TOLERANCE[config.precision] * max(map(abs, reference.losses))
     if same and averaging.every == 1:
         return (
             "averaging parameters after every step is the same as averaging gradients here: the update of "

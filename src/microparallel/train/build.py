@@ -28,12 +28,13 @@ from microparallel.text import nearest
 from microparallel.topology import parse_slow_links, parse_slow_ranks
 from microparallel.train import user_code
 from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, fitting_loss, placed
-from microparallel.train.config import DEFAULTS, TrainConfig, parse_balance
+from microparallel.train.config import DEFAULTS, MIXED, TrainConfig, parse_balance
 from microparallel.train.data import Dataset, Split, Stream, digits, from_user, text
 from microparallel.train.fully_sharded import FullyShardedTraining, ShardedModelWithLoss
 from microparallel.train.loader import Loader, Loading, SampleLoader, StreamLoader
 from microparallel.train.logs import require_installed
 from microparallel.train.metrics import load_metrics
+from microparallel.train.mixed_precision import MixedModelWithLoss
 from microparallel.train.optimizer import build_learning_rate, build_optimizer
 from microparallel.train.sampler import Ranked, ShardedSampler
 from microparallel.train.strategies import STEPS, data_parallel, slow_down_model
@@ -49,7 +50,7 @@ def build(config: TrainConfig, comms: Comms) -> Training:
     """Make one rank's part of the run that a configuration describes."""
     config = config.resolved()
     comms = _with_slow_links(config, comms)
-    dtype: torch.dtype = getattr(torch, config.dtype)
+    dtype = torch.float64 if config.precision == "float64" else torch.float32  # of parameters
     data = build_data(config)
     torch.manual_seed(config.seed)  # the same model on every rank
     defers = _defers(config)
@@ -67,15 +68,20 @@ def build(config: TrainConfig, comms: Comms) -> Training:
     if config.shard == "parameters":
         return _build_fully_sharded(config, comms, model, loss_fn, data, dtype)
     with_loss = ModelWithLoss(model, loss_fn)
-    sharded = None
-    if config.shard is None:
+    wrapped: DataParallel | None = None
+    if config.precision in MIXED:
+        wrapped = MixedModelWithLoss(with_loss, comms, shard=config.shard, precision=config.precision)
+    elif config.shard is not None:
+        wrapped = DataParallel(with_loss, comms, shard=config.shard)  # type: ignore[arg-type]
+    if wrapped is None:
         strategy = STEPS[config.strategy](with_loss, comms)
     else:
-        sharded = DataParallel(with_loss, comms, shard=config.shard)  # type: ignore[arg-type]
-        strategy = data_parallel(sharded, config.accumulate)
+        strategy = data_parallel(wrapped, config.accumulate)
+    sharded = None if config.shard is None else wrapped
     return Training(
         model=model,
-        with_loss=with_loss,
+        with_loss=wrapped if isinstance(wrapped, MixedModelWithLoss) else with_loss,
+        loss_scale=None if wrapped is None else wrapped.loss_scale,
         signature=ModelSignature(model, has_loss=loss_fn is not None),
         optimizer=build_optimizer(config, model, shared_by=None if sharded is None else comms),
         strategy=strategy,
@@ -154,15 +160,22 @@ def _build_fully_sharded(
         prefetch=1 if config.prefetch is None else config.prefetch,
         reshard_after_forward=not config.keep_parameters,
         replicas=config.replicas or 1,
+        **_mixed(config),
     )
     return FullyShardedTraining(
         sharded,
+        loss_scale=sharded.loss_scale,
         with_loss=with_loss,
         signature=signature,
         optimizer=build_optimizer(config, model),
         strategy=data_parallel(sharded, config.accumulate),
         **_rest(config, comms, data, comms, dtype),
     )
+
+
+def _mixed(config: TrainConfig) -> dict[str, Any]:
+    """What a wrapper is told of a run in 16 bits; in others the model itself has been converted."""
+    return {"precision": config.precision} if config.precision in MIXED else {}
 
 
 @dataclass(frozen=True)
@@ -195,6 +208,7 @@ def _build_pipeline(
         example=_example(config, model, data, dtype) if config.balance == "time" else None,
         recompute=bool(config.recompute),
         shard=config.shard,  # type: ignore[arg-type]
+        **_mixed(config),
     )
     return PipelineTraining(
         pipe,

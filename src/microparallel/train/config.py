@@ -39,6 +39,8 @@ LOSSES = ("cross-entropy", "mse")
 STRATEGIES = ("auto", "single", "naive", "hooks", "ddp", "averaging", "torch-ddp", "pipeline")
 ACCUMULATING = ("auto", "single", "ddp", "averaging")  # can compute a step in several micro-batches
 SHARDED = ("optimizer", "gradients", "parameters")  # what each rank may keep its part of, each with those before
+PRECISIONS = ("float32", "bf16", "fp16", "float64")
+MIXED = ("bf16", "fp16")  # parameters are float32, and layers compute with copies
 LR_SCHEDULES = ("constant", "linear", "cosine")
 LOGS = ("tensorboard", "wandb")
 # torch's optimizers, so that a right name is known to be right without torch. A newer torch may have more.
@@ -242,7 +244,12 @@ class TrainConfig:
         metavar="NORM",
     )
     seed: int = setting(0, "Seed of weights and order.", STEPS, within=Range(at_least=0, at_most=_LARGEST_SEED))
-    dtype: str = setting("float32", group=STEPS, choices=("float32", "float64"))
+    precision: str = setting(
+        "float32",
+        "float32, bf16 or fp16 (16-bit copies of float32 parameters compute; fp16 scales the loss), or float64.",
+        STEPS,
+        choices=PRECISIONS,
+    )
 
     ranks: int = setting(
         1,
@@ -467,6 +474,7 @@ class TrainConfig:
 
 _RENAMED = {
     "chunks": "stages_per_rank",
+    "dtype": "precision",
     "lr_schedule": "schedule_lr",
 }  # so that a run which began under the old name can go on
 
@@ -532,6 +540,7 @@ def _check_together(config: TrainConfig) -> None:
         )
     _check_averaging(config)
     _check_sharding(config)
+    _check_precision(config)
     if config.is_pipeline:
         _check_pipeline(config, used["batch"])
     elif used["batch"] < config.world_size:
@@ -650,6 +659,23 @@ def _check_sharding(config: TrainConfig) -> None:
         raise ConfigError(f"{given} is for --strategy ddp, and it is {config.strategy}; try that, or --shard none")
     if config.world_size == 1 and config.strategy == "auto":
         raise ConfigError(f"{given}: one rank has no other rank to share with; try --ranks 2, or leave it out")
+
+
+def _check_precision(config: TrainConfig) -> None:
+    """Raise a ConfigError if a run in 16 bits is asked of something that computes with the parameters themselves."""
+    if config.precision not in MIXED:
+        return
+    given = f"--precision {config.precision}"
+    if config.is_pipeline:
+        raise ConfigError(f"{given}: pipelines compute in float32 or float64; choose one of these, or leave --pp out")
+    if config.shard == "parameters":
+        raise ConfigError(
+            f"{given}: --shard parameters computes in float32 or float64; choose one of these, or --shard gradients"
+        )
+    if config.average_every is not None:
+        raise ConfigError(f"{given}: --average-every {config.average_every} computes in float32 or float64; choose one")
+    if config.strategy not in ("auto", "single", "ddp"):
+        raise ConfigError(f"{given} is for --strategy ddp, and it is {config.strategy}; try that, or float32")
 
 
 def _check_options_of_parameters(config: TrainConfig) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.course.shortcuts import ParameterAveraging
-from microparallel.data_parallel import DataParallel, replicas_are_identical
+from microparallel.data_parallel import DataParallel, LossScale, replicas_are_identical
 from microparallel.data_parallel.layout import Part
 from microparallel.errors import CheckpointError, ConfigError
 from microparallel.pipeline import Pipeline
@@ -31,6 +31,7 @@ from microparallel.train.checkpoint_reader import Checkpoint, StateReader, read_
 from microparallel.train.data import Split
 from microparallel.train.loader import Loaded, Loader
 from microparallel.train.metrics import Measurement, Metric, Validation
+from microparallel.train.mixed_precision import MixedModelWithLoss
 from microparallel.train.optimizer import LearningRate
 from microparallel.train.strategies import Step
 
@@ -70,6 +71,7 @@ class Training:
         metrics: what else is measured, by name.
         averaging: of the ranks' parameters, where gradients are not averaged.
         sharded: the wrapped model, where each rank has its part of the gradients alone.
+        loss_scale: of a run in float16.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class Training:
         *,
         comms: Comms,
         model: nn.Module,
-        with_loss: ModelWithLoss,
+        with_loss: ModelWithLoss | MixedModelWithLoss,
         signature: ModelSignature,
         optimizer: torch.optim.Optimizer,
         data: Split,
@@ -90,6 +92,7 @@ class Training:
         metrics: Mapping[str, Metric] | None = None,
         averaging: ParameterAveraging | None = None,
         sharded: DataParallel | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.comms = comms
         self.model = model
@@ -99,6 +102,7 @@ class Training:
         self.loader = loader
         self.strategy = strategy
         self.averaging = averaging
+        self.loss_scale = loss_scale
         self.steps_done = 0
         self.last_loss: float | None = None
         self.last_samples = 0  # of all ranks together, in the last step
@@ -203,6 +207,7 @@ class Training:
             "loss": self.last_loss,
             "sampler": self.loader.state_dict(),
             "random": gather_json(random_state(), self.comms),
+            **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}),
         }
 
     def model_state(self) -> dict[str, torch.Tensor]:
@@ -259,6 +264,8 @@ class Training:
         remark = self.loader.load_state_dict(checkpoint.state["sampler"])
         self.steps_done = checkpoint.step
         self.last_loss = checkpoint.state["loss"]
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
         if self.averaging is not None:
             self.averaging.steps = checkpoint.step
         states = checkpoint.state["random"]
