@@ -442,6 +442,47 @@ def test_a_rank_without_an_optimizer_has_the_scale_of_all(pool):
     assert pool.run(partly_frozen, 2, transport="shm", timeout=30) == [[256.0, 128.0, 128.0, 128.0, 256.0]] * 2
 
 
+def idle(comms):
+    """A replica without samples has the gradients, the overflow and the scale of the other."""
+    pipe = mp.Pipeline(fragile(), comms, "1f1b", 2, cross_entropy, replicas=2, precision="fp16")
+    pipe.loss_scale.value = 256.0
+    for index, layer in fragile_layers(pipe):
+        layer.breaks = (2,) if index == 3 else ()  # in the second step
+    found = []
+    for _ in range(2):
+        pipe.step(*(batches("mlp", 1)[0] if pipe.replica == 0 else ()), samples=4)
+        found.append([None if one.grad is None else one.grad.clone() for one in pipe.parameters()])
+    return found, pipe.loss_scale.value
+
+
+def test_a_replica_without_samples_skips_the_same_steps(pool):
+    results = pool.run(idle, 4, transport="shm", timeout=30)
+    for place in range(2):
+        (mine, lost), (theirs, lost_too) = results[place][0], results[place + 2][0]
+        assert all(map(torch.equal, mine, theirs))
+        assert lost == lost_too == [None] * len(mine)
+    assert [scale for _, scale in results] == [128.0] * 4
+
+
+def after_an_error(comms):
+    """A stage that fails leaves its layers reading their parameters; the next step is the first one's."""
+    pipe = mp.Pipeline(fragile(), comms, "1f1b", 2, cross_entropy, precision="bf16")
+    inputs, targets = batches("mlp", 1)[0]
+    pipe.step(inputs, targets)
+    expected = [one.grad.clone() for one in pipe.parameters()]
+    pipe.zero_grad()
+    with pytest.raises(mp.errors.StageError):
+        pipe.step(inputs, targets + 3)  # classes that there are not
+    dtypes = {layer.linear.weight.dtype for _, layer in fragile_layers(pipe)}
+    pipe.zero_grad()
+    pipe.step(inputs, targets)
+    return dtypes, all(map(torch.equal, expected, (one.grad for one in pipe.parameters())))
+
+
+def test_a_step_after_one_that_failed(pool):
+    assert pool.run(after_an_error, 1, transport="shm", timeout=30) == [({torch.float32}, True)]
+
+
 def resumed(comms):
     pipe = mp.Pipeline(fragile(), comms, "1f1b", 2, cross_entropy, precision="fp16")
     for index, layer in fragile_layers(pipe):
