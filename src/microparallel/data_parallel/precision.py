@@ -68,6 +68,11 @@ class MixedPrecision:
         return self.compute is not self.master or self.scales_loss
 
     @property
+    def wire(self) -> torch.dtype | None:
+        """The dtype of gradients on the wire, if it is another than that of gradients."""
+        return self.reduce if self.reduce in (torch.bfloat16, torch.float16) else None
+
+    @property
     def scales_loss(self) -> bool:
         """Whether gradients must be scaled, so that small ones are not lost."""
         return torch.float16 in (self.compute, self.reduce)

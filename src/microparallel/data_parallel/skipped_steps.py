@@ -39,6 +39,11 @@ class StepGuard:
         self._passes = False  # whether there was one since the last step
         self._loss_scale = loss_scale
 
+    @property
+    def scale(self) -> float:
+        """By what gradients are multiplied on their way through the model, and on the wire."""
+        return self._loss_scale.value
+
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """A step ends when an optimizer updates one of these parameters."""
         optimizer_steps().enter(parameters, self)

@@ -18,6 +18,8 @@ from torch.nn.modules.module import (
 )
 
 from microparallel.comms import Comms
+from microparallel.compression import Cast, Compressor
+from microparallel.data_parallel.compressed_bucket import as_compressor
 from microparallel.data_parallel.compute_copies import ComputeCopies
 from microparallel.data_parallel.deferred import require_contents
 from microparallel.data_parallel.precision import (
@@ -83,6 +85,9 @@ class DataParallel(nn.Module):
             parameters are float32, and are what the optimizer updates; layers compute with 16-bit copies of them),
             "float32" or "float64" (the module is converted, and that is all), or a `mp.MixedPrecision`. None: the
             module is left as it is.
+        compress: send fewer bytes: an object of `mp.compression`, such as `mp.compression.TopK(0.01)`, or its name,
+            such as "topk:0.01"; all ranks give the same. Gradients are then nearly the average, and the same bits on
+            every rank. A world of one rank sends nothing, and compresses nothing.
 
     Attributes:
         precision: the `mp.MixedPrecision` that was asked for, or None.
@@ -119,23 +124,33 @@ class DataParallel(nn.Module):
         gradient_as_bucket_view: bool = False,
         shard: Shard | None = None,
         precision: Precision | None = None,
+        compress: str | Compressor | None = None,
     ) -> None:
         super().__init__()
         mixed = as_precision(precision, "DataParallel")
         if shard not in LEVELS:
             raise UsageError(f"DataParallel: shard={shard!r}; choose None, 'optimizer' or 'gradients'")
+        compressor = as_compressor(compress, module)
+        if shard is not None and compressor is not None:
+            raise UsageError(
+                f"DataParallel: compress={compressor.name} with shard={shard!r}: a compressed sum leaves each rank "
+                "with all gradients, and shard= with its part; choose one of the two"
+            )
         if bucket_cap_mb is None:
             bucket_cap_mb = _fitting_buckets(module, shard)
         _require_sensible(bucket_cap_mb, broadcast_buffers, find_unused_parameters, gradient_as_bucket_view)
         require_plain(module, "DataParallel")
         require_contents(module, "DataParallel")
-        require_same_model(module, comms)  # before the next check: all ranks then find the same in it
+        settings = f"compress={compressor and compressor.description}, precision={mixed}"
+        require_same_model(module, comms, settings)  # before the next check: all ranks then find the same in it
         require_dense_gradients(module)
         if mixed is not None:
             _require_skipping(mixed, check_finite)
             convert_parameters(module, mixed.master)
             self.precision = mixed
             self.loss_scale = LossScale() if mixed.scales_loss else None
+            if compressor is None and shard is None and mixed.wire is not None:
+                compressor = Cast(mixed.wire, smallest=0)
         replicate(module, comms)
         self.module = module
         self.comms = comms
@@ -148,6 +163,7 @@ class DataParallel(nn.Module):
             refuse_unused=not find_unused_parameters,
             overwrites=gradient_as_bucket_view,
             level=LEVELS[shard],
+            compressor=compressor if comms.world_size > 1 else None,
         )
         checks = check_finite or not find_unused_parameters or self.loss_scale is not None
         self._averages = comms.world_size > 1 or checks
@@ -168,6 +184,7 @@ class DataParallel(nn.Module):
         self._reducer = self._make_reducer(
             dict(self.module.named_parameters()), sums_inside=self._sums_inside, guard=self._guard
         )
+        self._reducer.refuses_not_finite = self.loss_scale is None  # otherwise the step is not taken
         self._reducer.begin_if_wanted = self._begin_if_wanted
         self._reducer.pass_ended = self._pass_ended
         self._single = None if self._averages else SingleRank(self.comms)
@@ -467,6 +484,30 @@ class DataParallel(nn.Module):
     def gradient_memory(self) -> list[torch.Tensor]:
         """The tensors of this rank in which gradients are summed and kept; some may be parts of others."""
         return [tensor for bucket in self._reducer.buckets for tensor in bucket.memory()]
+
+    # ── compression ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def compression_state(self) -> dict[str, Any]:
+        """What this rank keeps from pass to pass with `compress=`: for a checkpoint, which needs that of every rank.
+
+        Returns:
+            `"residuals"`: by the parameters' names, what this rank has not sent; `"methods"`: the state of the methods;
+            `"passes"`: how many were averaged. Tensors are copies.
+        """
+        return self._reducer.compression_state()
+
+    def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what `compression_state` returned on all ranks; every rank calls this.
+
+        There may be more ranks now than there were, or fewer: rank r takes the residuals of the old ranks r, r + ranks,
+        and so on, so nothing that was not sent is lost.
+
+        Args:
+            states: those of all old ranks, in rank order. Of those whose residuals this rank does not take, the
+                residuals may be left out.
+        """
+        if self._single is None:
+            self._reducer.load_compression_state(states)
 
     # ── the plain model's state ─────────────────────────────────────────────────────────────────────────────────
 

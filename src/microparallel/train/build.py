@@ -14,6 +14,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.calls import describe
 from microparallel.comms.slow_links import slow_down
+from microparallel.compression import Compressor, parse
 from microparallel.course.shortcuts import ParameterAveraging
 from microparallel.data_parallel import DataParallel, deferred_init, replicate
 from microparallel.errors import ConfigError, DataError, UsageError
@@ -68,11 +69,7 @@ def build(config: TrainConfig, comms: Comms) -> Training:
     if config.shard == "parameters":
         return _build_fully_sharded(config, comms, model, loss_fn, data, dtype)
     with_loss = ModelWithLoss(model, loss_fn)
-    wrapped: DataParallel | None = None
-    if config.precision in MIXED:
-        wrapped = MixedModelWithLoss(with_loss, comms, shard=config.shard, precision=config.precision)
-    elif config.shard is not None:
-        wrapped = DataParallel(with_loss, comms, shard=config.shard)  # type: ignore[arg-type]
+    wrapped = _wrapped(config, with_loss, comms)
     if wrapped is None:
         strategy = STEPS[config.strategy](with_loss, comms)
     else:
@@ -86,9 +83,18 @@ def build(config: TrainConfig, comms: Comms) -> Training:
         optimizer=build_optimizer(config, model, shared_by=None if sharded is None else comms),
         strategy=strategy,
         sharded=sharded,
+        compressed=None if config.compress is None else wrapped,
         averaging=None if config.average_every is None else ParameterAveraging(model, comms, config.average_every),
         **_rest(config, comms, data, comms, dtype),
     )
+
+
+def _wrapped(config: TrainConfig, with_loss: ModelWithLoss, comms: Comms) -> DataParallel | None:
+    """The model as its replicas compute and send it; None where a strategy of the course does that, or torch's own."""
+    options: dict[str, Any] = {"shard": config.shard, "compress": build_compressor(config), **_mixed(config)}
+    if config.precision in MIXED:
+        return MixedModelWithLoss(with_loss, comms, **options)
+    return None if config.shard is None and config.compress is None else DataParallel(with_loss, comms, **options)
 
 
 def _rest(config: TrainConfig, comms: Comms, data: Split, ranked: Ranked, dtype: torch.dtype) -> dict[str, Any]:
@@ -323,6 +329,14 @@ def build_model(config: TrainConfig, data: Split) -> nn.Module:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"model {config.model!r} has no trainable parameters: there is nothing to train")
     return model
+
+
+def build_compressor(config: TrainConfig) -> Compressor | None:
+    """How gradients are compressed; None if they are not."""
+    if config.compress is None:
+        return None
+    options: dict[str, Any] = {"feedback": False} if config.no_feedback else {}
+    return parse(config.compress, warmup=config.compress_warmup or 0, seed=config.seed, **options)
 
 
 def build_loss(config: TrainConfig, model: nn.Module) -> LossFunction | None:

@@ -234,6 +234,8 @@ def _description(training: Training, config: TrainConfig) -> str:
         if (config.replicas or 1) > 1:
             where = f"{where}, {config.replicas} times"
     precision = "" if config.precision == "float32" else f", {config.precision}"
+    if config.compress is not None:
+        where = f"{where}, gradients compressed by {config.compress}"
     return (
         f"{config.model}, {training.parameters:,} parameters; {config.strategy} on {where}, "
         f"{training.comms.device.type}{precision}\n{training.data.description}"
@@ -251,6 +253,8 @@ def _layout(config: TrainConfig) -> dict[str, Any]:
     shard: dict[str, Any] = {} if config.shard is None else {"shard": config.shard}
     if (config.replicas or 1) > 1:
         shard["replicas"] = config.replicas
+    if config.compress is not None:
+        shard["compress"] = config.compress
     if not config.is_pipeline:
         return shard
     return shard | {name: getattr(config, name) for name in ("dp", "pp", "schedule", "microbatches")}
