@@ -273,7 +273,12 @@ def refuses(comms):
         mp.Pipeline(mlp(), comms, "1f1b", 2, precision="half")
 
 
-def test_an_unknown_precision_is_refused(pool):
+    words = r"different settings: rank 0 has precision=None, and rank 1 has precision=MixedPrecision\(compute=torch.bf"
+    with pytest.raises(mp.errors.UsageError, match=words):
+        mp.Pipeline(mlp(), comms, "1f1b", 2, precision="bf16" if comms.rank else None)
+
+
+def test_an_unknown_precision_and_ranks_that_disagree_are_refused(pool):
     pool.run(refuses, 2, transport="shm", timeout=30)
 
 

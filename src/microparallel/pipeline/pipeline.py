@@ -109,7 +109,7 @@ class Pipeline(Member):
         dtypes = as_precision(precision, "Pipeline")
         numbers = StagePrecision(dtypes, LossScale() if dtypes is not None and dtypes.scales_loss else None)
         chosen = Schedule(schedule, mesh.pp, microbatches, stages_per_rank)
-        pieces = cut_together(layers, chosen.stages, balance, example, comms)
+        pieces = cut_together(layers, chosen.stages, balance, example, comms, f"precision={dtypes}")
         warn_of_whole_models(pieces)
         stages = {
             index: Stage(index, pieces[index], loss_fn, recompute, numbers)
