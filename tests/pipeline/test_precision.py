@@ -272,7 +272,6 @@ def refuses(comms):
     with pytest.raises(mp.errors.UsageError, match=r"Pipeline: precision='half'; choose 'float32', 'bf16', 'fp16'"):
         mp.Pipeline(mlp(), comms, "1f1b", 2, precision="half")
 
-
     words = r"different settings: rank 0 has precision=None, and rank 1 has precision=MixedPrecision\(compute=torch.bf"
     with pytest.raises(mp.errors.UsageError, match=words):
         mp.Pipeline(mlp(), comms, "1f1b", 2, precision="bf16" if comms.rank else None)
@@ -280,6 +279,35 @@ def refuses(comms):
 
 def test_an_unknown_precision_and_ranks_that_disagree_are_refused(pool):
     pool.run(refuses, 2, transport="shm", timeout=30)
+
+
+# ── torch's own autocast ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def under_autocast(comms, name, precision):
+    """With and without autocast in turn: a pipeline does what one process does, micro-batch by micro-batch."""
+    torch.set_num_threads(1)
+    alone, inputs, targets = normalised(), *batches("mlp", 1)[0]
+    pipe = mp.Pipeline(normalised(), comms, name, 2, cross_entropy, precision=precision)
+    wrong = []
+    for number, enabled in enumerate((True, False, True)):
+        alone.zero_grad()
+        pipe.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            found = pipe.step(inputs, targets)
+            for part, answers in zip(inputs.chunk(2), targets.chunk(2), strict=True):
+                (cross_entropy(alone(part), answers) / 2).backward()
+        wrong += [f"{what} in step {number}" for what in wrong_gradients(pipe.named_parameters(), by_name(alone), 1e-6)]
+        statistics = dict(alone.named_buffers())
+        mine = {layer.whole_name(at): one for layer in pipe._layers() for at, one in layer.module.named_buffers()}
+        wrong += [f"{at} in step {number}" for at, one in mine.items() if far(one, statistics[at], 1e-6)]
+        wrong += [] if found.isfinite() else ["loss"]
+    return wrong
+
+
+@pytest.mark.parametrize(("name", "precision"), [("1f1b", None), ("zb-h1", None), ("interleaved", "float32")])
+def test_autocast_around_a_step_is_autocast_in_one_process(pool, name, precision):
+    assert pool.run(under_autocast, 2, name, precision, transport="shm", timeout=30) == [[]] * 2
 
 
 # ── overflow ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from microparallel.comms.calls import describe_content
 from microparallel.errors import PartitionError, UsageError
-from microparallel.pipeline.layers import NamedLayer
+from microparallel.pipeline.layers import NamedLayer, left_as_found
 from microparallel.pipeline.parts import Part
 from microparallel.pipeline.precision import StagePrecision
 from microparallel.pipeline.split_backward import DeferredGradients, DeferringLinear, SplitBackward
@@ -286,25 +286,38 @@ def as_inputs(boundary: Boundary, tensors: Sequence[torch.Tensor], copy_first: b
 class DryRun:
     """A copy of a stage on torch's meta device, where tensors have shapes and no contents; finds what a stage returns.
 
+    Inside of `torch.autocast`, which does nothing on that device, the stage itself is run, on zeros.
+
     Args:
         index: the number of the stage.
         layers: its layers.
         precision: in which dtypes it computes.
+        device: on which the stage itself is.
 
     Attributes:
         changes_input: the stage changes its input in place, and must be given a copy.
     """
 
-    def __init__(self, index: int, layers: Sequence[nn.Module], precision: StagePrecision | None = None) -> None:
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[nn.Module],
+        precision: StagePrecision | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         copies: dict[int, Any] = {}  # one for all layers, so that tied parameters stay tied
         self._index = index
         self._real = layers
         self._layers = [layer.dry() if isinstance(layer, Part) else on_meta(layer, copies) for layer in layers]
-        self._precision = (StagePrecision() if precision is None else precision).without_contents(self._layers)
+        self._real_precision = StagePrecision() if precision is None else precision
+        self._precision = self._real_precision.without_contents(self._layers)
+        self._device = torch.device("cpu") if device is None else device
         self.changes_input = False
 
     def outputs(self, inputs: Boundary, training: bool) -> Boundary:
         """Describe what the stage returns, in the mode that its modules are in; in training, with gradients."""
+        if torch.is_autocast_enabled(self._device.type):
+            return self._real_outputs(inputs, training)
         for layer, real in zip(self._layers, self._real, strict=True):
             # The modules of a part that are not its own are skipped, in either mode.
             for module, original in zip(layer.modules(), real.modules(), strict=not isinstance(layer, Part)):
@@ -315,18 +328,30 @@ class DryRun:
             torch.device("meta"),
             self._precision.computing(),
         ):
-            return Boundary.of(self._run(inputs), f"what stage {self._index} returns")
+            outputs = self._run(inputs, self._layers, torch.device("meta"))
+            return Boundary.of(outputs, f"what stage {self._index} returns")
 
-    def _run(self, inputs: Boundary) -> Any:
+    def _real_outputs(self, inputs: Boundary, training: bool) -> Boundary:
+        devices = [self._device] if self._device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices),
+            torch.set_grad_enabled(training),
+            left_as_found(self._real),
+            self._real_precision.computing(),
+        ):
+            outputs = self._run(inputs, self._real, self._device)
+            return Boundary.of(outputs, f"what stage {self._index} returns")
+
+    def _run(self, inputs: Boundary, layers: Sequence[nn.Module], device: torch.device) -> Any:
         try:
             try:
-                return self._apply(inputs)
+                return self._apply(inputs, layers, device)
             except RuntimeError:
                 # autograd refuses to change a leaf in place, and lets a layer change a copy of it
                 if self.changes_input:
                     raise
                 self.changes_input = True
-                return self._apply(inputs)
+                return self._apply(inputs, layers, device)
         except UsageError:
             raise
         except Exception as error:
@@ -336,11 +361,11 @@ class DryRun:
                 "contents of tensors in Python, or makes tensors on a device of its own choice, cannot be"
             ) from error
 
-    def _apply(self, inputs: Boundary) -> Any:
-        """Run the layers on tensors without contents, as a stage gets them: cut off from the stage before."""
-        tensors = [torch.empty(content.shape, dtype=content.dtype, device="meta") for content in inputs.contents]
+    def _apply(self, inputs: Boundary, layers: Sequence[nn.Module], device: torch.device) -> Any:
+        """Run the layers on zeros, or without contents, as a stage gets its input: cut off from the stage before."""
+        tensors = [torch.zeros(content.shape, dtype=content.dtype, device=device) for content in inputs.contents]
         value, _ = as_inputs(inputs, tensors, self.changes_input)
-        for layer in self._layers:
+        for layer in layers:
             value = layer(value)
         # torch counts how often a tensor was changed in place. Views count together, as micro-batches of a batch do.
         self.changes_input |= any(version_of(tensor) for tensor in tensors)
