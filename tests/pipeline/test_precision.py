@@ -209,6 +209,22 @@ def test_stages_send_half_the_bytes(pool, name):
     assert min(size for _, size in narrow) > 0
 
 
+def holds(comms, precision):
+    """The most bytes of activations of this rank, in a step that is recorded; and whether the copies are gone."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
+    pipe = mp.Pipeline(model, comms, "1f1b", 2, nn.functional.mse_loss, precision=precision)
+    _, trace = pipe.traced_step(torch.ones(4, 16), torch.ones(4, 16))
+    mine = [event.activations for event in trace.events if event.rank == comms.rank and event.activations]
+    return max(map(max, mine)), pipe._precision.copies
+
+
+def test_activations_take_half_the_memory_and_copies_are_not_counted_as_such(pool):
+    wide, narrow = (pool.run(holds, 2, one, transport="shm", timeout=30) for one in ("float32", "bf16"))
+    assert wide[0][0] == 2 * narrow[0][0] > 0
+    assert narrow[1][0] < wide[1][0]  # the last stage's outputs are float32, and so are the targets
+    assert all(copies == [] for _, copies in narrow)
+
+
 def without_gradients(comms, precision):
     """What a pipeline answers is what one process answers that computes with the same copies, in float32."""
     model = MODELS["tied gpt"]()

@@ -17,7 +17,7 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
-from microparallel.data_parallel.precision import LossScale
+from microparallel.data_parallel.precision import LossScale, MixedPrecision
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicas_are_identical, replicate
 from microparallel.data_parallel.sharding import clip_parts
 from microparallel.data_parallel.sync_batch_norm import SyncBatchNorm
@@ -103,6 +103,11 @@ class Member:
             if filled(buffer for layer in layers for buffer in layer.module.buffers())
         }
         self._buffered_places = tuple(sorted(having))
+
+    @property
+    def precision(self) -> MixedPrecision | None:
+        """In which dtypes the stages compute and keep their parameters, if that was asked for."""
+        return self._precision.precision
 
     @property
     def loss_scale(self) -> LossScale | None:

@@ -498,10 +498,10 @@ class Pipeline(Member):
                 "cannot be changed"
             )
         dtypes = {torch.empty(0, dtype=one).to(*args, **kwargs).dtype for one in (torch.float16, torch.float32)}
-        if self._precision.precision is not None and len(dtypes) == 1:
+        if self.precision is not None and len(dtypes) == 1:
             raise UsageError(
-                f"to: this pipeline was made with precision={self._precision.precision}, which says what its dtypes "
-                "are; make another pipeline"
+                f"to: this pipeline was made with precision={self.precision}, which says what its dtypes are; make "
+                "another pipeline"
             )
         self._column.forget_buckets()
         for layer in self._layers():
