@@ -247,6 +247,51 @@ def test_a_model_is_converted_where_it_is(pool):
     pool.run(converted_in_place, 1, transport="shm", timeout=50)
 
 
+# ── on the wire ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bytes_sent(comms, precision, shard, by):
+    """What a rank sends of gradients in a step, beside what it is in float32; and the weights after it."""
+    model = mp.DataParallel(nn.Linear(64, 32), comms, precision=precision, shard=shard)
+    if shard:
+        optimizer = mp.ShardedOptimizer(model.parameters(), torch.optim.SGD, comms, by=by, lr=1e6)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+    before = [one.detach().clone() for one in model.parameters()]
+    inputs = torch.full((4, 64), 0.01 * (1 + comms.rank))
+    with mp.record(comms) as recorder:
+        (model(inputs).mean() * 1e-3).backward()
+        optimizer.step()
+    sums = [event for event in recorder.trace.events if event.rank == comms.rank and str(event.op)[1:2] == "U"]
+    changes = [(one - start).detach() for one, start in zip(model.parameters(), before, strict=True)]
+    return sum(event.sent for event in sums), changes, mp.data_parallel.replicas_are_identical(model, comms)
+
+
+HALVES = [(None, "element"), ("optimizer", "element"), ("gradients", "element"), ("gradients", "parameter")]
+
+
+@pytest.mark.parametrize(("shard", "by"), HALVES)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_gradients_travel_in_16_bits(pool, precision, shard, by):
+    """Half the bytes, but for counts; and gradients of 5e-9, for which float16 has no number, arrive."""
+    plain = pool.run(bytes_sent, 2, "float32", shard, by, transport="shm", timeout=50)
+    narrow = pool.run(bytes_sent, 2, precision, shard, by, transport="shm", timeout=50)
+    assert sum(sent for sent, *_ in narrow) == pytest.approx(sum(sent for sent, *_ in plain) / 2, rel=0.01)
+    for (_, mine, same), (_, wanted, _) in zip(narrow, plain, strict=True):
+        assert same
+        for one, other in zip(mine, wanted, strict=True):
+            assert float(other.abs().max()) > 1e-3
+            torch.testing.assert_close(one, other, rtol=0.02, atol=0)
+
+
+def test_reduce_may_be_wider_than_compute(pool):
+    wide = mp.MixedPrecision(torch.bfloat16, reduce=torch.float32)
+    for shard, by in HALVES:
+        plain = pool.run(bytes_sent, 2, "float32", shard, by, transport="shm", timeout=50)
+        mixed = pool.run(bytes_sent, 2, wide, shard, by, transport="shm", timeout=50)
+        assert [sent for sent, *_ in plain] == [sent for sent, *_ in mixed]
+
+
 # ── steps that are not taken ────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -240,13 +240,24 @@ class Collectives(Caller):
         into: Sequence[torch.Tensor] | None = ...,
         *,
         async_op: Literal[False] = ...,
+        operation: Op | None = ...,
     ) -> list[torch.Tensor]: ...
     @overload
     def all_to_all(
-        self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = ..., *, async_op: Literal[True]
+        self,
+        tensors: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor] | None = ...,
+        *,
+        async_op: Literal[True],
+        operation: Op | None = ...,
     ) -> Request[list[torch.Tensor]]: ...
     def all_to_all(
-        self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None, *, async_op: bool = False
+        self,
+        tensors: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor] | None = None,
+        *,
+        async_op: bool = False,
+        operation: Op | None = None,
     ) -> list[torch.Tensor] | Request[list[torch.Tensor]]:
         """Hand tensor r of the list to rank r, and return what each rank had for this one, in rank order.
 
@@ -257,6 +268,8 @@ class Collectives(Caller):
             into: tensors to receive into, for ranks that know what comes: then no descriptions are exchanged. Either
                 all ranks give them, or none does.
             async_op: return a `Request` as soon as it is known what comes; its `wait()` returns the list.
+            operation: what this call is in the program that its caller follows, who knows what comes; observers are
+                told so.
         """
         for name, given in (("tensors", tensors), ("into", into)):
             if given is not None and len(given) != self.world_size:
@@ -265,7 +278,7 @@ class Collectives(Caller):
                 )
         wires = [to_wire(tensor, self._group.carries) for tensor in tensors]
         call = Call.of_all("all_to_all", *(["into"] if into is not None else []), size=_bytes(wires))
-        agreed = into is None or self._checker is not None
+        agreed = into is None or (self._checker is not None and operation is None)
         contents = self._exchange_headers(call, wires) if agreed else []
         device = tensors[self.rank].device
         if into is None:
@@ -281,13 +294,12 @@ class Collectives(Caller):
                 return [output.to(device) for output in outputs]
             return [from_wire(output, tensor) for output, tensor in zip(outputs, into, strict=True)]
 
-        start = self._start if agreed else self._collective
-        request = start(
-            call,
-            lambda: [self._group.all_to_all([as_bytes(one) for one in outputs], [as_bytes(one) for one in wires])],
-            finish,
-        )
-        return self._answer(request, async_op)
+        def start() -> list[Work]:
+            return [self._group.all_to_all([as_bytes(one) for one in outputs], [as_bytes(one) for one in wires])]
+
+        if agreed:
+            return self._answer(self._start(call, start, finish), async_op)
+        return self._answer(self._collective(call, start, finish, operation), async_op)
 
     def _exchange_headers(self, call: Call, wires: list[torch.Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
         """Tell each rank what it will get, and learn what comes from each."""

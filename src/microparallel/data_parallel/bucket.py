@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +56,7 @@ class FlatBucket:
         self.not_finite = 0
         self.ready = [False] * len(parameters)
         self.missing = len(parameters)
-        self.request: Request[torch.Tensor] | None = None
+        self.request: Request[Any] | None = None
         self._lay_out()
 
     def _lay_out(self) -> None:
