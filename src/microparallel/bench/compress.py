@@ -23,6 +23,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,9 +52,12 @@ from microparallel.bench.engine import (
 from microparallel.bench.settings import GLOO, TRANSPORT, CompressSettings, Progress, injected_link
 from microparallel.bench.subjects import Batch, Subject, bytes_of, find_subject, to_device
 from microparallel.comms import Comms
+from microparallel.comms.message_group import count_messages
 from microparallel.comms.record import Recorder
 from microparallel.comms.slow_links import slow_down
 from microparallel.comms.torch_group import TorchGroup
+from microparallel.collectives import payload
+from microparallel.compression import Compressor, parse
 from microparallel.data_parallel import DataParallel, replicas_are_identical
 from microparallel.models.loss import mean_loss
 from microparallel.simulator.fitted import fit_step
@@ -75,12 +79,14 @@ class Learned:
 
     Attributes:
         method: by its name.
-        sent: bytes of a step, by the rank that sent most, as recorded.
+        sent: bytes of a step, by the rank that sent most, counted message by message.
+        sent_by_formula: what these should be.
         loss: on samples that were not trained on, after the steps of training.
     """
 
     method: str
     sent: float
+    sent_by_formula: float
     loss: float
 
 
@@ -103,12 +109,12 @@ class Timing:
 
 @dataclass(frozen=True)
 class Result:
-    """Everything about one model; `shapes` are those of its parameters."""
+    """Everything about one model."""
 
     model: str
     text: str
     batch: int
-    shapes: tuple[tuple[int, ...], ...]
+    gradient_bytes: int
     train_steps: int
     loss_at_first: float
     learned: tuple[Learned, ...]
@@ -173,9 +179,8 @@ class _Bench:
         if self._injected:
             what = ", ".join(self._injected)
             timings += self._time_injected(lambda part, n: progress((phases - 1 + part) / phases, what, n))
-        shapes = tuple(tuple(one.shape) for one in self._start.parameters() if one.requires_grad)
         result = Result(
-            *(subject.name, subject.text, subject.batch, shapes, settings.train_steps, loss_at_first),
+            *(subject.name, subject.text, subject.batch, bytes_of(self._start), settings.train_steps, loss_at_first),
             *(tuple(learned), tuple(timings)),
         )
         return result, wrong
@@ -201,10 +206,32 @@ class _Bench:
             if not replicas_are_identical(replica.model, comms):
                 problem = f"trained {self._subject.name} wrongly: its ranks ended with different weights"
                 return found, Wrong(method, problem)
-            trace, _ = replica.recorded(comms)
-            [sent] = largest(comms, [sum(event.sent for event in trace.by_rank[comms.rank])])
-            found.append(Learned(method, sent, loss))
+            found.append(Learned(method, self._count(method), self._formula(method), loss))
         return found, None
+
+    def _count(self, method: str) -> float:
+        """How many bytes a rank sends in a step: each message is counted, where all go as on a network."""
+        counted, counts = count_messages(self._comms)
+        replica = self._replica(method, counted)
+        for _ in range(_WARM_UP):
+            replica.step()
+        before = counts.bytes_sent
+        replica.step()
+        [most] = largest(self._comms, [counts.bytes_sent - before])
+        return most
+
+    def _formula(self, method: str) -> float:
+        """How many bytes these should be: of gradients, without the few that tell which there are."""
+        ranks, compressor = self._comms.world_size, compressor_of(method)
+        summed, gathered = 2 * (ranks - 1) / ranks, ranks - 1
+        if compressor is None:
+            return summed * bytes_of(self._start)
+        shapes = [tuple(one.shape) for one in self._start.parameters() if one.requires_grad]
+        large = [shape for shape in shapes if math.prod(shape) >= compressor.smallest]
+        size = 4 * sum(map(math.prod, large))
+        left_alone = bytes_of(self._start) - size
+        rounds = payload(compressor.algorithm(large), size) if large else ()
+        return summed * left_alone + sum((summed if one.kind == "sum" else gathered) * one.bytes for one in rounds)
 
     def _loss(self, model: nn.Module) -> float:
         unseen = replace(self._subject, batch=_SAMPLES_UNSEEN).on_rank(-1)
@@ -311,6 +338,11 @@ class OnLink:
         self.steps.append(self.replica.recorded(self._wires.comms))
 
 
+def compressor_of(method: str) -> Compressor | None:
+    """What compresses gradients by a method; None for that which sends them as they are."""
+    return None if method.removesuffix(AGAIN) == NONE else parse(method)
+
+
 class Replica:
     """One method's copy of the model on this rank, with its optimizer.
 
@@ -327,7 +359,7 @@ class Replica:
         self.method = method
         self.model = copy.deepcopy(model)
         self._batch = batch
-        self._wrapped = DataParallel(self.model, comms)
+        self._wrapped = DataParallel(self.model, comms, compress=compressor_of(method))
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
     def step(self) -> None:

@@ -86,7 +86,9 @@ def analyze(
     step. Communication behind computation is hidden, and costs nothing. Waiting is never called communication.
 
     The verdict comes from the simulator: the recorded step is simulated without communication, without its slowest
-    rank's delay, with other buckets and so on, and the time saved is what that cost.
+    rank's delay, with other buckets and so on, and the time saved is what that cost. Where gradients are summed as they
+    are, it is also simulated with each way to compress them; what encoding takes is measured on this machine. That is
+    advised if it would help, and only then.
 
     Of a recorded step whose parameters are gathered on demand (mp.FullyShardedDataParallel) it says which gather and
     which sum computation waited for, and what another prefetch, or parameters that are kept, would give and cost.
@@ -115,6 +117,7 @@ def _require_nothing_else(run: Path, given: dict[str, Any], others: dict[str, An
 
 def _recorded(run: Path) -> Analysis:
     from microparallel.analyze.bottleneck import find_bottleneck
+    from microparallel.analyze.codecs import codecs_for
     from microparallel.analyze.step_timing import median_of, time_steps
     from microparallel.analyze.table import Analysis
     from microparallel.reporting.folder import read_trace
@@ -130,7 +133,7 @@ def _recorded(run: Path) -> Analysis:
     timings = time_steps(trace, samples if isinstance(samples, int) else 0)
     timing = median_of(timings[1:] or timings)
     about = ", ".join(f"{name} {value}" for name, value in trace.about.items())
-    verdict = find_bottleneck(timing.trace, took=timing.total)
+    verdict = find_bottleneck(timing.trace, took=timing.total, codecs=codecs_for(timing.trace))
     return Analysis(f"{file}: {about}" if about else str(file), timing, verdict)
 
 
@@ -241,7 +244,9 @@ def _analysis(config: TrainConfig, findings: Findings, scalings: list[Scaling]) 
     from microparallel.analyze.table import Analysis
 
     timing = findings.timing
-    verdict = find_bottleneck(timing.trace, findings.demand, findings.machine, timing.total)
+    verdict = find_bottleneck(
+        timing.trace, findings.demand, findings.machine, timing.total, findings.codecs, findings.link
+    )
     how = f"{config.schedule} on --dp {config.dp} --pp {config.pp}" if config.is_pipeline else config.strategy
     title = f"{config.model}, {findings.parameters:,} parameters, batch {config.batch}, {how}"
     return Analysis(title, findings.timing, verdict, findings, tuple(scalings))

@@ -21,7 +21,7 @@ from microparallel.topology import Link
 from microparallel.trace.meetings import meetings
 
 
-def over_link(step: Fitted, link: Link, transport: str) -> Fitted:
+def over_link(step: Fitted, link: Link, transport: str = "gloo") -> Fitted:
     """The step as it would be if all ranks were connected by this link.
 
     Args:
@@ -34,7 +34,7 @@ def over_link(step: Fitted, link: Link, transport: str) -> Fitted:
     return replace(step, costs=replace(step.costs, seconds=seconds))
 
 
-def link_seconds(step: Fitted, link: Link, transport: str) -> dict[tuple[int, Op], float]:
+def link_seconds(step: Fitted, link: Link, transport: str = "gloo") -> dict[tuple[int, Op], float]:
     """How long the messages of what ranks do together take on a link, by rank and operation."""
     costs = _MessagesAlone(
         latency=link.latency or 0.0,
