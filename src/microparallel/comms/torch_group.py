@@ -9,11 +9,24 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from microparallel.comms.interpreter import COMBINE, Algorithm, Memory, Personal, RankProgram, perform, rank_program
+from microparallel.comms.interpreter import (
+    COMBINE,
+    PROGRAM_TAG,
+    Algorithm,
+    Memory,
+    Personal,
+    Pieces,
+    RankProgram,
+    perform,
+    rank_program,
+)
 from microparallel.observe.flight import Flight
 from microparallel.program import AUTO
-from microparallel.transport.base import COMPLETE, Work
+from microparallel.transport.base import Work
 from microparallel.transport.torch_distributed import TorchTransport
+
+# Programs that are under way at the same time have different tags; those of other messages are below `_TAGS`.
+_TAGS, _PROGRAMS = 128, 1024
 
 
 class TorchGroup(TorchTransport):
@@ -26,6 +39,7 @@ class TorchGroup(TorchTransport):
         self.transport_name = "nccl" if "cuda" in carries else "gloo"
         self.flight = Flight(None) if flight is None else flight
         self.log = self.flight.group(self.world_ranks)
+        self._programs = 0  # how many all-reduce programs were started
 
     def subgroup(self, ranks: list[int]) -> Self | None:
         """Make a group of some of these ranks; its calls are recorded where this one's are."""
@@ -44,14 +58,29 @@ class TorchGroup(TorchTransport):
         """Nothing to do: torch does not compare calls. Checked mode does."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: Algorithm = AUTO) -> Work:
-        """Start combining the ranks' tensors, in place, on every rank; with an `algorithm`, return when it has run."""
+        """Start combining the ranks' tensors, in place, on every rank.
+
+        With an `algorithm`, a program of ours runs over messages: its first messages start now, and the thread that
+        waits does the rest. So where ranks make other calls before they wait, all must wait at the same place among
+        them. NCCL matches messages by their order alone: there the whole program starts now.
+        """
         if algorithm == AUTO:
             return self.native_all_reduce(tensor, op)
         if not isinstance(algorithm, RankProgram):
             algorithm = rank_program("all-reduce", algorithm, self.world_size, self.rank)
-        for work in perform(algorithm.rounds, Memory(tensor, algorithm.slices), self, COMBINE[op]):
-            work.wait()
-        return COMPLETE
+        return self.start_program(algorithm, Memory(tensor, algorithm.slices), op, tensor.device)
+
+    def start_program(self, program: RankProgram, memory: Pieces, op: str, device: torch.device) -> Work:
+        """Start a program over messages, with a tag of their own: they mix with no other program's."""
+        performed = Performed(perform(program.rounds, memory, self, COMBINE[op], self._next_tag()))
+        if device.type in self.batched:
+            performed.wait()
+        return performed
+
+    def _next_tag(self) -> int:
+        """The tag of the next program's messages: the same on all ranks, since all make the same calls."""
+        self._programs += 1
+        return PROGRAM_TAG + _TAGS * (1 + self._programs % _PROGRAMS)
 
     def all_to_all(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> Work:
         """Start handing input r to rank r, and getting one from each, by messages that are all under way at once."""
