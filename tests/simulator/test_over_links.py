@@ -48,9 +48,13 @@ def test_messages_come_on_top_of_what_was_recorded(algorithm, ranks, buckets, tr
 
 def test_each_sum_takes_what_its_program_takes():
     step = fit_step(trace_of(Link(0.0, 0.0), 2, 1, "shm", 4 * 10**6, "topk-0.01"))
-    found = {str(op): seconds for (rank, op), seconds in link_seconds(step, Link(1e-3, 8e-8), "shm").items() if not rank}
+    found = {
+        str(op): seconds for (rank, op), seconds in link_seconds(step, Link(1e-3, 8e-8), "shm").items() if not rank
+    }
     assert found["*U0@dp:topk-0.01"] == pytest.approx(1e-3 + 8 * 10**4 * 8e-8)  # values and places of 10,000 numbers
     assert found["*:presence0@dp"] == pytest.approx(1e-3 + 8 * 8e-8) == found["*:loss@dp"]
     step = fit_step(trace_of(Link(0.0, 0.0), 2, 1, "shm", 4 * 10**6))
-    found = {str(op): seconds for (rank, op), seconds in link_seconds(step, Link(1e-3, 8e-8), "shm").items() if not rank}
+    found = {
+        str(op): seconds for (rank, op), seconds in link_seconds(step, Link(1e-3, 8e-8), "shm").items() if not rank
+    }
     assert found["*U0@dp"] == pytest.approx(2e-3 + 4 * 10**6 * 8e-8)  # two halves, one after the other

@@ -84,7 +84,7 @@ def link_of(step: Fitted) -> Link | None:
 
 def _observations(step: Fitted) -> list[tuple[float, float, float]]:
     """Of each sum: how many messages and bytes a rank sent, at most; and how long it took."""
-    found = []
+    found: list[tuple[float, float, float]] = []
     for op, (seconds, _) in step.collectives.items():
         counts = [sent for (_, other), sent in step.costs.counts.items() if other == op]
         if counts and seconds > 0 and max(counts)[0]:
@@ -101,8 +101,10 @@ def _by_bandwidth_alone(step: Fitted) -> Link:
 def _compressed(step: Fitted, codec: Codec, sums: Mapping[AllReduce, float], link: Link) -> Fitted:
     """The step whose sums are compressed, as DataParallel does it: with small sums behind them."""
     renamed: dict[Op, Op] = {op: replace(op, algorithm=codec.algorithm(size)) for op, size in sums.items()}
-    left = sum(sums.values()) * codec.left_alone
-    behind: dict[Op, tuple[float, float]] = {_PRESENCE: (0.0, _SMALL)} | ({_LEFT_ALONE: (0.0, left)} if left else {})
+    left = codec.left_alone * max(sum(sums.get(op, 0.0) for op in ops) for ops in step.program.ranks)
+    behind: dict[Op, tuple[float, float]] = {_PRESENCE: (0.0, _SMALL)}
+    if left:
+        behind[_LEFT_ALONE] = 0.0, left
     new = {renamed[op]: (codec.seconds * codec.scale(size), size) for op, size in sums.items()} | behind
     ranks = [tuple(_renamed(ops, renamed, behind)) for ops in step.program.ranks]
     each = [((rank, op), *new[op]) for rank, ops in enumerate(ranks) for op in ops if op in new]

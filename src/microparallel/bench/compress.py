@@ -15,7 +15,7 @@ What a link costs depends on nothing but what is sent, so a method is predicted 
 links that take no time, with all that it computes, and the program of each sum is simulated on the link
 (`simulator/over_links.py`). What is recorded takes turns with the steps that are predicted.
 
-    round 3   none ○◐●   bf16 ○◐●   topk:0.01 ○◐● …     ○ not timed   ◐ recorded, both without delay   ● timed, on the link
+    round 3   none ○◐●   bf16 ○◐●   topk:0.01 ○◐●     without delay: ○ not timed, ◐ recorded     on the link: ● timed
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -51,12 +51,12 @@ from microparallel.bench.engine import (
 )
 from microparallel.bench.settings import GLOO, TRANSPORT, CompressSettings, Progress, injected_link
 from microparallel.bench.subjects import Batch, Subject, bytes_of, find_subject, to_device
+from microparallel.collectives import payload
 from microparallel.comms import Comms
 from microparallel.comms.message_group import count_messages
 from microparallel.comms.record import Recorder
 from microparallel.comms.slow_links import slow_down
 from microparallel.comms.torch_group import TorchGroup
-from microparallel.collectives import payload
 from microparallel.compression import Compressor, parse
 from microparallel.data_parallel import DataParallel, replicas_are_identical
 from microparallel.models.loss import mean_loss
@@ -173,10 +173,14 @@ class _Bench:
         loss_at_first = self._loss(self._start)
         learned, wrong = self._learn(lambda part, what: progress(part / phases, what, 0))
         timings: list[Timing] = []
-        for phase, name in enumerate(self._plain, 1):
+        for phase, name in enumerate(self._plain if wrong is None else (), 1):
+
+            def of_phase(part: float, steps: int, phase: int = phase, name: str = name) -> None:
+                progress((phase + part) / phases, name, steps)
+
             with self._over(name) as comms:
-                timings += self._time(comms, name, lambda part, n, p=phase, w=name: progress((p + part) / phases, w, n))
-        if self._injected:
+                timings += self._time(comms, name, of_phase)
+        if self._injected and wrong is None:
             what = ", ".join(self._injected)
             timings += self._time_injected(lambda part, n: progress((phases - 1 + part) / phases, what, n))
         result = Result(
@@ -196,7 +200,8 @@ class _Bench:
 
     def _learn(self, progress: Callable[[float, str], None]) -> tuple[list[Learned], Wrong | None]:
         """Train with each method for some steps: samples and seeds are the same for all. No link changes the loss."""
-        comms, found = self._comms, []
+        comms = self._comms
+        found: list[Learned] = []
         for number, method in enumerate(self._methods):
             progress(number / len(self._methods), f"learning by {method}")
             replica = self._replica(method, comms)

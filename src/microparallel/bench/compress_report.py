@@ -73,7 +73,7 @@ class Report(report.Report[Measurements]):
             for link in dict.fromkeys(timing.link for timing in result.timings):
                 console.print(self.times(result, link))
                 console.print()
-        console.print(f"[dim]{legend([*_LEARNED, *_TIMES])}[/]")
+        console.print(f"[dim]{legend(_LEARNED)}\n{legend(_TIMES)}[/]")
         predicted = [row.error for row in self.rows if row.error is not None]
         if predicted:
             typical = statistics.median(map(abs, predicted))

@@ -92,7 +92,9 @@ def _parse_compressors(text: str, flag: str) -> tuple[str, ...]:
 
 
 def _parse_links(text: str, flag: str) -> tuple[str, ...]:
-    names = tuple(name.lower() if name.lower() in (TRANSPORT, GLOO, *LINKS) else name for name in _parse_names(text, flag))
+    names = tuple(
+        name.lower() if name.lower() in (TRANSPORT, GLOO, *LINKS) else name for name in _parse_names(text, flag)
+    )
     for name in names:
         injected_link(name, f"{flag} {text}")
     return tuple(dict.fromkeys(names))
