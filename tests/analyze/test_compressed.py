@@ -176,6 +176,16 @@ def test_codecs_send_what_their_programs_say():
     assert found["powersgd:2"].algorithm(size + 64 * 4) == "powersgd-2-sum-768-sum-1024"
 
 
+def test_of_large_gradients_a_part_is_measured_and_small_ones_are_left_alone(monkeypatch):
+    monkeypatch.setattr("microparallel.analyze.codecs._MOST", 2000)
+    for shapes, measured in [([(100, 40)], 2000), ([(40, 40), (40, 40)], 1600), ([(3, 5000)], 2000)]:
+        found = measure_codecs(shapes, 2, torch.device("cpu"))
+        assert {one.bytes for one in found} == {4 * measured}
+        whole = 4 * sum(rows * columns for rows, columns in shapes)
+        assert all(one.scale(whole) == pytest.approx(whole / 4 / measured) for one in found)
+    assert measure_codecs([(8, 8), (8,)], 2, torch.device("cpu")) == ()
+
+
 def test_of_a_recorded_step_only_the_size_is_known():
     found = codecs_for(trace_of(SLOW))
     assert "powersgd:2" not in {one.method for one in found} and {one.bytes for one in found} == {SIZE}

@@ -47,7 +47,7 @@ def test_every_method_is_measured_over_every_link_on_all_ranks_alike(any_pool, r
     for one in result.timings:
         assert len(one.seconds) == 2 and min(one.seconds) > 0
         assert (one.predicted is None) == (one.link in ("transport", "gloo"))
-        assert one.predicted is None or math.isfinite(one.predicted) and one.predicted > 0
+        assert one.predicted is None or (math.isfinite(one.predicted) and one.predicted > 0)
     learned = {one.method: one for one in result.learned}
     assert learned["none"] == dataclasses.replace(learned["none, again"], method="none")  # the same bits
     for one in learned.values():  # but for counts of gradients, and padding

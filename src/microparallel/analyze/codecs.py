@@ -37,7 +37,8 @@ def measure_codecs(shapes: Sequence[Shape], ranks: int, device: torch.device) ->
     """
     matrices = any(len(shape) > 1 for shape in shapes)
     methods = [method for method in COMPRESSED if matrices or not method.startswith("powersgd")]
-    return tuple(_measure(method, shapes, ranks, device) for method in methods)
+    found = (_measure(method, shapes, ranks, device) for method in methods)
+    return tuple(codec for codec in found if codec is not None)
 
 
 def codecs_for(trace: Trace) -> tuple[Codec, ...]:
@@ -56,11 +57,14 @@ def codecs_for(trace: Trace) -> tuple[Codec, ...]:
         torch.set_num_threads(threads)
 
 
-def _measure(method: str, shapes: Sequence[Shape], ranks: int, device: torch.device) -> Codec:
+def _measure(method: str, shapes: Sequence[Shape], ranks: int, device: torch.device) -> Codec | None:
+    """Measure one method; None where all tensors are so small that it leaves them alone."""
     compressor = parse(method)
     large = [shape for shape in shapes if math.prod(shape) >= compressor.smallest]
+    if not large:
+        return None
     together = itertools.accumulate(map(math.prod, large))
-    measured = [shape for shape, numbers in zip(large, together, strict=True) if numbers <= _MOST] or [(_MOST,)]
+    measured = [shape for shape, numbers in zip(large, together, strict=True) if numbers <= _MOST] or [_part(large[0])]
     gradients = torch.randn(sum(map(math.prod, measured)), device=device)
     residual = torch.zeros_like(gradients) if compressor.feedback else None
     rounds: list[Round] = []
@@ -74,6 +78,12 @@ def _measure(method: str, shapes: Sequence[Shape], ranks: int, device: torch.dev
     return Codec(
         method, compressor.name, tuple(rounds), gradients.nbytes, statistics.median(seconds), left_alone=left_alone
     )
+
+
+def _part(shape: Shape) -> Shape:
+    """As much of a large tensor as is measured: its first rows."""
+    row = math.prod(shape[1:])
+    return (max(1, _MOST // row), *shape[1:]) if row < _MOST else (_MOST,)
 
 
 def _encode_and_decode(
