@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import microparallel as mp
+from microparallel.collectives import payload
 from microparallel.program import Join, Lane, Named, from_text, lane, to_text
 from microparallel.program import values as names
 
@@ -84,6 +85,47 @@ def test_a_data_parallel_step(any_pool, kind, overlap):
         assert (":buffers" in first) == (":weights" in first) == (kind == "buffers and weights")
         assert ("B0.4" in later[0]) == (kind == "accumulation")
         assert ("=" in later[0].partition("rank 0")[2]) == (not overlap or kind == "buffers and weights")
+
+
+def compressed(comms, text, overlap, microbatches):
+    """Three steps, of which the first is sent as it is; beside each its program, and what was sent for the last."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    compressor = mp.compression.parse(text, warmup=1, smallest=WIDTH * WIDTH)
+    model = mp.DataParallel(
+        nn.Sequential(*layers, nn.BatchNorm1d(WIDTH)), comms, bucket_cap_mb=2e-4, overlap=overlap, compress=compressor
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    programs = []
+    with mp.record(comms) as recorder:
+        for _ in range(3):
+            optimizer.zero_grad()
+            programs.append(model.program(microbatches))
+            for number in range(microbatches):
+                with model.no_sync() if number < microbatches - 1 else nullcontext():
+                    model(torch.randn(comms.rank + 2, WIDTH)).square().sum().backward()
+            optimizer.step()
+    steps = [recorder.trace.step(number) for number in range(3)]
+    wrong = [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
+    last = [e for e in steps[-1].events if e.rank == comms.rank and "@dp:" in str(e.op)]
+    meant = [op for op in programs[-1].ranks[comms.rank] if "@dp:" in str(op)]
+    payloads = [payload(op.algorithm, 4 * WIDTH * WIDTH) for op in meant]
+    return wrong, [to_text(program) for program in programs], [(e.messages, e.sent) for e in last], payloads
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one after another"])
+@pytest.mark.parametrize(("text", "microbatches"), [("topk:0.1", 1), ("randomk:0.1", 2), ("powersgd", 1), ("bf16", 2)])
+def test_a_compressed_step(any_pool, text, microbatches, overlap):
+    for wrong, (first, *later), sent, payloads in any_pool.run(compressed, 2, text, overlap, microbatches, timeout=50):
+        assert not wrong
+        name = mp.compression.parse(text).name
+        assert name not in first and ":presence" not in first
+        assert all(text.count(f"@dp:{name}") == 2 * LAYERS and text.count(":presence0") == 2 for text in later)
+        # Between two ranks a sum sends a half to be added and a half of the result; a gather sends the whole.
+        assert len(sent) == LAYERS
+        for (messages, size), rounds in zip(sent, payloads, strict=True):
+            assert size == sum(one.bytes for one in rounds)
+            assert messages == sum(2 if one.kind == "sum" else 1 for one in rounds)
 
 
 def summed_and_counted(outputs, targets):

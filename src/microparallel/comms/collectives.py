@@ -7,16 +7,17 @@ Make the tensors fit for the wire, start the transfer (`_collective`), and bring
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 import torch
 
-from microparallel.collectives import all_reduce_program
+from microparallel.collectives import all_reduce_program, is_compressed
 from microparallel.comms.calls import Call, describe, describe_content, describe_list
 from microparallel.comms.group import Group
 from microparallel.comms.interpreter import Algorithm
 from microparallel.comms.own_program import verified_all_reduce
 from microparallel.comms.request import Caller, Request, Result
+from microparallel.comms.rounds import Exchanged, Rounds, WireRounds
 from microparallel.comms.wire import (
     as_bytes,
     check_reduction,
@@ -33,6 +34,8 @@ from microparallel.comms.wire import (
 from microparallel.errors import Mismatch, UsageError
 from microparallel.program import AUTO, AllReduce, Op, Program
 from microparallel.transport.base import Work
+
+Exchange = TypeVar("Exchange")  # what the rounds of an exchange return
 
 
 class Collectives(Caller):
@@ -483,6 +486,70 @@ class Collectives(Caller):
         )
         return self._answer(request, async_op)
 
+    @overload
+    def exchange_rounds(
+        self,
+        rounds: Rounds[Exchange],
+        words: str,
+        *,
+        size: int = ...,
+        async_op: Literal[False] = ...,
+        operation: Op | None = ...,
+    ) -> Exchange: ...
+    @overload
+    def exchange_rounds(
+        self,
+        rounds: Rounds[Exchange],
+        words: str,
+        *,
+        size: int = ...,
+        async_op: Literal[True],
+        operation: Op | None = ...,
+    ) -> Request[Exchange]: ...
+    def exchange_rounds(
+        self,
+        rounds: Rounds[Exchange],
+        words: str,
+        *,
+        size: int = 0,
+        async_op: bool = False,
+        operation: Op | None = None,
+    ) -> Exchange | Request[Exchange]:
+        """Sum and gather several times, each time with what came before: all as one call (`comms/rounds.py`).
+
+        Args:
+            rounds: a generator that yields `("sum", tensor)` or `("gather", tensor)`, and is sent the result. It runs
+                in the thread that runs the call.
+            words: what is exchanged, the same on every rank: "topk-0.01 of 1000 numbers".
+            size: how many bytes are exchanged, as if they were not compressed.
+            async_op: return a `Request`, whose `wait()` returns what the generator has returned.
+            operation: what this call is in the program that its caller follows; observers are told so.
+        """
+        results: list[Exchange] = []
+        request = self._collective(
+            Call.of_all("exchange_rounds", words, size=size),
+            lambda: [self._group.exchange_rounds(self._on_wire(rounds, results))],
+            results.pop,
+            operation,
+        )
+        return self._answer(request, async_op)
+
+    def _on_wire(self, rounds: Rounds[Exchange], results: list[Exchange]) -> WireRounds:
+        """The same rounds with tensors that the transport carries; what they return becomes a result."""
+        answer: Exchanged | None = None
+        while True:
+            try:
+                kind, tensor = next(rounds) if answer is None else rounds.send(answer)
+            except StopIteration as stop:
+                results.append(stop.value)
+                return
+            found = yield kind, to_wire(tensor, self._group.carries)
+            answer = (
+                from_wire(found, tensor)
+                if isinstance(found, torch.Tensor)
+                else [one.to(tensor.device) for one in found]
+            )
+
     def _chosen(self, algorithm: str | Program) -> tuple[Algorithm, str]:
         """How an all-reduce runs, and what its call says of that; refused if it is no all-reduce of these ranks."""
         if isinstance(algorithm, Program):
@@ -492,6 +559,11 @@ class Collectives(Caller):
             raise UsageError(f"all_reduce: algorithm={algorithm!r}; give a name such as 'ring', or a Program")
         if algorithm == AUTO:
             return AUTO, ""
+        if is_compressed(algorithm):
+            raise UsageError(
+                f"all_reduce: algorithm={algorithm!r} loses most of the numbers; it is for gradients: "
+                "mp.DataParallel(model, comms, compress=…)"
+            )
         all_reduce_program(algorithm, self.world_size)  # says so if there is none
         return algorithm, f", algorithm={algorithm!r}"
 

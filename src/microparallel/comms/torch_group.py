@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import Self
@@ -9,6 +10,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
+from microparallel.collectives import PROGRAM_OF_ROUND, RoundKind
 from microparallel.comms.interpreter import (
     COMBINE,
     PROGRAM_TAG,
@@ -20,6 +22,7 @@ from microparallel.comms.interpreter import (
     perform,
     rank_program,
 )
+from microparallel.comms.rounds import Exchanged, WireRounds, room
 from microparallel.observe.flight import Flight
 from microparallel.program import AUTO
 from microparallel.transport.base import Work
@@ -88,6 +91,22 @@ class TorchGroup(TorchTransport):
         program = rank_program("all-to-all", "direct", self.world_size, self.rank)
         return Performed(perform(program.rounds, Personal(inputs, outputs, self.rank), self, COMBINE["sum"]))
 
+    def exchange_rounds(self, rounds: WireRounds) -> Work:
+        """Start sums and gathers that need each other's results; the thread that waits does all but the first.
+
+        So where ranks make other calls before they wait, all must wait at the same place among them. torch adds float32
+        numbers itself; 16-bit numbers are added in float32, by a program.
+        """
+        return _Following(self, rounds)
+
+    def start_round(self, kind: RoundKind, tensor: torch.Tensor) -> tuple[Work, Exchanged]:
+        """Start a sum or a gather; returns where its result will be."""
+        if kind == "sum":
+            name = PROGRAM_OF_ROUND["sum"] if tensor.dtype in (torch.float16, torch.bfloat16) else AUTO
+            return self.all_reduce(tensor, "sum", name), tensor
+        tensors = room(tensor, self.world_size, self.rank)
+        return self.all_gather(tensor, tensors), tensors
+
     @property
     def has_free_cores(self) -> bool:
         """True: the network, or the GPU, works beside the cores."""
@@ -99,6 +118,25 @@ class TorchGroup(TorchTransport):
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A CPU tensor in ordinary memory, which is as good as any here."""
         return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+class _Following:
+    """Rounds under way: the first has started, and the thread that waits starts the others."""
+
+    def __init__(self, group: TorchGroup, rounds: WireRounds) -> None:
+        self._group = group
+        self._rounds = rounds
+        self._under_way: tuple[Work, Exchanged] | None = group.start_round(*next(rounds))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the last round has ended."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._under_way is not None:
+            work, result = self._under_way
+            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._under_way = None
+            with contextlib.suppress(StopIteration):
+                self._under_way = self._group.start_round(*self._rounds.send(result))
 
 
 class Performed:

@@ -6,7 +6,7 @@ method sends stands in `collectives/compressed.py`; how to write one of your own
 
 from microparallel.compression.chain import Chain
 from microparallel.compression.compressor import Compressor, Parts, Received, Shape
-from microparallel.compression.exchange import Rounds, compressed_sum, in_process
+from microparallel.compression.exchange import compressed_sum, in_process
 from microparallel.compression.low_rank import PowerSGD
 from microparallel.compression.methods import Cast, Int8, RandomK, Sign, TopK
 from microparallel.compression.parsing import parse
@@ -20,7 +20,6 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "Received",
-    "Rounds",
     "Shape",
     "Sign",
     "TopK",

@@ -9,12 +9,12 @@ e ← e − c        what was not sent stays: after any number of passes, Σ sen
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from microparallel.collectives import RoundKind
 from microparallel.comms.in_process import all_reduce_in_process
+from microparallel.comms.rounds import Rounds
 from microparallel.compression.compressor import (
     Compressor,
     Received,
@@ -25,9 +25,6 @@ from microparallel.compression.compressor import (
     unpacked,
 )
 
-# Yields what a round does with a tensor; is sent the sum, or the list of all ranks' tensors; returns its result.
-Rounds = Generator[tuple[RoundKind, torch.Tensor], torch.Tensor | Sequence[torch.Tensor], torch.Tensor]
-
 
 def compressed_sum(
     compressor: Compressor,
@@ -36,12 +33,12 @@ def compressed_sum(
     residual: torch.Tensor | None = None,
     *,
     sends_nothing: bool = False,
-) -> Rounds:
+) -> Rounds[torch.Tensor]:
     """Sum gradients over the ranks, compressed; whoever runs this generator carries the messages.
 
     Args:
         compressor: of this bucket.
-        gradients: a flat float32 tensor, which stays as it is.
+        gradients: a flat tensor, which stays as it is; it is compressed in float32.
         shapes: of the gradients in it.
         residual: what earlier passes have not sent, which changes; None: no error feedback.
         sends_nothing: this rank takes part, but sends zeros and keeps its residual as it is: it has gradients that are
@@ -51,9 +48,9 @@ def compressed_sum(
         The sum of what all ranks have sent.
     """
     if sends_nothing:
-        bucket = torch.zeros_like(gradients)
+        bucket = torch.zeros_like(gradients, dtype=torch.float32)
     elif residual is None:
-        bucket = gradients
+        bucket = gradients.to(torch.float32)
     else:
         bucket = residual.add_(gradients).to(torch.float32)
     received: list[Received] = []
@@ -76,7 +73,7 @@ def compressed_sum(
     return compressor.decode(shapes, *received)
 
 
-def in_process(sums: Sequence[Rounds]) -> list[torch.Tensor]:
+def in_process(sums: Sequence[Rounds[torch.Tensor]]) -> list[torch.Tensor]:
     """Run the sums of several ranks in this process, round by round; returns each rank's result.
 
     Sums are made as the ranks would make them (`direct`): 16-bit numbers in float32, rounded once.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -167,6 +167,10 @@ class FlatBucket:
         """How many ranks had a gradient for the parameter that the fewest ranks used."""
         return int(self.ranks_with_gradient.min())
 
+    def came_late(self, index: int) -> bool:  # noqa: ARG002
+        """Whether there is a sum for a parameter that no rank used: not here, where every sum is of this pass."""
+        return False
+
     def reset(self) -> None:
         """Make all gradients missing again, before the next pass."""
         self.ready = [False] * len(self.parameters)
@@ -175,15 +179,18 @@ class FlatBucket:
         self._open = False
 
 
-def split(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+def split(
+    parameters: Iterable[nn.Parameter], limit: float, apart: Callable[[nn.Parameter], object] = lambda _: None
+) -> list[list[nn.Parameter]]:
     """Share parameters, in the order of their gradients, among buckets; one that has `limit` bytes takes no more.
 
-    A bucket has one dtype and one device, so several buckets may be open at a time.
+    A bucket has one dtype and one device, so several buckets may be open at a time. Parameters for which `apart` says
+    different things are in different buckets, too.
     """
     full: list[list[nn.Parameter]] = []
     filling: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
-        kind = (parameter.dtype, parameter.device)
+        kind = (parameter.dtype, parameter.device, apart(parameter))
         filling.setdefault(kind, []).append(parameter)
         if sum(parameter.nbytes for parameter in filling[kind]) >= limit:
             full.append(filling.pop(kind))

@@ -78,6 +78,7 @@ class FullyShardedDataParallel(DataParallel):
         broadcast_buffers: as for `DataParallel`.
         find_unused_parameters: as for `DataParallel`.
         check_finite: as for `DataParallel`.
+        compress: refused: gradients in parts are not compressed.
 
     Example:
         ```python
@@ -107,8 +108,14 @@ class FullyShardedDataParallel(DataParallel):
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = True,
         check_finite: bool = False,
+        compress: None = None,
     ) -> None:
         nn.Module.__init__(self)
+        if compress is not None:
+            raise UsageError(
+                f"FullyShardedDataParallel: compress={compress!r}: a compressed sum leaves each rank with all "
+                "gradients, and here a rank keeps its part; use mp.DataParallel"
+            )
         _require_sensible(comms, prefetch, replicas)
         require_plain(module, "FullyShardedDataParallel")
         require_same_model(module, comms)

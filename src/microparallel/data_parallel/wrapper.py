@@ -18,6 +18,8 @@ from torch.nn.modules.module import (
 )
 
 from microparallel.comms import Comms
+from microparallel.compression import Compressor
+from microparallel.data_parallel.compressed_bucket import as_compressor
 from microparallel.data_parallel.deferred import require_contents
 from microparallel.data_parallel.reducer import ObservedBackward, Reducer
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicate, require_same_model
@@ -70,6 +72,9 @@ class DataParallel(nn.Module):
             gradients, too, which then leave after every backward (inside of `no_sync()` they stay whole). The optimizer
             must be a `mp.ShardedOptimizer`, and gradients are clipped with this model's `clip_grad_norm_`. After a
             backward, `grad` of a parameter only says that there is a gradient: no rank has it whole.
+        compress: send fewer bytes: an object of `mp.compression`, such as `mp.compression.TopK(0.01)`, or its name,
+            such as "topk:0.01"; all ranks give the same. Gradients are then nearly the average, and the same bits on
+            every rank. A world of one rank sends nothing, and compresses nothing.
 
     Example:
         ```python
@@ -94,16 +99,24 @@ class DataParallel(nn.Module):
         check_finite: bool = False,
         gradient_as_bucket_view: bool = False,
         shard: Shard | None = None,
+        compress: str | Compressor | None = None,
     ) -> None:
         super().__init__()
         if shard not in LEVELS:
             raise UsageError(f"DataParallel: shard={shard!r}; choose None, 'optimizer' or 'gradients'")
+        compressor = as_compressor(compress, module)
+        if shard is not None and compressor is not None:
+            raise UsageError(
+                f"DataParallel: compress={compressor.name} with shard={shard!r}: a compressed sum leaves each rank "
+                "with all gradients, and shard= with its part; choose one of the two"
+            )
         if bucket_cap_mb is None:
             bucket_cap_mb = _fitting_buckets(module, shard)
         _require_sensible(bucket_cap_mb, broadcast_buffers, find_unused_parameters, gradient_as_bucket_view)
         require_plain(module, "DataParallel")
         require_contents(module, "DataParallel")
-        require_same_model(module, comms)  # before the next check: all ranks then find the same in it
+        settings = f"compress={compressor and compressor.description}"
+        require_same_model(module, comms, settings)  # before the next check: all ranks then find the same in it
         require_dense_gradients(module)
         replicate(module, comms)
         self.module = module
@@ -117,6 +130,7 @@ class DataParallel(nn.Module):
             refuse_unused=not find_unused_parameters,
             overwrites=gradient_as_bucket_view,
             level=LEVELS[shard],
+            compressor=compressor if comms.world_size > 1 else None,
         )
         self._averages = comms.world_size > 1 or check_finite or not find_unused_parameters
         self._broadcasts_buffers = broadcast_buffers and comms.world_size > 1 and bool(filled(module.buffers()))
@@ -411,6 +425,30 @@ class DataParallel(nn.Module):
     def gradient_memory(self) -> list[torch.Tensor]:
         """The tensors of this rank in which gradients are summed and kept; some may be parts of others."""
         return [tensor for bucket in self._reducer.buckets for tensor in bucket.memory()]
+
+    # ── compression ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def compression_state(self) -> dict[str, Any]:
+        """What this rank keeps from pass to pass with `compress=`: for a checkpoint, which needs that of every rank.
+
+        Returns:
+            `"residuals"`: by the parameters' names, what this rank has not sent; `"methods"`: the state of the methods;
+            `"passes"`: how many were averaged. Tensors are copies.
+        """
+        return self._reducer.compression_state()
+
+    def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what `compression_state` returned on all ranks; every rank calls this.
+
+        There may be more ranks now than there were, or fewer: rank r takes the residuals of the old ranks r, r + ranks,
+        and so on, so nothing that was not sent is lost.
+
+        Args:
+            states: those of all old ranks, in rank order. Of those whose residuals this rank does not take, the
+                residuals may be left out.
+        """
+        if self._single is None:
+            self._reducer.load_compression_state(states)
 
     # ── the plain model's state ─────────────────────────────────────────────────────────────────────────────────
 
