@@ -101,7 +101,7 @@ def _by_bandwidth_alone(step: Fitted) -> Link:
 def _compressed(step: Fitted, codec: Codec, sums: Mapping[AllReduce, float], link: Link) -> Fitted:
     """The step whose sums are compressed, as DataParallel does it: with small sums behind them."""
     renamed: dict[Op, Op] = {op: replace(op, algorithm=codec.algorithm(size)) for op, size in sums.items()}
-    left = codec.left_alone * max(sum(sums.get(op, 0.0) for op in ops) for ops in step.program.ranks)
+    left = codec.left_alone * max(sum(size for op, size in sums.items() if op in ops) for ops in step.program.ranks)
     behind: dict[Op, tuple[float, float]] = {_PRESENCE: (0.0, _SMALL)}
     if left:
         behind[_LEFT_ALONE] = 0.0, left

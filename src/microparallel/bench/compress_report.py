@@ -157,8 +157,8 @@ _LEARNED: list[Column[Learned]] = [
     Column(
         "by formula",
         lambda one: show_size(one.sent_by_formula),
-        "2(p−1)/p of a payload that is summed, (p−1) payloads of one that is gathered; and what is\n"
-        "left alone, since it is small",
+        "2(p−1)/p of a payload that is summed, p−1 payloads of one that is gathered;\n"
+        "and 2(p−1)/p of what is left alone, since it is small",
         width=10,
     ),
 ]
@@ -180,7 +180,7 @@ _TIMES: list[Column[Row]] = [
     Column(
         "predicted",
         lambda row: "–" if row.predicted_seconds is None else show_seconds(row.predicted_seconds),
-        "a step that was recorded over links without delay, and each sum's program simulated on\nthis one",
+        "a step that was recorded over links without delay, and each sum's program\nsimulated on this one",
         width=9,
     ),
     Column("error", _error, width=6),

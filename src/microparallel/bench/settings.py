@@ -293,7 +293,7 @@ class CompressSettings(StepSettings):
         metavar="NAMES",
         parse=_parse_links,
     )
-    train_steps: int = setting(100, "Steps of training after which the loss is taken.", WHAT, within=AT_LEAST_ONE)
+    train_steps: int = setting(150, "Steps of training after which the loss is taken.", WHAT, within=AT_LEAST_ONE)
 
 
 _USUAL = {"mlp": (16, 512, 256), "gpt": (8, 128, 16)}  # depth, width, samples in a batch
