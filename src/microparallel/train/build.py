@@ -14,6 +14,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.calls import describe
 from microparallel.comms.slow_links import slow_down
+from microparallel.compression import Compressor, parse
 from microparallel.course.shortcuts import ParameterAveraging
 from microparallel.data_parallel import DataParallel, deferred_init, replicate
 from microparallel.errors import ConfigError, DataError, UsageError
@@ -67,8 +68,11 @@ def build(config: TrainConfig, comms: Comms) -> Training:
     if config.shard == "parameters":
         return _build_fully_sharded(config, comms, model, loss_fn, data, dtype)
     with_loss = ModelWithLoss(model, loss_fn)
-    sharded = None
-    if config.shard is None:
+    sharded = compressed = None
+    if config.compress is not None:
+        compressed = DataParallel(with_loss, comms, compress=build_compressor(config))
+        strategy = data_parallel(compressed)
+    elif config.shard is None:
         strategy = STEPS[config.strategy](with_loss, comms)
     else:
         sharded = DataParallel(with_loss, comms, shard=config.shard)  # type: ignore[arg-type]
@@ -80,6 +84,7 @@ def build(config: TrainConfig, comms: Comms) -> Training:
         optimizer=build_optimizer(config, model, shared_by=None if sharded is None else comms),
         strategy=strategy,
         sharded=sharded,
+        compressed=compressed,
         averaging=None if config.average_every is None else ParameterAveraging(model, comms, config.average_every),
         **_rest(config, comms, data, comms, dtype),
     )
@@ -308,6 +313,14 @@ def build_model(config: TrainConfig, data: Split) -> nn.Module:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"model {config.model!r} has no trainable parameters: there is nothing to train")
     return model
+
+
+def build_compressor(config: TrainConfig) -> Compressor | None:
+    """How gradients are compressed; None if they are not."""
+    if config.compress is None:
+        return None
+    options: dict[str, Any] = {"feedback": False} if config.no_feedback else {}
+    return parse(config.compress, warmup=config.compress_warmup or 0, seed=config.seed, **options)
 
 
 def build_loss(config: TrainConfig, model: nn.Module) -> LossFunction | None:

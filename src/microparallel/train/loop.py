@@ -232,6 +232,8 @@ def _description(training: Training, config: TrainConfig) -> str:
         where = f"{where}, {_IN_PARTS[config.shard]} in parts"
         if (config.replicas or 1) > 1:
             where = f"{where}, {config.replicas} times"
+    if config.compress is not None:
+        where = f"{where}, gradients compressed by {config.compress}"
     return (
         f"{config.model}, {training.parameters:,} parameters; {config.strategy} on {where}, "
         f"{training.comms.device.type}\n{training.data.description}"
@@ -243,6 +245,8 @@ def _layout(config: TrainConfig) -> dict[str, Any]:
     shard: dict[str, Any] = {} if config.shard is None else {"shard": config.shard}
     if (config.replicas or 1) > 1:
         shard["replicas"] = config.replicas
+    if config.compress is not None:
+        shard["compress"] = config.compress
     if not config.is_pipeline:
         return shard
     return shard | {name: getattr(config, name) for name in ("dp", "pp", "schedule", "microbatches")}

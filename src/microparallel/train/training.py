@@ -51,6 +51,16 @@ class HasParts(Protocol):
         """Take this rank's part out of a whole state."""
 
 
+class KeepsResiduals(Protocol):
+    """A wrapper with `compress=`: DataParallel, say."""
+
+    def compression_state(self) -> dict[str, Any]:
+        """Return what this rank keeps from pass to pass."""
+
+    def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what all ranks had kept."""
+
+
 class Training:
     """One rank's part in a training run.
 
@@ -70,6 +80,7 @@ class Training:
         metrics: what else is measured, by name.
         averaging: of the ranks' parameters, where gradients are not averaged.
         sharded: the wrapped model, where each rank has its part of the gradients alone.
+        compressed: what keeps what was not sent of gradients, where they are compressed.
     """
 
     def __init__(
@@ -90,6 +101,7 @@ class Training:
         metrics: Mapping[str, Metric] | None = None,
         averaging: ParameterAveraging | None = None,
         sharded: DataParallel | None = None,
+        compressed: KeepsResiduals | None = None,
     ) -> None:
         self.comms = comms
         self.model = model
@@ -110,6 +122,7 @@ class Training:
         self._clip = clip
         self._metrics = metrics or {}
         self._sharded = sharded
+        self._compressed = compressed
 
     @property
     def total_steps(self) -> int:
@@ -231,6 +244,7 @@ class Training:
             self.state(),
             comms=self.comms,
             first_names=self.first_names,
+            by_rank=self.parts_by_rank(),
             keep=keep,
         )
 
@@ -249,6 +263,28 @@ class Training:
         if self.averaging is not None:  # each rank has another
             return {"by_rank": {f"rank_{self.comms.rank}": self.optimizer.state_dict()}}
         return self.optimizer.state_parts() if isinstance(self.optimizer, HasParts) else self.optimizer.state_dict()
+
+    def parts_by_rank(self) -> dict[str, Any]:
+        """What each rank keeps for itself: what it has not sent of gradients; the state of the method is everyone's."""
+        if self._compressed is None:
+            return {}
+        state = self._compressed.compression_state()
+        return {"compression": state | {"residuals": {f"rank_{self.comms.rank}": state["residuals"]}}}
+
+    def _load_compression(self, stored: Mapping[str, Any]) -> None:
+        """Take this rank's share of what all ranks had not sent; the residuals of other ranks are not read."""
+        if self._compressed is None or "compression" not in stored:
+            return
+        saved = stored["compression"]
+        whole = {"passes": saved["passes"], "methods": read_whole(saved["methods"])}
+        ranks, mine = self.comms.world_size, self.comms.rank
+        numbers = sorted(int(name.removeprefix("rank_")) for name in saved["residuals"])
+        self._compressed.load_compression_state(
+            [
+                {**whole, "residuals": read_whole(saved["residuals"][f"rank_{rank}"]) if rank % ranks == mine else {}}
+                for rank in numbers
+            ]
+        )
 
     def load(self, checkpoint: Checkpoint) -> str | None:
         """Go on from a checkpoint, bit for bit when the world has the size it had then; returns a remark, if any."""
@@ -269,6 +305,7 @@ class Training:
     def _load_states(self, checkpoint: Checkpoint) -> None:
         self.model.load_state_dict(read_whole(checkpoint.stored_model))
         self._load_optimizer(self._own_part(checkpoint.stored_optimizer))
+        self._load_compression(checkpoint.stored_by_rank)
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         """Read the optimizer's state from the disk, or only this rank's part of it."""
