@@ -19,10 +19,12 @@ from microparallel.bench.compress import (
 )
 from microparallel.bench.compress_report import describe_link, report_on
 from microparallel.bench.engine import transport_of
-from microparallel.bench.settings import CompressSettings, injected_link
+from microparallel.bench.settings import COMPRESSED, CompressSettings, injected_link
 from microparallel.bench.subjects import find_subject
+from microparallel.comms.message_group import count_messages
 from microparallel.errors import ConfigError, UsageError
 from microparallel.simulator.fitted import fit_step
+from microparallel.simulator.over_links import link_seconds
 from microparallel.topology import Link
 
 SMALL = CompressSettings(models=("mlp-64",), batch=4, steps=2, train_steps=3, links=("transport", "gloo", "1gbit"))
@@ -79,6 +81,33 @@ def test_there_is_something_to_learn_and_methods_learn_it(pool):
     assert losses["bf16"] == pytest.approx(losses["none"], abs=0.05)
     assert losses["bf16"] != losses["none"] != losses["topk:0.1"]
     assert losses["topk:0.1"] < 0.8 * at_first
+
+
+def simulated_and_counted(comms):
+    """For each method: the bytes of a recorded step's programs, and those of its messages."""
+    subject, found = find_subject("mlp-64", 4, learnable=True), {}
+    for method in ("none", *COMPRESSED):
+        wires, (counted, counts) = Wires(comms), count_messages(comms)
+        replica, other = (
+            Replica(method, subject.model(), subject.on_rank(comms.rank), each) for each in (wires.comms, counted)
+        )
+        for _ in range(2):
+            replica.step()
+            other.step()
+        trace, _ = replica.recorded(wires.comms)
+        before = counts.bytes_sent
+        other.step()
+        by_programs = link_seconds(fit_step(trace), Link(0.0, 1.0), comms.transport_name)
+        mine = [seconds for (rank, _), seconds in by_programs.items() if rank == comms.rank]
+        found[method] = sum(mine), counts.bytes_sent - before
+    return found
+
+
+def test_what_is_simulated_is_what_is_sent(pool):
+    """On two ranks a link that takes a second a byte, and has no latency, takes as long as a rank sends bytes."""
+    for found in pool.run(simulated_and_counted, 2, timeout=50):
+        for method, (by_programs, counted) in found.items():
+            assert by_programs == pytest.approx(counted, abs=16), method
 
 
 def on_a_link(comms):

@@ -162,7 +162,8 @@ class _Bench:
             f"{subject.name}: {len(self._methods)} copies of it on every rank",
             "choose fewer --methods, or a smaller model",
         )
-        names = [name for name in settings.links if (name, transport_of(comms)) != (GLOO, GLOO)]
+        beside = transport_of(comms) == "shm"  # elsewhere gloo is what ranks talk through, or there are GPUs
+        names = [name for name in settings.links if name != GLOO or beside]
         self._plain = [name for name in names if injected_link(name) is None]
         self._injected = {name: link for name in names if (link := injected_link(name)) is not None}
 

@@ -272,7 +272,7 @@ class ShardSettings(RecordedSettings):
 class CompressSettings(StepSettings):
     """Which models to train with compressed gradients, how, and over which links."""
 
-    seconds: float = _seconds(180.0)
+    seconds: float = _seconds(150.0)
     models: tuple[str, ...] = setting(
         ("mlp-512",), "mlp-WIDTH (16 layers), gpt, or gpt-WIDTH.", WHAT, metavar="NAMES", parse=_parse_names
     )
@@ -288,7 +288,7 @@ class CompressSettings(StepSettings):
     )
     links: tuple[str, ...] = setting(
         (TRANSPORT, GLOO, *LINKS),
-        f"{TRANSPORT} (as it is), {GLOO} (beside it), {', '.join(LINKS)}, or such as 5ms+50Mbit.",
+        f"{TRANSPORT} (as it is), {GLOO} (beside shared memory), {', '.join(LINKS)}, or as in 5ms+50Mbit.",
         WHAT,
         metavar="NAMES",
         parse=_parse_links,

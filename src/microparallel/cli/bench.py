@@ -198,7 +198,7 @@ def shard(
 # ── bench compress ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 COMPRESS_EXAMPLES = flags.examples(
-    ("microparallel bench compress", "every method, from shared memory to 100 Mbit/s, in about four minutes"),
+    ("microparallel bench compress", "every method, from shared memory to 100 Mbit/s, in about five minutes"),
     ("microparallel bench compress --quick", "does it run? a small model, three steps of each"),
     ("microparallel bench compress --links 100mbit --methods sign,topk:0.01", "does it pay over a slow link?"),
     ("microparallel bench compress --links 5ms+50Mbit,1gbit --models gpt", "another link, another model"),
