@@ -89,6 +89,15 @@ def test_what_compression_would_give_is_simulated(microparallel):
     assert [name for name in names if name.startswith("compress")] == [f"compress {method}" for method in COMPRESSED]
 
 
+def test_a_step_that_is_compressed_is_not_advised_to_be(microparallel):
+    flags = ("--dim", 64, "--depth", 3, "--batch", 8, "--steps", 3, "--device", "cpu", "--compress", "sign")
+    result = microparallel("analyze", *flags, "--ranks", 2, "--json", "--quiet")  # its scaling has one rank, too
+    assert result.returncode == 0, result.stderr
+    assert not any(
+        change["name"].startswith("compress") for change in json.loads(result.stdout)["bottleneck"]["changes"]
+    )
+
+
 @pytest.mark.parametrize("strategy", ["naive", "hooks", "torch-ddp"])
 def test_every_strategy_can_be_analysed(microparallel, strategy):
     result = microparallel("analyze", *SMALL, "--ranks", 2, "--strategy", strategy, "--scaling", "none", "--quiet")

@@ -467,6 +467,7 @@ def test_the_help_of_compressed_steps_has_examples(microparallel):
         (["--links", "100mbits"], ["--links 100mbits", "100mbits"]),
         (["--links", "fast"], ["--links fast: there is no link 'fast'", "5ms+50Mbit"]),
         (["--train-steps", "0"], ["--train-steps 0", "at least 1"]),
+        (["--quick", "--links", "gloo", "--transport", "gloo"], ["beside shared memory", "--links transport"]),
     ],
 )
 def test_wrong_flags_of_compressed_steps_are_one_line(microparallel, arguments, words):

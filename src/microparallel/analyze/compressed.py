@@ -55,12 +55,13 @@ class Codec:
 
 
 def gradient_sums(step: Fitted) -> dict[AllReduce, float]:
-    """The sums that send gradients as they are, each with its bytes."""
-    return {
+    """The sums of gradients, each with its bytes; none where some are compressed: then others are left alone."""
+    sums = {
         op: size
         for op, (_, size) in step.collectives.items()
-        if isinstance(op, AllReduce) and isinstance(op.value, Bucket) and size and not is_compressed(op.algorithm)
+        if isinstance(op, AllReduce) and isinstance(op.value, Bucket) and size
     }
+    return {} if any(is_compressed(op.algorithm) for op in sums) else sums
 
 
 def compressed_steps(step: Fitted, codecs: Sequence[Codec], link: Link | None = None) -> Iterator[tuple[Codec, Fitted]]:

@@ -20,7 +20,7 @@ from microparallel.course.shortcuts import accumulate
 from microparallel.simulator.fitted import fit_step
 from microparallel.topology import Link
 from microparallel.train.build import build
-from microparallel.train.config import TrainConfig
+from microparallel.train.config import OF_COMPRESSION, TrainConfig
 from microparallel.train.training import Training
 
 _WARM_UP = 3  # steps: buckets are arranged, memory is taken
@@ -137,6 +137,8 @@ def config_for(config: TrainConfig, ranks: int, batch: int) -> TrainConfig:
     dp, pp = config.layout
     if ranks != config.world_size:  # the rank that is slow on purpose may not be there
         config = replace(config, slow_rank=None, slow_link=None)
+    if ranks == (pp if dp > 1 else 1):  # one replica sends no gradients
+        config = replace(config, **dict.fromkeys(("compress", *OF_COMPRESSION)))  # type: ignore[arg-type]
     balance = None if config.balance is not None and "," in config.balance else config.balance
     if config.is_pipeline:
         layout = {"dp": ranks // pp, "pp": pp} if dp > 1 else {"dp": 1, "pp": ranks}

@@ -59,6 +59,7 @@ from microparallel.comms.slow_links import slow_down
 from microparallel.comms.torch_group import TorchGroup
 from microparallel.compression import Compressor, parse
 from microparallel.data_parallel import DataParallel, replicas_are_identical
+from microparallel.errors import UsageError
 from microparallel.models.loss import mean_loss
 from microparallel.simulator.fitted import fit_step
 from microparallel.simulator.over_links import over_link
@@ -164,6 +165,11 @@ class _Bench:
         )
         beside = transport_of(comms) == "shm"  # elsewhere gloo is what ranks talk through, or there are GPUs
         names = [name for name in settings.links if name != GLOO or beside]
+        if not names:
+            raise UsageError(
+                f"--links gloo: it is measured beside shared memory, and these ranks talk through "
+                f"{transport_of(comms)}; try --links {TRANSPORT}"
+            )
         self._plain = [name for name in names if injected_link(name) is None]
         self._injected = {name: link for name in names if (link := injected_link(name)) is not None}
 
@@ -224,6 +230,7 @@ class _Bench:
         before = counts.bytes_sent
         replica.step()
         [most] = largest(self._comms, [counts.bytes_sent - before])
+        counted.close()
         return most
 
     def _formula(self, method: str) -> float:

@@ -18,7 +18,7 @@ from microparallel.errors import ConfigError
 from microparallel.settings import declared
 from microparallel.text import count, did_you_mean
 from microparallel.topology import ALONE, find_placement
-from microparallel.train.config import OF_PIPELINES, TrainConfig
+from microparallel.train.config import OF_COMPRESSION, OF_PIPELINES, TrainConfig
 
 if TYPE_CHECKING:
     from microparallel.analyze.measure import Findings
@@ -32,6 +32,7 @@ EXAMPLES = flags.examples(
     ("microparallel analyze --model gpt --strategy naive --scaling none", "another model, another strategy"),
     ("microparallel analyze --pp 2 --schedule gpipe --microbatches 4", "a pipeline: what is its bubble?"),
     ("microparallel analyze --slow-rank 1=3x --scaling none", "what a straggler does"),
+    ("microparallel analyze --slow-link 0-1=1ms,100Mbit --scaling none", "would compressed gradients help?"),
     ("microparallel analyze --barriers", "how barriers between the phases distort"),
     (
         "microparallel train --ranks 2 --trace --out runs/mine; microparallel analyze runs/mine",
@@ -49,7 +50,8 @@ _STEPS_OF_SCHEDULE = 10**6  # of the learning rate's schedule, whose end is neve
     (
         *("model", "data", "collate", "loss", "dim", "depth", "heads", "context", "batch", "accumulate", "optimizer"),
         "seed",
-        *("dtype", "ranks", "strategy", "average_every", "dp", "pp", *OF_PIPELINES, "device", "transport"),
+        *("dtype", "ranks", "strategy", "average_every", "compress", *OF_COMPRESSION),
+        *("dp", "pp", *OF_PIPELINES, "device", "transport"),
         *("slow_rank", "slow_link"),
     ),
     changed={"ranks": {"shown": str(_RANKS)}},
