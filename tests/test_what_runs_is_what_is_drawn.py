@@ -334,6 +334,31 @@ def test_a_hybrid_step(any_pool):
     assert any_pool.run(in_groups_of_units, 4, timeout=50) == [[]] * 4
 
 
+def in_units_without_samples(comms, microbatches, how):
+    """Two steps in which a rank has fewer micro-batches, from the first on."""
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model = mp.FullyShardedDataParallel(module, comms, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    programs = []
+    with mp.record(comms) as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            programs.append(model.program(microbatches))
+            for number in range(max(microbatches)):
+                has_samples = number < microbatches[comms.rank]
+                model(torch.ones(2, WIDTH)).sum().backward() if has_samples else model.sit_out()
+            optimizer.step()
+    for program in programs:
+        mp.verify(program)
+    steps = [recorder.trace.step(number) for number in range(2)]
+    return [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
+
+
+@pytest.mark.parametrize("how", [{}, {"prefetch": 2, "overlap": False}, {"reshard_after_forward": False}], ids=str)
+def test_a_step_in_units_of_ranks_without_samples(any_pool, how):
+    assert any_pool.run(in_units_without_samples, 3, (0, 2, 1), how, timeout=50) == [[]] * 3
+
+
 def buffers_of_nothing(comms):
     module = nn.Linear(WIDTH, WIDTH)
     module.register_buffer("empty", torch.zeros(0))

@@ -43,7 +43,7 @@ def layers():
     return nn.Sequential(nn.Linear(64, 12), nn.BatchNorm1d(12), nn.Tanh(), nn.Dropout(0.3), nn.Linear(12, 10), Louder())
 
 
-@pytest.mark.parametrize("shard", [None, "optimizer", "gradients"])
+@pytest.mark.parametrize("shard", [None, "optimizer", "gradients", "parameters"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_run_goes_on_bit_for_bit(pool, tmp_path, precision, shard):
     """In float16 steps are skipped before the checkpoint, so the scale that it keeps is another than at first."""
@@ -139,8 +139,15 @@ class OwnLoss(nn.Module):
         return Answer(nn.functional.cross_entropy(self.layer(inputs), targets))
 
 
-def test_outputs_in_an_object(pool, tmp_path):
-    settings = {"model": f"{__name__}:OwnLoss", "data": "digits", "ranks": 2, "out": str(tmp_path / "run")}
+@pytest.mark.parametrize("shard", [None, "parameters"])
+def test_outputs_in_an_object(pool, tmp_path, shard):
+    settings = {
+        "shard": shard,
+        "model": f"{__name__}:OwnLoss",
+        "data": "digits",
+        "ranks": 2,
+        "out": str(tmp_path / "run"),
+    }
     assert run(pool, configuration(precision="bf16", **settings))["loss"] < 2.5
     with pytest.raises(RankFailed, match="let the model return tensors"):
         run(pool, configuration(precision="fp16", **settings | {"out": str(tmp_path / "other")}))
@@ -157,7 +164,6 @@ def test_a_run_of_before_says_dtype(tmp_path):
     [
         ({"ranks": 2, "strategy": "naive"}, "--precision bf16 is for --strategy ddp, and it is naive"),
         ({"ranks": 2, "average_every": 2}, "--average-every 2 computes in float32 or float64"),
-        ({"ranks": 2, "shard": "parameters"}, "--shard parameters computes in float32"),
     ],
 )
 def test_refusals(changes, words):

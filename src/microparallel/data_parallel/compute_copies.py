@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from microparallel.data_parallel.precision import Converted, LossScale, MixedPrecision, converted
-from microparallel.data_parallel.units import ParametersWhenRead
+from microparallel.data_parallel.units import ParametersWhenRead, keeps_statistics
 from microparallel.errors import UsageError
 from microparallel.torch_private import (
     at_end_of_backward,
@@ -65,12 +65,12 @@ class ComputeCopies:
         self._copies: dict[tuple[int, bool, torch.dtype], torch.Tensor] | None = None  # while a forward is under way
         self._in_backward = False
         for part in module.modules():
-            keeps_statistics = any(buffer.is_floating_point() for buffer in part.buffers(recurse=False))
-            read = functools.partial(self._read, dtype=self._master if keeps_statistics else self._compute)
+            exact = keeps_statistics(part)
+            read = functools.partial(self._read, dtype=self._master if exact else self._compute)
             parameters = dict(own_parameters_of(part))
             if parameters:
                 replace_own_parameters(part, ParametersWhenRead(parameters, read))
-            if keeps_statistics and part is not module:
+            if exact and part is not module:
                 part.register_forward_hook(_OfThisProcess(self._outputs_of_part))
 
     # ── a pass ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -167,24 +167,32 @@ class Reducer:
         at_once: bool = True,
     ) -> Program:
         """What the next step does, on all ranks."""
+        return self._built(
+            microbatches,
+            gone,
+            overlap=self._overlap,
+            buffers=buffers,
+            weights=self.participants.are_exchanged,
+            samples=samples,
+            loss=loss,
+            norm=norm and self.level > 0,
+            at_once=at_once,
+            overflow=self._guard is not None and self.level > 0,
+        )
+
+    def _built(self, microbatches: int | tuple[int, ...], gone: tuple[int, ...], **shared: bool) -> Program:
+        """The program with these options, which all levels have; beside them, what this reducer knows itself."""
         return _step(
             len(self.buckets),
             self._comms.world_size,
             microbatches,
-            overlap=self._overlap,
-            buffers=buffers,
-            weights=self.participants.are_exchanged,
             order=not self._learnt,
-            samples=samples,
-            loss=loss,
             joining=self.participants.joining,
             gone=gone,
             norms=self._sums_inside.in_slots(self._complete_after()) if self._sums_inside.layers else (),
-            norm=norm and self.level > 0,
             level=self.level,
-            at_once=at_once,
-            overflow=self._guard is not None and self.level > 0,
             algorithms=self._algorithms(),
+            **shared,
         )
 
     def _algorithms(self) -> str | tuple[str, ...]:
@@ -298,6 +306,11 @@ class Reducer:
             given = [owner_of[parameter] for parameter in group] if owner_of else None
             pool = pools.get(kind)
             yield ShardedBucket(group, self._comms, number, owners=given, pool=pool, wire=self._wire)
+
+    @property
+    def axis(self) -> str:
+        """Of these ranks in the program's mesh."""
+        return self._axis
 
     @property
     def comms(self) -> Comms:

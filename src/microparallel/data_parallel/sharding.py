@@ -200,9 +200,14 @@ class ShardedBucket(FlatBucket):
         self._flat: FlatParameters | None = None
         super().__init__(parameters, comms, number)
 
+    @property
+    def _example(self) -> torch.Tensor:
+        """What the sums are like."""
+        return self.parameters[0]
+
     def _lay_out(self) -> None:
-        first = self.parameters[0]
-        self._kind = first.dtype, first.device
+        first = self._example
+        self._kind = self.parameters[0].dtype, first.device
         self.ranks_with_gradient = torch.zeros(len(self.parameters))
         self._not_finite_on_all = torch.zeros(())
         self._buffer: torch.Tensor | None = None

@@ -145,7 +145,7 @@ class DataParallel(nn.Module):
         require_same_model(module, comms, settings)  # before the next check: all ranks then find the same in it
         require_dense_gradients(module)
         if mixed is not None:
-            _require_skipping(mixed, check_finite)
+            require_skipping(mixed, check_finite, "DataParallel")
             convert_parameters(module, mixed.master)
             self.precision = mixed
             self.loss_scale = LossScale() if mixed.scales_loss else None
@@ -306,7 +306,8 @@ class DataParallel(nn.Module):
             self._broadcast_buffers(source)
 
     def _broadcast_buffers(self, source: int) -> None:
-        broadcast_buffers(self.module.buffers(), self.comms, source, Broadcast(BUFFERS, "dp", source))
+        operation = Broadcast(BUFFERS, self._reducer.axis, source)
+        broadcast_buffers(self.module.buffers(), self.comms, source, operation)
 
     # ── how gradients are averaged ──────────────────────────────────────────────────────────────────────────────
 
@@ -563,10 +564,11 @@ class DataParallel(nn.Module):
         )
 
 
-def _require_skipping(precision: MixedPrecision, check_finite: bool) -> None:
+def require_skipping(precision: MixedPrecision, check_finite: bool, caller: str) -> None:
+    """Raise `UsageError` if gradients that are not finite should be an error, where they skip a step."""
     if precision.scales_loss and check_finite:
         raise UsageError(
-            "DataParallel: check_finite=True with float16: gradients that are not finite are expected there, and skip "
+            f"{caller}: check_finite=True with float16: gradients that are not finite are expected there, and skip "
             "the step; leave check_finite out, and watch model.loss_scale.skipped"
         )
 

@@ -119,6 +119,7 @@ class Pipeline(Member):
         mesh = _mesh(comms, replicas)
         _require_shard(shard)
         dtypes = as_precision(precision, "Pipeline")
+        numbers = StagePrecision(dtypes, LossScale() if dtypes is not None and dtypes.scales_loss else None)
         compressor = parse(compress) if isinstance(compress, str) else compress
         if compressor is not None and shard is not None:
             raise UsageError(
@@ -127,9 +128,11 @@ class Pipeline(Member):
             )
         chosen = Schedule(schedule, mesh.pp, microbatches, stages_per_rank)
         self._wire = as_activation_wire(compress_activations)
-        settings = f"compress={compressor and compressor.description}, compress_activations={self._wire}"
-        pieces = cut_together(layers, chosen.stages, balance, example, comms, settings, f"precision={dtypes}")
-        numbers = StagePrecision(dtypes, LossScale() if dtypes is not None and dtypes.scales_loss else None)
+        settings = [
+            f"precision={dtypes}",
+            f"compress={compressor and compressor.description}, compress_activations={self._wire}",
+        ]
+        pieces = cut_together(layers, chosen.stages, balance, example, comms, *settings)
         warn_of_whole_models(pieces)
         stages = {
             index: Stage(index, pieces[index], loss_fn, recompute, numbers)

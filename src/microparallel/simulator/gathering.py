@@ -20,6 +20,7 @@ from typing import Any
 
 from microparallel.errors import UsageError
 from microparallel.program import (
+    AUTO,
     BUFFERS,
     LOSS,
     NORM,
@@ -42,6 +43,7 @@ from microparallel.program import (
     Shard,
     TrainingStep,
     halves,
+    overflow,
 )
 from microparallel.schedules import fully_sharded_step
 from microparallel.simulator.fitted import Fitted
@@ -225,6 +227,8 @@ def _guess(program: Program, goal: TrainingStep) -> Options:
         "samples": SAMPLES in named,
         "loss": LOSS in named,
         "norm": NORM in named,
+        "overflow": overflow() in named,
+        "algorithm": sums[0].algorithm if sums else AUTO,
         "at_once": all(isinstance(op.value, Bucket) and op.value.turn is not None for op in sums),
     }
     return Options(

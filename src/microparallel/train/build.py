@@ -28,7 +28,7 @@ from microparallel.pipeline.programs import Schedule
 from microparallel.text import nearest
 from microparallel.topology import parse_slow_links, parse_slow_ranks
 from microparallel.train import user_code
-from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, fitting_loss, placed
+from microparallel.train.batch import ModelSignature, ModelWithLoss, fitting_loss, placed
 from microparallel.train.config import DEFAULTS, MIXED, TrainConfig, parse_balance
 from microparallel.train.data import Dataset, Split, Stream, digits, from_user, text
 from microparallel.train.fully_sharded import FullyShardedTraining, ShardedModelWithLoss
@@ -152,17 +152,9 @@ def _build_fully_sharded(
     """Make one rank's part of a run in which each rank keeps its part of every parameter."""
     signature = ModelSignature(model, has_loss=loss_fn is not None)
     with_loss = ModelWithLoss(model, loss_fn)
-    training = data.training
-
-    def example() -> Batch:
-        assert not isinstance(training, Stream)
-        samples = min(2, len(training))
-        return signature.batch(placed(training.batch(range(samples)), comms.device, dtype), samples)
-
     sharded = ShardedModelWithLoss(
         with_loss,
         comms,
-        None if isinstance(training, Stream) else example,
         prefetch=1 if config.prefetch is None else config.prefetch,
         reshard_after_forward=not config.keep_parameters,
         replicas=config.replicas or 1,

@@ -715,10 +715,6 @@ def _check_precision(config: TrainConfig) -> None:
     if config.precision not in MIXED:
         return
     given = f"--precision {config.precision}"
-    if config.shard == "parameters":
-        raise ConfigError(
-            f"{given}: --shard parameters computes in float32 or float64; choose one of these, or --shard gradients"
-        )
     if config.average_every is not None:
         raise ConfigError(f"{given}: --average-every {config.average_every} computes in float32 or float64; choose one")
     if config.strategy not in ("auto", "single", "ddp", "pipeline"):
