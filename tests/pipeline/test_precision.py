@@ -11,6 +11,8 @@ import microparallel as mp
 from microparallel.models import cross_entropy
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Replicas send gradients as they are: then sums over them have the same bits as in one process.
+EXACT = {name: mp.MixedPrecision(dtype, reduce=torch.float32) for name, dtype in COMPUTE.items()}
 
 
 def normalised():
@@ -148,7 +150,7 @@ def in_16_bits(comms, kind, name, replicas, more):
         scale = 64.0 if precision == "fp16" else 1.0
         loss = alone.gradients(given, 2, lambda loss, scale=scale: loss * scale, 1 / scale)
         pipe = mp.Pipeline(
-            MODELS[kind](), comms, name, 2, cross_entropy, replicas=replicas, precision=precision, **more
+            MODELS[kind](), comms, name, 2, cross_entropy, replicas=replicas, precision=EXACT[precision], **more
         )
         if pipe.loss_scale is not None:
             pipe.loss_scale.value = scale
@@ -250,6 +252,48 @@ def without_gradients(comms, precision):
 def test_answers_are_those_of_the_copies(pool, precision):
     results = pool.run(without_gradients, 2, precision, transport="shm", timeout=30)
     assert results == [(False, False, False, True)] * 2
+
+
+def over_replicas(comms, precision, shard):
+    """Two replicas beside one process: each replica's gradients are rounded before they are sent."""
+    torch.set_num_threads(1)
+    compute, scale = COMPUTE[precision], 64.0 if precision == "fp16" else 1.0
+    given, alone = batches("mlp", 2), OneProcess(MODELS["mlp"](), COMPUTE[precision])
+    sent = {}
+    for one in given:
+        alone.gradients([one], 2, lambda loss: loss * scale, 1 / scale)
+        for at, gradient in by_name(alone.model).items():
+            sent.setdefault(at, []).append((gradient / 2 * scale).to(compute).float())
+    model, loss_fn = MODELS["mlp"](), cross_entropy
+    pipe = mp.Pipeline(model, comms, "1f1b", 2, loss_fn, replicas=2, precision=precision, shard=shard)
+    exact = mp.Pipeline(MODELS["mlp"](), comms, "1f1b", 2, loss_fn, replicas=2, precision=EXACT[precision], shard=shard)
+    sizes = []
+    for one in (pipe, exact):
+        if one.loss_scale is not None:
+            one.loss_scale.value = scale
+        _, trace = one.traced_step(*given[pipe.replica])
+        events = [event for event in trace.events if event.rank == comms.rank and event.name[:2] in ("*U", "%U")]
+        sizes.append(sum(event.sent for event in events))
+    wrong = []
+    for at, parameter in pipe.named_parameters():
+        first, second = sent[at]
+        if shard:
+            bucket = pipe._column.bucket_of(parameter)
+            places = zip(bucket.pieces, bucket.gradients(), strict=True)
+            whole = ((first + second) / scale).reshape(-1)
+            pairs = [(whole[p.start : p.stop], one) for p, one in places if bucket.parameters[p.index] is parameter]
+        else:
+            pairs = [((first + second).to(compute).float() / scale, parameter.grad)]
+        wrong += [at for expected, found in pairs if not torch.equal(expected, found)]
+    return wrong, sizes[0] / sizes[1]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+def test_replicas_send_16_bits_and_add_them_in_float32(pool, precision, shard):
+    for wrong, part in pool.run(over_replicas, 4, precision, shard, transport="shm", timeout=30):
+        assert not wrong
+        assert 0.25 < part < 0.6  # buckets of float32 have gaps between small gradients
 
 
 class Reads(nn.Module):
@@ -391,7 +435,9 @@ def fragile_layers(pipe):
 def trained(comms, name, replicas, shard):
     torch.set_num_threads(1)
     expected, weights = trained_alone(replicas)
-    pipe = mp.Pipeline(fragile(), comms, name, 2, cross_entropy, replicas=replicas, shard=shard, precision="fp16")
+    pipe = mp.Pipeline(
+        fragile(), comms, name, 2, cross_entropy, replicas=replicas, shard=shard, precision=EXACT["fp16"]
+    )
     pipe.loss_scale.value, pipe.loss_scale.interval = 256.0, 2
     for index, layer in fragile_layers(pipe):
         hit = [

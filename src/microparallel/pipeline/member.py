@@ -73,7 +73,8 @@ class Member:
         for layer in self._layers():
             if mesh.dp > 1:
                 replicate(layer.module, column)
-        self._column = Column(stages, column, bucket_cap_mb * 2**20, level, compressor)
+        wire = None if self.precision is None else self.precision.wire
+        self._column = Column(stages, column, bucket_cap_mb * 2**20, level, compressor, wire)
         self._algorithms: str | tuple[str, ...] = AUTO  # of the sums over replicas, after the warm-up
         self._ties: list[TiedSum] = []
         self._shared_places: tuple[int, ...] = ()  # that have several stages which share a parameter

@@ -13,7 +13,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
 from microparallel.comms.wire import gather_json
-from microparallel.compression import Compressor, parse
+from microparallel.compression import Cast, Compressor, parse
 from microparallel.data_parallel.compressed_bucket import as_compressor
 from microparallel.data_parallel.precision import LossScale, Precision, as_precision
 from microparallel.errors import TransportError, UsageError
@@ -74,6 +74,7 @@ class Pipeline(Member):
         precision: "float32", "bf16", "fp16", "float64" or an `mp.MixedPrecision`; None: the model stays as it is. The
             parameters are converted to its `master` dtype. Stages compute with copies in `compute`, and send each other
             activations and gradients in it; `loss_fn` gets the last stage's outputs in `master`, and so are gradients.
+            Replicas send each other gradients in `reduce`, and add them up in float32.
             With float16, gradients are scaled on their way through the stages (`pipe.loss_scale`). If some are not
             finite on any stage of any replica, no rank has gradients after that step, so optimizers do nothing, and
             the scale is halved.
@@ -138,6 +139,8 @@ class Pipeline(Member):
             for index, home in enumerate(chosen.homes)
             if home == mesh.where(comms.rank)[1]
         }
+        if compressor is None and shard is None and dtypes is not None and dtypes.wire is not None:
+            compressor = Cast(dtypes.wire, smallest=0)
         if compressor is not None:
             for stage in stages.values():
                 as_compressor(compressor, nn.ModuleList(layer.module for layer in stage.layers))
@@ -305,6 +308,8 @@ class Pipeline(Member):
         worker = self._worker(shapes, inputs, targets, weight, total)
         loss_sum = LossSum(worker, self.comms, total)
         self._column.prepare()
+        if self.loss_scale is not None:
+            self._column.multiply_on_wire(self.loss_scale.value)
         with (
             self._column.beside_earlier_parts(),
             beside_earlier_gradients(self.parameters(), self._summed_parameters()),
