@@ -34,6 +34,7 @@ from microparallel.data_parallel.bucket import FlatBucket, split
 from microparallel.data_parallel.compressed_bucket import (
     CompressedBucket,
     compression_state,
+    is_large,
     load_compression_state,
 )
 from microparallel.data_parallel.layout import By, owners
@@ -274,7 +275,7 @@ class Reducer:
 
     def _is_compressed(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter's gradient is compressed; small ones are left alone."""
-        return self.compressor is not None and parameter.numel() >= max(1, self.compressor.smallest)
+        return self.compressor is not None and is_large(parameter, self.compressor)
 
     def _compressed(self, groups: Sequence[list[nn.Parameter]], compressor: Compressor) -> Iterator[FlatBucket]:
         """Make buckets that are compressed, and plain ones for small parameters."""
