@@ -13,7 +13,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import microparallel as mp
-from microparallel.errors import UsageError
+from microparallel.data_parallel.skipped_steps import is_finite
+from microparallel.errors import GradientError, UsageError
 
 WIDTH, ROWS = 8, 6
 SIXTEEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -292,7 +293,29 @@ def test_reduce_may_be_wider_than_compute(pool):
         assert [sent for sent, *_ in plain] == [sent for sent, *_ in mixed]
 
 
+def checked(comms):
+    """Not a number on rank 1: with bfloat16, where nothing is skipped, `check_finite` names it."""
+    model = mp.DataParallel(layers(), comms, precision="bf16", check_finite=True)
+    with pytest.raises(GradientError) as raised:
+        (model(share(comms)).mean() * (torch.nan if comms.rank == 1 else 1.0)).backward()
+    return str(raised.value)
+
+
+def test_gradients_that_are_not_finite_are_named(any_pool):
+    for text in any_pool.run(checked, 2, timeout=50):
+        assert "rank 1: 3.bias" in text and "rank 0" not in text
+
+
 # ── steps that are not taken ────────────────────────────────────────────────────────────────────────────────────────
+
+
+numbers = st.sampled_from([0.0, -1.0, 3e38, 1e-45, torch.inf, -torch.inf, torch.nan])
+
+
+@given(st.lists(numbers, max_size=6), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_what_is_finite(elements, dtype):
+    tensor = torch.tensor(elements, dtype=dtype)
+    assert is_finite(tensor) == bool(tensor.isfinite().all())
 
 
 def own_scale(model, value=2.0**4, interval=2):
@@ -494,6 +517,24 @@ def test_refusals(pool):
 
 
 # ── what people do with a wrapped model ─────────────────────────────────────────────────────────────────────────────
+
+
+def with_other_parameters(comms):
+    model = mp.DataParallel(layers(), comms, precision="bf16")
+    doubled = {name: (2 * one).detach().requires_grad_() for name, one in model.named_parameters()}
+    functional_call(model, doubled, share(comms)).mean().backward()
+    found = {name: one.grad for name, one in doubled.items()}
+    plain = mp.DataParallel(layers(), comms, precision="bf16")
+    with torch.no_grad():
+        for one in plain.parameters():
+            one.mul_(2)
+    with plain.no_sync():
+        plain(share(comms)).mean().backward()
+    return all(torch.equal(one, found[name]) for name, one in gradients(plain).items())
+
+
+def test_a_model_called_with_other_parameters(pool):
+    assert pool.run(with_other_parameters, 1, transport="shm", timeout=50) == [True]
 
 
 def copied(comms):

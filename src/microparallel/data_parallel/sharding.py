@@ -350,7 +350,8 @@ class ShardedBucket(FlatBucket):
     def memory(self) -> list[torch.Tensor]:
         """The tensors in which gradients lie: this rank's part, the buffer, and what its pool keeps for later."""
         pooled = [] if self._pool is None else self._pool.free
-        return [self.shard, *([] if self._buffer is None else [self._buffer]), *pooled]
+        under_way = [one for one in (self._buffer, self._sent, self._shares) if one is not None]
+        return [self.shard, *under_way, *pooled]
 
     def wait(self) -> None:
         """Return when this rank's part of the sum is there."""
