@@ -32,10 +32,10 @@ def _figure(line: str) -> str:
     return _shrinking(_drawn(line, "--svg"))
 
 
-def figure_of(drawing: str, caption: str) -> str:
-    """HTML of one SVG with its caption."""
-    below = f"<figcaption>{_inline(caption)}</figcaption>" if caption else ""
-    return f'<figure class="drawn" data-search-exclude>{_shrinking(drawing)}{below}</figure>'
+def figure_of(drawing: str, caption: str, below: str = "", kind: str = "") -> str:
+    """HTML of one SVG, what stands below it, and its caption; `kind` is one more class for the figure."""
+    told = f"<figcaption>{_inline(caption)}</figcaption>" if caption else ""
+    return f'<figure class="drawn {kind}" data-search-exclude>{_shrinking(drawing)}{below}{told}</figure>'
 
 
 def _shrinking(drawing: str) -> str:

@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from figures import figure_of
 from pages import Block, blocks_of
 
 _INK = "#757b85"  # site.css gives it the page's own colour
 _COLOURS = ("#0072b2", "#e69f00", "#2bb58c", "#cc79a7", "#56b4e9", "#d55e00", "#8d7a00")  # told apart by most eyes
+_BITS = {"sign": "#cc79a7", "exponent": "#e69f00", "fraction": "#56b4e9"}
 _DASHES = ("", "7 4", "2 3", "10 3 2 3", "", "7 4", "2 3")
-_LEFT, _RIGHT, _TOP, _BOTTOM, _WIDTH, _HEIGHT = 58, 128, 14, 42, 640, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM, _WIDTH, _HEIGHT = 62, 18, 14, 50, 560, 320
 Point = tuple[float, float]
 
 
@@ -81,7 +82,7 @@ def plot(block: Block) -> str:
     options = dict(line.split(":", 1) for line in block.lines if ":" in line and not line.startswith("|"))
     names, rows = _table([line[1:] for line in block.lines if line.startswith("|")])
     series: dict[str, list[Point]] = {
-        name: [(row[0], row[number]) for row in rows if _is_number(row, number)]
+        name: [(x, y) for x, *cells in rows if (y := cells[number - 1]) is not None]
         for number, name in enumerate(names)
         if number
     }
@@ -90,10 +91,27 @@ def plot(block: Block) -> str:
         raise ValueError("the output above this plot has no columns of numbers, two spaces or more apart")
     across = _axis(options.get("x", names[0]), [x for x, _ in points])
     up = _axis(options.get("y", ""), [y for _, y in points])
-    return figure_of(_svg(across, up, series), options.get("caption", "").strip())
+    lines = {name: f'<line x1="0" y1="5" x2="26" y2="5" {_stroke(number)}/>' for number, name in enumerate(series)}
+    names_of_lines = _legend(lines, 26) if len(series) > 1 else ""  # one line needs no name beside the axis's title
+    return figure_of(_svg(across, up, series), options.get("caption", "").strip(), names_of_lines, kind="plot")
 
 
-def _table(lines: Sequence[str]) -> tuple[list[str], list[list[float | None]]]:
+def _legend(samples: Mapping[str, str], width: int) -> str:
+    """What each colour is: HTML, which goes into several rows on a phone."""
+    drawn = {
+        name: f'<svg width="{width}" height="10" viewBox="0 0 {width} 10" aria-hidden="true">{sample}</svg>'
+        for name, sample in samples.items()
+    }
+    return f'<p class="names">{" ".join(f"<span>{svg}{escape(name)}</span>" for name, svg in drawn.items())}</p>'
+
+
+def _stroke(number: int) -> str:
+    dash = _DASHES[number % len(_DASHES)]
+    dashed = f' stroke-dasharray="{dash}"' if dash else ""
+    return f'stroke="{_COLOURS[number % len(_COLOURS)]}" stroke-width="2.4"{dashed}'
+
+
+def _table(lines: Sequence[str]) -> tuple[list[str], list[list[Any]]]:
     """The names above the columns, and the rows of numbers below them."""
     cells = [re.split(r"\s{2,}", line.strip()) for line in lines if line.strip()]
     width = max(map(len, cells), default=0)
@@ -105,10 +123,6 @@ def _table(lines: Sequence[str]) -> tuple[list[str], list[list[float | None]]]:
 def _number(cell: str) -> float | None:
     found = re.fullmatch(r"(-?[\d,.]+(?:e[+-]?\d+)?)(?: ?[A-Za-zµ%×/]+)?", cell)
     return float(found[1].replace(",", "")) if found else None
-
-
-def _is_number(row: Sequence[float | None], column: int) -> bool:
-    return row[column] is not None
 
 
 def _axis(words: str, values: Sequence[float]) -> Axis:
@@ -131,42 +145,22 @@ def _svg(across: Axis, up: Axis, series: dict[str, list[Point]]) -> str:
 
     parts = [_line(_LEFT, y(tick), _LEFT + inner, y(tick), 0.25) for tick in up.ticks()]
     parts += [_text(_LEFT - 7, y(tick) + 4, f"{tick:,g}", "end") for tick in up.ticks()]
-    parts += [_text(x(tick), _TOP + deep + 16, f"{tick:,g}", "middle") for tick in across.ticks()]
+    parts += [_text(x(tick), _TOP + deep + 19, f"{tick:,g}", "middle") for tick in across.ticks()]
     parts += [_line(x(tick), _TOP + deep, x(tick), _TOP + deep + 4, 1) for tick in across.ticks()]
     parts += [_line(_LEFT, _TOP + deep, _LEFT + inner, _TOP + deep, 1)]
     parts += [_text(_LEFT + inner / 2, _HEIGHT - 6, across.title, "middle")]
     parts += [_text(0, 0, up.title, "middle", f"translate(12 {_TOP + deep / 2:.0f}) rotate(-90)")]
-    ends = _apart([y(line[-1][1]) if line else 0.0 for line in series.values()])
-    for number, ((name, line), end) in enumerate(zip(series.items(), ends, strict=True)):
-        colour, dash = _COLOURS[number % len(_COLOURS)], _DASHES[number % len(_DASHES)]
+    for number, line in enumerate(series.values()):
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line)
-        dashed = f' stroke-dasharray="{dash}"' if dash else ""
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.2"{dashed}/>')
-        parts += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="2.6" fill="{colour}"/>' for a, b in line]
-        parts.append(
-            f'<line x1="{_LEFT + inner + 6}" y1="{end:.1f}" x2="{_LEFT + inner + 24}" y2="{end:.1f}" '
-            f'stroke="{colour}" stroke-width="2.6"{dashed}/>'
-        )
-        parts.append(_text(_LEFT + inner + 29, end + 4, name, "start"))
+        parts.append(f'<polyline points="{path}" fill="none" {_stroke(number)}/>')
+        colour = _COLOURS[number % len(_COLOURS)]
+        parts += [f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="3" fill="{colour}"/>' for a, b in line]
     label = escape(f"{up.title} by {across.title}: {', '.join(series)}", quote=True)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
-        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}" font-family="sans-serif" font-size="12">'
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}" font-family="sans-serif" font-size="14">'
         f"{''.join(parts)}</svg>"
     )
-
-
-def _apart(places: Sequence[float], least: float = 15.0) -> list[float]:
-    """Move labels apart that would cover each other, in their order from top to bottom."""
-    order = sorted(range(len(places)), key=lambda number: places[number])
-    moved = list(places)
-    for before, after in pairwise(order):
-        moved[after] = max(moved[after], moved[before] + least)
-    limit = float(_HEIGHT - _BOTTOM)
-    for number in reversed(order):
-        moved[number] = min(moved[number], limit)
-        limit = moved[number] - least
-    return moved
 
 
 def _line(x1: float, y1: float, x2: float, y2: float, opacity: float) -> str:
@@ -186,26 +180,23 @@ def bits(block: Block) -> str:
     lines = [line.strip() for line in block.lines if line.strip()]
     caption = lines.pop(0).removeprefix("caption:").strip() if lines and lines[0].startswith("caption:") else ""
     rows = [(name, int(exponent), int(fraction)) for name, exponent, fraction in map(str.split, lines)]
-    cell, left, high = 16, 82, 46
+    cell, left, high = 13, 66, 48
     widest = max(1 + exponent + fraction for _, exponent, fraction in rows)
     parts = []
     for number, (name, exponent, fraction) in enumerate(rows):
-        top = 6 + number * high
+        top, place = 6 + number * high, 0
         parts.append(_text(left - 10, top + 15, name, "end"))
-        kinds = [("sign", 1, "#cc79a7"), ("exponent", exponent, "#e69f00"), ("fraction", fraction, "#56b4e9")]
-        place = 0
-        for word, count, colour in kinds:
+        for count, colour in zip((1, exponent, fraction), _BITS.values(), strict=True):
             size = f'y="{top}" width="{cell - 2}" height="20" rx="2"'
             cells = range(place, place + count)
             parts += [f'<rect x="{left + cell * one}" {size} fill="{colour}"/>' for one in cells]
-            middle = left + cell * (place + count / 2) - 1
-            words = word if count == 1 else f"{count} {word}"
-            parts.append(_text(max(middle, left + 12 if count == 1 else 0), top + 34, words, "middle"))
+            parts.append(_text(left + cell * (place + count / 2) - 1, top + 35, str(count), "middle"))
             place += count
     width, height = left + cell * widest + 8, high * len(rows) + 4
     label = escape("; ".join(f"{name}: 1 sign bit, {e} exponent bits, {f} fraction bits" for name, e, f in rows))
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img" aria-label="{label}" font-family="sans-serif" font-size="12">{"".join(parts)}</svg>'
+        f'role="img" aria-label="{label}" font-family="sans-serif" font-size="13">{"".join(parts)}</svg>'
     )
-    return figure_of(svg, caption)
+    squares = {word: f'<rect width="10" height="10" rx="2" fill="{colour}"/>' for word, colour in _BITS.items()}
+    return figure_of(svg, caption, _legend(squares, 10), kind="plot")
