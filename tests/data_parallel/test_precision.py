@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import microparallel as mp
+from microparallel.data_parallel import LossScale
 from microparallel.data_parallel.skipped_steps import is_finite
 from microparallel.errors import GradientError, UsageError
 
@@ -641,3 +642,10 @@ def test_torchs_grad_scaler_around_a_model(any_pool):
     broken = [False, True, False, False, False, True]
     found = any_pool.run(grad_scaler, 2, broken, timeout=50)
     assert found == [(scales_of_grad_scaler(broken), [not bad for bad in broken], True)] * 2
+
+
+def test_a_scale_that_cannot_help_is_named():
+    scale = LossScale()
+    with pytest.raises(GradientError, match=r"fell to 3.0e-08 after 41 steps .* whatever the scale"):
+        for _ in range(100):
+            scale.step_ends(overflow=True)

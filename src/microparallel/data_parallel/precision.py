@@ -20,11 +20,13 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from microparallel.errors import UsageError
+from microparallel.errors import GradientError, UsageError
+from microparallel.text import count
 from microparallel.torch_private import pytree
 
 _DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
 _MASTERS = (torch.float32, torch.float64)
+_SMALLEST_SCALE = 2.0**-24  # with a smaller one, gradients of 1 vanish in float16
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,12 @@ class LossScale:
             self.value *= self.backoff
             self.good_steps = 0
             self.skipped += 1
+            if self.value < _SMALLEST_SCALE:  # every rank raises: all have the same scale
+                raise GradientError(
+                    f"float16: the loss scale fell to {self.value:.1e} after {count(self.skipped, 'step')} that no rank "
+                    "took: gradients are not finite whatever the scale; look for what is not a number in the data or "
+                    'the loss (check_finite=True in float32 names the parameters), or use precision="bf16"'
+                )
             return
         self.good_steps += 1
         if self.good_steps >= self.interval:
