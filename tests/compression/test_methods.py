@@ -22,6 +22,7 @@ from microparallel.compression import (
     parse,
 )
 from microparallel.compression.compressor import packed, unpacked
+from microparallel.compression.methods import largest
 from microparallel.errors import UsageError
 
 METHODS = {
@@ -98,6 +99,21 @@ def test_what_each_method_keeps_of_one_bucket(size, seed):
     top, random = alone(TopK(0.1)), alone(RandomK(0.1))
     assert torch.equal(top[top != 0].abs().sort().values, bucket.abs().sort().values[-count:])
     assert (random != 0).sum() == count and torch.equal(random[random != 0], bucket[random != 0])
+
+
+@given(st.sampled_from(["normal", "sorted", "equal", "few", "periodic"]), st.sampled_from([1, 77, 1000, 30_000]))
+def test_the_largest_of_many_are_found(kind, count):
+    """Whatever a sample says of them."""
+    sizes = {
+        "normal": numbers(3, 70_001).abs(),
+        "sorted": torch.arange(70_001.0),
+        "equal": torch.ones(70_001),
+        "few": torch.zeros(70_001).index_fill_(0, torch.arange(5, 5000, 7), 2.0),
+        "periodic": torch.arange(70_001.0).remainder(8),
+    }[kind]
+    places = largest(sizes, count)
+    assert len(set(places.tolist())) == count
+    assert torch.equal(sizes[places].sort().values, sizes.sort().values[-count:])
 
 
 def test_powersgd_finds_a_matrix_of_low_rank_in_a_few_passes():

@@ -13,7 +13,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import microparallel as mp
-from microparallel.errors import UsageError
+from microparallel.data_parallel.skipped_steps import is_finite
+from microparallel.errors import GradientError, UsageError
 
 WIDTH, ROWS = 8, 6
 SIXTEEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -247,7 +248,74 @@ def test_a_model_is_converted_where_it_is(pool):
     pool.run(converted_in_place, 1, transport="shm", timeout=50)
 
 
+# ── on the wire ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def bytes_sent(comms, precision, shard, by):
+    """What a rank sends of gradients in a step, beside what it is in float32; and the weights after it."""
+    model = mp.DataParallel(nn.Linear(64, 32), comms, precision=precision, shard=shard)
+    if shard:
+        optimizer = mp.ShardedOptimizer(model.parameters(), torch.optim.SGD, comms, by=by, lr=1e6)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+    before = [one.detach().clone() for one in model.parameters()]
+    inputs = torch.full((4, 64), 0.01 * (1 + comms.rank))
+    with mp.record(comms) as recorder:
+        (model(inputs).mean() * 1e-3).backward()
+        optimizer.step()
+    sums = [event for event in recorder.trace.events if event.rank == comms.rank and str(event.op)[1:2] == "U"]
+    changes = [(one - start).detach() for one, start in zip(model.parameters(), before, strict=True)]
+    return sum(event.sent for event in sums), changes, mp.data_parallel.replicas_are_identical(model, comms)
+
+
+HALVES = [(None, "element"), ("optimizer", "element"), ("gradients", "element"), ("gradients", "parameter")]
+
+
+@pytest.mark.parametrize(("shard", "by"), HALVES)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_gradients_travel_in_16_bits(pool, precision, shard, by):
+    """Half the bytes, but for counts; and gradients of 5e-9, for which float16 has no number, arrive."""
+    plain = pool.run(bytes_sent, 2, "float32", shard, by, transport="shm", timeout=50)
+    narrow = pool.run(bytes_sent, 2, precision, shard, by, transport="shm", timeout=50)
+    assert sum(sent for sent, *_ in narrow) == pytest.approx(sum(sent for sent, *_ in plain) / 2, rel=0.01)
+    for (_, mine, same), (_, wanted, _) in zip(narrow, plain, strict=True):
+        assert same
+        for one, other in zip(mine, wanted, strict=True):
+            assert float(other.abs().max()) > 1e-3
+            torch.testing.assert_close(one, other, rtol=0.02, atol=0)
+
+
+def test_reduce_may_be_wider_than_compute(pool):
+    wide = mp.MixedPrecision(torch.bfloat16, reduce=torch.float32)
+    for shard, by in HALVES:
+        plain = pool.run(bytes_sent, 2, "float32", shard, by, transport="shm", timeout=50)
+        mixed = pool.run(bytes_sent, 2, wide, shard, by, transport="shm", timeout=50)
+        assert [sent for sent, *_ in plain] == [sent for sent, *_ in mixed]
+
+
+def checked(comms):
+    """Not a number on rank 1: with bfloat16, where nothing is skipped, `check_finite` names it."""
+    model = mp.DataParallel(layers(), comms, precision="bf16", check_finite=True)
+    with pytest.raises(GradientError) as raised:
+        (model(share(comms)).mean() * (torch.nan if comms.rank == 1 else 1.0)).backward()
+    return str(raised.value)
+
+
+def test_gradients_that_are_not_finite_are_named(any_pool):
+    for text in any_pool.run(checked, 2, timeout=50):
+        assert "rank 1: 3.bias" in text and "rank 0" not in text
+
+
 # ── steps that are not taken ────────────────────────────────────────────────────────────────────────────────────────
+
+
+numbers = st.sampled_from([0.0, -1.0, 3e38, 1e-45, torch.inf, -torch.inf, torch.nan])
+
+
+@given(st.lists(numbers, max_size=6), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_what_is_finite(elements, dtype):
+    tensor = torch.tensor(elements, dtype=dtype)
+    assert is_finite(tensor) == bool(tensor.isfinite().all())
 
 
 def own_scale(model, value=2.0**4, interval=2):
@@ -449,6 +517,24 @@ def test_refusals(pool):
 
 
 # ── what people do with a wrapped model ─────────────────────────────────────────────────────────────────────────────
+
+
+def with_other_parameters(comms):
+    model = mp.DataParallel(layers(), comms, precision="bf16")
+    doubled = {name: (2 * one).detach().requires_grad_() for name, one in model.named_parameters()}
+    functional_call(model, doubled, share(comms)).mean().backward()
+    found = {name: one.grad for name, one in doubled.items()}
+    plain = mp.DataParallel(layers(), comms, precision="bf16")
+    with torch.no_grad():
+        for one in plain.parameters():
+            one.mul_(2)
+    with plain.no_sync():
+        plain(share(comms)).mean().backward()
+    return all(torch.equal(one, found[name]) for name, one in gradients(plain).items())
+
+
+def test_a_model_called_with_other_parameters(pool):
+    assert pool.run(with_other_parameters, 1, transport="shm", timeout=50) == [True]
 
 
 def copied(comms):

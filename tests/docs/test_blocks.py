@@ -78,6 +78,12 @@ TOO_LONG = {
     "microparallel train --ranks 2 --shard gradients --clip 1": Instead(
         LONG, "microparallel train --ranks 2 --shard gradients --clip 1 --steps 3"
     ),
+    "microparallel train --ranks 2 --precision bf16": Instead(
+        LONG, "microparallel train --ranks 2 --precision bf16 --steps 3"
+    ),
+    "microparallel train --ranks 2 --precision fp16 --shard gradients": Instead(
+        LONG, "microparallel train --ranks 2 --precision fp16 --shard gradients --steps 3"
+    ),
     "microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8": Instead(
         LONG, "microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8 --steps 3"
     ),

@@ -26,9 +26,15 @@ def losses_of(folder):
     return [record["loss"] for record in records if "loss" in record]
 
 
-@pytest.mark.parametrize("text", ["topk:0.05", "randomk:0.1", "powersgd:2", "int8", "topk:0.1+bf16"])
-def test_a_run_goes_on_bit_for_bit(any_pool, tmp_path, text):
-    settings = {"compress": text, "compress_warmup": 2, "clip": 0.5}
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        *((text, {"ranks": 2}) for text in ("topk:0.05", "randomk:0.1", "powersgd:2", "int8", "topk:0.1+bf16")),
+        *((text, {"dp": 2, "pp": 2, "ranks": 1, "microbatches": 2}) for text in ("topk:0.05", "powersgd:2")),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit(any_pool, tmp_path, text, layout):
+    settings = {"compress": text, "compress_warmup": 2, "clip": 0.5, **layout}
     run(any_pool, configuration(out=str(tmp_path / "whole"), **settings))
     run(any_pool, configuration(out=str(tmp_path / "parts"), steps=5, **settings))
     summary = run(any_pool, configuration(out=str(tmp_path / "parts"), **settings), tmp_path / "parts")
@@ -40,30 +46,49 @@ def residuals_of(folder):
     """The sum of what all ranks have not sent."""
     found, _ = checkpoint.latest(Path(folder) / "checkpoints")
     saved = found.stored_by_rank["compression"]["residuals"]
+    assert sorted(saved) == [f"replica_{number}" for number in range(len(saved))]
     ranks = [{name: stored.whole() for name, stored in of_rank.items()} for of_rank in saved.values()]
     return len(ranks), {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
 
 
-def test_a_run_goes_on_with_other_ranks_and_keeps_what_was_not_sent(pool, tmp_path):
+IN_STAGES = {"dp": 2, "pp": 2, "ranks": 1, "microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [({"ranks": 3}, {"ranks": 2}), (IN_STAGES, {"ranks": 3}), ({"ranks": 3}, IN_STAGES)]
+)
+def test_a_run_goes_on_with_other_ranks_and_keeps_what_was_not_sent(pool, tmp_path, first, then):
     out = str(tmp_path / "run")
-    run(pool, configuration(out=out, compress="topk:0.05", ranks=3, steps=3))
+    run(pool, configuration(out=out, compress="topk:0.05", steps=3, **first))
     count, before = residuals_of(out)
-    assert count == 3 and all(total.any() for total in before.values())
+    assert count == first.get("dp", first["ranks"]) and all(total.any() for total in before.values())
+    later = configuration(out=out, compress="topk:0.05", steps=5, **then)
 
     def unchanged(comms):
         from microparallel.train.build import build
 
-        training = build(configuration(out=out, compress="topk:0.05", ranks=2, steps=4), comms)
+        training = build(later, comms)
         training.load(checkpoint.latest(Path(out) / "checkpoints", comms)[0])
-        kept = training._compressed.compression_state()
-        return kept["passes"], {name: comms.all_reduce(one) for name, one in kept["residuals"].items()}
+        return training.parts_by_rank()["compression"]
 
-    for passes, after in pool.run(unchanged, 2, timeout=50):
-        assert passes == 3
-        for name, total in before.items():
-            torch.testing.assert_close(after[name], total)
-    run(pool, configuration(out=out, compress="topk:0.05", ranks=2, steps=5), Path(out))
-    assert residuals_of(out)[0] == 2 and len(losses_of(out)) == 5
+    kept = pool.run(unchanged, later.world_size, timeout=50)
+    residuals = [of_replica for rank in kept for of_replica in rank["residuals"].values()]
+    for name, total in before.items():
+        torch.testing.assert_close(sum(one[name] for one in residuals if name in one), total)
+    assert {rank["passes"] for rank in kept} == {3}
+    run(pool, later, Path(out))
+    assert residuals_of(out)[0] == then.get("dp", then["ranks"]) and len(losses_of(out)) == 5
+
+
+def test_activations_of_a_pipeline(pool, tmp_path):
+    """The loss is close to that of stages that send all bits, and not the same."""
+    found = {}
+    for method in (None, "bf16", "int8"):
+        out = str(tmp_path / str(method))
+        run(pool, configuration(out=out, ranks=1, pp=2, microbatches=2, compress_activations=method))
+        found[method] = losses_of(out)[-1]
+    assert found["bf16"] == pytest.approx(found[None], rel=0.01) and found["bf16"] != found[None]
+    assert found["int8"] == pytest.approx(found[None], rel=0.05) and found["int8"] != found[None]
 
 
 def test_feedback_makes_a_difference(pool, tmp_path):
@@ -88,6 +113,8 @@ def test_feedback_makes_a_difference(pool, tmp_path):
         ({"compress": "topk", "average_every": 2}, "no gradients are sent"),
         ({"compress": "topk", "pp": 2}, "--dp is 1; try --dp 2"),
         ({"no_feedback": True}, "--no-feedback is for --compress; add that"),
+        ({"compress_activations": "topk", "pp": 2}, "a stage needs every number of its input"),
+        ({"compress_activations": "bf16"}, "--compress-activations bf16 is for pipelines; add --pp 2"),
         ({"compress_warmup": 3}, "--compress-warmup 3 is for --compress; add that"),
     ],
 )

@@ -63,7 +63,7 @@ class PowerSGD(Compressor):
         self._make_bases(received[0], shapes)
         pieces = dict(self._matrices(bucket, shapes))
         rest = (piece for index, piece in enumerate(_cut(bucket, shapes)) if index not in pieces)
-        columns = (piece.T @ self._bases[index] for index, piece in pieces.items())
+        columns = ((self._bases[index].T @ piece).T for index, piece in pieces.items())
         return (_flat((*columns, *rest), bucket),)
 
     def decode(self, shapes: Sequence[Shape], *received: Received) -> torch.Tensor:

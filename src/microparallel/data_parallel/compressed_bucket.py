@@ -6,7 +6,8 @@ gradients ─► residual ─► encode ─► *U0@dp:topk-0.01 ─► decode �
                 └───────────┘ what was not sent waits for the next pass
 ```
 
-Which gradients a rank has, and whether all are finite, goes to all ranks in a message of its own (`*:presence0@dp`).
+Which gradients a rank has, and whether all are finite, goes to all ranks in a message of its own (`*:presence0@dp`). A
+pipeline's stage has all its gradients in one bucket: there small ones go as they are, in a last round, with the counts.
 """
 
 from __future__ import annotations
@@ -36,8 +37,11 @@ class CompressedBucket(FlatBucket):
         number: its place among the buckets of the model.
         compressor: how it is compressed; the bucket has a copy of its own.
         overwrites: see `FlatBucket`.
+        whole: it has all gradients that are summed together, also small ones, which are not compressed; and the counts
+            go with these.
 
     Attributes:
+        shapes: of the gradients that are compressed.
         compressor: the bucket's own.
         algorithm: its name in a program.
         residual: what this rank has not sent yet, for each parameter one after another; None without error feedback.
@@ -53,17 +57,23 @@ class CompressedBucket(FlatBucket):
         compressor: Compressor,
         *,
         overwrites: bool = False,
+        whole: bool = False,
     ) -> None:
         super().__init__(parameters, comms, number, overwrites=overwrites)
-        self.shapes: list[Shape] = [tuple(parameter.shape) for parameter in parameters]
+        chosen = [index for index, one in enumerate(parameters) if not whole or is_large(one, compressor)]
+        self._chosen = chosen
+        self._rest = [index for index in range(len(parameters)) if index not in chosen]
+        self._whole = whole
+        self.shapes: list[Shape] = [tuple(parameters[index].shape) for index in chosen]
         self.compressor = compressor.for_bucket(number)
         self.algorithm = self.compressor.algorithm(self.shapes)
+        if whole:
+            self.algorithm = stage_algorithm(parameters, compressor)
         self._sizes = [math.prod(shape) for shape in self.shapes]
-        first = parameters[0]
-        dtype = torch.promote_types(first.dtype, torch.float32)
-        self.residual = (
-            torch.zeros(sum(self._sizes), dtype=dtype, device=first.device) if self.compressor.feedback else None
-        )
+        self.residual: torch.Tensor | None = None
+        if self.compressor.feedback:
+            first = parameters[0]
+            self.residual = torch.zeros(sum(self._sizes), dtype=_wide(first.dtype), device=first.device)
         self.unsendable: list[int] = []
         self._compressed = False  # whether the sum of this pass is
 
@@ -74,9 +84,9 @@ class CompressedBucket(FlatBucket):
             super().start(comms, operation, overlap)
             return
         if not self.compressor.sends_not_finite:
-            self.unsendable = [index for index, view in enumerate(self.views) if not _is_finite(view)]
+            self.unsendable = [index for index in self._chosen if not _is_finite(self.views[index])]
             self.not_finite = max(self.not_finite, len(self.unsendable))
-        count = sum(self._sizes)
+        count = sum(self._sizes) + sum(self.views[index].numel() for index in self._rest)
         words = f"{operation.algorithm} of {count} numbers"
         if overlap:
             self.request = comms.exchange_rounds(
@@ -87,18 +97,33 @@ class CompressedBucket(FlatBucket):
 
     def _rounds(self) -> Rounds[torch.Tensor]:
         """Run by the thread that runs the exchange: the sum is in the buffer when it ends."""
-        gradients = torch.cat([view.reshape(-1) for view in self.views])
+        views = [self.views[index] for index in self._chosen]
+        gradients = torch.cat([view.reshape(-1) for view in views])
         total = yield from compressed_sum(
             self.compressor, gradients, self.shapes, self.residual, sends_nothing=bool(self.unsendable)
         )
-        for view, piece in zip(self.views, torch.split(total, self._sizes), strict=True):
+        for view, piece in zip(views, torch.split(total, self._sizes), strict=True):
             view.copy_(piece.view(view.shape))
+        if self._whole:
+            yield from self._rest_as_it_is()
         return self.buffer
+
+    def _rest_as_it_is(self) -> Rounds[None]:
+        """Sum small gradients, and the counts."""
+        views = [self.views[index] for index in self._rest]
+        counts = torch.tensor(self.presence(), device=self.buffer.device)
+        small = torch.cat([*(view.reshape(-1) for view in views), counts]).to(_wide(self.buffer.dtype))
+        total = yield "sum", small
+        assert isinstance(total, torch.Tensor)
+        *pieces, sums = torch.split(total, [*(view.numel() for view in views), len(counts)])
+        for view, piece in zip(views, pieces, strict=True):
+            view.copy_(piece.view(view.shape))
+        self.take_presence(sums)
 
     @property
     def shares_presence(self) -> bool:
         """Whether what all ranks must know of this pass goes in a message of its own."""
-        return self._compressed
+        return self._compressed and not self._whole
 
     def presence(self) -> list[float]:
         """What all ranks must know: for each parameter, whether this rank has a gradient; how many are not finite."""
@@ -111,12 +136,12 @@ class CompressedBucket(FlatBucket):
 
     def came_late(self, index: int) -> bool:
         """Whether ranks have sent something for a parameter that no rank used in this pass: what was left of others."""
-        return self._compressed and bool(self.views[index].any())
+        return self._compressed and index in self._chosen and bool(self.views[index].any())
 
     def invalidate(self) -> None:
         """Some rank has sent zeros: let no rank take the sum for its gradients."""
-        for view in self.views:
-            view.fill_(math.nan)
+        for index in self._chosen:
+            self.views[index].fill_(math.nan)
 
     def reset(self) -> None:
         """Make all gradients missing again, before the next pass."""
@@ -125,12 +150,32 @@ class CompressedBucket(FlatBucket):
 
     # ── checkpoints ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def residuals(self) -> list[torch.Tensor]:
+    def residuals(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
         """What this rank has not sent, for each parameter: views, none without error feedback."""
         if self.residual is None:
             return []
         pieces = torch.split(self.residual, self._sizes)
-        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+        found = zip(self._chosen, pieces, self.shapes, strict=True)
+        return [(self.parameters[index], piece.view(shape)) for index, piece, shape in found]
+
+
+def is_large(parameter: nn.Parameter, compressor: Compressor) -> bool:
+    """Whether a parameter's gradient is compressed; small ones are left alone."""
+    return parameter.numel() >= max(1, compressor.smallest)
+
+
+def stage_algorithm(parameters: Sequence[nn.Parameter], compressor: Compressor) -> str:
+    """The name of the sum of a stage's gradients, with all its bytes: what is compressed, and then the rest."""
+    large = [tuple(one.shape) for one in parameters if is_large(one, compressor)]
+    small = [one for one in parameters if not is_large(one, compressor)]
+    numbers = sum(one.numel() for one in small) + len(parameters) + 1
+    rest = numbers * _wide(parameters[0].dtype).itemsize
+    sent = zip(compressor.rounds, compressor.payload(large), strict=True)
+    return f"{compressor.name}{''.join(f'-{kind}-{size}' for kind, size in sent)}-sum-{rest}"
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def compression_state(buckets: Sequence[FlatBucket], names: Mapping[nn.Parameter, str], passes: int) -> dict[str, Any]:
@@ -145,8 +190,7 @@ def compression_state(buckets: Sequence[FlatBucket], names: Mapping[nn.Parameter
     methods: dict[str, dict[str, Any]] = {}
     for bucket in buckets:
         if isinstance(bucket, CompressedBucket):
-            for parameter, residual in zip(bucket.parameters, bucket.residuals(), strict=False):
-                residuals[names[parameter]] = residual.clone()
+            residuals |= {names[parameter]: residual.clone() for parameter, residual in bucket.residuals()}
             methods[names[bucket.parameters[0]]] = bucket.compressor.state_dict()
     return {"passes": passes, "residuals": residuals, "methods": methods}
 
@@ -169,7 +213,7 @@ def load_compression_state(
         names[parameter]: residual
         for bucket in buckets
         if isinstance(bucket, CompressedBucket)
-        for parameter, residual in zip(bucket.parameters, bucket.residuals(), strict=False)
+        for parameter, residual in bucket.residuals()
     }
     for state in states:
         for name, saved in state["residuals"].items():

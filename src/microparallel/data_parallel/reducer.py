@@ -34,10 +34,11 @@ from microparallel.data_parallel.bucket import FlatBucket, split
 from microparallel.data_parallel.compressed_bucket import (
     CompressedBucket,
     compression_state,
+    is_large,
     load_compression_state,
 )
 from microparallel.data_parallel.layout import By, owners
-from microparallel.data_parallel.sharding import Buffers, ShardedBucket
+from microparallel.data_parallel.sharding import Buffers, ShardedBucket, Wire
 from microparallel.data_parallel.skipped_steps import StepGuard
 from microparallel.data_parallel.sync_batch_norm import LayerSum, LayerSums
 from microparallel.errors import GradientError, UsageError
@@ -81,6 +82,7 @@ class Reducer:
             buckets are reduce-scattered, and keep the order of registration: each rank's part stays what it is.
         axis: of these ranks in the program's mesh.
         guard: is told whether averages are finite; if not, there are no gradients. None: they are what they are.
+        wire: the 16-bit dtype in which gradients are sent that are kept in parts; None: that of the gradients.
         compressor: how the buckets of large parameters are compressed; such buckets keep the order of registration, so
             that a run that is resumed compresses the same numbers together.
 
@@ -111,6 +113,7 @@ class Reducer:
         level: int = 0,
         axis: str = "dp",
         guard: StepGuard | None = None,
+        wire: torch.dtype | None = None,
         compressor: Compressor | None = None,
     ) -> None:
         self.level = level
@@ -128,6 +131,7 @@ class Reducer:
         self.microbatch = 0
         self._axis = axis
         self._guard = guard
+        self._wire = Wire(wire) if wire is not None and comms.world_size > 1 else None
         self._overlap = overlap
         self._check_finite = check_finite
         self._refuse_unused = refuse_unused
@@ -279,7 +283,7 @@ class Reducer:
 
     def _is_compressed(self, parameter: nn.Parameter) -> bool:
         """Whether a parameter's gradient is compressed; small ones are left alone."""
-        return self.compressor is not None and parameter.numel() >= max(1, self.compressor.smallest)
+        return self.compressor is not None and is_large(parameter, self.compressor)
 
     def _compressed(self, groups: Sequence[list[nn.Parameter]], compressor: Compressor) -> Iterator[FlatBucket]:
         """Make buckets that are compressed, and plain ones for small parameters."""
@@ -300,7 +304,8 @@ class Reducer:
             if self.level > 1 and kind not in pools:
                 pools[kind] = Buffers(group[0], self._comms)
             given = [owner_of[parameter] for parameter in group] if owner_of else None
-            yield ShardedBucket(group, self._comms, number, owners=given, pool=pools.get(kind))
+            pool = pools.get(kind)
+            yield ShardedBucket(group, self._comms, number, owners=given, pool=pool, wire=self._wire)
 
     @property
     def axis(self) -> str:
@@ -336,6 +341,8 @@ class Reducer:
         for one in (self.compressor, *(bucket.compressor for bucket in self.compressed_buckets)):
             if isinstance(one, Cast):
                 one.factor = factor
+        if self._wire is not None:
+            self._wire.factor = factor
 
     @property
     def compressed_buckets(self) -> list[CompressedBucket]:

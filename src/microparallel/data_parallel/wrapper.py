@@ -141,7 +141,7 @@ class DataParallel(nn.Module):
         _require_sensible(bucket_cap_mb, broadcast_buffers, find_unused_parameters, gradient_as_bucket_view)
         require_plain(module, "DataParallel")
         require_contents(module, "DataParallel")
-        settings = f"compress={compressor and compressor.description}, precision={mixed}"
+        settings = f"compress={compressor and compressor.description}" + (f", precision={mixed}" if mixed else "")
         require_same_model(module, comms, settings)  # before the next check: all ranks then find the same in it
         require_dense_gradients(module)
         if mixed is not None:
@@ -163,6 +163,7 @@ class DataParallel(nn.Module):
             refuse_unused=not find_unused_parameters,
             overwrites=gradient_as_bucket_view,
             level=LEVELS[shard],
+            wire=None if mixed is None else mixed.wire,
             compressor=compressor if comms.world_size > 1 else None,
         )
         checks = check_finite or not find_unused_parameters or self.loss_scale is not None

@@ -13,8 +13,11 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
 from microparallel.comms.wire import gather_json
+from microparallel.compression import Compressor, parse
+from microparallel.data_parallel.compressed_bucket import as_compressor
 from microparallel.errors import TransportError, UsageError
 from microparallel.observe import Activity, Observation
+from microparallel.pipeline.activations import ActivationWire, as_activation_wire
 from microparallel.pipeline.cut import cut_together, warn_of_whole_models
 from microparallel.pipeline.generate import Prompt, generate
 from microparallel.pipeline.interpreter import Interpreter, Microbatch, Worker
@@ -62,6 +65,10 @@ class Pipeline(Member):
         shard: "optimizer": of the optimizer's state each replica keeps its part (ZeRO 1). The optimizer must be a
             `mp.ShardedOptimizer`, and gradients are clipped with `pipe.clip_grad_norm_`. After a step, `grad` of a
             parameter only says that there is a gradient: no rank has it whole. With one replica nothing is in parts.
+        compress: how replicas compress the gradients that they sum, as for `DataParallel`. A stage's gradients are one
+            bucket, whatever `bucket_cap_mb` is, and small ones go with them as they are.
+        compress_activations: in which form stages send each other activations and their gradients:
+            `mp.compression.Cast(torch.bfloat16)`, `mp.compression.Int8()`, or "bf16", "fp16", "int8".
 
     Example:
         ```python
@@ -79,6 +86,8 @@ class Pipeline(Member):
         ```
     """
 
+    _wire: ActivationWire | None
+
     def __init__(
         self,
         layers: nn.Module | Sequence[nn.Module],
@@ -94,20 +103,34 @@ class Pipeline(Member):
         recompute: bool = False,
         bucket_cap_mb: float = 25.0,
         shard: Literal["optimizer"] | None = None,
+        compress: str | Compressor | None = None,
+        compress_activations: str | Compressor | None = None,
     ) -> None:
         mesh = _mesh(comms, replicas)
         _require_shard(shard)
+        compressor = parse(compress) if isinstance(compress, str) else compress
+        if compressor is not None and shard is not None:
+            raise UsageError(
+                f"Pipeline: compress={compressor.name} with shard={shard!r}: a compressed sum leaves each replica with "
+                "all gradients, and shard= with its part; choose one of the two"
+            )
         chosen = Schedule(schedule, mesh.pp, microbatches, stages_per_rank)
-        pieces = cut_together(layers, chosen.stages, balance, example, comms)
+        self._wire = as_activation_wire(compress_activations)
+        settings = f"compress={compressor and compressor.description}, compress_activations={self._wire}"
+        pieces = cut_together(layers, chosen.stages, balance, example, comms, settings)
         warn_of_whole_models(pieces)
         stages = {
             index: Stage(index, pieces[index], loss_fn, recompute)
             for index, home in enumerate(chosen.homes)
             if home == mesh.where(comms.rank)[1]
         }
-        super().__init__(comms, mesh, chosen.homes, stages, bucket_cap_mb, level=int(shard is not None))
+        if compressor is not None:
+            for stage in stages.values():
+                as_compressor(compressor, nn.ModuleList(layer.module for layer in stage.layers))
+        super().__init__(comms, mesh, chosen.homes, stages, bucket_cap_mb, int(shard is not None), compressor)
         self._prepare(chosen)
         self._tie(pieces)
+        self._name_sums(pieces)
         self._find_buffers(pieces)
         self._knows_loss = loss_fn is not None
 
@@ -126,6 +149,7 @@ class Pipeline(Member):
         Without a `loss_fn`, the last rank's module is called with the targets and returns the mean loss.
         """
         pipe = cls.__new__(cls)
+        pipe._wire = None
         chosen = Schedule(schedule, comms.world_size, microbatches)
         if chosen.homes != list(range(comms.world_size)):
             raise UsageError(
@@ -249,6 +273,7 @@ class Pipeline(Member):
             buffers=self._buffered_places if buffers else (),
             level=self._column.level,
             update=update,
+            algorithm=self._algorithm(),
         )
 
     def _step(
@@ -271,16 +296,18 @@ class Pipeline(Member):
             count = len(shapes.microbatches)
             self._run(self._ops(count), worker, self._message_order(count, training=True), loss_sum)
             self._scale_gradients(loss_sum.factor)
+        self._column.passes += 1
         self.most_activations = worker.most_kept
         return loss_sum.loss, count
 
     def _ops(self, microbatches: int) -> Sequence[Op]:
         """The operations of this rank, numbered as in a single pipeline; without samples, only its sums."""
-        ops = self._own_ops(microbatches or self._schedule.microbatches)
+        ops = self._own_ops(microbatches or self._schedule.microbatches, self._algorithm())
         return ops if microbatches else only_sums(ops)
 
     @functools.cache  # noqa: B019 a pipeline has few programs
-    def _own_ops(self, microbatches: int) -> Sequence[Op]:
+    def _own_ops(self, microbatches: int, _algorithm: str | tuple[str, ...]) -> Sequence[Op]:
+        """The second argument is for the cache: after the warm-up sums are compressed."""
         whole = self.program_with([microbatches] * self.mesh.dp, samples=False, update=False)  # _step has counted them
         before = (-self.replica * self._schedule.microbatches, -self.replica * self.mesh.pp)
         # The broadcast of the batch's shapes is done before, in _agree.
@@ -337,6 +364,7 @@ class Pipeline(Member):
             in_program=self._in_program,
             world_ranks=self._row.world_ranks,
             doing=self.comms.flight.doing,
+            wire=self._wire,
         )
         try:
             for work in interpreter.run():

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from microparallel.errors import ProgramError, UsageError
 from microparallel.program import (
+    AUTO,
     Act,
     BackwardInput,
     Cursor,
@@ -84,6 +85,7 @@ class Schedule:
         buffers: tuple[int, ...] = (),
         level: int = 0,
         update: bool | None = None,
+        algorithm: str | tuple[str, ...] = AUTO,
     ) -> Program:
         """The step of several pipelines: for each its micro-batches, and the sums over ranks (`with_sums`)."""
         return with_sums(
@@ -102,6 +104,7 @@ class Schedule:
             buffers=buffers,
             level=level,
             update=update,
+            algorithm=algorithm,
         )
 
     def _build(self, microbatches: int) -> Program:

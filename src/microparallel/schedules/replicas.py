@@ -49,7 +49,7 @@ Fewer = Mapping[int, Program | None]  # by replica: the program of one that has 
 def replicate(
     program: Program,
     replicas: int,
-    algorithm: str = AUTO,
+    algorithm: str | Sequence[str] = AUTO,
     *,
     fewer: Fewer | None = None,
     shared: Collection[int] = (),
@@ -79,7 +79,7 @@ def replicate(
     Args:
         program: of one pipeline.
         replicas: how many there are.
-        algorithm: of the sums.
+        algorithm: of the sums, one for all stages or one for each.
         fewer: the program of each replica that has fewer micro-batches; None for one that has none.
         shared: the ranks of a pipeline that have several stages with one parameter in common (`with_reductions`).
         level: 0: each rank gets the whole sum; 1: its part of it (a reduce-scatter).
@@ -105,7 +105,7 @@ def replicate(
 
 
 def _summed(
-    theirs: Program | None, usual: Program, algorithm: str, shared: Collection[int], level: int
+    theirs: Program | None, usual: Program, algorithm: str | Sequence[str], shared: Collection[int], level: int
 ) -> Iterator[Sequence[Op]]:
     """For each rank of a replica, its operations with the sums; one without micro-batches has only those."""
     for place, ops in enumerate((theirs or usual).ranks):
@@ -131,7 +131,7 @@ def with_sums(
     buffers: Collection[int] = (),
     level: int = 0,
     update: bool | None = None,
-    algorithm: str = AUTO,
+    algorithm: str | Sequence[str] = AUTO,
 ) -> Program:
     """The whole step of a pipeline, or of several side by side: with everything that its ranks sum up or broadcast.
 
@@ -169,7 +169,7 @@ def with_sums(
         buffers: the ranks of a pipeline that have buffers, if these are copied to all replicas.
         level: 0: every replica has everything; 1: replicas keep the optimizer's state in parts. One pipeline has all.
         update: whether the optimizer's step is part of it, which gathers at level 1; None: at level 1.
-        algorithm: of the buckets' sums, and of what is gathered.
+        algorithm: of the buckets' sums, and of what is gathered; one for all stages, or one for each.
     """
     if level not in (0, 1):
         raise UsageError(
@@ -194,14 +194,21 @@ def with_sums(
         if level if update is None else update:
             kept = (op.value for op in ops if isinstance(op, ReduceScatter) and isinstance(op.value, Bucket))
             stages = sorted((bucket.index for bucket in kept), reverse=True)
-            after += [Join(), OptimizerStep(), *(AllGather(Parameters(stage), "dp", algorithm) for stage in stages)]
+            gathers = (AllGather(Parameters(stage), "dp", _of(algorithm, stage)) for stage in stages)
+            after += [Join(), OptimizerStep(), *gathers]
         after += [Broadcast(BUFFERS, "dp", place)] if replicas > 1 and place in buffers else []
         orders.append((*before, *ops, *after))
     mesh = whole.mesh or (("pp", program.world_size),)
     return replace(whole, ranks=tuple(orders), mesh=mesh)
 
 
-def with_reductions(ops: Sequence[Op], algorithm: str = AUTO, *, shares: bool = False, level: int = 0) -> list[Op]:
+def _of(algorithm: str | Sequence[str], stage: int) -> str:
+    return algorithm if isinstance(algorithm, str) else algorithm[stage]
+
+
+def with_reductions(
+    ops: Sequence[Op], algorithm: str | Sequence[str] = AUTO, *, shares: bool = False, level: int = 0
+) -> list[Op]:
     """Add each stage's sum after its last backward and the sends that follow: another rank waits for those.
 
     If several stages of this rank have a parameter in common (`shares`), its gradient goes with those of the rank's
@@ -223,7 +230,7 @@ def with_reductions(ops: Sequence[Op], algorithm: str = AUTO, *, shares: bool = 
             due = []
         result.append(op)
         ended = sorted((stage for stage, end in last.items() if end == place), reverse=True)
-        due += [kind(Bucket(stage), "dp", algorithm) for stage in ended]
+        due += [kind(Bucket(stage), "dp", _of(algorithm, stage)) for stage in ended]
     return result + due
 
 

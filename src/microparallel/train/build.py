@@ -206,6 +206,8 @@ def _build_pipeline(
         example=_example(config, model, data, dtype) if config.balance == "time" else None,
         recompute=bool(config.recompute),
         shard=config.shard,  # type: ignore[arg-type]
+        compress=build_compressor(config),
+        compress_activations=config.compress_activations,
         **_mixed(config),
     )
     return PipelineTraining(
@@ -214,6 +216,7 @@ def _build_pipeline(
         with_loss=ModelWithLoss(pipe.own_layers, loss_fn),
         signature=ModelSignature(model, has_loss=True, one_argument=True),
         optimizer=build_optimizer(config, pipe, shared_by=None if config.shard is None else comms),
+        compressed=None if config.compress is None else pipe,
         **_rest(config, comms, data, _Replica(pipe.replica, pipe.mesh.dp), dtype),
     )
 

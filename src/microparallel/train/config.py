@@ -74,7 +74,7 @@ MICROBATCHES = 8  # of a pipeline, unless the batch is smaller
 # The headings under which `--help` shows the settings.
 SUBJECT, STEPS, WORLD, ON_PURPOSE = "What to train", "How to train", "Where to train", "Slow on purpose"
 # Those that mean nothing without a pipeline.
-OF_PIPELINES = ("schedule", "microbatches", "stages_per_rank", "balance", "recompute")
+OF_PIPELINES = ("schedule", "microbatches", "stages_per_rank", "balance", "recompute", "compress_activations")
 # Those that mean nothing without --compress.
 OF_COMPRESSION = ("no_feedback", "compress_warmup")
 # Those that mean nothing without --shard parameters.
@@ -138,6 +138,12 @@ def _check_compress(value: str, given: str) -> None:
             parse_methods(value.replace(":", "-"), value)
         except UsageError as error:
             raise ConfigError(f"{given}: {error}") from None
+
+
+def _check_activations(value: str, given: str) -> None:
+    _check_compress(value, given)
+    if value.partition(":")[0] not in ("bf16", "fp16", "int8"):
+        raise ConfigError(f"{given}: a stage needs every number of its input; choose bf16, fp16 or int8")
 
 
 def _check_specs(value: str, given: str) -> None:
@@ -390,6 +396,15 @@ class TrainConfig:
     )
     recompute: bool | None = setting(
         None, "Let a pipeline compute activations again instead of keeping them.", WORLD, may_change=True
+    )
+    compress_activations: str | None = setting(
+        None,
+        "In which form a pipeline's stages send each other activations and their gradients: bf16, fp16 or int8.",
+        WORLD,
+        shown="as they are",
+        metavar="METHOD",
+        check=_check_activations,
+        may_change=True,
     )
     workers: int = setting(
         0,

@@ -27,7 +27,7 @@ from microparallel.errors import CheckpointError, ConfigError
 from microparallel.pipeline import Pipeline
 from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, placed
 from microparallel.train.checkpoint import save
-from microparallel.train.checkpoint_reader import Checkpoint, StateReader, read_whole
+from microparallel.train.checkpoint_reader import Checkpoint, StateReader, StoredTensor, read_whole
 from microparallel.train.data import Split
 from microparallel.train.loader import Loaded, Loader
 from microparallel.train.metrics import Measurement, Metric, Validation
@@ -274,27 +274,59 @@ class Training:
         if self._compressed is None:
             return {}
         state = self._compressed.compression_state()
-        return {"compression": state | {"residuals": {f"rank_{self.comms.rank}": state["residuals"]}}}
+        residuals = {self._saved_name(name): residual for name, residual in state["residuals"].items()}
+        return {"compression": state | {"residuals": {f"replica_{self._replica}": residuals}}}
+
+    @property
+    def _replica(self) -> int:
+        """The number of this rank's replica of the model."""
+        return self.comms.rank
+
+    @property
+    def _replicas(self) -> int:
+        """How many replicas there are."""
+        return self.comms.world_size
+
+    def _saved_name(self, name: str) -> str:
+        """What a residual is called in a checkpoint: as its parameter in the plain model."""
+        return name.removeprefix("model.")
+
+    def _own_name(self, name: str, holder: str) -> str:  # noqa: ARG002
+        """What the wrapper calls a residual: here there is one for each parameter, whoever else held one before."""
+        return name
 
     def _load_compression(self, stored: Mapping[str, Any]) -> None:
-        """Take this rank's share of what all ranks had not sent; the residuals of other ranks are not read."""
+        """Take this rank's share of what all replicas had not sent; nothing else is read."""
         if self._compressed is None or "compression" not in stored:
             return
         saved = stored["compression"]
         whole = {"passes": saved["passes"], "methods": read_whole(saved["methods"])}
-        ranks, mine = self.comms.world_size, self.comms.rank
-        numbers = sorted(int(name.removeprefix("rank_")) for name in saved["residuals"])
+        by_replica = {int(name.removeprefix("replica_")): one for name, one in saved["residuals"].items()}
         self._compressed.load_compression_state(
             [
-                {**whole, "residuals": read_whole(saved["residuals"][f"rank_{rank}"]) if rank % ranks == mine else {}}
-                for rank in numbers
+                {**whole, "residuals": self._own_residuals(one) if number % self._replicas == self._replica else {}}
+                for number, one in sorted(by_replica.items())
             ]
         )
+
+    def _own_residuals(self, stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+        """Read what one replica had not sent, as far as this rank has the parameters, by the wrapper's names."""
+        assert self._compressed is not None
+        mine = (name.partition("@")[0] for name in self._compressed.compression_state()["residuals"])
+        names = {self._saved_name(name): name for name in mine}
+        residuals: dict[str, torch.Tensor] = {}
+        for saved, residual in stored.items():
+            base, _, holder = saved.partition("@")  # a parameter that stages share has one on each
+            if base in names:
+                name = self._own_name(names[base], holder)
+                residuals[name] = residual.whole() + residuals.get(name, 0.0)
+        return residuals
 
     def load(self, checkpoint: Checkpoint) -> str | None:
         """Go on from a checkpoint, bit for bit when the world has the size it had then; returns a remark, if any."""
         try:
             self._load_states(checkpoint)
+            self._load_compression(checkpoint.stored_by_rank)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
         remark = self.loader.load_state_dict(checkpoint.state["sampler"])
@@ -312,7 +344,6 @@ class Training:
     def _load_states(self, checkpoint: Checkpoint) -> None:
         self.model.load_state_dict(read_whole(checkpoint.stored_model))
         self._load_optimizer(self._own_part(checkpoint.stored_optimizer))
-        self._load_compression(checkpoint.stored_by_rank)
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         """Read the optimizer's state from the disk, or only this rank's part of it."""
@@ -368,6 +399,21 @@ class PipelineTraining(Training):
         return self._pipe.replicas_are_identical()
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _replica(self) -> int:
+        return self._pipe.replica
+
+    @property
+    def _replicas(self) -> int:
+        return self._pipe.mesh.dp
+
+    def _saved_name(self, name: str) -> str:
+        base, at, holder = name.partition("@")
+        return f"{self._names[base]}{at}{holder}"
+
+    def _own_name(self, name: str, holder: str) -> str:
+        return f"{name}@{holder}" if holder else name
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """The whole model's state on rank 0."""
