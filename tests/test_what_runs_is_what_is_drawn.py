@@ -587,6 +587,41 @@ def test_a_pipelines_step(any_pool, schedule, ranks, count, tied):
         assert (":tied0@pp" in text) == (tied and schedule == "1f1b")
 
 
+def scaled_stages(comms, schedule, count, shard):
+    """Steps in float16: one that is taken, and one that is not, because a gradient is not finite."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    layers[-1].weight = layers[0].weight
+    more = {"replicas": count, "shard": shard, "precision": "fp16"}
+    pipe = mp.Pipeline(layers, comms, schedule, 3, nn.functional.mse_loss, **more)
+    batch = torch.ones(6, WIDTH), torch.zeros(6, WIDTH)
+    optimizer = mp.ShardedOptimizer(pipe.parameters(), torch.optim.SGD, comms, lr=0.1)
+    pipe.step(*batch)
+    wrong, taken = [], []
+    for pipe.loss_scale.value in (1.0, 1e30):
+        optimizer.zero_grad()
+        with mp.record(comms) as recorder:
+            pipe.step(*batch)
+            pipe.clip_grad_norm_(1.0)
+            if shard:
+                optimizer.step()
+        wrong += differences(recorder.trace, pipe.program_with(norm=True))
+        taken.append(any(parameter.grad is not None for parameter in pipe.parameters()))
+    _, traced = pipe.traced_step(*batch)
+    return [*wrong, *differences(traced, pipe.program_with(update=False))], taken, to_text(pipe.program)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "count", "shard"),
+    [("1f1b", 2, 1, None), ("zb-h1", 4, 2, None), ("1f1b", 4, 2, "optimizer")],
+)
+def test_a_pipelines_step_in_float16(any_pool, schedule, ranks, count, shard):
+    for wrong, taken, text in any_pool.run(scaled_stages, ranks, schedule, count, shard, timeout=50):
+        assert not wrong
+        assert taken == [True, False]
+        assert text.count("*:loss@world *:overflow0@world") == ranks
+
+
 def clipped(comms, count):
     """A step, whose gradients are clipped, and whose replicas then agree on their buffers."""
     torch.manual_seed(0)
@@ -729,11 +764,11 @@ def test_a_pipeline_of_one_rank(pool):
 def test_every_name_that_ranks_tell_stands_in_a_builder():
     known = {value for value in vars(names).values() if isinstance(value, Named)} | {names.tied(0)}
     norms = [[names.moments(0)], [names.moments_gradient(0)], []]
-    known |= {names.moments(0), names.moments_gradient(0)}
+    known |= {names.moments(0), names.moments_gradient(0), names.overflow()}
     options = {"buffers": True, "weights": True, "order": True, "samples": True, "loss": True}
     data_parallel = mp.schedules.data_parallel_step(1, 2, **options, norms=norms)
     pipelines = mp.schedules.with_sums(
-        mp.schedules.build("1f1b", 2, 1), 2, batch=0, shared=[0], ties=[[0, 1]], norm=True, buffers=[0]
+        mp.schedules.build("1f1b", 2, 1), 2, batch=0, shared=[0], ties=[[0, 1]], overflow=True, norm=True, buffers=[0]
     )
     built = {op.value for program in (data_parallel, pipelines) for ops in program.ranks for op in ops if is_named(op)}
     assert built == known

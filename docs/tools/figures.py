@@ -29,7 +29,16 @@ def figures(text: str, *, stepped: bool) -> str:
 
 def _figure(line: str) -> str:
     """A figure that shrinks with the page as long as it can be read, and scrolls from there."""
-    drawing = _drawn(line, "--svg")
+    return _shrinking(_drawn(line, "--svg"))
+
+
+def figure_of(drawing: str, caption: str, below: str = "", kind: str = "") -> str:
+    """HTML of one SVG, what stands below it, and its caption; `kind` is one more class for the figure."""
+    told = f"<figcaption>{_inline(caption)}</figcaption>" if caption else ""
+    return f'<figure class="drawn {kind}" data-search-exclude>{_shrinking(drawing)}{below}{told}</figure>'
+
+
+def _shrinking(drawing: str) -> str:
     width = re.search(r'width="(\d+)"', drawing)
     natural = int(width[1]) if width else 700
     drawing = re.sub(r"\s*\n\s*", "", drawing)  # Markdown must not see empty lines

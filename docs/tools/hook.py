@@ -16,11 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import command_line
 import consoles
 import figures
+import plots
 import public_names
 import sources
 from pages import CONSOLES, Block, blocks_of
 
-OURS = ("draw", "step", "include", "output", *CONSOLES)
+OURS = ("draw", "step", "include", "output", "plot", "bits", *CONSOLES)
 
 
 def on_config(config: Any) -> Any:
@@ -33,10 +34,15 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Make every fence once, to find what is wrong with it while its place is known; then fill in references."""
     file = Path(page.file.abs_src_path)
-    for block in blocks_of(file):
+    try:
+        whole = plots.with_data(file.read_text(encoding="utf-8"), file)
+        markdown = plots.with_data(markdown, file)
+    except ValueError as error:
+        raise PluginError(f"{_shown(file)}: {error}") from error
+    for block, with_data in zip(blocks_of(file), blocks_of(file, whole), strict=True):
         if block.kind in OURS:
             try:
-                made(block)
+                made(with_data)
             except ValueError as error:
                 raise PluginError(f"{_shown(file)}:{block.line}: {error}") from error
     markdown = markdown.replace("<!-- command line -->", command_line.reference())
@@ -54,6 +60,8 @@ def made(block: Block) -> str:
         return figures.figures(block.text, stepped=block.kind == "step")
     if block.kind == "include":
         return sources.included(block.text)
+    if block.kind in ("plot", "bits"):
+        return plots.plot(block) if block.kind == "plot" else plots.bits(block)
     return consoles.output(block) if block.kind == "output" else consoles.console(block)
 
 

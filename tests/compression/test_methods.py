@@ -12,6 +12,7 @@ from microparallel.collectives import payload
 from microparallel.compression import (
     Cast,
     Chain,
+    Compressor,
     Int8,
     PowerSGD,
     RandomK,
@@ -75,9 +76,9 @@ def test_bytes_are_those_of_the_formula(name, shapes):
     size = sum(map(math.prod, shapes))
     rounds = payload(compressor.algorithm(shapes), 4 * size)
     assert [one.kind for one in rounds] == list(compressor.rounds)
-    assert [one.bytes for one in rounds] == super(type(compressor), compressor).payload(shapes)
-    if name != "powersgd-1+bf16":
-        assert [one.bytes for one in payload(compressor.name, 4 * size, shapes)] == compressor.payload(shapes)
+    # That of the base class encodes zeros, and counts.
+    assert [one.bytes for one in rounds] == Compressor.payload(compressor, shapes) == compressor.payload(shapes)
+    assert [one.bytes for one in payload(compressor.name, 4 * size, shapes)] == compressor.payload(shapes)
 
 
 @given(st.integers(1, 300), st.integers(0, 1000))

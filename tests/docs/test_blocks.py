@@ -12,7 +12,10 @@ from blocks import Instead
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 # Pages that list commands without their output: some of these take long, or cannot run here.
-GUIDES = [ROOT / "README.md", *(REFERENCE / f"{name}.md" for name in ("train", "your_program", "machines", "measured"))]
+GUIDES = [
+    ROOT / "README.md",
+    *(REFERENCE / f"{name}.md" for name in ("train", "your_program", "machines", "measured", "where_compression_pays")),
+]
 ELSEWHERE = [REFERENCE / "frameworks.md"]  # run by test_frameworks.py, with the frameworks imported once
 WITH_STEPS = {path for path in (ROOT / "docs").rglob("*.md") if blocks.steps_of(path)}
 PAGES = sorted(WITH_STEPS.difference(GUIDES, ELSEWHERE))
@@ -51,6 +54,10 @@ TOO_LONG = {
     ),
     "microparallel bench dp": Instead(LONG, "microparallel bench dp --models mlp-64 --steps 3"),
     "microparallel bench shard": Instead(LONG, "microparallel bench shard --quick --models mlp-64"),
+    "microparallel bench compress --quick": Instead(
+        LONG, "microparallel bench compress --quick --methods bf16 --links 1gbit --train-steps 2"
+    ),
+    "microparallel bench compress": Instead("the same command in short stands above it"),
     "microparallel bench pp": Instead(LONG, "microparallel bench pp --width 32 --steps 2 --schedules 1f1b,gpipe"),
     "microparallel compare --in-process --ranks 3": Instead(
         LONG, "microparallel compare --in-process --ranks 3 --steps 3"

@@ -17,10 +17,11 @@ import microparallel as mp
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-TRACKS = ("data_parallel", "pipeline", "sharding", "seeing")
+TRACKS = ("data_parallel", "pipeline", "sharding", "fewer_bytes", "seeing")
 LESSONS = sorted(lesson for track in TRACKS for lesson in DOCS.glob(f"{track}/*.md"))
 PARTS = ["The picture", "The code", "Run it", "Try", "What goes wrong", "Exercise", "Quiz"]
-PARTS_OF = {"sharding": ["Predict", "Attempt", "Reveal", "Run it", "Try", "What goes wrong", "Quiz"]}
+PREDICT_FIRST = ["Predict", "Attempt", "Reveal", "Run it", "Try", "What goes wrong", "Quiz"]
+PARTS_OF = {"sharding": PREDICT_FIRST, "fewer_bytes": PREDICT_FIRST}
 
 
 @pytest.mark.timeout(150)
@@ -68,6 +69,7 @@ def page_at(path):
         ("```include\nsrc/microparallel/collectives/ring.py::square_all_reduce\n```", r"has no square_all_reduce"),
         ("```include\nsrc/microparallel/nowhere.py\n```", r"give one file below"),
         ("```run\nmicroparallel doctor\n```", r"begins with `\$ ` and a command"),
+        ("```plot\nx: step\n```", r"draws the output block above it, and there is none"),
     ],
 )
 def test_a_fence_that_cannot_be_made_ends_the_build(fence, complaint, tmp_path):

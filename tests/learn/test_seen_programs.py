@@ -1,16 +1,28 @@
 """What ranks were seen to do is the program that the library itself has for it."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from microparallel import collectives
 from microparallel.learn.catalogue import find_exercise
 from microparallel.learn.exam import Exam
-from microparallel.learn.graders import buckets, comms, ring_all_reduce, ring_halves, sharded_linear, zero_2
+from microparallel.learn.graders import (
+    buckets,
+    comms,
+    loss_scaling,
+    powersgd,
+    ring_all_reduce,
+    ring_halves,
+    sharded_linear,
+    zero_2,
+)
 from microparallel.learn.graders._collectives import contribution, program_of
 from microparallel.learn.graders._during_backward import program_of as program_of_passes
 from microparallel.learn.graders._pipeline_steps import microbatch_suspects, take_steps
 from microparallel.learn.holes import solved
+from microparallel.learn.log import calls
 from microparallel.program import (
     Collective,
     Delta,
@@ -119,6 +131,26 @@ def test_layers_that_are_gathered_on_demand(exam, ranks):
     for rank, wanted in enumerate(zero(3, 3, ranks, prefetch=0).ranks):
         seen = sharded_linear._operations(rank, ranks, passes[rank], one.rows[rank])
         assert seen == [op for op in wanted[:-1] if not (isinstance(op, Free) and isinstance(op.value, Delta))]
+
+
+def test_loss_scaling(exam):
+    """One number decides; then the gradients are averaged, or nothing more is sent."""
+    one, plan = exam("loss-scaling"), loss_scaling._ONE_RANK
+    for did, row in zip(one.run(loss_scaling._train, 2, plan, allowed=("all_reduce",)), one.rows, strict=True):
+        for step, taken in enumerate(did.taken):
+            seen = loss_scaling._operations(loss_scaling._of_step(did, row, step), 0)
+            rest = [*(f"*U{number}@dp" for number in range(6)), "S"] if taken else []
+            assert list(map(str, seen)) == ["*:overflow@dp", *rest]
+        assert did.taken == [True, False, True, False, False, False, True]
+
+
+def test_two_all_reduces_for_a_matrix(exam):
+    one = exam("powersgd")
+    did, _ = one.run(powersgd._average, 2, 2, 1, allowed=("all_reduce",))
+    made = [calls(one.rows[0][start:stop]) for start, stop in pairwise(did.begins[0])]
+    seen = [powersgd._operations(0, number, reduces, 2) for number, reduces in enumerate(made)]
+    names = [" ".join(map(str, ops)) for ops in seen]
+    assert names == ["*:P0@dp *U0@dp", "*U1@dp", "*:P2@dp *U2@dp", "*:P3@dp *U3@dp"]
 
 
 @pytest.mark.parametrize("answered", [True, False])

@@ -1,6 +1,7 @@
 """`--precision`: a run computes in 16 bits, keeps its parameters in 32, and goes on bit for bit."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,6 +58,37 @@ def test_a_run_goes_on_bit_for_bit(pool, tmp_path, precision, shard):
     assert ("loss_scale" in summary) == ("loss_scale" in mine[-1]) == (precision == "fp16")
     if precision == "fp16":
         assert 1 <= mine[2]["skipped_steps"] < 3
+
+
+def loud_layers():
+    """With the first loss scales, gradients of one process and of pipelines overflow."""
+    return nn.Sequential(nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10), Louder(), Louder())
+
+
+@pytest.mark.parametrize(
+    ("precision", "layout"),
+    [("bf16", {"dp": 1}), ("fp16", {"dp": 1, "schedule": "zb-h1"}), ("fp16", {"dp": 2, "shard": "optimizer"})],
+)
+def test_a_run_of_pipelines_goes_on_bit_for_bit_and_without_them(pool, tmp_path, precision, layout):
+    """Its checkpoints are also those of one process, in which the loss scale goes on."""
+    settings = {"precision": precision, "model": f"{__name__}:loud_layers", "data": "digits", "clip": 0.5}
+    settings |= {"lr": 0.01, "optimizer": "sgd"}
+    pipelines = settings | {"pp": 2, "microbatches": 2, **layout}
+    run(pool, configuration(out=str(tmp_path / "whole"), **pipelines))
+    run(pool, configuration(out=str(tmp_path / "parts"), **pipelines | {"steps": 3}))
+    shutil.copytree(tmp_path / "parts", tmp_path / "alone")
+    summary = run(pool, configuration(out=str(tmp_path / "parts"), **pipelines), tmp_path / "parts")
+    alone = run(pool, configuration(out=str(tmp_path / "alone"), **settings | {"steps": 4}), tmp_path / "alone")
+    mine, whole, other = (
+        [one for one in records_of(tmp_path / name) if "loss" in one] for name in ("parts", "whole", "alone")
+    )
+    assert mine == whole
+    assert summary["replicas_identical"] and summary["precision"] == precision
+    assert other[3]["loss"] == pytest.approx(mine[3]["loss"], rel=0.01)
+    if precision == "fp16":
+        assert 1 <= mine[2]["skipped_steps"] <= mine[-1]["skipped_steps"] < 6
+        scale = mine[2]["loss_scale"]
+        assert alone["loss_scale"] in (scale, scale / 2)  # larger micro-batches have larger gradients
 
 
 def scaled(comms, config):
@@ -132,7 +164,6 @@ def test_a_run_of_before_says_dtype(tmp_path):
     [
         ({"ranks": 2, "strategy": "naive"}, "--precision bf16 is for --strategy ddp, and it is naive"),
         ({"ranks": 2, "average_every": 2}, "--average-every 2 computes in float32 or float64"),
-        ({"pp": 2}, "pipelines compute in float32"),
     ],
 )
 def test_refusals(changes, words):

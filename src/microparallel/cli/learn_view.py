@@ -15,7 +15,12 @@ from microparallel.learn.catalogue import EXERCISES, Exercise
 from microparallel.learn.verdict import Step, Verdict
 from microparallel.learn.workspace import Workspace
 
-_TRACKS = {"data_parallel": "Data parallelism", "pipeline": "Pipeline parallelism", "sharding": "Sharding"}
+_TRACKS = {
+    "data_parallel": "Data parallelism",
+    "pipeline": "Pipeline parallelism",
+    "sharding": "Sharding",
+    "fewer_bytes": "Fewer bytes",
+}
 
 
 def console() -> Console:

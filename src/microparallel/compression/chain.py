@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import torch
 
-from microparallel.collectives.compressed import require_chain
+from microparallel.collectives.compressed import payload, require_chain
 from microparallel.compression.compressor import Compressor, KnownCompressor, Parts, Received, Shape
 from microparallel.compression.low_rank import PowerSGD
 from microparallel.compression.methods import RandomK, TopK
@@ -59,6 +59,10 @@ class Chain(Compressor):
     def algorithm(self, shapes: Sequence[Shape]) -> str:
         """The name; PowerSGD's with its bytes."""
         return super().algorithm(shapes) if isinstance(self.first, PowerSGD) else self.name
+
+    def payload(self, shapes: Sequence[Shape]) -> list[int]:
+        """How many bytes this rank sends in each round, by the formula of its name."""
+        return [int(one.bytes) for one in payload(self.name, 4 * sum(map(math.prod, shapes)), shapes)]
 
     @property
     def description(self) -> str:

@@ -252,11 +252,6 @@ class Int8(KnownCompressor):
         self.block = int(checked("int8", block, f"Int8({block!r})").number)
         self.name = f"int8-{self.block}"
 
-    def payload(self, shapes: Sequence[Shape]) -> list[int]:
-        """How many bytes the scales and the numbers have."""
-        count = _count(shapes)
-        return [count + 4 * -(-count // self.block)]
-
     def encode(self, bucket: torch.Tensor, shapes: Sequence[Shape], *received: Received) -> Parts:  # noqa: ARG002
         """The scales, and the numbers in them."""
         blocks = torch.nn.functional.pad(bucket, (0, -bucket.numel() % self.block)).view(-1, self.block)

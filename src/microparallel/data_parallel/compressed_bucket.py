@@ -66,9 +66,7 @@ class CompressedBucket(FlatBucket):
         self._whole = whole
         self.shapes: list[Shape] = [tuple(parameters[index].shape) for index in chosen]
         self.compressor = compressor.for_bucket(number)
-        self.algorithm = self.compressor.algorithm(self.shapes)
-        if whole:
-            self.algorithm = stage_algorithm(parameters, compressor)
+        self.algorithm = stage_algorithm(parameters, compressor) if whole else compressor.algorithm(self.shapes)
         self._sizes = [math.prod(shape) for shape in self.shapes]
         self.residual: torch.Tensor | None = None
         if self.compressor.feedback:

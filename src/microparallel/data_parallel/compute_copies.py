@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -31,6 +31,20 @@ from microparallel.torch_private import (
     own_parameters_of,
     replace_own_parameters,
 )
+
+
+class Source(NamedTuple):
+    """Of what a tensor is the copy, and by what its gradient is multiplied on the way back."""
+
+    parameter: nn.Parameter
+    factor: float
+
+
+def source_of(tensor: torch.Tensor) -> Source | None:
+    """The parameter that gets the gradient of a weight: itself, or that of which it is the copy."""
+    if isinstance(tensor, nn.Parameter):
+        return Source(tensor, 1.0)
+    return getattr(tensor, "copied_from", None)
 
 
 class ComputeCopies:
@@ -75,6 +89,16 @@ class ComputeCopies:
         finally:
             self._copies = None  # autograd holds those that it needs
 
+    @contextmanager
+    def whole_passes(self) -> Iterator[None]:
+        """Within this block forwards and backwards follow each other, all with the same copies: a pipeline's step."""
+        with self.forward():
+            self._in_backward = True
+            try:
+                yield
+            finally:
+                self._in_backward = False
+
     def inputs(self, tree: Any) -> Any:
         """What the model is given, in the dtype that it computes in; gradients of inputs come back unscaled."""
         return converted(tree, self._compute, 1 / self._scale)
@@ -116,6 +140,7 @@ class ComputeCopies:
         copy: torch.Tensor = Converted.apply(parameter, dtype, 1 / self._scale)  # type: ignore[no-untyped-call]
         if self._loss_scale is not None and copy.requires_grad:
             copy.register_hook(self._require_scaled)  # type: ignore[no-untyped-call]
+        copy.copied_from = Source(parameter, 1 / self._scale)  # type: ignore[attr-defined]
         return copy
 
     @leave_uncompiled

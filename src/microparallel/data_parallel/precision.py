@@ -112,10 +112,18 @@ class Converted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Multiply in the wider of the two dtypes: a scaled gradient may be too large or small for the other."""
-        wide = torch.promote_types(gradient.dtype, ctx.dtype)
-        gradient = gradient.to(wide) if ctx.factor == 1.0 else gradient.to(wide) * ctx.factor
-        return gradient.to(ctx.dtype), None, None
+        """Give the gradient back."""
+        return given_back(gradient, ctx.dtype, ctx.factor), None, None
+
+
+def given_back(gradient: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor:
+    """A copy's gradient in the dtype of what was copied, multiplied by a factor.
+
+    It is multiplied in the wider of the two dtypes: a scaled gradient may be too large or small for the other.
+    """
+    wide = torch.promote_types(gradient.dtype, dtype)
+    gradient = gradient.to(wide) if factor == 1.0 else gradient.to(wide) * factor
+    return gradient.to(dtype)
 
 
 def converted(tree: Any, dtype: torch.dtype, factor: float = 1.0) -> Any:

@@ -14,7 +14,12 @@ _ON_DEADLOCKS = (
     "pipeline/03_ping_pong",
     "pipeline/06_1f1b",
 )
-_ON_DEADLOCKS_OF = {"data_parallel": _ON_DEADLOCKS[0], "pipeline": _ON_DEADLOCKS[-1], "sharding": _ON_DEADLOCKS[1]}
+_ON_DEADLOCKS_OF = {
+    "data_parallel": _ON_DEADLOCKS[0],
+    "pipeline": _ON_DEADLOCKS[-1],
+    "sharding": _ON_DEADLOCKS[1],
+    "fewer_bytes": _ON_DEADLOCKS[1],
+}
 _HERE = Path(__file__).parent
 _INSTALLED = _HERE / "exercises"
 _IN_REPOSITORY = _HERE.parents[2] / "exercises"
@@ -75,6 +80,10 @@ def _sh(number: int, stem: str, title: str, lesson: str) -> Exercise:
     return Exercise(stem.replace("_", "-"), "sharding", f"{number:02}_{stem}.py", title, f"sharding/{lesson}")
 
 
+def _fb(number: int, stem: str, title: str, lesson: str) -> Exercise:
+    return Exercise(stem.replace("_", "-"), "fewer_bytes", f"{number:02}_{stem}.py", title, f"fewer_bytes/{lesson}")
+
+
 EXERCISES = (
     _dp(1, "manual_averaging", "Average the gradients of two copies by hand", "03_manual"),
     _dp(2, "comms", "Broadcast, gather and barrier from sends and receives", "05_sync_primitives"),
@@ -98,6 +107,9 @@ EXERCISES = (
     _sh(3, "zero_2", "Keep your part of the gradients while they add up", "03_each_its_part"),
     _sh(4, "sharded_linear", "Gather a layer's weight where it is used, and let it go", "04_gathered_on_demand"),
     _sh(5, "zero_3", "Gather units ahead, and keep few of them whole", "04_gathered_on_demand"),
+    _fb(1, "loss_scaling", "Scale the loss, and leave a step out together", "01_half_the_bytes"),
+    _fb(2, "topk_feedback", "Send the largest gradients, and keep the rest for later", "02_send_only_what_matters"),
+    _fb(3, "powersgd", "Two thin matrices instead of a gradient", "02_send_only_what_matters"),
 )
 
 

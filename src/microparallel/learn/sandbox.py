@@ -63,6 +63,7 @@ _OURS = [
     "microparallel.data_parallel.fully_sharded.FullyShardedDataParallel.__init__",
     "microparallel.data_parallel.units.ShardedParameters.__init__",
     "microparallel.data_parallel.sharded_optimizer.ShardedOptimizer.__init__",
+    "microparallel.data_parallel.precision.LossScale.__init__",
     "microparallel.pipeline.pipeline.Pipeline.__init__",
     "microparallel.pipeline.pipeline.Pipeline.of_stage",
     "microparallel.pipeline.microbatches.sizes",
@@ -73,6 +74,7 @@ _OURS = [
     "microparallel.models.mlp.shard_bounds",
     "torch.nn.parallel.DistributedDataParallel.__init__",
     "torch.nn.parallel.DataParallel.__init__",
+    "torch.amp.GradScaler.__init__",
     "importlib.reload",  # another copy of a function would not refuse
 ]
 _BUILDERS = ("microparallel.collectives", "microparallel.schedules")  # everything in these packages

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
-from microparallel.compression import Compressor
+from microparallel.compression import Cast, Compressor
 from microparallel.data_parallel.bucket import FlatBucket, split
 from microparallel.data_parallel.compressed_bucket import CompressedBucket, is_large
 from microparallel.data_parallel.layout import By, owners
-from microparallel.data_parallel.sharding import GradientInParts, ShardedBucket, part_keepers
+from microparallel.data_parallel.sharding import GradientInParts, ShardedBucket, Wire, part_keepers
 from microparallel.errors import UsageError
 from microparallel.pipeline.interpreter import GroupSum, Sum
 from microparallel.pipeline.stage import Stage
@@ -44,6 +44,7 @@ class Column:
         bucket_bytes: a bucket that has so many bytes of gradients takes no more.
         level: how much is kept in parts (ZeRO): 0 nothing, 1 the optimizer's state.
         compressor: how the sums are compressed: each stage's gradients as one bucket.
+        wire: the 16-bit dtype in which gradients are sent that are kept in parts; None: that of the gradients.
 
     Attributes:
         comms: the ranks of the column.
@@ -60,8 +61,10 @@ class Column:
         bucket_bytes: float,
         level: int,
         compressor: Compressor | None = None,
+        wire: torch.dtype | None = None,
     ) -> None:
         self.comms = comms
+        self._wire = None if wire is None else Wire(wire)
         self.compressor = compressor if comms.world_size > 1 else None
         self.passes = 0
         self.level = level if comms.world_size > 1 else 0
@@ -85,6 +88,14 @@ class Column:
         """Before a step: make new buckets where parameters were frozen, unfrozen or converted."""
         for one in self._stages.values():
             one.prepare()
+
+    def multiply_on_wire(self, factor: float) -> None:
+        """Multiply 16-bit gradients by a factor while they travel; every rank, after `prepare`."""
+        if self._wire is not None:
+            self._wire.factor = factor
+        for bucket in self.buckets:
+            if isinstance(bucket, CompressedBucket) and isinstance(bucket.compressor, Cast):
+                bucket.compressor.factor = factor
 
     def forget_buckets(self) -> None:
         """Make new buckets in the next step: the parameters are about to get another dtype."""
@@ -119,10 +130,10 @@ class Column:
 
     def _sharded(self, group: list[nn.Parameter], stage: int) -> ShardedBucket:
         if self._by == "element":
-            return ShardedBucket(group, self.comms, stage)
+            return ShardedBucket(group, self.comms, stage, wire=self._wire)
         owner_of = self._owners()
         group.sort(key=owner_of.__getitem__)
-        return ShardedBucket(group, self.comms, stage, owners=[owner_of[one] for one in group])
+        return ShardedBucket(group, self.comms, stage, owners=[owner_of[one] for one in group], wire=self._wire)
 
     def _owners(self) -> dict[nn.Parameter, int]:
         """The replica of each whole parameter; of a tied one its number decides, which all its holders know."""

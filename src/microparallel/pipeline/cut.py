@@ -101,7 +101,7 @@ def cut_together(
 ) -> list[list[NamedLayer]]:
     """Cut a model in the same places on all ranks, or raise on all of them; where layers are timed, rank 0 does it.
 
-    Settings that all ranks must have alike are compared, too.
+    They also raise if ranks have other settings of the pipeline, given as texts, than rank 0.
     """
     layers = layers_of(model)
     modules = nn.ModuleList(layer.module for layer in layers)

@@ -366,6 +366,7 @@ class Worker:
                 stage, microbatch = self._stages[half.stage], self._microbatches[half.microbatch]
                 parameters[half.stage] = stage.parameters
                 given += [buffer for module in stage.modules for buffer in module.buffers()]
+                given += stage.precision.copies
                 given += _tensors((microbatch.inputs, microbatch.targets))
         return parameters, given
 

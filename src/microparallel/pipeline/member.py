@@ -24,6 +24,7 @@ from microparallel.data_parallel.compressed_bucket import (
     load_compression_state,
     stage_algorithm,
 )
+from microparallel.data_parallel.precision import LossScale, MixedPrecision
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicas_are_identical, replicate
 from microparallel.data_parallel.sharding import clip_parts
 from microparallel.data_parallel.sync_batch_norm import SyncBatchNorm
@@ -32,8 +33,10 @@ from microparallel.pipeline.column import Column, TiedSum, summed_with
 from microparallel.pipeline.cut import shared_parameters
 from microparallel.pipeline.interpreter import GroupSum, Sum, Worker
 from microparallel.pipeline.layers import NamedLayer
+from microparallel.pipeline.overflow import OverflowSum, PipelineGuard
+from microparallel.pipeline.precision import StagePrecision
 from microparallel.pipeline.stage import Stage
-from microparallel.program import AUTO, BUFFERS, NORM, SAMPLES, WORLD, AllReduce, Broadcast, Value, tied
+from microparallel.program import AUTO, BUFFERS, NORM, SAMPLES, WORLD, AllReduce, Broadcast, Value, overflow, tied
 from microparallel.topology import Mesh
 
 
@@ -53,6 +56,7 @@ class Member:
         bucket_cap_mb: float,
         level: int = 0,
         compressor: Compressor | None = None,
+        precision: StagePrecision | None = None,
     ) -> None:
         self.comms = comms
         self.mesh = mesh
@@ -61,18 +65,27 @@ class Member:
         self._homes = homes  # of each stage
         self._row = _own_group(comms, [mesh.row(replica) for replica in range(mesh.dp)])
         column = _own_group(comms, [mesh.column(place) for place in range(mesh.pp)])
+        self._precision = StagePrecision() if precision is None else precision
         for layer in self._layers():
             _require_own_samples(layer)
             layer.module.to(comms.device)
+        self._precision.take([layer.module for layer in self._layers()])
+        for layer in self._layers():
             if mesh.dp > 1:
                 replicate(layer.module, column)
-        self._column = Column(stages, column, bucket_cap_mb * 2**20, level, compressor)
+        wire = None if self.precision is None else self.precision.wire
+        self._column = Column(stages, column, bucket_cap_mb * 2**20, level, compressor, wire)
         self._algorithms: str | tuple[str, ...] = AUTO  # of the sums over replicas, after the warm-up
         self._ties: list[TiedSum] = []
         self._shared_places: tuple[int, ...] = ()  # that have several stages which share a parameter
         self._tied_places: tuple[tuple[int, ...], ...] = ()  # for each parameter that several places share, the places
         self._buffered_places: tuple[int, ...] = ()  # that have buffers
         self._sums: dict[Value, GroupSum] = dict(self._column.sums)
+        self._guard: PipelineGuard | None = None
+        if self._precision.loss_scale is not None:
+            self._guard = PipelineGuard(self._precision.loss_scale)
+            self._guard.watch(self.parameters())
+            self._sums[overflow()] = OverflowSum(self._guard, comms, self._gradients)
 
     def _tie(self, pieces: Sequence[Sequence[NamedLayer]]) -> None:
         """Find the parameters that several stages share, and make a group of the ranks that have those stages."""
@@ -122,6 +135,19 @@ class Member:
         return AUTO if compressor is None or self._column.passes < compressor.warmup else self._algorithms
 
     @property
+    def precision(self) -> MixedPrecision | None:
+        """In which dtypes the stages compute and keep their parameters, if that was asked for."""
+        return self._precision.precision
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """By what gradients are multiplied on their way through the stages, in float16; the same on every rank.
+
+        A checkpoint keeps `loss_scale.state_dict()`. None where no gradients are scaled.
+        """
+        return self._precision.loss_scale
+
+    @property
     def _has_first(self) -> bool:
         return 0 in self.stages
 
@@ -146,6 +172,13 @@ class Member:
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        """The gradients of this rank, or its parts of them."""
+        if self._column.level:
+            parts = (gradient for bucket in self._column.sharded_buckets for gradient in bucket.gradients())
+            return (part for part in parts if part is not None)
+        return (parameter.grad for parameter in self.parameters() if parameter.grad is not None)
 
     # ── compression ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -237,6 +270,11 @@ class Member:
 
         Gradients that are in parts are always removed.
         """
+        if self._guard is not None:
+            self._guard.forget()
+        self._remove_gradients(set_to_none)
+
+    def _remove_gradients(self, set_to_none: bool = True) -> None:
         self._column.forget_sums()
         for parameter in self.parameters():
             if set_to_none:

@@ -41,6 +41,9 @@ from microparallel.program import (
     presence,
     tied,
 )
+from microparallel.program import (
+    overflow as overflow_of,
+)
 from microparallel.program.rules import Compute
 
 Fewer = Mapping[int, Program | None]  # by replica: the program of one that has fewer micro-batches; None: it has none
@@ -127,6 +130,7 @@ def with_sums(
     shared: Collection[int] = (),
     ties: Sequence[Collection[int]] = (),
     samples: bool = True,
+    overflow: bool = False,
     norm: bool = False,
     buffers: Collection[int] = (),
     level: int = 0,
@@ -142,11 +146,12 @@ def with_sums(
 
     The rank that has the batch sends its shapes to the others. Replicas sum their numbers of samples, since each one's
     gradients are weighted with its share. When every gradient has been summed over the replicas, the copies of a
-    parameter on different ranks are summed, and then the loss. To clip gradients, the ranks may go on with the norm of
-    all gradients; and all replicas may get the buffers of the first:
+    parameter on different ranks are summed, and then the loss. With float16, all ranks find out whether any of them has
+    gradients that are not finite. To clip gradients, the ranks may go on with the norm of all gradients; and all
+    replicas may get the buffers of the first:
 
     ```
-    rank 0  … *:loss@world *:norm@pp ^:buffers@dp/0
+    rank 0  … *:loss@world *:overflow0@world *:norm@pp ^:buffers@dp/0
     ```
 
     With ZeRO (`level=1`), each replica keeps its part of the sums, updates its part of the parameters, and gathers the
@@ -165,6 +170,7 @@ def with_sums(
         shared: the ranks of a pipeline that have several stages with one parameter in common (`with_reductions`).
         ties: for each parameter that stages on different ranks share, those ranks of a pipeline.
         samples: whether replicas sum their numbers of samples.
+        overflow: whether all ranks tell each other if they have gradients that are not finite (mixed precision).
         norm: whether the ranks compute the norm of all gradients together.
         buffers: the ranks of a pipeline that have buffers, if these are copied to all replicas.
         level: 0: every replica has everything; 1: replicas keep the optimizer's state in parts. One pipeline has all.
@@ -190,6 +196,7 @@ def with_sums(
         after += [Join()]
         after += [AllReduce(tied(index), "pp") for index, ranks in enumerate(ties) if place in ranks]
         after += [AllReduce(LOSS, WORLD)]
+        after += [AllReduce(overflow_of(), WORLD)] if overflow else []
         after += [AllReduce(NORM, WORLD if level else "pp")] if norm else []
         if level if update is None else update:
             kept = (op.value for op in ops if isinstance(op, ReduceScatter) and isinstance(op.value, Bucket))

@@ -213,6 +213,7 @@ def _build_pipeline(
     return PipelineTraining(
         pipe,
         names,
+        loss_scale=pipe.loss_scale,
         with_loss=ModelWithLoss(pipe.own_layers, loss_fn),
         signature=ModelSignature(model, has_loss=True, one_argument=True),
         optimizer=build_optimizer(config, pipe, shared_by=None if config.shard is None else comms),

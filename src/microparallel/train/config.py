@@ -715,11 +715,9 @@ def _check_precision(config: TrainConfig) -> None:
     if config.precision not in MIXED:
         return
     given = f"--precision {config.precision}"
-    if config.is_pipeline:
-        raise ConfigError(f"{given}: pipelines compute in float32 or float64; choose one of these, or leave --pp out")
     if config.average_every is not None:
         raise ConfigError(f"{given}: --average-every {config.average_every} computes in float32 or float64; choose one")
-    if config.strategy not in ("auto", "single", "ddp"):
+    if config.strategy not in ("auto", "single", "ddp", "pipeline"):
         raise ConfigError(f"{given} is for --strategy ddp, and it is {config.strategy}; try that, or float32")
 
 
