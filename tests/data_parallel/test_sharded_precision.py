@@ -1,6 +1,7 @@
 """FullyShardedDataParallel in mixed precision: float32 parts, 16 bits to gather, compute and send; skipped steps."""
 
 import copy
+import functools
 from contextlib import nullcontext
 from itertools import chain
 
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from tests.data_parallel import test_fully_sharded
 from tests.data_parallel.test_fully_sharded import ANY, identical, is_layer, one_unit_a_layer, refusal, whole_gradients
 from tests.data_parallel.test_precision import scales_of_grad_scaler
 from tests.data_parallel.test_shard import WIDTH, build, loss_of, samples
@@ -17,7 +19,8 @@ from torch import nn
 from torch.func import functional_call
 
 import microparallel as mp
-from microparallel.simulator.fitted import predicted
+from microparallel.simulator.fitted import fit_step, predicted
+from microparallel.simulator.gathering import choices_of
 
 SIXTEEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -211,6 +214,30 @@ def any_model(comms, kind, how):
     return wrong, names == same_names, worst
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("ranks", "transport"), [(1, "nccl"), (2, "gloo")])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_on_a_gpu(pool, ranks, transport, precision):
+    """As DataParallel, whose copies torch converts: a GPU rounds alike in both."""
+    found = pool.run(on_a_gpu, ranks, precision, transport=transport, device="cuda", timeout=100)
+    assert max(worst for worst, _ in found) < 1e-3 and all(same for _, same in found)
+
+
+def on_a_gpu(comms, precision):
+    found = []
+    for wrapper in (mp.FullyShardedDataParallel, mp.DataParallel):
+        model = wrapper(build("mlp").float().cuda(), comms, precision=precision)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            inputs, targets = (one.cuda() for one in shares("mlp", step, comms.world_size)[comms.rank])
+            optimizer.zero_grad()
+            loss_of(model(inputs), targets).backward()
+            optimizer.step()
+        found.append((model, {name: one.cpu() for name, one in model.state_dict().items()}))
+    (model, mine), (_, other) = found
+    return max(float((mine[name] - other[name]).abs().max()) for name in mine), identical(model, comms)
+
+
 HOW = [{}, {"units": one_unit_a_layer, "prefetch": 2}, {"units": None, "reshard_after_forward": False}]
 
 
@@ -221,6 +248,37 @@ def test_any_model_computes_as_with_copies_of_whole_parameters(pool, kind, how):
     for wrong, names, worst in pool.run(any_model, 2, kind, how, transport="shm", timeout=50):
         assert not wrong and names
         assert worst < 1e-6
+
+
+def in_two_precisions(comms, case, *arguments):
+    """A case of the tests without precision, computed in float32, of parts in float64."""
+    plain = mp.FullyShardedDataParallel
+    mp.FullyShardedDataParallel = functools.partial(plain, precision=TWO)
+    try:
+        return getattr(test_fully_sharded, case)(comms, *arguments)
+    finally:
+        mp.FullyShardedDataParallel = plain
+
+
+TWO = mp.MixedPrecision(torch.float32, master=torch.float64)
+SKIPPED = [[(0, 2), (0, 1, 2)], [(0, 1, 2, 4), (2,)], [(), (0, 1, 2, 3, 4)], [(3,), (1, 4)]]
+CASES = {
+    "several_ways": (),
+    "with_penalty": (),
+    "changed": (),
+    "broken_passes": (),
+    "skipped": (SKIPPED,),
+    "uneven": ([(1, 2), (0, 4), (3, 0)],),
+    "at_once_without_samples": ([(0, 2), (2, 1)], {"overlap": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_passes_of_any_kind(pool, case):
+    """Gradients come in one dtype and are kept in another: which are summed, kept, removed or missing, and when."""
+    for found in pool.run(in_two_precisions, 2, case, *CASES[case], transport="shm", timeout=50):
+        worst = found if isinstance(found, float) else max(found.values())
+        assert 1e-12 < worst < 1e-4  # it was computed in float32
 
 
 # ── what runs is what is drawn, in half the bytes ───────────────────────────────────────────────────────────────────
@@ -262,6 +320,7 @@ def recorded(comms, precision, how, microbatches, local):
         [sum(event.sent for event in events) / wanted for events in (mine, again)],
         sum(event.bytes for event in across) == (sums * summed / ranks if ranks < comms.world_size else 0),
         (held - kept) / largest,
+        choices_of(fit_step(steps[-1])),
     )
 
 
@@ -278,8 +337,12 @@ def recorded(comms, precision, how, microbatches, local):
 )
 def test_a_step_is_its_program_with_half_the_bytes(any_pool, precision, ranks, how, microbatches, local, overlap):
     how = how | {"overlap": overlap}
-    for wrong, sent, across, units in any_pool.run(recorded, ranks, precision, how, microbatches, local, timeout=50):
+    for wrong, sent, across, units, choices in any_pool.run(
+        recorded, ranks, precision, how, microbatches, local, timeout=50
+    ):
         assert not wrong
+        if microbatches == 1:  # otherwise buffers are broadcast twice, which `analyze` does not read
+            assert choices[0].now and choices[0].prefetch == how.get("prefetch", 1)
         assert sent == pytest.approx([1.0, 1.0])
         assert across
         assert units == pytest.approx(how.get("prefetch", 1) + 1)

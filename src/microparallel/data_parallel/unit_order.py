@@ -17,7 +17,7 @@ import torch
 from microparallel.comms import Comms
 from microparallel.data_parallel.units import Unit
 from microparallel.errors import UsageError
-from microparallel.program import ORDER, AllReduce
+from microparallel.program import ORDER, AllReduce, announced
 
 DIFFERENT_ORDERS = (
     "FullyShardedDataParallel: the ranks have used units in different orders, so each gathered others than its peers; "
@@ -40,13 +40,15 @@ class Announcements:
 
     def __init__(self, comms: Comms, axis: str) -> None:
         self.are_made = False
+        self._made = 0  # in this forward
         self._comms = comms
         self._axis = axis
 
     def begin(self, has_samples: bool) -> None:
         """A forward begins before the order of units is known: find out whether all ranks have samples."""
         having = torch.tensor([float(has_samples)])
-        self._comms.all_reduce(having, operation=AllReduce(ORDER, self._axis))
+        self._comms.all_reduce(having, operation=AllReduce(announced(), self._axis))
+        self._made = 0
         self.are_made = int(having) < self._comms.world_size
 
     def announce(self, place: int) -> None:
@@ -61,20 +63,21 @@ class Announcements:
 
     def next(self) -> int | None:
         """On a rank without samples: the place of the unit that the others gather next, or None."""
-        announced = self._exchange(_NO_SAMPLES)
-        if announced == _FORWARD_ENDS:
+        place = self._exchange(_NO_SAMPLES)
+        if place == _FORWARD_ENDS:
             self.are_made = False
             return None
-        return announced - 1
+        return place - 1
 
     def _exchange(self, mine: int) -> int:
+        self._made += 1
         table = torch.zeros(self._comms.world_size)
         table[self._comms.rank] = mine
-        self._comms.all_reduce(table, operation=AllReduce(ORDER, self._axis))
-        announced = {int(one) for one in table.tolist() if one != _NO_SAMPLES}
-        if len(announced) > 1:
+        self._comms.all_reduce(table, operation=AllReduce(announced(self._made), self._axis))
+        found = {int(one) for one in table.tolist() if one != _NO_SAMPLES}
+        if len(found) > 1:
             raise UsageError(DIFFERENT_ORDERS)
-        return announced.pop() if announced else _FORWARD_ENDS
+        return found.pop() if found else _FORWARD_ENDS
 
 
 def share_order(

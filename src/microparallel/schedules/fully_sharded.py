@@ -36,6 +36,7 @@ from microparallel.program import (
     ReduceScatter,
     Shard,
     TrainingStep,
+    announced,
     presence,
 )
 from microparallel.program import overflow as overflow_of
@@ -88,7 +89,7 @@ def fully_sharded_step(
     In the first step (`order`) the others tell such a rank what they gather, and it lets that go at once:
 
     ```
-    rank 1: *:order = *:order = ~T2 = !T2 *:order = ~T1 = !T1 *:order = ~T0 = !T0 *:order = *:order = ~T0 ~T1 %U0.0 …
+    rank 1: *:announced0 = *:announced1 = ~T2 = !T2 *:announced2 = ~T1 = !T1 … *:announced4 = *:order = ~T0 ~T1 %U0.0 …
     ```
 
     With `replicas`, the ranks are as many groups, each of which keeps all parts; a part's sum over a group (`dp`) is
@@ -133,13 +134,13 @@ def fully_sharded_step(
         """A forward and a backward of all ranks; `mine` has this rank's micro-batch, if it has one in this turn."""
         if buffers and not local:
             yield from (Broadcast(BUFFERS, everywhere, 0), Join())
-        told = (AllReduce(ORDER, everywhere), Join()) if order and not number else ()
-        yield from told
-        for op in gathering.announced(told, bool(mine)) if told and not all(each) else gathering.forward():
+        first = order and not number
+        yield from (AllReduce(announced(), everywhere), Join()) if first else ()
+        for op in gathering.announced(everywhere, bool(mine)) if first and not all(each) else gathering.forward():
             yield from (Forward(op, one) for one in mine) if isinstance(op, int) else (op,)
         if not local and weights:
             yield from (AllReduce(WEIGHTS, everywhere), Join())
-        yield from told
+        yield from (AllReduce(ORDER, everywhere), Join()) if first else ()
         for op in gathering.backward():
             if not isinstance(op, int):
                 yield op
@@ -193,15 +194,17 @@ class _Gathering:
         used_last = [[unit for unit in stages if self.last[unit] == stage] for stage in stages]
         yield from self._use([[stage] for stage in stages], used_last if self.reshard else [[]] * self.units, stages)
 
-    def announced(self, told: Sequence[Op], computes: bool) -> Iterator[Op | int]:
+    def announced(self, axis: str, computes: bool) -> Iterator[Op | int]:
         """A forward in which ranks tell those without samples what they gather, and in the end that it was all."""
+        number = 1
         for op in self.forward():
             if isinstance(op, AllGather):
-                yield from (*told, op, Join())
+                yield from (AllReduce(announced(number), axis), Join(), op, Join())
                 yield from () if computes or not self.reshard else (Free(op.value),)
+                number += 1
             elif computes and not isinstance(op, Join):
                 yield op
-        yield from told
+        yield from (AllReduce(announced(number), axis), Join())
 
     def backward(self) -> Iterator[Op | int]:
         """From the last stage to the first: a unit is needed from the stage that used it last, down to its own."""
