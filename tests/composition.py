@@ -29,6 +29,7 @@ from microparallel.errors import UsageError
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "what_composes.md"
 WIDTH, STEPS = 6, 3
 LARGEST = 1e-12  # difference to one process, in float64
+ROUNDED = 1e-6  # where gradients are compressed: in float32
 
 
 # ── what is put together ────────────────────────────────────────────────────────────────────────────────────────────
@@ -70,6 +71,7 @@ FEATURES = {
     "torch_optimizer": "an optimizer of torch's",
     "sharded_optimizer": "`mp.ShardedOptimizer`",
     "deferred": "`mp.deferred_init()`",
+    "compress": "`compress=`, with all numbers sent",
     "shm": "transport `shm`",
     "gloo": "transport `gloo`",
     "gpu_gloo": "CUDA tensors, transport `gloo`",
@@ -192,11 +194,17 @@ def _wrapped(comms: mp.Comms, method: str, features: frozenset[str]) -> mp.DataP
     if "blocks_compiled" in features:
         _compile_blocks(module)
     if method in ("zero-3", "hybrid"):
-        return mp.FullyShardedDataParallel(module, comms, replicas=2 if method == "hybrid" else 1)
+        return mp.FullyShardedDataParallel(
+            module, comms, replicas=2 if method == "hybrid" else 1, compress=_compressor(features)
+        )
     shard = {"dp": None, "zero-1": "optimizer", "zero-2": "gradients"}[method]
     if comms.device.type != "cpu":
         module = module.to(comms.device)
-    return mp.DataParallel(module, comms, bucket_cap_mb=3e-4, shard=shard)
+    return mp.DataParallel(module, comms, bucket_cap_mb=3e-4, shard=shard, compress=_compressor(features))
+
+
+def _compressor(features: frozenset[str]) -> Any:
+    return mp.compression.TopK(1.0, smallest=0) if "compress" in features else None
 
 
 def _compile_blocks(model: nn.Sequential) -> None:
@@ -241,7 +249,7 @@ def _difference(mine: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
 def _train_pipeline(
     comms: mp.Comms, schedule: str, features: frozenset[str], replicas: int = 1, shard: Any = None
 ) -> float:
-    replicas = 2 if "without" in features else replicas
+    replicas = 2 if features & {"without", "compress"} else replicas
     plain = build(features).to(comms.device)
     whole = optimizer_for(plain.parameters(), None)
     with mp.deferred_init() if "deferred" in features else contextlib.nullcontext():
@@ -250,7 +258,10 @@ def _train_pipeline(
         mp.SyncBatchNorm.convert(module, comms)
     if "blocks_compiled" in features:
         _compile_blocks(module)
-    pipe = mp.Pipeline(module, comms, schedule, 2, functional.mse_loss, replicas=replicas, shard=shard)
+    compress = _compressor(features)
+    pipe = mp.Pipeline(
+        module, comms, schedule, 2, functional.mse_loss, replicas=replicas, shard=shard, compress=compress
+    )
     in_parts = "sharded_optimizer" in features or (shard is not None and "torch_optimizer" not in features)
     optimizer = optimizer_for(pipe.parameters(), comms if in_parts else None)
     for step in range(STEPS):
@@ -313,7 +324,7 @@ Key = tuple[str, str]
 def outcome(run: Run, method: str, features: Iterable[str]) -> str:
     """Run one case: "works", or the line that refuses it; raises `AssertionError` if it is wrong in silence."""
     chosen = frozenset(features)
-    ranks = 4 if METHODS[method].pipeline and "without" in chosen else METHODS[method].ranks
+    ranks = 4 if METHODS[method].pipeline and chosen & {"without", "compress"} else METHODS[method].ranks
     options: dict[str, Any] = {"transport": "gloo" if "gloo" in chosen else "shm", "device": "cpu"}
     if on_gpu := chosen & set(ON_A_GPU):
         options = {"transport": ON_A_GPU[on_gpu.pop()], "device": "cuda"}
@@ -325,7 +336,11 @@ def outcome(run: Run, method: str, features: Iterable[str]) -> str:
         if isinstance(error.__cause__, WrongInSilence) and keys & set(SILENT):
             return SILENT[(keys & set(SILENT)).pop()]
         raise
-    return judged(found, f"{method} with {', '.join(sorted(chosen))}", 1e-9 if on_gpu else LARGEST)
+    return judged(found, f"{method} with {', '.join(sorted(chosen))}", _largest(chosen))
+
+
+def _largest(features: frozenset[str]) -> float:
+    return ROUNDED if "compress" in features else 1e-9 if features & set(ON_A_GPU) else LARGEST
 
 
 def judged(found: list[float | str], what: str, largest: float = LARGEST) -> str:

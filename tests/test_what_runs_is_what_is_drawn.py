@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import microparallel as mp
+from microparallel.collectives import payload
 from microparallel.program import Join, Lane, Named, from_text, lane, to_text
 from microparallel.program import values as names
 
@@ -86,6 +87,47 @@ def test_a_data_parallel_step(any_pool, kind, overlap):
         assert ("=" in later[0].partition("rank 0")[2]) == (not overlap or kind == "buffers and weights")
 
 
+def compressed(comms, text, overlap, microbatches):
+    """Three steps, of which the first is sent as it is; beside each its program, and what was sent for the last."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    compressor = mp.compression.parse(text, warmup=1, smallest=WIDTH * WIDTH)
+    model = mp.DataParallel(
+        nn.Sequential(*layers, nn.BatchNorm1d(WIDTH)), comms, bucket_cap_mb=2e-4, overlap=overlap, compress=compressor
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    programs = []
+    with mp.record(comms) as recorder:
+        for _ in range(3):
+            optimizer.zero_grad()
+            programs.append(model.program(microbatches))
+            for number in range(microbatches):
+                with model.no_sync() if number < microbatches - 1 else nullcontext():
+                    model(torch.randn(comms.rank + 2, WIDTH)).square().sum().backward()
+            optimizer.step()
+    steps = [recorder.trace.step(number) for number in range(3)]
+    wrong = [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
+    last = [e for e in steps[-1].events if e.rank == comms.rank and "@dp:" in str(e.op)]
+    meant = [op for op in programs[-1].ranks[comms.rank] if "@dp:" in str(op)]
+    payloads = [payload(op.algorithm, 4 * WIDTH * WIDTH) for op in meant]
+    return wrong, [to_text(program) for program in programs], [(e.messages, e.sent) for e in last], payloads
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one after another"])
+@pytest.mark.parametrize(("text", "microbatches"), [("topk:0.1", 1), ("randomk:0.1", 2), ("powersgd", 1), ("bf16", 2)])
+def test_a_compressed_step(any_pool, text, microbatches, overlap):
+    for wrong, (first, *later), sent, payloads in any_pool.run(compressed, 2, text, overlap, microbatches, timeout=50):
+        assert not wrong
+        name = mp.compression.parse(text).name
+        assert name not in first and ":presence" not in first
+        assert all(text.count(f"@dp:{name}") == 2 * LAYERS and text.count(":presence0") == 2 for text in later)
+        # Between two ranks a sum sends a half to be added and a half of the result; a gather sends the whole.
+        assert len(sent) == LAYERS
+        for (messages, size), rounds in zip(sent, payloads, strict=True):
+            assert size == sum(one.bytes for one in rounds)
+            assert messages == sum(2 if one.kind == "sum" else 1 for one in rounds)
+
+
 def summed_and_counted(outputs, targets):
     return nn.functional.mse_loss(outputs, targets, reduction="sum"), targets.numel()
 
@@ -154,6 +196,43 @@ def test_a_step_in_parts(any_pool, shard, microbatches, clip, local, rounds, ove
         assert "~T0@dp" in followed[0] and "presence" in followed[0]
         assert sent == pytest.approx(rounds * 2 / 3)
         assert steps == 3
+
+
+def skipping(comms, shard, microbatches, local):
+    """Three steps in float16, of which the second is not taken: rank 1 overflows in its first micro-batch."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    model = mp.DataParallel(nn.Sequential(*layers), comms, bucket_cap_mb=3e-4, shard=shard, precision="fp16")
+    if shard:
+        optimizer = mp.ShardedOptimizer(model.parameters(), torch.optim.AdamW, comms, lr=0.1)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    programs = []
+    with mp.record(comms) as recorder:
+        for step in range(3):
+            optimizer.zero_grad()
+            programs.append(model.program(microbatches, clip=True, at_once=not local))
+            for number in range(microbatches):
+                overflows = step == 1 and number == 0 and comms.rank == 1
+                with model.no_sync() if local and number < microbatches - 1 else nullcontext():
+                    (model(torch.ones(2, WIDTH)).mean() * (torch.inf if overflows else 1.0)).backward()
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+    steps = [recorder.trace.step(number) for number in range(3)]
+    wrong = [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
+    return wrong, to_text(programs[1]).count(":overflow"), model.loss_scale.skipped
+
+
+@pytest.mark.parametrize(
+    ("shard", "microbatches", "local", "messages"),
+    [(None, 2, True, 0), ("optimizer", 2, True, 1), ("gradients", 3, False, 3), ("gradients", 2, True, 1)],
+)
+def test_a_step_that_is_not_taken(any_pool, shard, microbatches, local, messages):
+    """Where each rank has its part of the gradients, the ranks tell each other after each pass whether it is finite."""
+    for wrong, counted, skipped in any_pool.run(skipping, 2, shard, microbatches, local, timeout=50):
+        assert not wrong
+        assert counted == messages * 2  # of each rank
+        assert skipped == 1
 
 
 def sharded_alone(comms):
@@ -253,6 +332,31 @@ def in_groups_of_units(comms):
 
 def test_a_hybrid_step(any_pool):
     assert any_pool.run(in_groups_of_units, 4, timeout=50) == [[]] * 4
+
+
+def in_units_without_samples(comms, microbatches, how):
+    """Two steps in which a rank has fewer micro-batches, from the first on."""
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model = mp.FullyShardedDataParallel(module, comms, **how)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    programs = []
+    with mp.record(comms) as recorder:
+        for _ in range(2):
+            optimizer.zero_grad()
+            programs.append(model.program(microbatches))
+            for number in range(max(microbatches)):
+                has_samples = number < microbatches[comms.rank]
+                model(torch.ones(2, WIDTH)).sum().backward() if has_samples else model.sit_out()
+            optimizer.step()
+    for program in programs:
+        mp.verify(program)
+    steps = [recorder.trace.step(number) for number in range(2)]
+    return [one for step, program in zip(steps, programs, strict=True) for one in differences(step, program)]
+
+
+@pytest.mark.parametrize("how", [{}, {"prefetch": 2, "overlap": False}, {"reshard_after_forward": False}], ids=str)
+def test_a_step_in_units_of_ranks_without_samples(any_pool, how):
+    assert any_pool.run(in_units_without_samples, 3, (0, 2, 1), how, timeout=50) == [[]] * 3
 
 
 def buffers_of_nothing(comms):
@@ -483,6 +587,41 @@ def test_a_pipelines_step(any_pool, schedule, ranks, count, tied):
         assert (":tied0@pp" in text) == (tied and schedule == "1f1b")
 
 
+def scaled_stages(comms, schedule, count, shard):
+    """Steps in float16: one that is taken, and one that is not, because a gradient is not finite."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    layers[-1].weight = layers[0].weight
+    more = {"replicas": count, "shard": shard, "precision": "fp16"}
+    pipe = mp.Pipeline(layers, comms, schedule, 3, nn.functional.mse_loss, **more)
+    batch = torch.ones(6, WIDTH), torch.zeros(6, WIDTH)
+    optimizer = mp.ShardedOptimizer(pipe.parameters(), torch.optim.SGD, comms, lr=0.1)
+    pipe.step(*batch)
+    wrong, taken = [], []
+    for pipe.loss_scale.value in (1.0, 1e30):
+        optimizer.zero_grad()
+        with mp.record(comms) as recorder:
+            pipe.step(*batch)
+            pipe.clip_grad_norm_(1.0)
+            if shard:
+                optimizer.step()
+        wrong += differences(recorder.trace, pipe.program_with(norm=True))
+        taken.append(any(parameter.grad is not None for parameter in pipe.parameters()))
+    _, traced = pipe.traced_step(*batch)
+    return [*wrong, *differences(traced, pipe.program_with(update=False))], taken, to_text(pipe.program)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "count", "shard"),
+    [("1f1b", 2, 1, None), ("zb-h1", 4, 2, None), ("1f1b", 4, 2, "optimizer")],
+)
+def test_a_pipelines_step_in_float16(any_pool, schedule, ranks, count, shard):
+    for wrong, taken, text in any_pool.run(scaled_stages, ranks, schedule, count, shard, timeout=50):
+        assert not wrong
+        assert taken == [True, False]
+        assert text.count("*:loss@world *:overflow0@world") == ranks
+
+
 def clipped(comms, count):
     """A step, whose gradients are clipped, and whose replicas then agree on their buffers."""
     torch.manual_seed(0)
@@ -625,11 +764,11 @@ def test_a_pipeline_of_one_rank(pool):
 def test_every_name_that_ranks_tell_stands_in_a_builder():
     known = {value for value in vars(names).values() if isinstance(value, Named)} | {names.tied(0)}
     norms = [[names.moments(0)], [names.moments_gradient(0)], []]
-    known |= {names.moments(0), names.moments_gradient(0)}
+    known |= {names.moments(0), names.moments_gradient(0), names.overflow()}
     options = {"buffers": True, "weights": True, "order": True, "samples": True, "loss": True}
     data_parallel = mp.schedules.data_parallel_step(1, 2, **options, norms=norms)
     pipelines = mp.schedules.with_sums(
-        mp.schedules.build("1f1b", 2, 1), 2, batch=0, shared=[0], ties=[[0, 1]], norm=True, buffers=[0]
+        mp.schedules.build("1f1b", 2, 1), 2, batch=0, shared=[0], ties=[[0, 1]], overflow=True, norm=True, buffers=[0]
     )
     built = {op.value for program in (data_parallel, pipelines) for ops in program.ranks for op in ops if is_named(op)}
     assert built == known

@@ -69,3 +69,21 @@ def test_more_stages_than_layers_and_more_microbatches_than_samples_are_refused(
     require_cuttable(Size(depth=4, batch=4), tuple(PIPELINES), ranks=2, microbatches=4)
     with pytest.raises(ConfigError, match=words):
         require_cuttable(Size(**size), schedules, ranks=2, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("name", ["mlp-16", "gpt-32"])
+def test_samples_to_learn_from_follow_the_same_rule_on_every_rank(name):
+    subject = find_subject(name, 64, learnable=True)
+    (inputs, targets), (others, _) = subject.on_rank(0), subject.on_rank(1)
+    assert not torch.equal(inputs, others)
+    assert torch.equal(find_subject(name, 64, learnable=True).on_rank(0)[0], inputs)
+    if name == "gpt-32":
+        successors = {}
+        for before, after in zip(inputs.flatten().tolist(), targets.flatten().tolist(), strict=True):
+            successors.setdefault(before, []).append(after)
+        usual = [max(map(after.count, set(after))) / len(after) for after in successors.values()]
+        assert 0.7 < sum(usual) / len(usual) < 0.95
+    else:
+        means = torch.stack([inputs[targets == one].mean(0) for one in range(2)])
+        nearest = (inputs[:, None] - means).norm(dim=2).argmin(1)
+        assert (nearest == targets).float().mean() > 0.9

@@ -12,7 +12,11 @@ from tests.spans import recorded, span
 
 from microparallel.analyze import table as analyze_table
 from microparallel.analyze.step_timing import Phases, median_of, time_steps
+from microparallel.bench.settings import COMPRESSED
 from microparallel.cli import analyze
+from microparallel.program import Bucket
+from microparallel.schedules import data_parallel_step
+from microparallel.simulator import Costs, simulate
 
 SMALL = ("--dim", "8", "--depth", "2", "--batch", "8", "--steps", "3", "--device", "cpu", "--transport", "gloo")
 
@@ -73,6 +77,25 @@ def test_json_has_every_number_and_the_parts_add_up(microparallel):
     assert [(point["ranks"], point["batch"]) for point in weak["points"]] == [(1, 4), (2, 8)]
     assert found["bottleneck"]["kind"] in ("compute", "communication", "memory", "straggler", "other")
     assert {one["world_size"] for one in found["estimates"]} == {2, 8, 64} or found["estimates"] == []
+    names = [change["name"] for change in found["bottleneck"]["changes"]]
+    assert not any(name.startswith("compress") for name in names)  # tensors of eight numbers are left alone
+
+
+def test_what_compression_would_give_is_simulated(microparallel):
+    flags = ("--dim", 64, "--depth", 3, "--batch", 8, "--steps", 3, "--scaling", "none", "--device", "cpu")
+    result = microparallel("analyze", *flags, "--ranks", 2, "--json", "--quiet")
+    assert result.returncode == 0, result.stderr
+    names = [change["name"] for change in json.loads(result.stdout)["bottleneck"]["changes"]]
+    assert [name for name in names if name.startswith("compress")] == [f"compress {method}" for method in COMPRESSED]
+
+
+def test_a_step_that_is_compressed_is_not_advised_to_be(microparallel):
+    flags = ("--dim", 64, "--depth", 3, "--batch", 8, "--steps", 3, "--device", "cpu", "--compress", "sign")
+    result = microparallel("analyze", *flags, "--ranks", 2, "--json", "--quiet")  # its scaling has one rank, too
+    assert result.returncode == 0, result.stderr
+    assert not any(
+        change["name"].startswith("compress") for change in json.loads(result.stdout)["bottleneck"]["changes"]
+    )
 
 
 @pytest.mark.parametrize("strategy", ["naive", "hooks", "torch-ddp"])
@@ -121,6 +144,24 @@ def test_no_line_is_wider_than_the_terminal(monkeypatch, tmp_path, width):
     first = next(number for number, line in enumerate(lines) if line.startswith("try "))
     if width < 100:
         assert lines[first + 1].startswith(" " * 12)  # a sentence goes on where it began
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_compression_is_advised_over_a_slow_link_and_not_over_a_fast_one(microparallel, tmp_path, slow):
+    latency, seconds_per_byte = (1e-3, 8e-8) if slow else (1e-6, 1e-10)
+    costs = Costs(
+        forward=0.05,
+        latency=latency,
+        seconds_per_byte=seconds_per_byte,
+        bytes_per_value=lambda value: 4e6 if isinstance(value, Bucket) else 8,
+    )
+    (tmp_path / "trace.json").write_text(simulate(data_parallel_step(1, 2, loss=True), costs).to_json())
+    result = microparallel("analyze", "trace.json")
+    assert result.returncode == 0, result.stderr
+    assert ("compress gradients with" in result.stdout) == slow
+    assert "compress topk:0.01 " in " ".join(result.stdout.split())  # what it would give is shown in any case
+    verdict = json.loads(microparallel("analyze", "trace.json", "--json").stdout)["bottleneck"]
+    assert (verdict["compression"] is not None) == slow
 
 
 def test_the_straggler_of_a_recorded_run_is_named(microparallel, tmp_path):

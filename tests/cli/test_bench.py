@@ -403,6 +403,79 @@ def test_wrong_flags_of_steps_in_parts_are_one_line(microparallel, arguments, wo
     assert all(word in result.stderr for word in words) and "Traceback" not in result.stderr
 
 
+# ── bench compress ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+TINY_COMPRESS = ["--quick", "--batch", 4, "--steps", 2, "--train-steps", 2, "--methods", "none,bf16,topk:0.1+int8"]
+COMPRESS_METHODS = ["none", "bf16", "topk:0.1+int8", "none, again"]
+
+
+def test_all_of_compressed_steps_is_in_the_json(microparallel):
+    result = microparallel("bench", "compress", *TINY_COMPRESS, "--links", "transport,1ms+1Gbit", "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert (document["ranks"], document["device"]) == (2, "cpu")
+    [model] = document["models"]
+    assert (model["name"], model["batch"], model["train_steps"]) == ("mlp-64", 4, 2)
+    assert model["gradient_bytes"] == 4 * (15 * (64 * 64 + 64) + 64 * 2 + 2)
+    assert [one["method"] for one in model["methods"]] == COMPRESS_METHODS
+    assert all(one["sent"] > 0 and one["loss"] > 0 for one in model["methods"])
+    rows = {(row["link"], row["method"]): row for row in document["results"]}
+    assert list(rows) == [(link, name) for link in ("transport", "1ms+1Gbit") for name in COMPRESS_METHODS]
+    assert rows["transport", "bf16"]["predicted_seconds"] is None and rows["transport", "none"]["ratio_to_none"] == 1
+    slow = rows["1ms+1Gbit", "bf16"]
+    assert slow["counted"] == 2 == len(slow["steps"])
+    assert slow["error"] == pytest.approx(slow["predicted_seconds"] / slow["seconds"] - 1)
+    assert "measuring mlp-64 learning by none (0% done)" in result.stderr
+
+
+def test_tables_of_compressed_steps_for_people(microparallel):
+    result = microparallel("bench", "compress", *TINY_COMPRESS, "--links", "gloo,10gbit", "--quiet")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("training step with compressed gradients, 2 ranks on ")
+    assert any(
+        line.startswith("mlp-64  16 layers of width 64, 250.1 KB of gradients, 4 samples a rank") for line in lines
+    )
+    found = [next((name for name in COMPRESS_METHODS if line.startswith(f" {name}  ")), None) for line in lines]
+    assert [name for name in found if name] == [*COMPRESS_METHODS[:-1], *COMPRESS_METHODS, *COMPRESS_METHODS]
+    assert max(map(len, lines[:-2])) <= 100
+    for text in (
+        "over gloo",
+        "over 10gbit",
+        "by formula",
+        "loss after 2 steps",
+        "÷none",
+        "typically off by",
+        "checked  ",
+    ):
+        assert text in result.stdout, text
+
+
+def test_the_help_of_compressed_steps_has_examples(microparallel):
+    result = microparallel("bench", "compress", "--help")
+    assert result.returncode == 0 and "Examples" in result.stdout and "100mbit" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--models", "mpl-8"], ["'mpl-8'", "mlp-1024"]),
+        (["--ranks", "1"], ["--ranks 1: one rank sends no gradients", "--ranks 2"]),
+        (["--methods", "topkk"], ["topkk", "did you mean 'topk'"]),
+        (["--methods", "topk:2"], ["topk", "at most 1"]),
+        (["--links", "100mbits"], ["--links 100mbits", "100mbits"]),
+        (["--links", "fast"], ["--links fast: there is no link 'fast'", "5ms+50Mbit"]),
+        (["--train-steps", "0"], ["--train-steps 0", "at least 1"]),
+        (["--quick", "--links", "gloo", "--transport", "gloo"], ["beside shared memory", "--links transport"]),
+    ],
+)
+def test_wrong_flags_of_compressed_steps_are_one_line(microparallel, arguments, words):
+    result = microparallel("bench", "compress", *arguments)
+    assert result.returncode == 2
+    assert all(word in result.stderr for word in words) and "Traceback" not in result.stderr
+
+
 # ── bench pp ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 TINY_PP = ["--depth", 4, "--width", 8, "--batch", 8, "--microbatches", 4, "--steps", 2, "--transport", "gloo"]

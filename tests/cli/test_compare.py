@@ -140,7 +140,7 @@ def test_compare_in_process_refuses_in_one_line(microparallel, flags, words):
 
 def test_compare_in_process_fails_when_replicas_differ(microparallel):
     """In float32 with a learning rate that blows everything up: what is not a number agrees with nothing."""
-    result = microparallel("compare", "--in-process", "--steps", "8", *SMALL, "--dtype", "float32", "--lr", "1e30")
+    result = microparallel("compare", "--in-process", "--steps", "8", *SMALL, "--precision", "float32", "--lr", "1e30")
     assert result.returncode == 1, result.stdout + result.stderr
     assert result.stdout.count("differs") == 3
 
@@ -164,9 +164,22 @@ def test_compare_shortcuts(microparallel):
     assert rows[0]["bytes_a_sample"] == pytest.approx(3 * rows[1]["bytes_a_sample"], rel=0.01)
 
 
+def test_compare_compression(microparallel):
+    result = microparallel("compare", "--compress", "sign", "--seeds", "1", "--steps", "4", *SMALL)
+    assert result.returncode == 0, result.stderr
+    for words in ("with feedback", "without feedback", "÷ whole", "● whole", "error feedback"):
+        assert words in result.stdout
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
+        (["--compress", "topk:7"], "topk:7"),
+        (["--seeds", "3"], "--seeds 3: it is for --compress"),
+        (["--compress", "int8", "--seeds", "0"], "--seeds 0: .* at least 1"),
+        (["--compress", "int8", "--shortcuts"], "--compress int8 compares sums between ranks"),
+        (["--compress", "int8", "--trace", "there"], "--trace records strategies"),
+        (["--compress", "int8", "--shard", "optimizer"], "--compress int8: a compressed sum"),
         (["--shortcuts", "--every", "0"], "--every 0: must be at least 1; try 4"),
         (["--shortcuts", "--steps", "10"], "--every 4 does not divide --steps 10, .* try --steps 12"),
         (["--every", "4"], "--every 4 is for --shortcuts"),

@@ -71,9 +71,26 @@ def test_your_own_model_and_data_from_a_config_file(tmp_path, train):
     assert summary["validation_loss"] < 0.1
 
 
+def test_a_run_that_began_with_dtype_goes_on(tmp_path, train):
+    train(*SMALL, "--precision", "float64", "--steps", 2, "--out", "old")
+    config = tmp_path / "old" / "config.toml"
+    config.write_text(config.read_text().replace("precision =", "dtype ="))
+    assert json.loads(train("--resume", "old", "--steps", 4, "--json"))["precision"] == "float64"
+    assert tomllib.loads(config.read_text())["precision"] == "float64"
+
+
+def test_a_run_in_float16_shows_its_scale(tmp_path, microparallel):
+    result = microparallel("train", *SMALL[:-2], "--precision", "fp16", "--ranks", 2, "--steps", 3, "--out", "run")
+    assert result.returncode == 0
+    assert ", cpu, fp16\n" in result.stderr and ", scale 65,536" in result.stderr
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["loss_scale"] == 2**16
+    page = microparallel("report", "run")
+    assert page.returncode == 0 and "· fp16" in (tmp_path / "run" / "report.html").read_text()
+
+
 def test_parts_from_the_command_line_a_file_and_a_run_that_goes_on(tmp_path, train, microparallel):
     """The losses are those of one process, with whatever is kept in parts."""
-    exact = ["--dtype", "float64", "--schedule-lr", "constant"]
+    exact = ["--precision", "float64", "--schedule-lr", "constant"]
     train(*SMALL, *exact, "--steps", 9, "--out", "alone")
     (tmp_path / "run.toml").write_text('shard = "gradients"\nranks = 3\naccumulate = 3\n')
     summary = json.loads(train("--config", "run.toml", *SMALL, *exact, "--steps", 2, "--trace", "--out", "parts"))
@@ -156,6 +173,8 @@ def test_a_metric_that_fails_costs_one_line_and_not_the_training(tmp_path, micro
         (["--optimizer", "mine:make", "--momentum", 0.9], "--momentum 0.9 is for torch's optimizers; set it in"),
         (["--schedule-lr", "cosin"], "--schedule-lr cosin: did you mean 'cosine'?"),
         (["--lr-schedule", "cosine"], "--lr-schedule is --schedule-lr now"),
+        (["--dtype", "float64"], "--dtype is --precision now"),
+        (["--precision", "half"], "--precision half"),
         (["--warmup", 1.5], "--warmup 1.5: a number of steps is whole, and a part of all steps is below 1; try 1"),
         (["--warmup", -1], "--warmup -1.0: must be at least 0"),
         (["--clip", 0], "--clip 0.0: must be above 0"),

@@ -427,6 +427,52 @@ def test_uneven_batches(any_pool):
     assert max(any_pool.run(uneven, 3, [(1, 2, 3), (0, 4, 1), (3, 0, 0), (2, 2, 2)], timeout=50)) < 1e-12
 
 
+def at_once_without_samples(comms, counts, how):
+    """The first pass is one in which ranks have nothing; layers are used in another order than registered."""
+    torch.manual_seed(0)
+    plain = Backwards().double()
+    torch.manual_seed(0)
+    model = mp.FullyShardedDataParallel(Backwards().double(), comms, units=one_unit_a_layer, **how)
+    worst = 0.0
+    with torch.no_grad():  # an evaluation, to begin with
+        inputs, _ = samples("mlp", 9, 2)
+        if counts[0][comms.rank]:
+            worst = difference(model(inputs), plain(inputs))
+        else:
+            model.sit_out_of_forward()
+    mine, whole = (torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, plain))
+    for step, count in enumerate(counts):
+        inputs, targets = samples("mlp", step, sum(count))
+        for optimizer in (mine, whole):
+            optimizer.zero_grad()
+        loss_of(plain(inputs), targets).backward()
+        first = sum(count[: comms.rank])
+        share = slice(first, first + count[comms.rank])
+        with model.weighted(float(count[comms.rank]), float(sum(count))):
+            if count[comms.rank]:
+                loss_of(model(inputs[share]), targets[share]).backward()
+            else:
+                model.sit_out()
+        mine.step()
+        whole.step()
+        state = plain.state_dict()
+        worst = max(worst, *(difference(tensor, state[name]) for name, tensor in model.full_state_dict().items()))
+    return worst
+
+
+@pytest.mark.parametrize(
+    ("counts", "how"),
+    [
+        ([(0, 2, 1), (2, 0, 2)], {}),
+        ([(1, 0, 0), (0, 0, 3)], {"prefetch": 2, "overlap": True}),
+        ([(0, 1), (1, 1)], {"prefetch": 0, "reshard_after_forward": False}),
+        ([(0, 1, 0, 2), (1, 1, 1, 1)], {"replicas": 2, "overlap": False}),
+    ],
+)
+def test_a_rank_without_samples_in_the_very_first_pass(any_pool, counts, how):
+    assert max(any_pool.run(at_once_without_samples, len(counts[0]), counts, how, timeout=15)) < 1e-12
+
+
 def several_ways(comms):
     """Two forwards before one backward, backward twice through a graph, gradients without backward, a pass left out."""
     plain, model = build("mlp"), mp.FullyShardedDataParallel(build("mlp"), comms, units=is_layer)

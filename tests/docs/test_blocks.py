@@ -12,7 +12,10 @@ from blocks import Instead
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 # Pages that list commands without their output: some of these take long, or cannot run here.
-GUIDES = [ROOT / "README.md", *(REFERENCE / f"{name}.md" for name in ("train", "your_program", "machines", "measured"))]
+GUIDES = [
+    ROOT / "README.md",
+    *(REFERENCE / f"{name}.md" for name in ("train", "your_program", "machines", "measured", "where_compression_pays")),
+]
 ELSEWHERE = [REFERENCE / "frameworks.md"]  # run by test_frameworks.py, with the frameworks imported once
 WITH_STEPS = {path for path in (ROOT / "docs").rglob("*.md") if blocks.steps_of(path)}
 PAGES = sorted(WITH_STEPS.difference(GUIDES, ELSEWHERE))
@@ -51,6 +54,10 @@ TOO_LONG = {
     ),
     "microparallel bench dp": Instead(LONG, "microparallel bench dp --models mlp-64 --steps 3"),
     "microparallel bench shard": Instead(LONG, "microparallel bench shard --quick --models mlp-64"),
+    "microparallel bench compress --quick": Instead(
+        LONG, "microparallel bench compress --quick --methods bf16 --links 1gbit --train-steps 2"
+    ),
+    "microparallel bench compress": Instead("the same command in short stands above it"),
     "microparallel bench pp": Instead(LONG, "microparallel bench pp --width 32 --steps 2 --schedules 1f1b,gpipe"),
     "microparallel compare --in-process --ranks 3": Instead(
         LONG, "microparallel compare --in-process --ranks 3 --steps 3"
@@ -77,6 +84,12 @@ TOO_LONG = {
     "python examples/pipeline_deadlock.py": Instead("tests/examples runs it"),
     "microparallel train --ranks 2 --shard gradients --clip 1": Instead(
         LONG, "microparallel train --ranks 2 --shard gradients --clip 1 --steps 3"
+    ),
+    "microparallel train --ranks 2 --precision bf16": Instead(
+        LONG, "microparallel train --ranks 2 --precision bf16 --steps 3"
+    ),
+    "microparallel train --ranks 2 --precision fp16 --shard gradients": Instead(
+        LONG, "microparallel train --ranks 2 --precision fp16 --shard gradients --steps 3"
     ),
     "microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8": Instead(
         LONG, "microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8 --steps 3"

@@ -369,6 +369,68 @@ def test_a_model_of_ones_own_is_cut_where_asked(pool):
     assert run(["blocks.1", "blocks.3", "head.1"], "auto", True) == [[]] * 2
 
 
+# ── mixed precision ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def built(kind):
+    """A float32 model; a norm of Llama's is left in the dtype that it chooses."""
+    torch.manual_seed(0)
+    return Residual() if kind == "residual" else MODELS[kind]()
+
+
+def of(kind):
+    if kind != "residual":
+        return *batch(kind), token_loss
+    (inputs, shift), targets = example()
+    return {"x": inputs.float(), "shift": shift.float()}, targets, cross_entropy
+
+
+def in_16_bits(comms, kind, name, precision):
+    """Beside one process with the same copies, which adds the two gradients of a tied weight in 16 bits."""
+    torch.set_num_threads(1)
+    mine = [comms.group([rank]) for rank in range(comms.world_size)][comms.rank]
+    inputs, targets, loss_fn = of(kind)
+    alone = mp.DataParallel(built(kind), mine, precision=precision)
+    halves = [{name: one[half] for name, one in inputs.items()} for half in (slice(0, 3), slice(3, 6))]
+    for half, answers in zip(halves, targets.chunk(2), strict=True):
+        found = loss_fn(alone(**half), answers)
+        (found[0] / 6 if isinstance(found, tuple) else found / 2).backward()
+    factor = 1.0 if kind == "residual" else 6 / int((targets != -100).sum())
+    named = alone.named_parameters(remove_duplicate=False)
+    wanted = {name: one.grad * factor for name, one in named if one.grad is not None}
+    layers = mp.pipeline_layers(built(kind), example=inputs if kind == "residual" else None)
+    pipe = mp.Pipeline(layers, comms, name, 2, loss_fn, precision=precision)
+    pipe.step(inputs, targets)
+    tied = {tie.parameter for tie in pipe._ties}
+    wrong = []
+    for at, parameter in pipe.named_parameters():
+        relative = 2**-8 if parameter in tied else 1e-6
+        if parameter.dtype is not torch.float32 or far(parameter.grad, wanted.get(at), relative):
+            wrong.append(f"gradient of {at}")
+    answer = pipe.predict(inputs)
+    if answer is not None and kind != "residual":
+        alone.eval()
+        with torch.no_grad():
+            expected = torch.cat([alone(**half).logits for half in halves])
+        if answer.logits.dtype is not torch.float32 or not torch.equal(answer.logits, expected):
+            wrong.append("answers")
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "precision"),
+    [
+        ("gpt2", "1f1b", "bf16"),
+        ("llama", "zb-h1", "bf16"),
+        ("bert", "1f1b", "fp16"),
+        ("residual", "zb-h1", "fp16"),
+        ("t5", "gpipe", "bf16"),
+    ],
+)
+def test_a_model_in_16_bits_is_that_of_one_process(pool, kind, name, precision):
+    assert pool.run(in_16_bits, 2, kind, name, precision, transport="shm", timeout=50) == [[]] * 2
+
+
 def test_layers_are_found_and_what_cannot_be_cut_is_refused():
     inputs, _ = example()
     parts = mp.pipeline_layers(residual(), example=inputs)

@@ -17,7 +17,8 @@ def steps(draw):
     counts = draw(st.lists(st.integers(0, 2), min_size=ranks, max_size=ranks).filter(any))
     last = [draw(st.integers(unit, units - 1)) for unit in range(units)]
     flags = ("overlap", "buffers", "weights", "order", "samples", "loss", "at_once", "norm", "reshard_after_forward")
-    options = {name: draw(st.booleans()) for name in flags}
+    options = {name: draw(st.booleans()) for name in (*flags, "overflow")}
+    options["algorithm"] = draw(st.sampled_from(["auto", "direct"]))
     options |= {"last": last, "prefetch": draw(st.integers(0, 3)), "replicas": replicas}
     return fully_sharded_step(units, ranks, counts, **options), options
 

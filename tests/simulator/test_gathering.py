@@ -91,7 +91,9 @@ def test_the_options_of_a_program_are_found_again():
             {},
             {"microbatches": 2, "norm": True, "weights": True},
             {"microbatches": (0, 2, 1, 1)[: options["ranks"]], "samples": True, "loss": True, "buffers": True},
-            {"replicas": 2, "order": True},
+            {"replicas": 2, "order": True, "algorithm": "direct"},
+            {"microbatches": (0, 2, 1, 1)[: options["ranks"]], "order": True},
+            {"microbatches": 2, "overflow": True},
         ):
             program = fully_sharded_step(**options, **others)
             found = options_of(program)

@@ -60,7 +60,7 @@ DICTIONARIES = {"model": f"{__name__}:takes_a_dictionary", "data": f"{__name__}:
 
 def test_inputs_may_be_dictionaries(pool):
     """Thirteen samples in batches of four: in the last step only one of three ranks has a sample."""
-    config = TrainConfig(**DICTIONARIES, dtype="float64", ranks=3, steps=8, batch=4).resolved()
+    config = TrainConfig(**DICTIONARIES, precision="float64", ranks=3, steps=8, batch=4).resolved()
     rows = compare(config, ["naive", "torch-ddp"], pool)
     assert [row.agrees for row in rows] == [True, True, True]
 
@@ -86,7 +86,7 @@ GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(
 def test_replicas_in_one_process_agree_with_plain_training(subject, device):
     """Batches of four and at last of one or two, for three replicas."""
     progress = []
-    settings = {"dtype": "float64", "ranks": 3, "steps": 5, "batch": 4, "device": device}
+    settings = {"precision": "float64", "ranks": 3, "steps": 5, "batch": 4, "device": device}
     rows = compare_in_process(TrainConfig(**subject, **settings).resolved(), progress.append)
     torchs = {"torch-dp": min(3, torch.cuda.device_count())} if device == "cuda" else {}
     assert {row.strategy: row.ranks for row in rows} == {"single": 1, "replicas-cpu": 3, "replicas-ring": 3} | torchs
@@ -104,7 +104,7 @@ def test_replicas_that_average_wrongly_are_found_out(monkeypatch):
         right(models, [1 / len(models)] * len(models), average)
 
     monkeypatch.setattr("microparallel.course.replicas.average_gradients", means_of_means)
-    settings = {"dim": 8, "depth": 2, "dtype": "float64", "ranks": 2, "steps": 2, "device": "cpu"}
+    settings = {"dim": 8, "depth": 2, "precision": "float64", "ranks": 2, "steps": 2, "device": "cpu"}
     assert all(row.agrees for row in compare_in_process(TrainConfig(**settings, batch=4).resolved()))
     rows = compare_in_process(TrainConfig(**settings, batch=5).resolved())
     assert [row.agrees for row in rows] == [True, False, False]

@@ -68,7 +68,7 @@ def configs(draw: st.DrawFn) -> TrainConfig:
                 **dict.fromkeys(("validate_every", "save_every", "keep"), whole),
                 **{"loss": st.sampled_from(["mse", "cross-entropy", "a.b:c"]), "out": names},
                 **{"ranks": st.integers(1, 4), "batch": st.integers(4, 2**62), "seed": st.integers(0, 2**32 - 1)},
-                **{"lr": st.floats(0, exclude_min=True, allow_infinity=False), "dtype": st.just("float64")},
+                **{"lr": st.floats(0, exclude_min=True, allow_infinity=False), "precision": st.just("float64")},
             },
         )
     )
@@ -118,7 +118,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "admw"}, "--optimizer admw: did you mean 'adamw'?"),
     ({"optimizer": "zzz"}, "--optimizer zzz: choose one of adadelta, .*, sgd .your own: my_module:make_optimizer"),
     ({"strategy": "naiv"}, "--strategy naiv: did you mean 'naive'?"),
-    ({"dtype": "float23"}, "did you mean 'float32'"),
+    ({"precision": "float23"}, "did you mean 'float32'"),
     ({"device": "gpu0"}, "choose one of auto, cpu, cuda"),
     ({"transport": "glo"}, "did you mean 'gloo'"),
     ({"model": "mpl"}, "--model mpl: did you mean 'mlp'. .your own: my_module:my_function"),

@@ -22,7 +22,7 @@ STEPS = 5
 def configuration(out, **changes):
     settings = {
         **{"out": str(out), "model": f"{__name__}:layers", "data": "digits", "batch": 700, "steps": STEPS},
-        **{"dtype": "float64", "lr": 0.01, "validate_every": 100},
+        **{"precision": "float64", "lr": 0.01, "validate_every": 100},
     }
     return TrainConfig(**settings | changes).resolved()
 
@@ -107,7 +107,7 @@ def test_any_layout_learns_what_one_process_learns(pool, alone, tmp_path, settin
 @pytest.mark.parametrize("optimizer", sorted(optimizer_names()))
 def test_every_optimizer_of_torch_goes_on_bit_for_bit(pool, tmp_path, optimizer):
     model = f"{__name__}:{'without_biases' if optimizer == 'muon' else 'with_dropout'}"
-    settings = {"optimizer": optimizer, "ranks": 2, "dtype": "float32", "steps": 4, "model": model, "clip": 0.5}
+    settings = {"optimizer": optimizer, "ranks": 2, "precision": "float32", "steps": 4, "model": model, "clip": 0.5}
     run(pool, configuration(tmp_path / "whole", **settings))
     run(pool, configuration(tmp_path / "parts", **settings | {"steps": 2}))
     run(pool, configuration(tmp_path / "parts", **settings), tmp_path / "parts")

@@ -41,9 +41,9 @@ def learn_alone(pool):
 
 @pytest.mark.parametrize(("transport", "ranks", "model", "dtype"), sampled(*WORLDS, ["mlp", "gpt"], [*RELATIVE]))
 def test_the_single_process_is_the_oracle(pool, learn_alone, model, dtype, transport, ranks):
-    wanted, wanted_weights = learn_alone(configuration(model, dtype=dtype))
+    wanted, wanted_weights = learn_alone(configuration(model, precision=dtype))
     strategy = {"strategy": "naive", "ranks": ranks}
-    config = configuration(model, dtype=dtype, **strategy)
+    config = configuration(model, precision=dtype, **strategy)
     results = pool.run(learn, ranks, config, transport=transport, timeout=50)
     for losses, weights in results:
         assert losses == pytest.approx(wanted, rel=RELATIVE[dtype], abs=0)
@@ -57,7 +57,7 @@ def test_the_single_process_is_the_oracle(pool, learn_alone, model, dtype, trans
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("model", ["mlp", "gpt"])
 def test_the_same_on_a_gpu(pool, model, dtype, transport, ranks):
-    settings = {"dtype": dtype, "device": "cuda"}
+    settings = {"precision": dtype, "device": "cuda"}
     world = {"transport": transport, "device": "cuda", "timeout": 50}
     [(wanted, wanted_weights)] = pool.run(learn, 1, configuration(model, **settings), **world | {"transport": "gloo"})
     results = pool.run(learn, ranks, configuration(model, ranks=ranks, strategy="naive", **settings), **world)
@@ -69,7 +69,7 @@ def test_the_same_on_a_gpu(pool, model, dtype, transport, ranks):
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_adaptive_optimizers_in_float64(pool, learn_alone, optimizer):
-    changes = {"dtype": "float64", "optimizer": optimizer, "momentum": 0.0, "lr": 0.001}
+    changes = {"precision": "float64", "optimizer": optimizer, "momentum": 0.0, "lr": 0.001}
     wanted, wanted_weights = learn_alone(configuration("mlp", **changes))
     results = pool.run(learn, 3, configuration("mlp", ranks=3, **changes), transport="shm", timeout=50)
     for losses, weights in results:
@@ -79,15 +79,15 @@ def test_adaptive_optimizers_in_float64(pool, learn_alone, optimizer):
 
 @pytest.mark.parametrize("strategy", ["hooks", "ddp", "torch-ddp"])
 def test_other_strategies_agree_too(pool, learn_alone, strategy):
-    wanted, _ = learn_alone(configuration("mlp", dtype="float64"))
-    config = configuration("mlp", dtype="float64", strategy=strategy, ranks=3)
+    wanted, _ = learn_alone(configuration("mlp", precision="float64"))
+    config = configuration("mlp", precision="float64", strategy=strategy, ranks=3)
     for losses, _ in pool.run(learn, 3, config, timeout=50):
         assert losses == pytest.approx(wanted, rel=1e-12, abs=0)
 
 
 def tail_smaller_than_the_world(comms, strategy):
     """1438 samples in batches of 479: the last batch of each epoch has a single sample."""
-    config = configuration("mlp", batch=479, dtype="float64", strategy=strategy, ranks=comms.world_size)
+    config = configuration("mlp", batch=479, precision="float64", strategy=strategy, ranks=comms.world_size)
     training = build(config, comms)
     return [training.step() for _ in range(9)]
 

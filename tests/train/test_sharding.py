@@ -31,7 +31,7 @@ STEPS = 7  # over the end of an epoch
 def configuration(**changes):
     """1438 samples in batches of 479: the last batch of each epoch has a single sample."""
     settings = {
-        **{"batch": 479, "steps": STEPS, "dtype": "float64", "lr": 0.01, "schedule_lr": "constant"},
+        **{"batch": 479, "steps": STEPS, "precision": "float64", "lr": 0.01, "schedule_lr": "constant"},
         **{"validate_every": 100, **({} if "model" in changes else {"dim": 16, "depth": 3})},
     }
     return TrainConfig(**settings | changes).resolved()
@@ -233,7 +233,7 @@ def losses_of(folder):
 
 @pytest.mark.parametrize("shard", SHARDED)
 def test_a_run_goes_on_bit_for_bit(pool, tmp_path, shard):
-    settings = {"shard": shard, "ranks": 2, "dtype": "float32", "model": f"{__name__}:layers", "data": "digits"}
+    settings = {"shard": shard, "ranks": 2, "precision": "float32", "model": f"{__name__}:layers", "data": "digits"}
     settings |= {"clip": 0.5, "accumulate": 2}
     run(pool, configuration(out=str(tmp_path / "whole"), **settings))
     run(pool, configuration(out=str(tmp_path / "parts"), **settings | {"steps": 3}))

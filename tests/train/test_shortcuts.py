@@ -12,7 +12,7 @@ from microparallel.train.config import TrainConfig
 from microparallel.train.loop import train_on_rank as train
 from microparallel.train.shortcuts import compare_shortcuts
 
-SMALL = {"dim": 16, "depth": 3, "dtype": "float64", "schedule_lr": "constant", "transport": "gloo", "device": "cpu"}
+SMALL = {"dim": 16, "depth": 3, "precision": "float64", "schedule_lr": "constant", "transport": "gloo", "device": "cpu"}
 
 
 def curves(pool, every, **changes):
@@ -90,7 +90,7 @@ def losses(folder):
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_accumulating_changes_nothing_but_rounding(pool, tmp_path, ranks):
     """1438 samples in batches of 301: the last of an epoch has 234, and five parts of a rank's share differ in size."""
-    settings = {"ranks": ranks, "dtype": "float64", "optimizer": "sgd", "lr": 0.05}
+    settings = {"ranks": ranks, "precision": "float64", "optimizer": "sgd", "lr": 0.05}
     run(pool, tmp_path / "whole", **settings)
     run(pool, tmp_path / "parts", **settings, accumulate=5)
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-12, abs=0)
@@ -122,7 +122,7 @@ def test_every_rank_goes_on_with_its_own_optimizer(pool, tmp_path):
 
 
 def test_averaging_every_step_with_sgd_is_ddp(pool, tmp_path):
-    settings = {"dtype": "float64", "optimizer": "sgd", "lr": 0.05, "ranks": 3, "steps": 8}
+    settings = {"precision": "float64", "optimizer": "sgd", "lr": 0.05, "ranks": 3, "steps": 8}
     run(pool, tmp_path / "ddp", **settings)
     run(pool, tmp_path / "averaging", **settings, average_every=1)
     assert losses(tmp_path / "averaging") == pytest.approx(losses(tmp_path / "ddp"), rel=1e-12, abs=0)

@@ -18,7 +18,7 @@ STEPS = 6
 def configuration(out, **changes):
     settings = {
         **{"out": str(out), "dim": 16, "depth": 6, "batch": 300, "steps": STEPS, "validate_every": 3},
-        **{"schedule_lr": "constant", "dtype": "float64"},
+        **{"schedule_lr": "constant", "precision": "float64"},
     }
     return TrainConfig(**settings | changes).resolved()
 
@@ -138,7 +138,7 @@ def test_a_run_goes_on_in_any_layout(pool, alone, tmp_path):
 
 def test_resuming_repeats_the_losses_bit_for_bit(pool, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    layout = {"dp": 2, "pp": 2, "dtype": "float32", "model": f"{__name__}:with_dropout", "loss": "cross-entropy"}
+    layout = {"dp": 2, "pp": 2, "precision": "float32", "model": f"{__name__}:with_dropout", "loss": "cross-entropy"}
     sizes = {"dim": None, "depth": None, "data": "digits"}
     run(pool, configuration(whole, **layout | sizes))
     run(pool, configuration(parts, **layout | sizes | {"steps": 4}))

@@ -22,7 +22,7 @@ SAMPLES, PAD = 30, -100
 
 def configuration(out, model="Tagger", data="sentences", **changes):
     settings = {
-        **{"out": str(out), "model": f"{__name__}:{model}", "data": f"{__name__}:{data}", "dtype": "float64"},
+        **{"out": str(out), "model": f"{__name__}:{model}", "data": f"{__name__}:{data}", "precision": "float64"},
         **{"batch": 9, "steps": 7, "optimizer": "adamw", "lr": 0.01, "validate_every": 4},
     }
     return TrainConfig(**settings | changes).resolved()
@@ -289,7 +289,7 @@ def test_a_stream_that_knows_its_length_needs_no_steps(pool, tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"ranks": 2, "workers": 1}, {"dp": 1, "pp": 2}], ids=str)
 def test_a_stream_goes_on_where_it_stood(pool, tmp_path, data, changes):
     """At step 3 the first pass has just been read, at step 5 the second is under way."""
-    settings = {"data": data, "model": "noisy", "dtype": "float32"} | changes
+    settings = {"data": data, "model": "noisy", "precision": "float32"} | changes
     run(pool, stream(tmp_path / "whole", **settings))
     for steps in (3, 5, 7):
         resume = tmp_path / "parts" if steps > 3 else None

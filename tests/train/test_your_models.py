@@ -17,7 +17,7 @@ from microparallel.train.loop import train_on_rank as train
 
 def configuration(out, model, data="pairs", **changes):
     settings = {
-        **{"out": str(out), "model": f"{__name__}:{model}", "data": f"{__name__}:{data}", "dtype": "float64"},
+        **{"out": str(out), "model": f"{__name__}:{model}", "data": f"{__name__}:{data}", "precision": "float64"},
         **{"batch": 13, "steps": 5, "optimizer": "sgd", "lr": 0.1, "validate_every": 2, "save_every": 100},
     }
     return TrainConfig(**settings | changes).resolved()

@@ -24,8 +24,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from microparallel.analyze.compressed import Codec
 from microparallel.analyze.what_if import (
     ALL_ALIKE,
+    COMPRESSED,
     DOUBLE_BUCKETS,
     HALF_BUCKETS,
     KEPT,
@@ -46,6 +48,7 @@ from microparallel.bench.engine import seconds_of
 from microparallel.bench.pipeline_costs import SavedBytes
 from microparallel.simulator.fitted import Fitted, fit_step
 from microparallel.text import show_seconds, show_size
+from microparallel.topology import Link
 from microparallel.trace import Difference, Trace
 from microparallel.trace.parts import parts
 
@@ -60,6 +63,7 @@ _HELPS = {
     "other": (NO_OTHER,),
     "compute": (TWICE_THE_BATCH, OVERLAP, HALF_BUCKETS, DOUBLE_BUCKETS, *PREFETCH, KEPT, TWICE_THE_MICROBATCHES),
 }
+_MAY_COMPRESS = ("communication", "compute")  # kinds that are also helped by what sends fewer bytes
 _LEAST_GAIN = 1.02  # less than that is no advice
 
 
@@ -88,9 +92,19 @@ class Verdict:
         """By what share of the measured step the simulation is off."""
         return abs(Difference("step", self.simulated, self.measured).error)
 
+    @property
+    def compression(self) -> Change | None:
+        """The method of compression that helps most, whatever bounds the step; None if none helps."""
+        return _best([change.name for change in self.changes if change.name.startswith(COMPRESSED)], self.changes)
+
 
 def find_bottleneck(
-    trace: Trace, demand: Demand | None = None, machine: Machine | None = None, took: float = 0.0
+    trace: Trace,
+    demand: Demand | None = None,
+    machine: Machine | None = None,
+    took: float = 0.0,
+    codecs: Sequence[Codec] = (),
+    link: Link | None = None,
 ) -> Verdict:
     """Say what bounds one recorded step.
 
@@ -100,11 +114,13 @@ def find_bottleneck(
         machine: how much of both this machine can do.
         took: how long the step took by a clock of its own. What no event tells of, such as fetching the data,
             counts as other.
+        codecs: by which methods gradients could be compressed, and what that costs on this machine.
+        link: what a message costs, if that was measured beside the step.
     """
     fitted = fit_step(trace)
     outside = max(0.0, took - trace.makespan)
     simulated, measured = fitted.makespan + outside, trace.makespan + outside
-    found = {change.name: change for change in changes(fitted, outside)}
+    found = {change.name: change for change in changes(fitted, outside, codecs, link)}
     own = _own_work(trace, outside)
     if own.other > 0:
         found[NO_OTHER] = _without_other(own.least_other, simulated)
@@ -117,8 +133,12 @@ def find_bottleneck(
             f"this machine can do {balance:.1f} in the time that a byte takes"
         )
         kind = "memory" if intensity < balance else kind
-    advice = _best(_HELPS[kind], found) or (_best((TWICE_THE_BANDWIDTH,), found) if kind == "communication" else None)
-    return Verdict(kind, tuple(reasons), advice, tuple(found.values()), measured, simulated)
+    every = tuple(found.values())
+    compressing = [name for name in found if name.startswith(COMPRESSED) and kind in _MAY_COMPRESS]
+    advice = _best((*_HELPS[kind], *compressing), every)
+    if advice is None and kind == "communication":
+        advice = _best((TWICE_THE_BANDWIDTH,), every)
+    return Verdict(kind, tuple(reasons), advice, every, measured, simulated)
 
 
 def _without_other(seconds: float, simulated: float) -> Change:
@@ -128,9 +148,9 @@ def _without_other(seconds: float, simulated: float) -> Change:
     return Change(NO_OTHER, advice, took, simulated / took if took else 1.0)
 
 
-def _best(names: Sequence[str], found: dict[str, Change]) -> Change | None:
-    """The change that helps most, if any does."""
-    helpful = [found[name] for name in names if name in found and found[name].speed >= _LEAST_GAIN]
+def _best(names: Sequence[str], found: Sequence[Change]) -> Change | None:
+    """The change of these names that helps most, if any does."""
+    helpful = [change for change in found if change.name in names and change.speed >= _LEAST_GAIN]
     return max(helpful, key=lambda change: change.speed, default=None)
 
 

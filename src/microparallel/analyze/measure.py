@@ -9,14 +9,18 @@ from typing import Any
 
 from microparallel.analyze.analyzer import CommunicationEstimate, DDPPerformanceAnalyzer
 from microparallel.analyze.bottleneck import Demand, Machine, demand_of, measure_machine
+from microparallel.analyze.codecs import measure_codecs
+from microparallel.analyze.compressed import Codec, gradient_sums
 from microparallel.analyze.step_timing import StepTiming
 from microparallel.bench.engine import Measured, where
 from microparallel.bench.ranks import progress_on_standard_error
 from microparallel.collectives import ALL_REDUCES
 from microparallel.comms import Comms
 from microparallel.course.shortcuts import accumulate
+from microparallel.simulator.fitted import fit_step
+from microparallel.topology import Link
 from microparallel.train.build import build
-from microparallel.train.config import TrainConfig
+from microparallel.train.config import OF_COMPRESSION, TrainConfig
 from microparallel.train.training import Training
 
 _WARM_UP = 3  # steps: buckets are arranged, memory is taken
@@ -34,6 +38,8 @@ class Findings(Measured):
     demand: Demand | None
     machine: Machine | None
     parameters: int
+    codecs: tuple[Codec, ...] = ()
+    link: Link | None = None  # what a message costs, where that was measured
 
 
 def measure(comms: Comms, config: TrainConfig, steps: int, barriers: bool, quiet: bool) -> Findings:
@@ -62,7 +68,18 @@ def measure(comms: Comms, config: TrainConfig, steps: int, barriers: bool, quiet
         machine, demand = measure_machine(comms.device), _demand(training, config)
         progress(0.9, "messages", 0)
         estimates = _estimates(analyzer, comms, timing)
-    return Findings(*where(comms), timing, estimates, demand, machine, training.parameters)
+        progress(0.95, "compression", 0)
+        codecs = _codecs(training, comms, timing)
+    link = Link(estimates[0].latency, 1 / estimates[0].bandwidth) if estimates else None
+    return Findings(*where(comms), timing, estimates, demand, machine, training.parameters, codecs, link)
+
+
+def _codecs(training: Training, comms: Comms, timing: StepTiming) -> tuple[Codec, ...]:
+    """What it costs to compress a step's gradients; nothing where they are not summed, or compressed already."""
+    if comms.world_size == 1 or not gradient_sums(fit_step(timing.trace)):
+        return ()
+    shapes = [tuple(one.shape) for one in training.model.parameters() if one.requires_grad]
+    return measure_codecs(shapes, comms.world_size, comms.device)
 
 
 def _beside_barriers(
@@ -120,6 +137,8 @@ def config_for(config: TrainConfig, ranks: int, batch: int) -> TrainConfig:
     dp, pp = config.layout
     if ranks != config.world_size:  # the rank that is slow on purpose may not be there
         config = replace(config, slow_rank=None, slow_link=None)
+    if ranks == (pp if dp > 1 else 1):  # one replica sends no gradients
+        config = replace(config, **dict.fromkeys(("compress", *OF_COMPRESSION)))  # type: ignore[arg-type]
     balance = None if config.balance is not None and "," in config.balance else config.balance
     if config.is_pipeline:
         layout = {"dp": ranks // pp, "pp": pp} if dp > 1 else {"dp": 1, "pp": ranks}

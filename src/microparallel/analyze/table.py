@@ -83,7 +83,11 @@ def as_json(analysis: Analysis) -> dict[str, Any]:
         "barriers": _barriers_as_json(timing),
         "estimates": [asdict(one) for one in findings.estimates] if findings else [],
         "scaling": [_scaling_as_json(one) for one in analysis.scalings],
-        "bottleneck": {**asdict(verdict), "error": verdict.error},
+        "bottleneck": {
+            **asdict(verdict),
+            "error": verdict.error,
+            "compression": verdict.compression and asdict(verdict.compression),
+        },
         "gathering": {
             "waits": [{**asdict(one), "text": str(one)} for one in analysis.waits],
             "choices": [asdict(one) for one in analysis.choices],
@@ -332,12 +336,13 @@ def _show_verdict(console: Console, verdict: Verdict) -> None:
     console.print(f"\n[bold]bottleneck[/]  [bold yellow]{_IN_WORDS.get(verdict.kind, verdict.kind)}[/]")
     for reason in verdict.reasons:
         say(console, reason, indent=_INDENT)
-    if (advice := verdict.advice) is None:
+    advised = [change for change in dict.fromkeys((verdict.advice, verdict.compression)) if change is not None]
+    if not advised:
         say(console, "no change that was simulated would help by 2 % or more", indent=_INDENT)
-    else:
-        how = "at most" if verdict.kind == "other" else "by simulation"
-        gain = f"{advice.speed - 1:.0%} more samples a second, {how}"
-        say(console, f"{advice.advice}: {gain}", heading="try", indent=_INDENT)
+    for heading, change in zip(("try", "or"), advised, strict=False):
+        how = "at most" if verdict.kind == "other" and change == verdict.advice else "by simulation"
+        gain = f"{change.speed - 1:.0%} more samples a second, {how}"
+        say(console, f"{change.advice}: {gain}", heading=heading, indent=_INDENT)
     others = ", ".join(f"{change.name} {change.speed - 1:+.0%}" for change in verdict.changes)
     if others:
         say(console, f"each simulated by itself, in samples a second: {others}", indent=_INDENT, style="dim")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from microparallel.analyze.compressed import Codec, compressed_steps
 from microparallel.bench.messages import fit_line
 from microparallel.program import (
     AllReduce,
@@ -24,6 +25,7 @@ from microparallel.schedules import PIPELINES, build
 from microparallel.simulator.fitted import Fitted, RecordedCosts, computes
 from microparallel.simulator.gathering import PREFETCHES, Choice, choices_of
 from microparallel.text import show_size
+from microparallel.topology import Link
 from microparallel.trace import kind_of
 
 
@@ -51,21 +53,27 @@ NO_COMMUNICATION, TWICE_THE_BANDWIDTH, OVERLAP = "no communication", "twice the 
 HALF_BUCKETS, DOUBLE_BUCKETS, TWICE_THE_BATCH = "half the buckets", "double buckets", "twice the batch"
 ALL_ALIKE, SHARES, TWICE_THE_SPEED = "no straggler", "fair shares", "cores twice as fast"
 TWICE_THE_MICROBATCHES, NO_BUBBLE, NO_OTHER = "twice the micro-batches", "no bubble", "no data or Python"
+COMPRESSED = "compress "  # and the method
 PREFETCH, KEPT, LET_GO = tuple(f"prefetch {units}" for units in PREFETCHES), "parameters kept", "parameters let go"
 
 
-def changes(fitted: Fitted, outside: float = 0.0) -> list[Change]:
+def changes(
+    fitted: Fitted, outside: float = 0.0, codecs: Sequence[Codec] = (), link: Link | None = None
+) -> list[Change]:
     """All changes that mean something to this step.
 
     Args:
         fitted: the step.
         outside: seconds before and after the step; they grow with the samples, and no other change touches them.
+        codecs: the methods by which gradients could be compressed, and what encoding costs on this machine.
+        link: what a message costs, if that was measured beside the step.
     """
     base = fitted.makespan + outside
     if not base:
         return []
     found = _of_pipeline(fitted) if fitted.pipeline > 1 else _of_collectives(fitted)
-    with_all = ((name, advice, took + outside * samples, samples) for name, advice, took, samples in found)
+    every = (*found, *_of_compression(fitted, codecs, link))
+    with_all = ((name, advice, took + outside * samples, samples) for name, advice, took, samples in every)
     return [
         Change(name, advice, took, samples * base / took if took else 1.0, samples)
         for name, advice, took, samples in with_all
@@ -73,6 +81,12 @@ def changes(fitted: Fitted, outside: float = 0.0) -> list[Change]:
 
 
 _Row = tuple[str, str, float, float]
+
+
+def _of_compression(step: Fitted, codecs: Sequence[Codec], link: Link | None) -> Iterator[_Row]:
+    for codec, compressed in compressed_steps(step, codecs, link):
+        advice = f"compress gradients with {codec.method} (--compress, DataParallel(compress=…)), and watch the loss"
+        yield f"{COMPRESSED}{codec.method}", advice, compressed.makespan, 1.0
 
 
 def slowest_rank(step: Fitted) -> int:

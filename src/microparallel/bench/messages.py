@@ -31,6 +31,7 @@ from microparallel.comms import Comms
 from microparallel.errors import UsageError
 from microparallel.program import Program
 from microparallel.simulator import Costs, simulate
+from microparallel.topology import Link
 
 _STEPS = 25  # a handful is enough where the measurements make sense
 
@@ -101,6 +102,15 @@ def fit_messages(
 def fit_line(points: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
     """The constant and the slope of the line that comes nearest to these points; None for fewer than two sizes."""
     return _nearest_pair([_Observation(1.0, size, 0.0, seconds) for size, seconds in points])
+
+
+def fit_link(observations: Sequence[tuple[float, float, float]]) -> Link | None:
+    """The latency and the time a byte that come nearest to (messages, bytes, seconds) of what was sent.
+
+    None where they cannot be told apart, as with a single size.
+    """
+    found = _nearest_pair([_Observation(messages, size, 0.0, seconds) for messages, size, seconds in observations])
+    return None if found is None else Link(*found)
 
 
 def typical_factor(pairs: Sequence[tuple[float, float]]) -> float:

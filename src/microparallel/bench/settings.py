@@ -16,7 +16,7 @@ from microparallel.errors import ConfigError
 from microparallel.schedules import PIPELINES
 from microparallel.settings import AT_LEAST_ONE, DEVICES, POSITIVE, TRANSPORTS, Range, check_all, setting
 from microparallel.text import did_you_mean, parse_sizes
-from microparallel.topology import available_cores, require_cores
+from microparallel.topology import Link, available_cores, parse_link, require_cores
 
 Progress = Callable[[float, str, int], None]  # is told the fraction done, what is measured, and how often so far
 
@@ -27,6 +27,10 @@ DATA_PARALLEL = ("naive", "hooks", "buckets", "ddp", "torch-ddp on shm")
 ALWAYS = ("none", "torch-ddp")  # are measured whether they are named or not
 PREDICTED_REPLICAS = ("naive", "ddp")
 PREDICTED = (*PREDICTED_REPLICAS, *(name for name in PIPELINES if name not in PREDICTED_REPLICAS))
+
+COMPRESSED = ("bf16", "int8", "sign", "topk:0.01", "randomk:0.01", "powersgd:2", "topk:0.01+bf16")
+TRANSPORT, GLOO = "transport", "gloo"  # links that are not injected: what the ranks talk through, and gloo beside it
+LINKS = {"10gbit": "50us,10Gbit", "1gbit": "200us,1Gbit", "100mbit": "1ms,100Mbit"}
 
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int32": 4, "int64": 8}
 _SIZES = "4KB,64KB,1MB,4MB,25MB,100MB"
@@ -81,6 +85,34 @@ def _parse_megabytes(text: str, flag: str) -> tuple[float, ...]:
         return number
 
     return tuple(parse(part) for part in _parse_names(text, flag))
+
+
+def _parse_compressors(text: str, flag: str) -> tuple[str, ...]:
+    return tuple(name for name in _parse_names(text, flag) if name != "none")  # which is always measured
+
+
+def _parse_links(text: str, flag: str) -> tuple[str, ...]:
+    names = tuple(
+        name.lower() if name.lower() in (TRANSPORT, GLOO, *LINKS) else name for name in _parse_names(text, flag)
+    )
+    for name in names:
+        injected_link(name, f"{flag} {text}")
+    return tuple(dict.fromkeys(names))
+
+
+def injected_link(name: str, given: str = "--links") -> Link | None:
+    """The link of that name, which messages are slowed down to; None where they are not slowed down.
+
+    Args:
+        name: `100mbit`, say; or a latency and a bandwidth, as in `5ms+50Mbit`.
+        given: how the user wrote it, for the error.
+    """
+    if name in (TRANSPORT, GLOO):
+        return None
+    if name not in LINKS and not name[:1].isdigit():
+        hint = did_you_mean(name, (TRANSPORT, GLOO, *LINKS))
+        raise ConfigError(f"{given}: there is no link {name!r}; {hint}; or a latency and a bandwidth, as in 5ms+50Mbit")
+    return parse_link(LINKS.get(name, name.replace("+", ",")), given)
 
 
 # ── what benchmarks have in common ──────────────────────────────────────────────────────────────────────────────────
@@ -234,6 +266,34 @@ class ShardSettings(RecordedSettings):
         within=POSITIVE,
         example=4,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressSettings(StepSettings):
+    """Which models to train with compressed gradients, how, and over which links."""
+
+    seconds: float = _seconds(150.0)
+    models: tuple[str, ...] = setting(
+        ("mlp-512",), "mlp-WIDTH (16 layers), gpt, or gpt-WIDTH.", WHAT, metavar="NAMES", parse=_parse_names
+    )
+    batch: int | None = setting(
+        None, "Samples a rank.", WHAT, shown="32; mlp-512 64, gpt 8", within=AT_LEAST_ONE, example=32
+    )
+    methods: tuple[str, ...] = setting(
+        COMPRESSED,
+        "As --compress of train has them; with + between two, one after another. none is always there.",
+        WHAT,
+        metavar="NAMES",
+        parse=_parse_compressors,
+    )
+    links: tuple[str, ...] = setting(
+        (TRANSPORT, GLOO, *LINKS),
+        f"{TRANSPORT} (as it is), {GLOO} (beside shared memory), {', '.join(LINKS)}, or as in 5ms+50Mbit.",
+        WHAT,
+        metavar="NAMES",
+        parse=_parse_links,
+    )
+    train_steps: int = setting(150, "Steps of training after which the loss is taken.", WHAT, within=AT_LEAST_ONE)
 
 
 _USUAL = {"mlp": (16, 512, 256), "gpt": (8, 128, 16)}  # depth, width, samples in a batch

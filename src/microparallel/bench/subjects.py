@@ -6,13 +6,17 @@
 
 A pipeline cuts its model into stages. Its layers are all alike, so that stages can be: an `mlp` whose last layer is as
 wide as the others, or a `gpt` with an embedding, blocks of attention and a head.
+
+Times do not depend on what the samples say, so they are noise; where the loss is looked at, there is something to learn
+(`learnable=True`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -32,6 +36,8 @@ _CONTEXT = 64
 _HEAD = 32  # numbers of a vector that one attention head looks at
 _BATCHES = {"mlp-512": 64, "gpt-128": 8}
 _USUAL_BATCH = 32
+_APART = 3.0  # of the two classes' means, as a multiple of a sample's spread
+_FOLLOWS = 0.8  # how often a token is followed by its successor, and not by any other
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,14 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 # ── for data parallelism ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def find_subject(name: str, batch: int | None = None) -> Subject:
-    """The model with that name: `mlp-WIDTH`, `gpt` or `gpt-WIDTH`."""
+def find_subject(name: str, batch: int | None = None, *, learnable: bool = False) -> Subject:
+    """The model with that name: `mlp-WIDTH`, `gpt` or `gpt-WIDTH`.
+
+    Args:
+        name: of the model.
+        batch: samples of a rank; as usual for the model, if None.
+        learnable: whether its samples have something to learn, or are noise.
+    """
     found = re.fullmatch(r"(mlp|gpt)-([0-9]{1,5})", "gpt-128" if name == "gpt" else name)
     if found is None or not 1 <= int(found[2]) <= WIDEST:
         raise ConfigError(f"there is no model {name!r}; name it mlp-WIDTH, as in mlp-1024, or gpt, or gpt-WIDTH")
@@ -88,7 +100,11 @@ def find_subject(name: str, batch: int | None = None) -> Subject:
         raise ConfigError(f"{name}: a head takes {_HEAD} numbers, so the width is a multiple of that; try gpt-{wider}")
     usual = _BATCHES.get(found[0], _USUAL_BATCH if found[1] == "mlp" else _BATCHES["gpt-128"])
     samples = usual if batch is None else batch
-    return _gpt(name, 4, width, samples) if found[1] == "gpt" else _mlp(name, _DEPTH, width, _CLASSES, samples)
+    if found[1] == "gpt":
+        subject = _gpt(name, 4, width, samples)
+        return replace(subject, data=_successions) if learnable else subject
+    subject = _mlp(name, _DEPTH, width, _CLASSES, samples)
+    return replace(subject, data=partial(_clusters, width)) if learnable else subject
 
 
 # ── for pipelines ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,6 +164,25 @@ def _gpt(name: str, depth: int, width: int, batch: int) -> Subject:
         lambda: GPT(_VOCABULARY, _CONTEXT, width, heads=width // _HEAD, depth=depth),
         lambda samples: _next_tokens(torch.randint(_VOCABULARY, (samples, _CONTEXT + 1))),
     )
+
+
+def _clusters(width: int, samples: int) -> Batch:
+    """Points around the means of two classes, which are always the same ones."""
+    fixed = torch.Generator().manual_seed(0)
+    means = _APART * torch.nn.functional.normalize(torch.randn(_CLASSES, width, generator=fixed))
+    classes = torch.randint(_CLASSES, (samples,))
+    return means[classes] + torch.randn(samples, width), classes
+
+
+def _successions(samples: int) -> Batch:
+    """Tokens of which each has a successor, always the same one, that follows it more often than not."""
+    fixed = torch.Generator().manual_seed(0)
+    successors = torch.randperm(_VOCABULARY, generator=fixed)
+    tokens = torch.randint(_VOCABULARY, (samples, _CONTEXT + 1))
+    follows = torch.rand(samples, _CONTEXT + 1) < _FOLLOWS
+    for place in range(1, _CONTEXT + 1):
+        tokens[:, place] = torch.where(follows[:, place], successors[tokens[:, place - 1]], tokens[:, place])
+    return _next_tokens(tokens)
 
 
 def _next_width(width: int) -> int:

@@ -18,7 +18,7 @@ from microparallel.errors import ConfigError
 from microparallel.settings import declared
 from microparallel.text import count, did_you_mean
 from microparallel.topology import ALONE, find_placement
-from microparallel.train.config import OF_PIPELINES, TrainConfig
+from microparallel.train.config import OF_COMPRESSION, OF_PIPELINES, TrainConfig
 
 if TYPE_CHECKING:
     from microparallel.analyze.measure import Findings
@@ -32,6 +32,7 @@ EXAMPLES = flags.examples(
     ("microparallel analyze --model gpt --strategy naive --scaling none", "another model, another strategy"),
     ("microparallel analyze --pp 2 --schedule gpipe --microbatches 4", "a pipeline: what is its bubble?"),
     ("microparallel analyze --slow-rank 1=3x --scaling none", "what a straggler does"),
+    ("microparallel analyze --slow-link 0-1=1ms,100Mbit --scaling none", "would compressed gradients help?"),
     ("microparallel analyze --barriers", "how barriers between the phases distort"),
     (
         "microparallel train --ranks 2 --trace --out runs/mine; microparallel analyze runs/mine",
@@ -49,7 +50,8 @@ _STEPS_OF_SCHEDULE = 10**6  # of the learning rate's schedule, whose end is neve
     (
         *("model", "data", "collate", "loss", "dim", "depth", "heads", "context", "batch", "accumulate", "optimizer"),
         "seed",
-        *("dtype", "ranks", "strategy", "average_every", "dp", "pp", *OF_PIPELINES, "device", "transport"),
+        *("precision", "ranks", "strategy", "average_every", "compress", *OF_COMPRESSION),
+        *("dp", "pp", *OF_PIPELINES, "device", "transport"),
         *("slow_rank", "slow_link"),
     ),
     changed={"ranks": {"shown": str(_RANKS)}},
@@ -86,7 +88,9 @@ def analyze(
     step. Communication behind computation is hidden, and costs nothing. Waiting is never called communication.
 
     The verdict comes from the simulator: the recorded step is simulated without communication, without its slowest
-    rank's delay, with other buckets and so on, and the time saved is what that cost.
+    rank's delay, with other buckets and so on, and the time saved is what that cost. Where gradients are summed as they
+    are, it is also simulated with each way to compress them; what encoding takes is measured on this machine. That is
+    advised if it would help, and only then.
 
     Of a recorded step whose parameters are gathered on demand (mp.FullyShardedDataParallel) it says which gather and
     which sum computation waited for, and what another prefetch, or parameters that are kept, would give and cost.
@@ -115,6 +119,7 @@ def _require_nothing_else(run: Path, given: dict[str, Any], others: dict[str, An
 
 def _recorded(run: Path) -> Analysis:
     from microparallel.analyze.bottleneck import find_bottleneck
+    from microparallel.analyze.codecs import codecs_for
     from microparallel.analyze.step_timing import median_of, time_steps
     from microparallel.analyze.table import Analysis
     from microparallel.reporting.folder import read_trace
@@ -130,7 +135,7 @@ def _recorded(run: Path) -> Analysis:
     timings = time_steps(trace, samples if isinstance(samples, int) else 0)
     timing = median_of(timings[1:] or timings)
     about = ", ".join(f"{name} {value}" for name, value in trace.about.items())
-    verdict = find_bottleneck(timing.trace, took=timing.total)
+    verdict = find_bottleneck(timing.trace, took=timing.total, codecs=codecs_for(timing.trace))
     return Analysis(f"{file}: {about}" if about else str(file), timing, verdict)
 
 
@@ -241,7 +246,9 @@ def _analysis(config: TrainConfig, findings: Findings, scalings: list[Scaling]) 
     from microparallel.analyze.table import Analysis
 
     timing = findings.timing
-    verdict = find_bottleneck(timing.trace, findings.demand, findings.machine, timing.total)
+    verdict = find_bottleneck(
+        timing.trace, findings.demand, findings.machine, timing.total, findings.codecs, findings.link
+    )
     how = f"{config.schedule} on --dp {config.dp} --pp {config.pp}" if config.is_pipeline else config.strategy
     title = f"{config.model}, {findings.parameters:,} parameters, batch {config.batch}, {how}"
     return Analysis(title, findings.timing, verdict, findings, tuple(scalings))

@@ -121,6 +121,7 @@ def main() -> NoReturn:
 
 _RENAMED = {
     "--chunks": "--stages-per-rank",
+    "--dtype": "--precision",
     "--bucket-mb": "--bucket-cap-mb",
     "--lr-schedule": "--schedule-lr",
 }

@@ -12,6 +12,7 @@ from microparallel.bench.ranks import choose_ranks, run_benchmark
 from microparallel.bench.settings import (
     PREDICTED_REPLICAS,
     AllReduceSettings,
+    CompressSettings,
     DataParallelSettings,
     PipelineSettings,
     PredictSettings,
@@ -29,6 +30,7 @@ app = typer.Typer(
         ("microparallel bench allreduce", "every all-reduce algorithm; see its own `--help`"),
         ("microparallel bench dp", "every kind of data parallelism"),
         ("microparallel bench shard", "optimizer, gradients and parameters in parts: time, memory, bytes sent"),
+        ("microparallel bench compress", "compressed gradients over fast and slow links: bytes, time, loss"),
         ("microparallel bench pp", "every pipeline schedule"),
         ("microparallel bench predict", "predicted step times beside measured ones"),
     ),
@@ -143,7 +145,7 @@ SHARD_EXAMPLES = flags.examples(
     ("microparallel bench shard --json > shard.json", "every number, for scripts"),
     ("torchrun --nproc-per-node=4 -m microparallel bench shard", "between ranks that torchrun started"),
 )
-_QUICK: dict[str, Any] = {"models": ("mlp-64", "gpt-32"), "steps": 3}
+_QUICK_SHARD: dict[str, Any] = {"models": ("mlp-64", "gpt-32"), "steps": 3}
 
 
 @app.command(name="shard", epilog=SHARD_EXAMPLES)
@@ -174,7 +176,7 @@ def shard(
     synchronise must have the weights of torch-zero but for rounding, and at the end the same on all ranks bit for bit;
     if not, the exit code is 1.
     """
-    settings = ShardSettings(**(_QUICK if quick else {}) | given)
+    settings = ShardSettings(**(_QUICK_SHARD if quick else {}) | given)
     ranks = choose_ranks(settings)
     if ranks < 2:
         raise ConfigError(f"--ranks {ranks}: one rank has no other rank to share with; try --ranks 2")
@@ -190,6 +192,68 @@ def shard(
                 f"--batch {settings.accumulate}"
             )
     run_benchmark(settings, bench_shard, report_on, quiet=quiet, json=json)
+    return 0
+
+
+# ── bench compress ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+COMPRESS_EXAMPLES = flags.examples(
+    ("microparallel bench compress", "every method, from shared memory to 100 Mbit/s, in about five minutes"),
+    ("microparallel bench compress --quick", "does it run? a small model, three steps of each"),
+    ("microparallel bench compress --links 100mbit --methods sign,topk:0.01", "does it pay over a slow link?"),
+    ("microparallel bench compress --links 5ms+50Mbit,1gbit --models gpt", "another link, another model"),
+    ("microparallel bench compress --methods topk:0.001,topk:0.1+int8 --links transport --train-steps 500", "the loss"),
+    ("microparallel bench compress --json > compress.json", "every number, for scripts"),
+    ("torchrun --nproc-per-node=4 -m microparallel bench compress --links transport", "between ranks of torchrun"),
+)
+_QUICK_COMPRESS: dict[str, Any] = {
+    "models": ("mlp-64",),
+    "steps": 3,
+    "train_steps": 10,
+    "links": ("transport", "gloo", "1gbit"),
+}
+
+
+@app.command(name="compress", epilog=COMPRESS_EXAMPLES)
+@takes(CompressSettings)
+def compress(
+    given: dict[str, Any],
+    *,
+    quick: Annotated[bool, typer.Option("--quick", help="A small model, and three steps of each.")] = False,
+    quiet: flags.Quiet = False,
+    json: flags.Json = False,
+) -> int:
+    """Time a training step with compressed gradients over fast and slow links; see what it sends and what it learns.
+
+    The methods are those of mp.compression, with mp.DataParallel(compress=…) and AdamW; none sends float32 gradients as
+    they are. The links are the transport itself, gloo beside it in the same processes, and injected ones: every message
+    of every collective is held up for a latency and a time for each byte, as the collective's program sends them.
+    100mbit has 1 ms of latency, 1gbit 0.2 ms, 10gbit 0.05 ms.
+
+    All methods take turns step by step, so that whatever else the machine does disturbs all of them alike. A step takes
+    as long as its slowest rank; shown is the median with its quartiles. none runs twice: how far apart it is from
+    itself says what chance does to a ratio.
+
+    The prediction records steps over the same links without delay, with all that ranks compute, encode and decode, and
+    adds what the simulator makes of each sum's program on the link.
+
+    The loss is taken on samples that were not trained on, after as many steps of each method, with the same samples and
+    seeds. It does not depend on the link. Bytes are counted message by message. After training, all ranks must have the
+    same weights bit for bit; if not, the exit code is 1.
+    """
+    settings = CompressSettings(**(_QUICK_COMPRESS if quick else {}) | given)
+    ranks = choose_ranks(settings)
+    if ranks < 2:
+        raise ConfigError(f"--ranks {ranks}: one rank sends no gradients; try --ranks 2")
+    from microparallel.bench.compress import bench_compress, compressor_of
+    from microparallel.bench.compress_report import report_on
+    from microparallel.bench.subjects import find_subject
+
+    for name in settings.models:
+        find_subject(name, settings.batch)  # refuses a name that no model has
+    for name in settings.methods:
+        compressor_of(name)  # refuses a name that no method has
+    run_benchmark(settings, bench_compress, report_on, quiet=quiet, json=json)
     return 0
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json as json_format
 import math
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,47 +18,55 @@ from rich.table import Table
 from microparallel.cli import flags
 from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError
-from microparallel.text import without_nan
+from microparallel.text import count, without_nan
 from microparallel.topology import ALONE, find_placement
-from microparallel.train.config import MICROBATCHES, STRATEGIES, TrainConfig, merge, read_config
+from microparallel.train.config import MICROBATCHES, MIXED, STRATEGIES, TrainConfig, merge, read_config
 
 if TYPE_CHECKING:
     from microparallel.trace import Trace
     from microparallel.train.compare import Comparison
+    from microparallel.train.fewer_bytes import CompressedCurve
     from microparallel.train.shortcuts import Curve
 
 EXAMPLES = flags.examples(
     ("microparallel compare --ranks 4", "20 steps of the MLP, in float64, where only rounding may differ"),
-    ("microparallel compare --model gpt --ranks 2 --dtype float32", "a small GPT in float32"),
+    ("microparallel compare --model gpt --ranks 2 --precision float32", "a small GPT in float32"),
     ("microparallel compare --pipelines --ranks 4", "every pipeline schedule against one process"),
     ("microparallel compare --shard parameters --ranks 4", "optimizer, gradients, parameters in parts: ZeRO 1, 2, 3"),
     ("microparallel compare --in-process --ranks 3", "three replicas in this process: through the CPU, by a ring"),
+    ("microparallel compare --compress topk:0.01", "a hundredth of the gradients: with error feedback, and without"),
+    ("microparallel compare --compress sign --optimizer adamw --lr 1e-3", "where error feedback does not matter"),
     ("microparallel compare --shortcuts --every 8", "synchronise 8 times less often: the loss, and the bytes sent"),
 )
 SHORTCUT_EVERY = 4
 # A model that learns within a few seconds by plain SGD, for which the theory is simple.
 SHORTCUT_DEFAULTS: dict[str, Any] = {"steps": 120, "lr": 0.05}
 SHORTCUT_DEPTH = 4  # of the mlp
+# The same model, by the same optimizer; what is compressed is float32.
+COMPRESSION_DEFAULTS: dict[str, Any] = {"steps": 200, "lr": 0.1, "precision": "float32"}
+SEEDS = 3
 _DEFAULTS: dict[str, Any] = {
     "ranks": 2,
     "steps": 20,
-    "dtype": "float64",
+    "precision": "float64",
     "optimizer": "sgd",
     "lr": 0.01,
     "schedule_lr": "constant",
 }
 
+_MATTERS = 0.1  # of the loss: less is not said to be a difference
 _LOSSES_SHOWN = 20  # in the terminal; --json has the loss of every step
 _CAPTION = {
     "float64": "Δ: the largest relative difference over all steps, over all weights",
     "float32": "Δ: the largest relative difference over all steps, over all weights.\n"
-    "In float32 rounding alone may push a ReLU over its edge, and the runs part; --dtype float64 shows which it is.",
+    "In float32 rounding alone may push a ReLU over its edge, and the runs part; --precision float64 shows which.",
 }
 
 
 def _shown_default(name: str) -> str:
-    usual, of_shortcuts = _DEFAULTS[name], SHORTCUT_DEFAULTS.get(name)
-    return str(usual) if of_shortcuts is None else f"{usual}; of shortcuts {of_shortcuts}"
+    others = {"shortcuts": SHORTCUT_DEFAULTS, "--compress": COMPRESSION_DEFAULTS}
+    parts = [f"of {what} {defaults[name]}" for what, defaults in others.items() if name in defaults]
+    return "; ".join([str(_DEFAULTS[name]), *parts])
 
 
 _CHANGED: dict[str, dict[str, Any]] = {name: {"shown": _shown_default(name)} for name in _DEFAULTS}
@@ -65,6 +74,7 @@ _CHANGED["steps"] |= {"help": "How many steps to compare."}
 _CHANGED["ranks"] |= {"help": "How many processes (or replicas) share each batch."}
 _CHANGED["shard"] = {"help": "Compare data parallelism whose ranks keep parts (ZeRO) instead, up to this."}
 _CHANGED["accumulate"] = {"help": "With --shard: micro-batches in which each rank computes its share."}
+_CHANGED["compress"] = {"help": "Compare a compression of gradients, with error feedback and without, with none."}
 _CHANGED["microbatches"] = {"help": "With --pipelines: micro-batches of each batch.", "shown": str(MICROBATCHES)}
 
 
@@ -73,8 +83,8 @@ _CHANGED["microbatches"] = {"help": "With --pipelines: micro-batches of each bat
     (
         *("model", "data", "collate", "loss", "dim", "depth", "heads", "context", "steps", "batch", "lr"),
         "schedule_lr",
-        *("optimizer", "momentum", "seed", "dtype", "ranks", "shard", "prefetch", "keep_parameters", "replicas"),
-        *("accumulate", "microbatches", "device", "transport"),
+        *("optimizer", "momentum", "seed", "precision", "ranks", "shard", "prefetch", "keep_parameters", "replicas"),
+        *("compress", "compress_warmup", "accumulate", "microbatches", "device", "transport"),
     ),
     changed=_CHANGED,
 )
@@ -95,6 +105,9 @@ def compare(
     every: Annotated[
         int | None,
         typer.Option(help="With --shortcuts: batches between two synchronisations.", show_default=str(SHORTCUT_EVERY)),
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(help="With --compress: runs of each, from --seed on.", show_default=str(SEEDS))
     ] = None,
     trace: Annotated[
         Path | None,
@@ -121,19 +134,29 @@ def compare(
     With --shortcuts the ranks learn from the same batches in three ways: gradients averaged every step, gradients
     accumulated over several batches, and parameters averaged instead of gradients. These learn different things; what
     each does to the loss and to the bytes sent is shown.
+
+    With --compress the ranks learn from the same batches in three ways: gradients whole, compressed with error feedback
+    and compressed without; once for each seed.
     """
     if trace is not None:
         given["trace"] = True
     in_file = read_config(config) if config else {}
-    defaults = _DEFAULTS | _defaults_of_shortcuts(in_file | given) if shortcuts else _DEFAULTS
+    compresses = (in_file | given).get("compress") not in (None, "none")
+    defaults = _DEFAULTS
+    if shortcuts or compresses:
+        defaults = defaults | _defaults_of_curves(in_file | given, compresses)
     if pipelines:
         defaults = defaults | {"strategy": "pipeline"}
     elif (in_file | given).get("shard") is not None and not (in_file | given).keys() & {"optimizer", "momentum"}:
         defaults = defaults | {"momentum": 0.9}  # a state to share
     chosen = TrainConfig(**merge(defaults | in_file, given)).resolved()
-    _require_sense(chosen, in_process=in_process, shortcuts=shortcuts, pipelines=pipelines, every=every)
-    if trace is not None and (in_process or shortcuts):
-        raise ConfigError("--trace records strategies between ranks; leave --in-process and --shortcuts out")
+    _require_sense(chosen, in_process=in_process, shortcuts=shortcuts, pipelines=pipelines, every=every, seeds=seeds)
+    if trace is not None and (in_process or shortcuts or compresses):
+        raise ConfigError(
+            "--trace records strategies between ranks; leave --in-process, --shortcuts and --compress out"
+        )
+    if compresses:
+        return show_compression(chosen, SEEDS if seeds is None else seeds, json)
     if shortcuts:
         return show_shortcuts(chosen, SHORTCUT_EVERY if every is None else every, json)
     rows = _rows(chosen, in_process, trace)
@@ -147,11 +170,22 @@ def compare(
 
 
 def _require_sense(
-    config: TrainConfig, *, in_process: bool, shortcuts: bool, pipelines: bool, every: int | None
+    config: TrainConfig, *, in_process: bool, shortcuts: bool, pipelines: bool, every: int | None, seeds: int | None
 ) -> None:
     """Refuse flags that mean nothing together."""
+    if seeds is not None and (config.compress is None or seeds < 1):
+        raise ConfigError(f"--seeds {seeds}: it is for --compress, and at least 1; add --compress topk:0.01, say")
+    if config.compress is not None and (in_process or shortcuts or pipelines):
+        raise ConfigError(
+            f"--compress {config.compress} compares sums between ranks; leave --pipelines, --in-process and "
+            "--shortcuts out"
+        )
     if find_placement(os.environ) != ALONE:
         raise ConfigError("compare starts its own ranks; run it without torchrun or srun")
+    if config.precision in MIXED:
+        raise ConfigError(
+            f"--precision {config.precision}: rounded to 16 bits, two right runs end far apart; compare in float64"
+        )
     if config.ranks < 2:
         raise ConfigError(f"--ranks {config.ranks}: there is nothing to compare with fewer than 2 ranks; try --ranks 2")
     if in_process and config.transport != "auto":
@@ -178,10 +212,10 @@ def _require_sense(
         )
 
 
-def _defaults_of_shortcuts(given: dict[str, Any]) -> dict[str, Any]:
-    """What --shortcuts takes when nothing else is said: 16 layers are slow to learn by plain SGD."""
+def _defaults_of_curves(given: dict[str, Any], compresses: bool) -> dict[str, Any]:
+    """What --shortcuts and --compress take when nothing else is said: 16 layers are slow to learn by plain SGD."""
     of_mlp = {"depth": SHORTCUT_DEPTH} if given.get("model") in (None, "mlp") else {}
-    return SHORTCUT_DEFAULTS | of_mlp
+    return (COMPRESSION_DEFAULTS if compresses else SHORTCUT_DEFAULTS) | of_mlp
 
 
 def _rows(config: TrainConfig, in_process: bool, folder: Path | None) -> list[Comparison]:
@@ -245,8 +279,8 @@ def _loss_table(rows: list[Comparison]) -> Table:
 
 def _table(rows: list[Comparison], config: TrainConfig, unit: str) -> Table:
     table = Table(
-        title=f"{config.model}, {config.steps} steps of {config.batch} samples, {config.dtype}, {config.optimizer}",
-        caption=_CAPTION[config.dtype],
+        title=f"{config.model}, {config.steps} steps of {config.batch} samples, {config.precision}, {config.optimizer}",
+        caption=_CAPTION[config.precision],
     )
     for heading in ("strategy", unit, "final loss", "Δ loss", "Δ weights", "ms a step", "verdict"):
         # In a narrow terminal numbers may be cut short, but not who did how well.
@@ -315,7 +349,7 @@ def _curves(config: TrainConfig, every: int) -> list[Curve]:
 def _shortcuts_table(curves: list[Curve], config: TrainConfig) -> Table:
     table = Table(
         title=f"{config.model}, {config.steps} batches of {config.batch} samples on {config.ranks} ranks, "
-        f"{config.dtype}, {config.optimizer}",
+        f"{config.precision}, {config.optimizer}",
         caption="Δ loss: the largest difference from the curve of every step\n"
         "bytes: sent by a rank, counted as messages of a ring leave\n"
         "formula: 2(p - 1)/p of the parameters, each time",
@@ -353,7 +387,7 @@ def explain(curves: list[Curve], config: TrainConfig) -> str:
 def _why_averaging_differs(reference: Curve, averaging: Curve, config: TrainConfig) -> str:
     from microparallel.train.compare import TOLERANCE
 
-    same = averaging.loss_difference <= TOLERANCE[config.dtype] * max(map(abs, reference.losses))
+    same = averaging.loss_difference <= TOLERANCE[config.precision] * max(map(abs, reference.losses))
     if same and averaging.every == 1:
         return (
             "averaging parameters after every step is the same as averaging gradients here: the update of "
@@ -377,13 +411,84 @@ def _why_averaging_differs(reference: Curve, averaging: Curve, config: TrainConf
     )
 
 
+# ── --compress: what fewer bytes do to the loss ─────────────────────────────────────────────────────────────────────
+
+
+def show_compression(config: TrainConfig, seeds: int, json: bool) -> int:
+    """Do the work, and print it; the exit code is 1 if a loss was lost on the way."""
+    if not config.steps:
+        raise ConfigError(f"--epochs {config.epochs}: --compress counts steps; give --steps instead")
+    curves = _compression_curves(config, range(config.seed, config.seed + seeds))
+    if json:
+        print(json_format.dumps(without_nan([asdict(curve) for curve in curves]), indent=2))
+    else:
+        console = Console()
+        console.print(_compression_table(curves, config, seeds))
+        shown = {curve.way: curve.losses for curve in curves}
+        chart = draw_curves(shown, range(1, len(curves[0].losses) + 1), "steps")
+        console.print(chart, highlight=False, markup=False)
+        console.print(explain_compression(curves, config), highlight=False, markup=False)
+    return 0 if all(math.isfinite(loss) for curve in curves for loss in curve.losses) else 1
+
+
+def _compression_curves(config: TrainConfig, seeds: Sequence[int]) -> list[CompressedCurve]:
+    from microparallel.train.build import check
+    from microparallel.train.fewer_bytes import compare_compression
+    from microparallel.world import Pool
+
+    check(config)
+    with Console(stderr=True).status("starting ranks") as status, Pool() as pool:
+        return compare_compression(config, seeds, pool, lambda text: status.update(f"running {text}"))
+
+
+def _compression_table(curves: list[CompressedCurve], config: TrainConfig, seeds: int) -> Table:
+    table = Table(
+        title=f"{config.compress}: {config.model}, {config.steps} steps of {config.batch} samples on {config.ranks} "
+        f"ranks, {config.optimizer}",
+        caption=f"loss: of the last steps, the mean of {count(seeds, 'seed')}, the least and the most\n"
+        "bytes: sent by a rank in a step",
+    )
+    for heading in ("gradients", "loss", "least", "most", "accuracy", "bytes", "÷ whole"):
+        table.add_column(heading, justify="left" if heading == "gradients" else "right", no_wrap=True)
+    for curve in curves:
+        known = [accuracy for accuracy in curve.accuracy if accuracy is not None]
+        table.add_row(
+            curve.way,
+            f"{curve.final_loss:.4f}",
+            f"{min(curve.final):.4f}",
+            f"{max(curve.final):.4f}",
+            f"{statistics.fmean(known):.1%}" if known else "–",
+            f"{curve.bytes_a_step:,.0f}",
+            f"{curve.bytes_a_step / curves[0].bytes_a_step:.3f}" if curves[0].bytes_a_step else "–",
+        )
+    return table
+
+
+def explain_compression(curves: list[CompressedCurve], config: TrainConfig) -> str:
+    """Say in a sentence what was seen of error feedback here."""
+    if len(curves) == 2:
+        return f"{config.compress} rounds every number a little, and sends all of them: it needs no error feedback."
+    whole, with_feedback, without = curves
+    spread = max(whole.final) - min(whole.final)
+    lost = without.final_loss - with_feedback.final_loss
+    if lost > max(spread, _MATTERS * whole.final_loss):
+        return (
+            f"without error feedback the loss ends {lost:.2g} higher: what {config.compress} leaves out is lost in "
+            "every step. With it, what was left out is sent later: the sum of all that was sent follows the gradients."
+        )
+    return (
+        f"error feedback makes no difference here that is larger than chance (seeds differ by {spread:.2g}): what "
+        f"{config.compress} leaves out matters little to {config.optimizer} on this problem."
+    )
+
+
 # ── curves in the terminal ──────────────────────────────────────────────────────────────────────────────────────────
 
 _MARKS, _SEVERAL = "●▲×", "◆"
 _WIDTH, _HEIGHT = 60, 12
 
 
-def draw_curves(curves: dict[str, Sequence[float]], x: Sequence[float], x_title: str) -> str:
+def draw_curves(curves: Mapping[str, Sequence[float]], x: Sequence[float], x_title: str) -> str:
     """Draw up to three curves over common points, one mark for each; what is not a finite number is left out.
 
     2.38 ┤◆

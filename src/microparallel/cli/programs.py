@@ -16,7 +16,7 @@ from rich.console import Console
 from microparallel import collectives, schedules
 from microparallel.drawing import View, coloured, plain, text_lines
 from microparallel.errors import ConfigError, DataError, ProgramError, UsageError
-from microparallel.program import Program, TrainingStep, from_text
+from microparallel.program import Collective, Program, TrainingStep, from_text
 from microparallel.settings import AT_LEAST_ONE, check_value, declared, setting
 from microparallel.simulator import Costs
 from microparallel.simulator.costs import default_costs
@@ -66,6 +66,9 @@ class ProgramFlags:
     )
     prefetch: int | None = setting(None, "Buckets ahead that zero-3 gathers parameters.", _PROGRAM, shown="1")
     ranks_per_node: int | None = setting(None, "Ranks a node of hierarchical.", _PROGRAM, shown="2")
+    algorithm: str | None = setting(
+        None, "How ddp, ddp-naive and zero sum: ring, tree, …; ddp also topk-0.01, int8, ….", _PROGRAM, shown="auto"
+    )
 
 
 @dataclass(frozen=True)
@@ -236,17 +239,19 @@ class _Meant:
     takes: frozenset[str]
 
     @classmethod
-    def by(cls, name: str, options: dict[str, int]) -> _Meant:
+    def by(cls, name: str, options: dict[str, Any]) -> _Meant:
         kind, _, short = name.rpartition(":")
         if (kind or _kind(name, options)) == "pipeline" and short in _SCHEDULES:
             return cls(name, "pipeline", short, frozenset(inspect.signature(_SCHEDULES[short]).parameters))
         if kind in ("", "all-reduce") and short in _COLLECTIVES:
             return cls(name, "all-reduce", short, frozenset(inspect.signature(_COLLECTIVES[short]).parameters))
+        if kind in ("", "all-reduce") and collectives.is_compressed(short) and not Path(name).exists():
+            return cls(name, "all-reduce", short, frozenset({"ranks"}))
         if not Path(name).exists():
             raise UsageError(_unknown(name))
         return cls(name, "file", "", frozenset())
 
-    def load(self, options: dict[str, int], *, completed: bool) -> Program:
+    def load(self, options: dict[str, Any], *, completed: bool) -> Program:
         if self.kind == "pipeline":
             usual = {"ranks": 4} | ({"microbatches": 8} if self.builder in schedules.PIPELINES else {})
             return schedules.build(self.builder, **usual | options)
@@ -262,7 +267,7 @@ class _Meant:
         return complete(program, self.name) if completed else program
 
 
-def _require_not_too_many(options: dict[str, int]) -> None:
+def _require_not_too_many(options: dict[str, Any]) -> None:
     numbers = {name: number for name, number in options.items() if name in _MOST}
     for name, number in numbers.items():
         if number > _MOST[name]:
@@ -272,7 +277,7 @@ def _require_not_too_many(options: dict[str, int]) -> None:
         raise ConfigError(f"{flags}: that makes millions of operations, which would fill the memory; choose less")
 
 
-def _kind(name: str, options: dict[str, int]) -> str:
+def _kind(name: str, options: dict[str, Any]) -> str:
     if name in _SCHEDULES and name in _COLLECTIVES:
         kind, other = ("pipeline", "all-reduce") if "microbatches" in options else ("all-reduce", "pipeline")
         _remark(f"{name} is the {kind} here; {other}:{name} is the {other}")
@@ -281,7 +286,7 @@ def _kind(name: str, options: dict[str, int]) -> str:
 
 
 def _unknown(name: str) -> str:
-    names = [*_SCHEDULES, *_COLLECTIVES, "pipeline:naive", "all-reduce:naive"]
+    names = [*_SCHEDULES, *_COLLECTIVES, *collectives.METHODS, "pipeline:naive", "all-reduce:naive"]
     otherwise = f"choose one of {', '.join(dict.fromkeys(names[:-2]))}, or a file"
     return f"{name!r} is no program, and no such file is there; {did_you_mean(name, names, otherwise)}"
 
@@ -338,6 +343,10 @@ def costs_of(program: Program, given: Given | None = None) -> Costs:
     defaults = default_costs(program)
     messages: dict[str, Any] = {"latency": defaults.latency, "seconds_per_byte": defaults.seconds_per_byte}
     messages |= {name: _number(name, flags[name]) for name in _OF_MESSAGES if name in flags}
+    if isinstance(program.goal, Collective) and collectives.is_compressed(program.name):
+        # Its program runs on what is sent, and --bytes is what is compressed.
+        rounds = collectives.payload(program.name, messages.get("bytes_per_value", defaults.bytes_per_value))
+        messages["bytes_per_value"] = sum(one.bytes for one in rounds)
     links = dict(_link(text, program) for text in flags.get("link", "").split())
     sizes = Sizes(**{size: _times(name, flags[name]) for name, size in _OF_MEMORY.items() if name in flags})
     return Costs(**stages, **messages, links=links, topology=cluster_of(flags), sizes=sizes)

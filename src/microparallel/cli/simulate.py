@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -209,9 +209,8 @@ def _scaled(costs: Costs, share: float) -> Costs:
     def scale(cost: PerStage) -> PerStage:
         return [number * share for number in cost] if isinstance(cost, Sequence) else cost * share
 
-    sizes = costs.sizes and Sizes(
-        **{kind: scale(getattr(costs.sizes, kind)) for kind in ("parameters", "gradients", "optimizer", "activations")}
-    )
+    given = {} if costs.sizes is None else asdict(costs.sizes)
+    sizes = costs.sizes and Sizes(**{kind: scale(size) for kind, size in given.items() if size is not None})
     return replace(
         costs,
         forward=scale(costs.forward),

@@ -8,6 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from microparallel.collectives.all_to_all import all_to_all
+from microparallel.collectives.compressed import (
+    METHODS,
+    PROGRAM_OF_ROUND,
+    Round,
+    RoundKind,
+    compressed_all_reduce,
+    is_compressed,
+    payload,
+)
 from microparallel.collectives.direct import (
     direct_all_gather,
     direct_all_reduce,
@@ -103,11 +112,14 @@ def build(name: str, ranks: int, **options: int) -> Program:
     `ring`, `tree` and the like are all-reduces; `hierarchical` takes `ranks_per_node`. The others are
     `reduce-scatter`, `all-gather`, `broadcast`, `reduce`, `scatter`, `gather` and `all-to-all`; with `direct-` before
     the first four, those in which any two ranks exchange directly. `scatter`, `gather`, `broadcast`, `reduce`,
-    `direct-broadcast` and `direct-reduce` take `root`.
+    `direct-broadcast` and `direct-reduce` take `root`. `topk-0.01`, `int8-256`, `powersgd-2` and the like are
+    all-reduces of compressed gradients (`collectives/compressed.py`), whose program runs on the payload.
     """
     builders = ALL_REDUCES | OTHERS
+    if is_compressed(name):
+        builders = builders | {name: functools.partial(_compressed, name)}
     if name not in builders:
-        raise UsageError(f"there is no collective {name!r}; {did_you_mean(name, builders)}")
+        raise UsageError(f"there is no collective {name!r}; {did_you_mean(name, (*builders, *METHODS))}")
     if ranks < 1:
         raise UsageError(f"ranks={ranks}: a collective needs at least 1 rank")
     if not 0 <= options.get("root", 0) < ranks:
@@ -120,6 +132,10 @@ def build(name: str, ranks: int, **options: int) -> Program:
     return builders[name](ranks, **options)
 
 
+def _compressed(name: str, ranks: int) -> Program:
+    return compressed_all_reduce(name, ranks)
+
+
 def all_reduce_program(name: str, ranks: int) -> Program:
     """Build an all-reduce by name, once: a collective in a training loop is called again and again."""
     return program_of("all-reduce", name, ranks)
@@ -129,7 +145,7 @@ def all_reduce_program(name: str, ranks: int) -> Program:
 def program_of(collective: GroupKind, algorithm: str, ranks: int, root: int | None = None) -> Program:
     """Build the program of a collective by its algorithm, once; some, such as a broadcast, have a root."""
     require_algorithm(collective, algorithm)
-    name = ALGORITHMS[collective][algorithm]
+    name = ALGORITHMS[collective].get(algorithm, algorithm)
     return build(name, ranks) if root is None else build(name, ranks, root=root)
 
 
@@ -137,7 +153,7 @@ def program_of(collective: GroupKind, algorithm: str, ranks: int, root: int | No
 def sent_by(
     collective: GroupKind, algorithm: str, ranks: int, root: int | None = None
 ) -> tuple[tuple[int, float], ...]:
-    """For each rank, how many messages it sends, and how many times the whole tensor that is."""
+    """For each rank, how many messages it sends, and how many times the whole tensor, or its payload, that is."""
     program = program_of(collective, algorithm, ranks, root)
     assert isinstance(program.goal, Collective)
     slices = program.goal.slices
@@ -157,7 +173,18 @@ def traffic(op: GroupOp, group: Sequence[int], size: float, transport: str) -> l
     """
     kind, root = group_kind(op), group.index(op.root) if isinstance(op, Broadcast) else None
     algorithm = resolve(kind, op.algorithm, len(group), size, transport)
+    if is_compressed(algorithm):
+        return compressed_traffic(algorithm, len(group), size)
     return [(messages, part * size) for messages, part in sent_by(kind, algorithm, len(group), root)]
+
+
+def compressed_traffic(algorithm: str, ranks: int, size: float) -> list[tuple[int, float]]:
+    """For each rank, how many messages and bytes it sends for so many bytes of float32 numbers, compressed."""
+    totals = [(0, 0.0)] * ranks
+    for one in payload(algorithm, size):
+        sent = sent_by("all-reduce", PROGRAM_OF_ROUND[one.kind], ranks)
+        totals = [(m + more, b + part * one.bytes) for (m, b), (more, part) in zip(totals, sent, strict=True)]
+    return totals
 
 
 def group_kind(op: GroupOp) -> GroupKind:
@@ -199,8 +226,10 @@ def resolve(collective: GroupKind, algorithm: str, ranks: int, size: float, tran
 def require_algorithm(collective: GroupKind, algorithm: str) -> None:
     """Raise `UsageError` unless there is such an algorithm for a collective."""
     known = ALGORITHMS[collective]
-    if algorithm not in known:
-        hint = did_you_mean(algorithm, (AUTO, *known))
+    if collective == "all-reduce" and is_compressed(algorithm):
+        payload(algorithm, 0)  # says what is wrong with its numbers
+    elif algorithm not in known:
+        hint = did_you_mean(algorithm, (AUTO, *known, *(METHODS if collective == "all-reduce" else ())))
         if "\n" in algorithm:
             algorithm, hint = algorithm.split("\n", 1)[0] + " …", "a program's text is read by mp.program.from_text"
         raise UsageError(f"there is no {collective} algorithm {algorithm!r}; {hint}")
@@ -209,11 +238,18 @@ def require_algorithm(collective: GroupKind, algorithm: str) -> None:
 __all__ = [
     "ALGORITHMS",
     "ALL_REDUCES",
+    "METHODS",
     "OTHERS",
+    "PROGRAM_OF_ROUND",
     "GroupKind",
+    "Round",
+    "RoundKind",
     "all_reduce_program",
     "build",
+    "compressed_traffic",
     "group_kind",
+    "is_compressed",
+    "payload",
     "program_of",
     "require_algorithm",
     "resolve",

@@ -7,16 +7,17 @@ Make the tensors fit for the wire, start the transfer (`_collective`), and bring
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 import torch
 
-from microparallel.collectives import all_reduce_program
+from microparallel.collectives import all_reduce_program, is_compressed
 from microparallel.comms.calls import Call, describe, describe_content, describe_list
 from microparallel.comms.group import Group
 from microparallel.comms.interpreter import Algorithm
 from microparallel.comms.own_program import verified_all_reduce
 from microparallel.comms.request import Caller, Request, Result
+from microparallel.comms.rounds import Exchanged, Rounds, WireRounds
 from microparallel.comms.wire import (
     as_bytes,
     check_reduction,
@@ -33,6 +34,8 @@ from microparallel.comms.wire import (
 from microparallel.errors import Mismatch, UsageError
 from microparallel.program import AUTO, AllReduce, Op, Program
 from microparallel.transport.base import Work
+
+Exchange = TypeVar("Exchange")  # what the rounds of an exchange return
 
 
 class Collectives(Caller):
@@ -237,13 +240,24 @@ class Collectives(Caller):
         into: Sequence[torch.Tensor] | None = ...,
         *,
         async_op: Literal[False] = ...,
+        operation: Op | None = ...,
     ) -> list[torch.Tensor]: ...
     @overload
     def all_to_all(
-        self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = ..., *, async_op: Literal[True]
+        self,
+        tensors: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor] | None = ...,
+        *,
+        async_op: Literal[True],
+        operation: Op | None = ...,
     ) -> Request[list[torch.Tensor]]: ...
     def all_to_all(
-        self, tensors: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None, *, async_op: bool = False
+        self,
+        tensors: Sequence[torch.Tensor],
+        into: Sequence[torch.Tensor] | None = None,
+        *,
+        async_op: bool = False,
+        operation: Op | None = None,
     ) -> list[torch.Tensor] | Request[list[torch.Tensor]]:
         """Hand tensor r of the list to rank r, and return what each rank had for this one, in rank order.
 
@@ -254,6 +268,8 @@ class Collectives(Caller):
             into: tensors to receive into, for ranks that know what comes: then no descriptions are exchanged. Either
                 all ranks give them, or none does.
             async_op: return a `Request` as soon as it is known what comes; its `wait()` returns the list.
+            operation: what this call is in the program that its caller follows, who knows what comes; observers are
+                told so.
         """
         for name, given in (("tensors", tensors), ("into", into)):
             if given is not None and len(given) != self.world_size:
@@ -262,7 +278,7 @@ class Collectives(Caller):
                 )
         wires = [to_wire(tensor, self._group.carries) for tensor in tensors]
         call = Call.of_all("all_to_all", *(["into"] if into is not None else []), size=_bytes(wires))
-        agreed = into is None or self._checker is not None
+        agreed = into is None or (self._checker is not None and operation is None)
         contents = self._exchange_headers(call, wires) if agreed else []
         device = tensors[self.rank].device
         if into is None:
@@ -278,13 +294,12 @@ class Collectives(Caller):
                 return [output.to(device) for output in outputs]
             return [from_wire(output, tensor) for output, tensor in zip(outputs, into, strict=True)]
 
-        start = self._start if agreed else self._collective
-        request = start(
-            call,
-            lambda: [self._group.all_to_all([as_bytes(one) for one in outputs], [as_bytes(one) for one in wires])],
-            finish,
-        )
-        return self._answer(request, async_op)
+        def start() -> list[Work]:
+            return [self._group.all_to_all([as_bytes(one) for one in outputs], [as_bytes(one) for one in wires])]
+
+        if agreed:
+            return self._answer(self._start(call, start, finish), async_op)
+        return self._answer(self._collective(call, start, finish, operation), async_op)
 
     def _exchange_headers(self, call: Call, wires: list[torch.Tensor]) -> list[tuple[torch.dtype, torch.Size]]:
         """Tell each rank what it will get, and learn what comes from each."""
@@ -483,6 +498,70 @@ class Collectives(Caller):
         )
         return self._answer(request, async_op)
 
+    @overload
+    def exchange_rounds(
+        self,
+        rounds: Rounds[Exchange],
+        words: str,
+        *,
+        size: int = ...,
+        async_op: Literal[False] = ...,
+        operation: Op | None = ...,
+    ) -> Exchange: ...
+    @overload
+    def exchange_rounds(
+        self,
+        rounds: Rounds[Exchange],
+        words: str,
+        *,
+        size: int = ...,
+        async_op: Literal[True],
+        operation: Op | None = ...,
+    ) -> Request[Exchange]: ...
+    def exchange_rounds(
+        self,
+        rounds: Rounds[Exchange],
+        words: str,
+        *,
+        size: int = 0,
+        async_op: bool = False,
+        operation: Op | None = None,
+    ) -> Exchange | Request[Exchange]:
+        """Sum and gather several times, each time with what came before: all as one call (`comms/rounds.py`).
+
+        Args:
+            rounds: a generator that yields `("sum", tensor)` or `("gather", tensor)`, and is sent the result. It runs
+                in the thread that runs the call.
+            words: what is exchanged, the same on every rank: "topk-0.01 of 1000 numbers".
+            size: how many bytes are exchanged, as if they were not compressed.
+            async_op: return a `Request`, whose `wait()` returns what the generator has returned.
+            operation: what this call is in the program that its caller follows; observers are told so.
+        """
+        results: list[Exchange] = []
+        request = self._collective(
+            Call.of_all("exchange_rounds", words, size=size),
+            lambda: [self._group.exchange_rounds(self._on_wire(rounds, results))],
+            results.pop,
+            operation,
+        )
+        return self._answer(request, async_op)
+
+    def _on_wire(self, rounds: Rounds[Exchange], results: list[Exchange]) -> WireRounds:
+        """The same rounds with tensors that the transport carries; what they return becomes a result."""
+        answer: Exchanged | None = None
+        while True:
+            try:
+                kind, tensor = next(rounds) if answer is None else rounds.send(answer)
+            except StopIteration as stop:
+                results.append(stop.value)
+                return
+            found = yield kind, to_wire(tensor, self._group.carries)
+            answer = (
+                from_wire(found, tensor)
+                if isinstance(found, torch.Tensor)
+                else [one.to(tensor.device) for one in found]
+            )
+
     def _chosen(self, algorithm: str | Program) -> tuple[Algorithm, str]:
         """How an all-reduce runs, and what its call says of that; refused if it is no all-reduce of these ranks."""
         if isinstance(algorithm, Program):
@@ -492,6 +571,11 @@ class Collectives(Caller):
             raise UsageError(f"all_reduce: algorithm={algorithm!r}; give a name such as 'ring', or a Program")
         if algorithm == AUTO:
             return AUTO, ""
+        if is_compressed(algorithm):
+            raise UsageError(
+                f"all_reduce: algorithm={algorithm!r} loses most of the numbers; it is for gradients: "
+                "mp.DataParallel(model, comms, compress=…)"
+            )
         all_reduce_program(algorithm, self.world_size)  # says so if there is none
         return algorithm, f", algorithm={algorithm!r}"
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from microparallel.collectives import GroupKind, resolve
 from microparallel.comms.interpreter import Algorithm, Blocks, RankProgram, listed, personal, rank_program, whole
+from microparallel.comms.rounds import WireRounds
 from microparallel.comms.work_queue import QueuedWork, WorkQueue
 from microparallel.observe.flight import Flight
 from microparallel.observe.flight_recorder import GroupLog, NoLog
@@ -81,6 +82,9 @@ class Group(Protocol):
     def all_reduce(self, tensor: torch.Tensor, op: str, algorithm: Algorithm = AUTO) -> Work:
         """Start combining the ranks' tensors, in place, on every rank."""
 
+    def exchange_rounds(self, rounds: WireRounds) -> Work:
+        """Start sums and gathers that need each other's results, as one call."""
+
     @property
     def has_free_cores(self) -> bool:
         """Whether communication can go on beside computation, without taking a core from it."""
@@ -125,6 +129,10 @@ class ProgramGroup:
         What a rank copies from one of its own tensors to another, it copies `first`: when the program runs, not when it
         is put into the queue. A collective before it may change that tensor, and then all ranks must see the change.
         """
+        raise NotImplementedError
+
+    def exchange_rounds(self, rounds: WireRounds) -> QueuedWork:
+        """Put sums and gathers that need each other's results into the queue, as one work."""
         raise NotImplementedError
 
     def _program(

@@ -9,7 +9,7 @@ import torch
 
 from microparallel.collectives import build
 from microparallel.comms.calls import describe
-from microparallel.comms.interpreter import COMBINE, Memory, perform, rounds, slices_of
+from microparallel.comms.interpreter import COMBINE, Memory, Sums, perform, rounds, slices_of
 from microparallel.comms.own_program import verified_all_reduce
 from microparallel.errors import ProgramError, UsageError
 from microparallel.program import Add, Join, Message, Policy, Program, Recv, Send, Walk
@@ -81,37 +81,39 @@ def run_in_process(
 
 def _walk(program: Program, memories: Sequence[Memory]) -> None:
     """Do each operation as soon as it can be done."""
-    combine = COMBINE["sum"]
-    walk = Walk(program, _Straight(memories))
+    everyones = [Sums(memory, COMBINE["sum"]) for memory in memories]
+    walk = Walk(program, _Straight(everyones))
     for cursor in walk:
-        op, memory = cursor.op, memories[cursor.rank]
+        op, sums = cursor.op, everyones[cursor.rank]
         if isinstance(op, Send) and cursor.message is not None:
-            cursor.message.content = memory[op.value]
+            cursor.message.content = sums[op.value]
         elif isinstance(op, Recv) and op.reduce and cursor.message is not None:
-            combine(memory[op.value], cursor.message.content)
+            sums.add(op.value, cursor.message.content)
         elif isinstance(op, Add):
-            combine(memory[op.into], memory[op.value])
+            sums.add(op.into, sums.to_add(op.value))
         elif not isinstance(op, Recv | Join):
             raise ProgramError(f"{op} is no operation of a collective; it knows Send, Recv and Add")
     if walk.stuck():
         raise ProgramError(f"program {program.name!r} stands still: {'; '.join(map(str, walk.waits()))}")
+    for sums in everyones:
+        sums.round_all()
 
 
 class _Straight(Policy):
     """Copies a message straight from its sender's memory, when both ranks are ready for it."""
 
-    def __init__(self, memories: Sequence[Memory]) -> None:
+    def __init__(self, everyones: Sequence[Sums]) -> None:
         super().__init__("rendezvous")
-        self._memories = memories
+        self._everyones = everyones
 
     def carry(self, message: Message) -> bool:
         """Copy what is sent to where it is received; what is to be added there, into a tensor of its own."""
         assert message.receive is not None
-        place = self._memories[message.receiver][message.receive.value]
-        if message.receive.reduce:
-            message.content = torch.empty_like(place).copy_(message.content)
+        sums, receive = self._everyones[message.receiver], message.receive
+        if receive.reduce:
+            message.content = torch.empty_like(sums.memory[receive.value]).copy_(message.content)
         else:
-            place.copy_(message.content)
+            sums[receive.value].copy_(message.content)
         return True
 
 

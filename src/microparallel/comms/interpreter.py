@@ -16,7 +16,7 @@ import torch
 from microparallel.collectives import GroupKind, program_of
 from microparallel.errors import ProgramError
 from microparallel.program import Add, Collective, Join, Op, OpenSends, Part, Program, Recv, Send, Slices, Value, touch
-from microparallel.transport.base import COMPLETE, Loan, Transport, Work
+from microparallel.transport.base import COMPLETE, Exchange, Loan, Transport, Work
 
 # Messages of a program have a tag of their own, so that they never mix with the caller's.
 PROGRAM_TAG = 4
@@ -32,6 +32,7 @@ COMBINE: dict[str, Combine] = {
     "bor": lambda mine, theirs: mine.bitwise_or_(theirs),
     "bxor": lambda mine, theirs: mine.bitwise_xor_(theirs),
 }
+_SUMMED_WIDE = frozenset({torch.float16, torch.bfloat16})
 
 # ── one rank's program, cut into rounds ─────────────────────────────────────────────────────────────────────────────
 
@@ -149,15 +150,19 @@ def rounds(ops: Iterable[Op]) -> Iterator[Round]:
 # ── its operations, done ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def perform(steps: Iterable[Round], memory: Pieces, transport: Transport, combine: Combine) -> Iterator[Work]:
+def perform(
+    steps: Iterable[Round], memory: Pieces, transport: Transport, combine: Combine, tag: int = PROGRAM_TAG
+) -> Iterator[Work]:
     """Do one rank's operations, cut into rounds, in order; yields what must be waited for."""
     under_way: dict[int, Work] = {}  # sends that have started and have not been waited for, by their number
+    sums = Sums(memory, combine)
     for current in steps:
         for add, after in current.adds:
             yield from _sends_in_the_way(after, under_way)
-            combine(memory[add.into], memory[add.value])
+            sums.add(add.into, sums.to_add(add.value))
         if current.sends or current.receives:
-            yield from _exchange(current, memory, transport, combine, under_way)
+            yield from _exchange(current, sums, transport.exchange(tag), under_way)
+    sums.round_all()
     yield from under_way.values()
 
 
@@ -166,24 +171,21 @@ def _sends_in_the_way(after: tuple[int, ...], under_way: dict[int, Work]) -> lis
     return [under_way.pop(number) for number in after if number in under_way] if after else []
 
 
-def _exchange(
-    current: Round, memory: Pieces, transport: Transport, combine: Combine, under_way: dict[int, Work]
-) -> Iterator[Work]:
+def _exchange(current: Round, sums: Sums, exchange: Exchange, under_way: dict[int, Work]) -> Iterator[Work]:
     """Send and receive what a round has to, together."""
-    exchange = transport.exchange(PROGRAM_TAG)
     for number, send in enumerate(current.sends, current.first):
-        work = exchange.isend(memory[send.value], send.to)
+        work = exchange.isend(sums[send.value], send.to)
         if work is not COMPLETE:
             under_way[number] = work
     arriving: list[tuple[Work, Write[Recv], Loan | None]] = []
     for write in current.receives:
         receive, after = write
         if receive.reduce:
-            loan = exchange.borrow(memory[receive.value], receive.source)
+            loan = exchange.borrow(sums.memory[receive.value], receive.source)
             arriving.append((loan.work, write, loan))
         else:
             yield from _sends_in_the_way(after, under_way)  # of earlier rounds: this round's are elsewhere
-            arriving.append((exchange.irecv(memory[receive.value], receive.source), write, None))
+            arriving.append((exchange.irecv(sums[receive.value], receive.source), write, None))
     exchange.close()
     for work, (receive, after), lent in arriving:
         yield work
@@ -192,8 +194,57 @@ def _exchange(
             if must_leave:
                 lent.keep()  # two ranks that read each other's value and then write to it would wait for each other
                 yield from must_leave
-            combine(memory[receive.value], lent.tensor)
+            sums.add(receive.value, lent.tensor)
             lent.give_back()
+
+
+class Sums:
+    """Combines tensors in place; sums of 16-bit numbers are made in float32, and rounded when they are next sent.
+
+    ```
+    direct    >C1@1 <+C0@1 <+C0@2 | >C0@1 …        C0 is rounded once: when it is sent
+    ring      >C0@1 <+C2@2 | >C2@1 <+C1@2 | …      each partial sum is rounded, since each is sent
+    ```
+
+    A sum that is still in float32 is written back when its place is sent or received into, or when the program ends.
+    Sends that read the place have been waited for before the first addition, so no peer sees the rounding.
+
+    Args:
+        memory: the tensors, by the names that the program gives them.
+        combine: what is done with two of them.
+    """
+
+    def __init__(self, memory: Pieces, combine: Combine) -> None:
+        self.memory = memory
+        self._combine = combine
+        self._wide: dict[Value, torch.Tensor] = {}  # sums that have not been rounded
+
+    def __getitem__(self, value: Value) -> torch.Tensor:
+        """The memory that a value names, with all that was added to it."""
+        for place in [place for place in self._wide if touch(place, value)]:
+            self.memory[place].copy_(self._wide.pop(place))
+        return self.memory[value]
+
+    def to_add(self, value: Value) -> torch.Tensor:
+        """A value that is only added to another: it need not be rounded for that."""
+        wide = self._wide.get(value)
+        return self[value] if wide is None else wide
+
+    def add(self, into: Value, tensor: torch.Tensor) -> None:
+        """Combine a tensor with the value of this name."""
+        mine = self.memory[into]
+        if mine.dtype not in _SUMMED_WIDE or self._combine is not COMBINE["sum"]:
+            self._combine(mine, tensor)
+        elif into in self._wide:
+            self._wide[into].add_(tensor)
+        else:
+            self._wide[into] = self[into].float().add_(tensor)
+
+    def round_all(self) -> None:
+        """Write back the sums that are still in float32."""
+        for place, wide in self._wide.items():
+            self.memory[place].copy_(wide)
+        self._wide.clear()
 
 
 # ── the tensors of a collective, by the names that its program gives them ───────────────────────────────────────────

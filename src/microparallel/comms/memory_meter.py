@@ -20,7 +20,8 @@ from microparallel.program import Act, Forward, Free, Grad, Op, halves
 from microparallel.torch_private import pytree, saved_by
 from microparallel.trace import Sizes
 
-Written = Mapping[str, Mapping[str, Sequence[int | None]] | None]  # step → stage → parameters, gradients, optimizer
+# step → stage → parameters, gradients, optimizer, gathered parameters
+Written = Mapping[str, Mapping[str, Sequence[int | None]] | None]
 
 
 class MemoryMeter:
@@ -125,7 +126,7 @@ class MemoryMeter:
                 self._optimizer[step][parameter] = size
 
     def written(self) -> Written:
-        """For each step and stage the bytes of parameters, gradients and optimizer state, for the other ranks.
+        """For each step and stage the bytes of parameters, gradients, optimizer state and gathered parameters.
 
         A parameter that two stages of this rank share counts in the first of them. The optimizer's are None where no
         optimizer made a step, and all of a step where two models have stages of the same number.
@@ -138,20 +139,21 @@ class MemoryMeter:
                 mine = [parameter for parameter in parameters if parameter not in seen]
                 seen.update(mine)
                 state = self._optimizer.get(step)
+                shards = self._shards.get((step, stage), mine)
+                kept = [one.numel() * shard.element_size() for one, shard in zip(mine, shards, strict=True)]
                 sizes[str(stage)] = [
+                    sum(kept),
+                    sum(size for size, parameter in zip(kept, mine, strict=True) if parameter.requires_grad),
+                    None if state is None else _state_of(sum(kept), shards, state),
                     sum(parameter.nbytes for parameter in mine),
-                    sum(parameter.nbytes for parameter in mine if parameter.requires_grad),
-                    None if state is None else _state_of(mine, self._shards.get((step, stage), mine), state),
                 ]
             found[str(step)] = None if step in self._unclear else sizes
         return found
 
 
-def _state_of(
-    parameters: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], state: Mapping[torch.Tensor, int]
-) -> int:
-    """How large the optimizer's state is for whole parameters: that of this rank's shards says it, in proportion."""
-    kept, whole = (sum(tensor.nbytes for tensor in tensors) for tensors in (shards, parameters))
+def _state_of(whole: int, shards: Sequence[torch.Tensor], state: Mapping[torch.Tensor, int]) -> int:
+    """How large the optimizer's state is for parameters of so many bytes: this rank's shards say it, in proportion."""
+    kept = sum(shard.nbytes for shard in shards)
     mine = sum(state.get(shard, 0) for shard in shards)
     return mine if kept == whole else round(mine * whole / kept) if kept else 0
 
@@ -165,14 +167,15 @@ def sizes_of(by_rank: Sequence[Written]) -> dict[int, Sizes]:
         if None in ranks or stages != list(range(len(stages))):
             continue
         columns = [[sizes[str(stage)] for sizes in ranks if sizes and str(stage) in sizes] for stage in stages]
-        parameters, gradients, optimizer = (
-            [_most(each[kind] for each in column) for column in columns] for kind in range(3)
+        parameters, gradients, optimizer, gathered = (
+            [_most(each[kind] for each in column) for column in columns] for kind in range(4)
         )
         found[step] = Sizes(
             parameters=[size or 0 for size in parameters],
             gradients=[size or 0 for size in gradients],
             optimizer=None if None in optimizer else [size or 0 for size in optimizer],
             activations=None,  # they were measured at each computation
+            gathered=None if gathered == parameters else [size or 0 for size in gathered],
         )
     return found
 

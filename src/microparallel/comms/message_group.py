@@ -14,6 +14,7 @@ import torch.distributed as dist
 from microparallel.comms.comms import Comms
 from microparallel.comms.group import Group, ProgramGroup
 from microparallel.comms.interpreter import COMBINE, Blocks, RankProgram, perform
+from microparallel.comms.rounds import WireRounds, perform_rounds
 from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import UsageError
 from microparallel.transport.base import Exchange, Loan, ReceivedCopy, Transport, Work
@@ -87,6 +88,16 @@ class MessageGroup(ProgramGroup):
             for pieces in blocks(program.slices, lambda: False):
                 for work in perform(program.rounds, pieces, transport, combine):
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+        return self._queue.append(run)
+
+    def exchange_rounds(self, rounds: WireRounds) -> QueuedWork:
+        """Put sums and gathers that need each other's results into the queue, as one work."""
+        transport = LazyReceives(self._messages)
+
+        def run(deadline: float | None) -> None:
+            for work in perform_rounds(rounds, self.world_size, self.rank, transport):
+                work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
         return self._queue.append(run)
 

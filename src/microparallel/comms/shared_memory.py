@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from microparallel.comms.group import ProgramGroup
 from microparallel.comms.interpreter import BLOCK_BYTES, COMBINE, Algorithm, Blocks, RankProgram, perform, whole
+from microparallel.comms.rounds import WireRounds, perform_rounds
 from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import UsageError
 from microparallel.observe.flight import Flight
@@ -173,11 +174,7 @@ class SharedMemoryGroup(ProgramGroup):
         first: Callable[[], object] | None = None,
         movable: torch.Tensor | None = None,
     ) -> QueuedWork:
-        text = getattr(self._call, "text", program.name)
-        signature = signature_of(getattr(self._call, "agreement", text))
-        peers = self.transport.peers
-        number = peers.call(signature, text)
-        state = CallState(text, number, numbered(signature, number))
+        state = self._next_call(program.name)
         exchanges = _Exchanges(self.transport, state)
         combine = COMBINE[op]
 
@@ -196,11 +193,37 @@ class SharedMemoryGroup(ProgramGroup):
                 for work in perform(program.rounds, pieces, exchanges, combine):
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
+        return self._queued(run, state)
+
+    def exchange_rounds(self, rounds: WireRounds) -> QueuedWork:
+        """Put sums and gathers that need each other's results into the queue, as one work and one call."""
+        state = self._next_call("rounds")
+        exchanges = _Exchanges(self.transport, state)
+
+        def run(deadline: float | None) -> None:
+            self.transport.exchange_notices()
+            in_order = perform_rounds(
+                rounds, self.world_size, self.rank, exchanges, self._block_bytes, lambda: state.copied
+            )
+            for work in in_order:
+                work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+        return self._queued(run, state)
+
+    def _next_call(self, name: str) -> CallState:
+        """Give the call that this thread has announced its number among the group's calls."""
+        text = getattr(self._call, "text", name)
+        signature = signature_of(getattr(self._call, "agreement", text))
+        number = self.transport.peers.call(signature, text)
+        return CallState(text, number, numbered(signature, number))
+
+    def _queued(self, run: Callable[[float | None], None], state: CallState) -> QueuedWork:
+        peers = self.transport.peers
         return self._queue.append(
             run,
             getattr(self._call, "timeout", None),
-            ready=functools.partial(peers.have_called, number),
-            missing=functools.partial(peers.missing, number),
+            ready=functools.partial(peers.have_called, state.number),
+            missing=functools.partial(peers.missing, state.number),
         )
 
     # ── memory, smaller groups, the end ─────────────────────────────────────────────────────────────────────────

@@ -52,7 +52,8 @@ def slow_down(comms: Comms, links: Links) -> Comms:
 
     Args:
         comms: the ranks.
-        links: by the two ranks of the world that each connects, both ways; the same on every rank.
+        links: by the two ranks of the world that each connects, both ways; the same on every rank. A link may become
+            another one while nothing is sent; which ranks are connected stays as it is.
     """
     return over(comms, SlowGroup(comms._group, links, Port()))
 

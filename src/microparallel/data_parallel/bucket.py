@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from microparallel.comms import Comms, Request
 from microparallel.data_parallel.layout import offsets
+from microparallel.data_parallel.skipped_steps import is_finite
 from microparallel.program import AllReduce, ReduceScatter
 from microparallel.torch_private import references_to, tensors_in_memory_of
 
@@ -54,7 +56,7 @@ class FlatBucket:
         self.not_finite = 0
         self.ready = [False] * len(parameters)
         self.missing = len(parameters)
-        self.request: Request[torch.Tensor] | None = None
+        self.request: Request[Any] | None = None
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -163,9 +165,18 @@ class FlatBucket:
         return bool(self._not_finite_on_all != 0)  # a sum of counts: float16 holds counts up to 65,504
 
     @property
+    def sums_are_finite(self) -> bool:
+        """After the all-reduce: whether all gradients are finite; the same answer on every rank."""
+        return is_finite(self.buffer)
+
+    @property
     def fewest_ranks(self) -> int:
         """How many ranks had a gradient for the parameter that the fewest ranks used."""
         return int(self.ranks_with_gradient.min())
+
+    def came_late(self, index: int) -> bool:  # noqa: ARG002
+        """Whether there is a sum for a parameter that no rank used: not here, where every sum is of this pass."""
+        return False
 
     def reset(self) -> None:
         """Make all gradients missing again, before the next pass."""
@@ -175,15 +186,18 @@ class FlatBucket:
         self._open = False
 
 
-def split(parameters: Iterable[nn.Parameter], limit: float) -> list[list[nn.Parameter]]:
+def split(
+    parameters: Iterable[nn.Parameter], limit: float, apart: Callable[[nn.Parameter], object] = lambda _: None
+) -> list[list[nn.Parameter]]:
     """Share parameters, in the order of their gradients, among buckets; one that has `limit` bytes takes no more.
 
-    A bucket has one dtype and one device, so several buckets may be open at a time.
+    A bucket has one dtype and one device, so several buckets may be open at a time. Parameters for which `apart` says
+    different things are in different buckets, too.
     """
     full: list[list[nn.Parameter]] = []
     filling: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
-        kind = (parameter.dtype, parameter.device)
+        kind = (parameter.dtype, parameter.device, apart(parameter))
         filling.setdefault(kind, []).append(parameter)
         if sum(parameter.nbytes for parameter in filling[kind]) >= limit:
             full.append(filling.pop(kind))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -14,16 +11,18 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.deferred import fill, is_deferred
+from microparallel.data_parallel.filling import Filling, require_same_numbers
 from microparallel.data_parallel.layout import Part
+from microparallel.data_parallel.optimizers_of_parts import optimizers_of_parts
+from microparallel.data_parallel.precision import LossScale, Precision, as_precision, convert_parameters, converted
 from microparallel.data_parallel.replicate import filled, replicate, require_same_model
 from microparallel.data_parallel.saved_by_name import SavedByName
-from microparallel.data_parallel.sharded_optimizer import finest_cut, is_of_torch
 from microparallel.data_parallel.sharding import clip_parts
+from microparallel.data_parallel.skipped_steps import StepGuard
 from microparallel.data_parallel.sync_batch_norm import LayerSums
 from microparallel.data_parallel.unit_reducer import UnitReducer
 from microparallel.data_parallel.units import (
@@ -32,13 +31,21 @@ from microparallel.data_parallel.units import (
     ShardedParameters,
     Unit,
     cut_into_units,
+    keeps_statistics,
 )
-from microparallel.data_parallel.wrapper import DataParallel, registrations, require_dense_gradients, require_plain
+from microparallel.data_parallel.wrapper import (
+    DataParallel,
+    registrations,
+    require_dense_gradients,
+    require_plain,
+    require_skipping,
+)
 from microparallel.errors import CheckpointError, UsageError
 from microparallel.files.atomic import written_aside
 from microparallel.files.tensor_file import DTYPES, Kind, TensorWriter
 from microparallel.torch_private import (
     compiles_what_is_called,
+    leave_uncompiled,
     not_compiled,
     not_compiled_itself,
     own_parameters_of,
@@ -74,10 +81,15 @@ class FullyShardedDataParallel(DataParallel):
             with False they stay until then, which saves a third of what is sent.
         replicas: cut the ranks into so many groups, each of which keeps the whole model in parts (hybrid sharding):
             neighbours, such as the ranks of a node, form a group. Parameters are then gathered inside of a group only.
+        precision: "float32", "float64", "bf16", "fp16" or an `mp.MixedPrecision`. Parts, their gradients and the
+            optimizer's state are kept in its `master` dtype; parameters are gathered, and layers compute, in `compute`;
+            gradients are sent in `reduce`. Modules with real buffers (batch normalisation) keep `master` parameters.
+            None: all of it is as the model is. With "fp16" the model has a `loss_scale`, as `DataParallel` has.
         overlap: whether gathers and sums run in the background; None: unless that takes a core from the computation.
         broadcast_buffers: as for `DataParallel`.
         find_unused_parameters: as for `DataParallel`.
         check_finite: as for `DataParallel`.
+        compress: refused: gradients in parts are not compressed.
 
     Example:
         ```python
@@ -103,29 +115,48 @@ class FullyShardedDataParallel(DataParallel):
         prefetch: int = 1,
         reshard_after_forward: bool = True,
         replicas: int = 1,
+        precision: Precision | None = None,
         overlap: bool | None = None,
         broadcast_buffers: bool = True,
         find_unused_parameters: bool = True,
         check_finite: bool = False,
+        compress: None = None,
     ) -> None:
         nn.Module.__init__(self)
+        if compress is not None:
+            raise UsageError(
+                f"FullyShardedDataParallel: compress={compress!r}: a compressed sum leaves each rank with all "
+                "gradients, and here a rank keeps its part; use mp.DataParallel"
+            )
         _require_sensible(comms, prefetch, replicas)
+        mixed = as_precision(precision, "FullyShardedDataParallel")
+        if mixed is not None:
+            require_skipping(mixed, check_finite, "FullyShardedDataParallel")
         require_plain(module, "FullyShardedDataParallel")
-        require_same_model(module, comms)
+        require_same_model(module, comms, f"precision={mixed}")
         require_dense_gradients(module)
         _require_no_sums_inside(module)
         self.comms = comms
+        self.precision = mixed
         deferred = is_deferred(module)
         if not deferred:
+            if mixed is not None:
+                convert_parameters(module, mixed.master)
             replicate(module, comms)
         self._shard_comms, self._across = _groups(comms, replicas)
-        self.units = cut_into_units(module, units, self._shard_comms, comms.device)
+        self.units = cut_into_units(module, units, self._shard_comms, comms.device, self.precision)
         self._places = {name: (part, index) for part in self._parts() for index, name in enumerate(part.names)}
         self.module = module
         self._fill(deferred)
+        if mixed is not None and mixed.scales_loss:
+            self.loss_scale = LossScale()
+            self._guard = StepGuard(self.loss_scale)
+            self._guard.watch(chain.from_iterable(part.shards for part in self._parts()))
         options: dict[str, Any] = {
             "prefetch": prefetch,
             "reshard_after_forward": reshard_after_forward,
+            "precision": mixed,
+            "guard": self._guard,
             "overlap": comms.can_overlap if overlap is None else overlap,
             "check_finite": check_finite,
             "refuse_unused": not find_unused_parameters,
@@ -150,10 +181,11 @@ class FullyShardedDataParallel(DataParallel):
     def _fill(self, deferred: bool) -> None:
         """Keep this rank's part of each parameter. Those of a deferred model are made one after the other."""
         if deferred:
-            filling = _Filling(self.module, self._places, self.comms.device)
+            master = None if self.precision is None else self.precision.master
+            filling = Filling(self.module, self._places, self.comms.device, master)
             end = fill(self.module, filling.keep)
             filling.place_buffers()
-            _require_same_numbers(end, self.comms)
+            require_same_numbers(end, self.comms)
         else:
             for part, index in self._places.values():
                 part.keep(index, part.whole[index].detach())
@@ -207,6 +239,10 @@ class FullyShardedDataParallel(DataParallel):
             if unit.module is not self.module:  # `forward` does that for the model itself
                 unit.module.register_forward_pre_hook(functools.partial(_enter, reducer, unit), prepend=True)
                 unit.module.register_forward_hook(functools.partial(_leave, reducer, unit), always_call=True)
+        if self.precision is not None and self.precision.is_mixed:
+            for module in self.module.modules():
+                if module is not self.module and keeps_statistics(module):
+                    module.register_forward_hook(self._statistics_are_made)
         self._root = next((unit for unit in self.units if unit.module is self.module), None)
 
     # ── a pass ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -229,6 +265,9 @@ class FullyShardedDataParallel(DataParallel):
         given: list[torch.Tensor] = []
         if self.comms.observers:
             given = [*self.module.buffers(), *_tensors((inputs, named_inputs))]
+        if computes_gradients:
+            self._reducer.in_float16 = _autocasts_to_float16(self.comms.device)
+        inputs, named_inputs = self._to_compute((inputs, named_inputs), 1 / self._scale)
         self._reducer.begin_forward(given)
         outputs: Any = None
         try:
@@ -241,11 +280,46 @@ class FullyShardedDataParallel(DataParallel):
                 outputs = self.module(*inputs, **named_inputs)
             if self._root is not None:
                 self._reducer.leave(self._root)
+            outputs = self._to_master(outputs)
         finally:
             self._reducer.end_forward(_tensors(outputs), keep=computes_gradients)
         if computes_gradients:
+            self._reducer.outputs_are_scaled = any(output.requires_grad for output in _tensors(outputs))
             self._wait_for_backward(outputs)
         return outputs
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
+
+    def _to_compute(self, given: Any, factor: float = 1.0) -> Any:
+        """What the model is given, in the dtype that its layers compute in; its gradient is multiplied by a factor."""
+        if self.precision is None or not self.precision.is_mixed:
+            return given
+        return converted(given, self.precision.compute, factor)
+
+    def _to_master(self, outputs: Any) -> Any:
+        """What the model returns, in the dtype in which its parameters are kept; gradients that come in are scaled."""
+        if self.precision is None or not self.precision.is_mixed:
+            return outputs
+        return converted(outputs, self.precision.master, self._scale)
+
+    @not_compiled
+    def _wait_for_backward(self, outputs: Any) -> None:
+        begins = functools.partial(self._backward_begins_with, self._scale)
+        for output in _tensors(outputs):
+            if output.requires_grad:
+                output.register_hook(begins)  # type: ignore[no-untyped-call]
+
+    @leave_uncompiled
+    def _backward_begins_with(self, scale: float, gradient: torch.Tensor) -> None:
+        self._reducer.take_scale(scale)
+        self._backward_begins(gradient)
+
+    @not_compiled
+    def _statistics_are_made(self, _module: nn.Module, _inputs: Any, outputs: Any) -> Any:
+        """A module that computes with master parameters has returned something, for layers that do not."""
+        return self._to_compute(outputs) if self._reducer.computes else outputs
 
     def _begin_if_wanted(self) -> bool:
         wanted = not self._no_sync_depth and not self._forward_was_local and self._reducer.adds_gradients()
@@ -264,7 +338,8 @@ class FullyShardedDataParallel(DataParallel):
         """
         self._prepare()
         self._broadcast_buffers_before_forward()
-        self._forward_without_samples()
+        self._reducer.take_scale(self._scale)
+        self._reducer.take_part_in_forward()
         if self._no_sync_depth:
             self._reducer.take_part_in_local_backward()
             return
@@ -293,7 +368,7 @@ class FullyShardedDataParallel(DataParallel):
         """
         self._reducer.prepare()
         for unit in self.units:
-            unit.gather(overlap=False)
+            unit.gather(overlap=False, exact=True)
         mine = {id(shard): part.whole[index] for part in self._parts() for index, shard in enumerate(part.shards)}
         read = {module: own_parameters_of(module) for module in self.module.modules()}
         try:
@@ -317,7 +392,7 @@ class FullyShardedDataParallel(DataParallel):
         """
         self._reducer.prepare()
         for unit in self.units:
-            unit.gather(overlap=False)
+            unit.gather(overlap=False, exact=True)
             for part in unit.parts:
                 for name, parameter in zip(part.names, part.whole, strict=True):
                     yield name, parameter.detach()
@@ -411,21 +486,13 @@ class FullyShardedDataParallel(DataParallel):
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients by a number: this rank's parts of the sums, and what was not summed (`no_sync`)."""
-        for bucket in self._reducer.sharded_buckets:
-            bucket.scale(factor)
-            for parameter in bucket.parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+        self._reducer.scale_gradients(factor)
 
     def sit_out_of_forward(self) -> None:
         """Take part in a forward without gradients for which this rank has no data: it gathers what the others need."""
         self._prepare()
-        self._forward_without_samples()
-        self._reducer.prepare()  # no backward follows: let all units go
-
-    def _forward_without_samples(self) -> None:
-        """Gather what the other ranks use in their forward: what the program says, if the order of units is known."""
         self._reducer.take_part_in_forward()
+        self._reducer.prepare()  # no backward follows: let all units go
 
     def save(self, path: Path | str) -> None:
         """Write the whole model into a safetensors file, under the plain model's names; every rank calls this.
@@ -464,81 +531,6 @@ class FullyShardedDataParallel(DataParallel):
             raise CheckpointError(failure)
 
 
-class _Filling:
-    """Takes the contents of a deferred model, one tensor after the other: parameters in parts, buffers whole."""
-
-    def __init__(
-        self, module: nn.Module, places: Mapping[str, tuple[ShardedParameters, int]], device: torch.device
-    ) -> None:
-        self._module = module
-        self._places = places
-        self._device = device
-        self._buffers: dict[str, torch.Tensor] = {}
-
-    def keep(self, name: str, contents: torch.Tensor) -> None:
-        """Keep this rank's part of a parameter, or a buffer."""
-        if name in self._places:
-            part, index = self._places[name]
-            part.keep(index, contents)
-        else:
-            self._buffers[name] = contents.to(self._device, copy=True)
-
-    def place_buffers(self) -> None:
-        """Give the modules their buffers; modules that share one still do."""
-        names = {id(buffer): name for name, buffer in self._module.named_buffers()}
-        for name, buffer in list(self._module.named_buffers(remove_duplicate=False)):
-            owner, _, own_name = name.rpartition(".")
-            setattr(self._module.get_submodule(owner), own_name, self._buffers[names[id(buffer)]])
-
-
-def _require_same_numbers(state: torch.Tensor, comms: Comms) -> None:
-    """Raise `UsageError`, on every rank, if the ranks have filled a deferred model with different random numbers."""
-    mine = torch.frombuffer(bytearray(hashlib.sha256(state.numpy().tobytes()).digest()), dtype=torch.uint8)
-    if not all(torch.equal(mine, other) for other in comms.all_gather(mine)):
-        raise UsageError(
-            "FullyShardedDataParallel: the ranks have built this model from different random numbers, so their parts "
-            "do not belong together; call torch.manual_seed with the same number on every rank before the "
-            "mp.deferred_init() block"
-        )
-
-
-class OptimizersOfParts:
-    """Looks at each optimizer of this process before it makes a step: does it do the right thing with parts?"""
-
-    def __init__(self) -> None:
-        self._fine: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        register_optimizer_step_pre_hook(self._look_at)
-
-    def _look_at(self, optimizer: torch.optim.Optimizer, _arguments: Any, _named: Any) -> None:
-        if optimizer in self._fine:
-            return
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if any(getattr(parameter, "is_in_parts", False) for parameter in parameters):
-            raise UsageError(
-                "step: this optimizer was made before the model was wrapped, and has parameters that are in parts "
-                "since; make it of the wrapped model's parameters()"
-            )
-        if any(hasattr(parameter, "part_of") for parameter in parameters) and finest_cut(type(optimizer)) != "element":
-            name = type(optimizer).__name__
-            if is_of_torch(type(optimizer)):
-                raise UsageError(
-                    f"step: {name} does not update each element by itself, and each rank has a part of each parameter; "
-                    "use AdamW or another that does, or mp.DataParallel with mp.ShardedOptimizer(by='parameter')"
-                )
-            warnings.warn(
-                f"{name} is not known to update each element by itself; if it looks at a parameter as a whole (its "
-                "norm, its rows), its result is wrong where each rank has a part",
-                stacklevel=2,
-            )
-        self._fine.add(optimizer)
-
-
-@functools.cache
-def optimizers_of_parts() -> OptimizersOfParts:
-    """The process's only one, made when the first model is wrapped: torch calls it from then on."""
-    return OptimizersOfParts()
-
-
 class IncompatibleKeys(NamedTuple):
     """What `load_state_dict` did not find, and what it found and does not know: as torch's own returns it."""
 
@@ -554,6 +546,10 @@ def _enter(reducer: UnitReducer, unit: Unit, _module: nn.Module, _inputs: Any) -
 @not_compiled
 def _leave(reducer: UnitReducer, unit: Unit, _module: nn.Module, _inputs: Any, _outputs: Any) -> None:
     reducer.leave(unit)
+
+
+def _autocasts_to_float16(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) is torch.float16
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

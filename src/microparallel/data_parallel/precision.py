@@ -15,15 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from microparallel.errors import UsageError
+from microparallel.errors import GradientError, UsageError
+from microparallel.text import count
 from microparallel.torch_private import pytree
 
 _DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
 _MASTERS = (torch.float32, torch.float64)
+_SMALLEST_SCALE = 2.0**-24  # with a smaller one, gradients of 1 vanish in float16
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,25 @@ class MixedPrecision:
             )
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether layers compute with copies; otherwise the parameters themselves are converted, and that is all."""
+        return self.compute is not self.master or self.scales_loss
+
+    @property
+    def wire(self) -> torch.dtype | None:
+        """The dtype of gradients on the wire, if it is another than that of gradients."""
+        return self.reduce if self.reduce in (torch.bfloat16, torch.float16) else None
+
+    @property
     def scales_loss(self) -> bool:
         """Whether gradients must be scaled, so that small ones are not lost."""
         return torch.float16 in (self.compute, self.reduce)
 
 
-def as_precision(given: str | MixedPrecision | None, caller: str) -> MixedPrecision | None:
+Precision = Literal["float32", "bf16", "fp16", "float64"] | MixedPrecision
+
+
+def as_precision(given: Precision | None, caller: str) -> MixedPrecision | None:
     """Read what a user gave as `precision=`; None: the model stays as it is."""
     if given is None or isinstance(given, MixedPrecision):
         return given
@@ -77,6 +93,11 @@ def as_precision(given: str | MixedPrecision | None, caller: str) -> MixedPrecis
         )
     dtype = _DTYPES[given]
     return MixedPrecision(dtype, master=dtype if dtype in _MASTERS else torch.float32)
+
+
+def convert_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters and real buffers of a module in place: an optimizer that has them still has them."""
+    module.double() if dtype is torch.float64 else module.float()
 
 
 # ── copies to compute with ──────────────────────────────────────────────────────────────────────────────────────────
@@ -93,10 +114,18 @@ class Converted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Multiply in the wider of the two dtypes: a scaled gradient may be too large or small for the other."""
-        wide = torch.promote_types(gradient.dtype, ctx.dtype)
-        gradient = gradient.to(wide) if ctx.factor == 1.0 else gradient.to(wide) * ctx.factor
-        return gradient.to(ctx.dtype), None, None
+        """Give the gradient back."""
+        return given_back(gradient, ctx.dtype, ctx.factor), None, None
+
+
+def given_back(gradient: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor:
+    """A copy's gradient in the dtype of what was copied, multiplied by a factor.
+
+    It is multiplied in the wider of the two dtypes: a scaled gradient may be too large or small for the other.
+    """
+    wide = torch.promote_types(gradient.dtype, dtype)
+    gradient = gradient.to(wide) if factor == 1.0 else gradient.to(wide) * factor
+    return gradient.to(dtype)
 
 
 def converted(tree: Any, dtype: torch.dtype, factor: float = 1.0) -> Any:
@@ -119,10 +148,13 @@ class LossScale:
     """The factor by which gradients are multiplied on their way through a float16 model; the same on every rank.
 
     It is that of torch's `GradScaler`: halved when a step had gradients that are not finite, and that step is not
-    taken; doubled after `interval` steps without.
+    taken; doubled after `interval` steps without. Set its attributes on every rank alike.
 
     Attributes:
         value: the factor.
+        growth: what it is multiplied by after `interval` good steps.
+        backoff: what it is multiplied by after a step that was not taken.
+        interval: after how many good steps in a row it grows.
         good_steps: how many steps were taken since it last changed.
         skipped: how many steps were not taken.
     """
@@ -131,18 +163,24 @@ class LossScale:
         self.value = value
         self.good_steps = 0
         self.skipped = 0
-        self._growth, self._backoff, self._interval = growth, backoff, interval
+        self.growth, self.backoff, self.interval = growth, backoff, interval
 
     def step_ends(self, *, overflow: bool) -> None:
         """Every rank calls this once a step, with the same answer: were there gradients that are not finite?"""
         if overflow:
-            self.value *= self._backoff
+            self.value *= self.backoff
             self.good_steps = 0
             self.skipped += 1
+            if self.value < _SMALLEST_SCALE:  # every rank raises: all have the same scale
+                raise GradientError(
+                    f"float16: the loss scale fell to {self.value:.1e} after {count(self.skipped, 'step')} that no rank "
+                    "took: gradients are not finite whatever the scale; look for what is not a number in the data or "
+                    'the loss (check_finite=True in float32 names the parameters), or use precision="bf16"'
+                )
             return
         self.good_steps += 1
-        if self.good_steps == self._interval:
-            self.value *= self._growth
+        if self.good_steps >= self.interval:
+            self.value *= self.growth
             self.good_steps = 0
 
     def state_dict(self) -> dict[str, float]:

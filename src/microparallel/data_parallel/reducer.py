@@ -21,7 +21,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -29,13 +29,22 @@ from torch.utils.hooks import RemovableHandle
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
+from microparallel.compression import Cast, Compressor
 from microparallel.data_parallel.bucket import FlatBucket, split
+from microparallel.data_parallel.compressed_bucket import (
+    CompressedBucket,
+    compression_state,
+    is_large,
+    load_compression_state,
+)
 from microparallel.data_parallel.layout import By, owners
-from microparallel.data_parallel.sharding import Buffers, ShardedBucket
+from microparallel.data_parallel.sharding import Buffers, ShardedBucket, Wire
+from microparallel.data_parallel.skipped_steps import StepGuard
 from microparallel.data_parallel.sync_batch_norm import LayerSum, LayerSums
 from microparallel.errors import GradientError, UsageError
 from microparallel.observe import Activity, Observation, Observer
 from microparallel.program import (
+    AUTO,
     ORDER,
     WEIGHTS,
     AllReduce,
@@ -46,6 +55,7 @@ from microparallel.program import (
     Free,
     Program,
     ReduceScatter,
+    overflow,
     presence,
 )
 from microparallel.schedules import data_parallel_step
@@ -71,6 +81,10 @@ class Reducer:
         level: how much is kept in parts (ZeRO): 0 nothing, 1 the optimizer's state, 2 the gradients, too. From 1 on
             buckets are reduce-scattered, and keep the order of registration: each rank's part stays what it is.
         axis: of these ranks in the program's mesh.
+        guard: is told whether averages are finite; if not, there are no gradients. None: they are what they are.
+        wire: the 16-bit dtype in which gradients are sent that are kept in parts; None: that of the gradients.
+        compressor: how the buckets of large parameters are compressed. But for a `Cast` without feedback, such buckets
+            keep the order of registration, so that a run that is resumed compresses the same numbers together.
 
     Attributes:
         participants: which ranks have data, and how much each counts.
@@ -80,6 +94,9 @@ class Reducer:
         begin_if_wanted: is called at a gradient that arrives outside of such a backward; says whether one begins.
         pass_ended: is called after each averaged backward with the lowest rank that had data.
         microbatch: the number of the next backward, counted since the last one that was averaged.
+        compressor: how buckets are compressed.
+        refuses_not_finite: whether gradients that cannot be compressed, since they are not finite, raise
+            `GradientError`. Otherwise all ranks get gradients that are not finite, as without compression.
     """
 
     def __init__(
@@ -95,8 +112,17 @@ class Reducer:
         overwrites: bool,
         level: int = 0,
         axis: str = "dp",
+        guard: StepGuard | None = None,
+        wire: torch.dtype | None = None,
+        compressor: Compressor | None = None,
     ) -> None:
         self.level = level
+        self.compressor = compressor
+        self.refuses_not_finite = True
+        self._kept: dict[str, Any] | None = None  # the state of compression, while buckets are made anew
+        # A cast without feedback keeps nothing, and rounds each number by itself: its buckets may change.
+        forgets = compressor is None or (isinstance(compressor, Cast) and not compressor.feedback)
+        self._keeps_order = level > 0 or not forgets
         self.by: By = "element"
         self.participants = Participants(comms, axis)
         self.buckets: list[FlatBucket] = []
@@ -106,6 +132,8 @@ class Reducer:
         self.pass_ended: Callable[[int], None] = lambda _: None
         self.microbatch = 0
         self._axis = axis
+        self._guard = guard
+        self._wire = Wire(wire) if wire is not None and comms.world_size > 1 else None
         self._overlap = overlap
         self._check_finite = check_finite
         self._refuse_unused = refuse_unused
@@ -117,7 +145,7 @@ class Reducer:
         self._bucket_bytes = bucket_bytes
         self._names = {parameter: name for name, parameter in named.items()}
         self._order: list[nn.Parameter] = []  # in which gradients are expected
-        self._learnt = level > 0  # whether that is the order in which they arrived, or it is kept as it is
+        self._learnt = self._keeps_order  # whether that is the order in which they arrived, or it is kept as it is
         self._places: dict[nn.Parameter, tuple[FlatBucket, int]] = {}  # its bucket, and its index there
         self._hooks: list[RemovableHandle] = []
         self._arrived: list[nn.Parameter] = []  # whose gradients have come in this backward
@@ -141,23 +169,39 @@ class Reducer:
         at_once: bool = True,
     ) -> Program:
         """What the next step does, on all ranks."""
+        return self._built(
+            microbatches,
+            gone,
+            overlap=self._overlap,
+            buffers=buffers,
+            weights=self.participants.are_exchanged,
+            samples=samples,
+            loss=loss,
+            norm=norm and self.level > 0,
+            at_once=at_once,
+            overflow=self._guard is not None and self.level > 0,
+        )
+
+    def _built(self, microbatches: int | tuple[int, ...], gone: tuple[int, ...], **shared: bool) -> Program:
+        """The program with these options, which all levels have; beside them, what this reducer knows itself."""
         return _step(
             len(self.buckets),
             self._comms.world_size,
             microbatches,
-            overlap=self._overlap,
-            buffers=buffers,
-            weights=self.participants.are_exchanged,
             order=not self._learnt,
-            samples=samples,
-            loss=loss,
             joining=self.participants.joining,
             gone=gone,
             norms=self._sums_inside.in_slots(self._complete_after()) if self._sums_inside.layers else (),
-            norm=norm and self.level > 0,
             level=self.level,
-            at_once=at_once,
+            algorithms=self._algorithms(),
+            **shared,
         )
+
+    def _algorithms(self) -> str | tuple[str, ...]:
+        """How each bucket of the next pass is summed."""
+        if self.compressor is None or self.passes < self.compressor.warmup:
+            return AUTO
+        return tuple(bucket.algorithm if isinstance(bucket, CompressedBucket) else AUTO for bucket in self.buckets)
 
     def _complete_after(self) -> list[int]:
         """For each bucket, how many gradients there are when its all-reduce leaves, if they come as expected."""
@@ -190,10 +234,10 @@ class Reducer:
         trainable = [parameter for parameter in self._names if parameter.requires_grad]
         if len(trainable) != len(self._places) or any(parameter not in self._places for parameter in trainable):
             self._order = trainable[::-1]  # backward begins at the end
-            self._learnt = self.level > 0
+            self._learnt = self._keeps_order
             self._register_hooks(trainable)
         elif not all(bucket.fits for bucket in self.buckets):
-            self.buckets = []
+            self._drop_buckets()
         if not self.buckets:
             self._make_buckets()
 
@@ -210,13 +254,21 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = [_register(parameter, ArrivalHook(self)) for parameter in trainable]
+        self._drop_buckets()
+
+    def _drop_buckets(self) -> None:
+        """Let `_make_buckets` make new ones; what has not been sent of gradients is kept."""
+        if self.compressed_buckets:
+            self._kept = self.compression_state()
         self.buckets = []
 
     def _make_buckets(self) -> None:
         self._places.clear()
-        groups = split(self._order, self._bucket_bytes)
+        groups = split(self._order, self._bucket_bytes, self._is_compressed)
         if self.level:
             self.buckets = list(self._sharded(groups))
+        elif self.compressor is not None:
+            self.buckets = list(self._compressed(groups, self.compressor))
         else:
             self.buckets = [
                 FlatBucket(group, self._comms, number, overwrites=self._overwrites)
@@ -225,6 +277,23 @@ class Reducer:
         for bucket in self.buckets:
             for index, parameter in enumerate(bucket.parameters):
                 self._places[parameter] = (bucket, index)
+        if self._kept is not None:
+            trained = {self._names[parameter] for parameter in self._places}
+            residuals = {name: residual for name, residual in self._kept["residuals"].items() if name in trained}
+            load_compression_state(self.buckets, self._names, [{"residuals": residuals}], self._kept["methods"])
+            self._kept = None
+
+    def _is_compressed(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter's gradient is compressed; small ones are left alone."""
+        return self.compressor is not None and is_large(parameter, self.compressor)
+
+    def _compressed(self, groups: Sequence[list[nn.Parameter]], compressor: Compressor) -> Iterator[FlatBucket]:
+        """Make buckets that are compressed, and plain ones for small parameters."""
+        for number, group in enumerate(groups):
+            if self._is_compressed(group[0]):
+                yield CompressedBucket(group, self._comms, number, compressor, overwrites=self._overwrites)
+            else:
+                yield FlatBucket(group, self._comms, number, overwrites=self._overwrites)
 
     def _sharded(self, groups: Sequence[list[nn.Parameter]]) -> Iterator[ShardedBucket]:
         """Make buckets of which each rank keeps its part."""
@@ -237,7 +306,13 @@ class Reducer:
             if self.level > 1 and kind not in pools:
                 pools[kind] = Buffers(group[0], self._comms)
             given = [owner_of[parameter] for parameter in group] if owner_of else None
-            yield ShardedBucket(group, self._comms, number, owners=given, pool=pools.get(kind))
+            pool = pools.get(kind)
+            yield ShardedBucket(group, self._comms, number, owners=given, pool=pool, wire=self._wire)
+
+    @property
+    def axis(self) -> str:
+        """Of these ranks in the program's mesh."""
+        return self._axis
 
     @property
     def comms(self) -> Comms:
@@ -261,6 +336,31 @@ class Reducer:
             self.buckets = []
             self.prepare()
 
+    # ── compression ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def multiply_on_wire(self, factor: float) -> None:
+        """Multiply 16-bit numbers by a factor while they travel (`Cast.factor`); every rank, between two passes."""
+        for one in (self.compressor, *(bucket.compressor for bucket in self.compressed_buckets)):
+            if isinstance(one, Cast):
+                one.factor = factor
+        if self._wire is not None:
+            self._wire.factor = factor
+
+    @property
+    def compressed_buckets(self) -> list[CompressedBucket]:
+        """The buckets that are compressed, but in warm-up."""
+        return [bucket for bucket in self.buckets if isinstance(bucket, CompressedBucket)]
+
+    def compression_state(self) -> dict[str, Any]:
+        """What this rank keeps of compression from pass to pass, by the parameters' names."""
+        return compression_state(self.buckets, self._names, self.passes)
+
+    def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what all ranks of an earlier run have kept; this rank takes its share of them."""
+        mine = list(states[self._comms.rank :: self._comms.world_size])
+        load_compression_state(self.buckets, self._names, mine, states[0]["methods"])
+        self.passes = int(states[0]["passes"])
+
     # ── during backward ─────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self) -> None:
@@ -276,6 +376,8 @@ class Reducer:
         """Find out which ranks have data in the pass that begins, and how much this rank's gradients count."""
         if not self.buckets:
             self._make_buckets()
+        if self._guard is not None:
+            self.multiply_on_wire(self._guard.scale)
         self._scale = self.participants.find(has_data)
 
     def take_stand_ins(self) -> None:
@@ -289,7 +391,8 @@ class Reducer:
             mine = self.program(buffers=False).ranks[self._comms.rank]
             self._not_started = deque(op for op in mine if isinstance(op, Sum) and isinstance(op.value, Bucket))
             return
-        if not any(bucket.keeps_sum for bucket in self.sharded_buckets):
+        step_is_lost = self._guard is not None and self._guard.overflow  # then no bucket keeps its sums
+        if not step_is_lost and not any(bucket.keeps_sum for bucket in self.sharded_buckets):
             self.microbatch -= self._turn  # gradients begin anew: so do their numbers
             self._turn = 0
         at_once = self.microbatch <= self._turn  # otherwise gradients of earlier backwards, in no_sync, go along
@@ -370,7 +473,11 @@ class Reducer:
     def _start(self, operation: Sum) -> None:
         if self._observed is not None:
             self._observed.end_current()
-        self._bucket_of(operation).start(self._comms, operation, self._overlap)
+        bucket = self._bucket_of(operation)
+        bucket.start(self._comms, operation, self._overlap)
+        if isinstance(bucket, CompressedBucket):
+            bad = (self._names[bucket.parameters[index]] for index in bucket.unsendable)
+            self._not_finite += [name for name in bad if name not in self._not_finite]
         if self._observed is not None:
             self._observed.begin_next()
 
@@ -411,11 +518,14 @@ class Reducer:
             bucket.wait()
         self.passes += 1
         self._require_fine()
+        self._look_for_overflow()
         for bucket in self.buckets:
             if isinstance(bucket, ShardedBucket):
                 bucket.take_results()
             elif take_results and bucket.missing:
                 _take_missing(bucket)
+        if self._guard is not None and self._guard.overflow:
+            self._remove_gradients()
         self._let_gradients_go()
         if not self._learnt:
             self._learn_order()
@@ -423,8 +533,15 @@ class Reducer:
         self.pass_ended(self.participants.ranks[0])
 
     def _share_presence(self) -> None:
-        """Tell all ranks which gradients this one has: a reduce-scatter would carry that to one rank each."""
-        buckets = self.sharded_buckets
+        """Tell all ranks which gradients this one has.
+
+        A reduce-scatter would carry that to one rank each, and a compressed sum would lose it.
+        """
+        buckets = [
+            bucket
+            for bucket in self.buckets
+            if isinstance(bucket, ShardedBucket) or (isinstance(bucket, CompressedBucket) and bucket.shares_presence)
+        ]
         if not buckets:
             return
         mine = [bucket.presence() for bucket in buckets]
@@ -442,6 +559,23 @@ class Reducer:
 
     def _require_alike(self, sums: torch.Tensor) -> None:
         """Look at these sums, which are the same on all ranks."""
+
+    def _look_for_overflow(self) -> None:
+        """Tell the guard whether the averages are finite. Where each rank has its part, the ranks tell each other."""
+        if self._guard is None:
+            return
+        found = not all(bucket.sums_are_finite for bucket in self.buckets)
+        if self.sharded_buckets:
+            ranks = torch.tensor([float(found)], dtype=torch.float64)
+            self._comms.all_reduce(ranks, operation=AllReduce(overflow(self._turn), self._axis))
+            found = bool(ranks)
+        self._guard.pass_ended(overflow=found)
+
+    def _remove_gradients(self) -> None:
+        """Let no parameter have a gradient: this step is not taken."""
+        self.forget_sums()
+        for parameter in self._names:
+            parameter.grad = None
 
     def _let_gradients_go(self) -> None:
         """At level 2: tell the observers that the whole gradients are gone; count the pass."""
@@ -466,13 +600,21 @@ class Reducer:
 
     def _require_fine(self) -> None:
         """Raise on bad gradients; every rank has the same sums here, so all ranks raise, or none does."""
-        if self._check_finite and any(bucket.any_not_finite for bucket in self.buckets):
-            self._refuse("gradients that are not finite", self._not_finite)
+        if self._check_finite or self.compressor is not None:
+            self._require_finite()
         with_data = len(self.participants.ranks)
         if self._refuse_unused and any(bucket.fewest_ranks < with_data for bucket in self.buckets):
             arrived = set(self._arrived)
             unused = [self._names[parameter] for parameter in self._order if parameter not in arrived]
             self._refuse("no gradients", unused, "\n  try: find_unused_parameters=True, which counts them as zero")
+
+    def _require_finite(self) -> None:
+        bad = [bucket for bucket in self.buckets if bucket.any_not_finite]
+        if bad and (self._check_finite or self.refuses_not_finite):
+            self._refuse("gradients that are not finite", self._not_finite)
+        for bucket in bad:
+            if isinstance(bucket, CompressedBucket):
+                bucket.invalidate()
 
     def _refuse(self, what: str, mine: list[str], fix: str = "") -> NoReturn:
         parts = [
@@ -518,7 +660,7 @@ def _take_missing(bucket: FlatBucket) -> None:
     """Take the averages of gradients that only other ranks had; a parameter that no rank used keeps `grad` None."""
     counts = bucket.ranks_with_gradient.tolist()
     for index, (ready, ranks) in enumerate(zip(bucket.ready, counts, strict=True)):
-        if not ready and ranks > 0:
+        if not ready and (ranks > 0 or bucket.came_late(index)):
             bucket.hand_out(index)
 
 

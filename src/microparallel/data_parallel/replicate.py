@@ -31,9 +31,12 @@ def replicas_are_identical(model: nn.Module, comms: Comms) -> bool:
     return all(torch.equal(digests[0], other) for other in digests)
 
 
-def require_same_model(model: nn.Module, comms: Comms) -> None:
-    """Raise `UsageError`, on every rank, if parameters or buffers differ between ranks in name, shape or dtype."""
-    mine = describe(model)
+def require_same_model(model: nn.Module, comms: Comms, *settings: str) -> None:
+    """Raise `UsageError`, on every rank, if parameters or buffers differ between ranks in name, shape or dtype.
+
+    Settings that all ranks must have alike are compared, too: "compress=None".
+    """
+    mine = [*settings, *describe(model)]
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     digests = comms.all_gather(torch.frombuffer(bytearray(digest), dtype=torch.uint8))
     if all(torch.equal(digests[0], other) for other in digests):
@@ -41,6 +44,8 @@ def require_same_model(model: nn.Module, comms: Comms) -> None:
     descriptions: list[list[str]] = gather_json(mine, comms)
     for rank, theirs in enumerate(descriptions):
         for first, other in zip_longest(descriptions[0], theirs, fillvalue="nothing"):
+            if first != other and first in descriptions[0][: len(settings)]:
+                raise UsageError(f"the ranks have different settings: rank 0 has {first}, and rank {rank} has {other}")
             if first != other:
                 raise UsageError(
                     f"the ranks have different models: where rank 0 has {first}, rank {rank} has {other}; "

@@ -80,4 +80,4 @@ class Saved(NamedTuple):
 
 def _is_plain(tensor: torch.Tensor, part: ShardedParameters) -> bool:
     """Whether a tensor's size, strides and offset say all about it."""
-    return tensor.dtype == part.flat.dtype and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.dtype == part.compute and not tensor.is_conj() and not tensor.is_neg()

@@ -8,6 +8,8 @@ optimizer       →    [ new    ]                          [ new    ]       each
 all-gather      →    [ new    │ new    ]        [ new    │ new    ]
 ```
 
+In mixed precision each rank is sent its part of all ranks' buffers in 16 bits, and adds them up in float32.
+
 At level 1 the gradients stay in the bucket's buffer, and the sum is made in the rank's own part of it. At level 2 the
 buffer is borrowed from a pool while the bucket is filled and summed, and only the rank's part of the sum is kept.
 """
@@ -28,6 +30,7 @@ from microparallel.comms import Comms, Request
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.bucket import FlatBucket
 from microparallel.data_parallel.layout import By, Layout, Piece
+from microparallel.data_parallel.skipped_steps import is_finite
 from microparallel.errors import UsageError
 from microparallel.program import NORM, AllGather, AllReduce, ReduceScatter
 
@@ -141,6 +144,19 @@ def empty_like_of(example: torch.Tensor, length: int, comms: Comms) -> torch.Ten
     return torch.empty(length, dtype=example.dtype, device=example.device)
 
 
+class Wire:
+    """In which dtype gradients in parts are sent, and by what they are multiplied meanwhile.
+
+    Attributes:
+        dtype: 16 bits.
+        factor: float16 has no numbers below 6e-8. All ranks have the same; it may change between passes.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.factor = 1.0
+
+
 class ShardedBucket(FlatBucket):
     """The gradients of some parameters, of whose sum over the ranks each rank keeps its part.
 
@@ -151,6 +167,7 @@ class ShardedBucket(FlatBucket):
         owners: the rank of each parameter, if whole parameters are given to ranks.
         pool: where buffers are borrowed from (level 2); None: the bucket keeps a buffer of its own (level 1).
         layout: the places of the parameters, if they have some already.
+        wire: how gradients are sent; None: as they are.
 
     Attributes:
         layout: the places of the parameters, and each rank's part.
@@ -167,7 +184,12 @@ class ShardedBucket(FlatBucket):
         owners: Sequence[int] | None = None,
         pool: Buffers | None = None,
         layout: Layout | None = None,
+        wire: Wire | None = None,
     ) -> None:
+        self._sent_as = wire
+        self._shares: torch.Tensor | None = None  # in 16 bits, from each rank its share of this rank's part
+        self._sent: torch.Tensor | None = None  # in 16 bits, this rank's shares of all parts, while they are read
+        self._factor = 1.0  # by which these are multiplied
         self.layout = Layout(parameters, comms.world_size, owners) if layout is None else layout
         self.pieces = self.layout.pieces(comms.rank)
         self._begin = self.layout.bounds[comms.rank]
@@ -178,9 +200,14 @@ class ShardedBucket(FlatBucket):
         self._flat: FlatParameters | None = None
         super().__init__(parameters, comms, number)
 
+    @property
+    def _example(self) -> torch.Tensor:
+        """What the sums are like."""
+        return self.parameters[0]
+
     def _lay_out(self) -> None:
-        first = self.parameters[0]
-        self._kind = first.dtype, first.device
+        first = self._example
+        self._kind = self.parameters[0].dtype, first.device
         self.ranks_with_gradient = torch.zeros(len(self.parameters))
         self._not_finite_on_all = torch.zeros(())
         self._buffer: torch.Tensor | None = None
@@ -274,6 +301,9 @@ class ShardedBucket(FlatBucket):
 
     def start(self, comms: Comms, operation: AllReduce | ReduceScatter, overlap: bool) -> None:
         """Sum the buffers of all ranks, part by part, which is `operation` of the program."""
+        if self._sent_as is not None:
+            self._hand_out_shares(comms, operation, overlap, self._sent_as)
+            return
         if self._earlier is not None:
             self.layout.part(self.buffer, comms.rank).add_(self._earlier)
             self._earlier = None
@@ -286,14 +316,47 @@ class ShardedBucket(FlatBucket):
             comms.reduce_scatter(parts, into=self.shard, operation=operation)
             self._let_go()
 
+    def _hand_out_shares(self, comms: Comms, operation: AllReduce | ReduceScatter, overlap: bool, wire: Wire) -> None:
+        """Hand each rank its part of this rank's buffer in 16 bits; what comes is added up when it is waited for."""
+        self._factor = wire.factor
+        example = torch.empty(0, dtype=wire.dtype, device=self.buffer.device)
+        self._sent = empty_like_of(example, len(self.buffer), comms)
+        self._sent.copy_(self.buffer if self._factor == 1.0 else self.buffer.mul_(self._factor))
+        self._shares = empty_like_of(example, comms.world_size * len(self.shard), comms)
+        to_each = [self.layout.part(self._sent, rank) for rank in range(comms.world_size)]
+        from_each = list(self._shares.view(comms.world_size, len(self.shard)).unbind())
+        if overlap:
+            self.request = comms.all_to_all(to_each, from_each, async_op=True, operation=operation)
+            if self._pool is not None:
+                self._pool.is_summing(self)
+        else:
+            comms.all_to_all(to_each, from_each, operation=operation)
+            self._add_shares()
+            self._let_go()
+
+    def _add_shares(self) -> None:
+        """Add up what has come in 16 bits, in rank order, and to that the sum of earlier passes."""
+        shares, self._shares, self._sent = self._shares, None, None
+        if shares is None:
+            return
+        first, *others = shares.view(self._comms.world_size, len(self.shard)).unbind()
+        total = first.to(self.shard.dtype)
+        for other in others:
+            total.add_(other)
+        earlier, self._earlier = self._earlier, None
+        total.div_(self._factor)
+        self.shard.copy_(total if earlier is None else total.add_(earlier))
+
     def memory(self) -> list[torch.Tensor]:
         """The tensors in which gradients lie: this rank's part, the buffer, and what its pool keeps for later."""
         pooled = [] if self._pool is None else self._pool.free
-        return [self.shard, *([] if self._buffer is None else [self._buffer]), *pooled]
+        under_way = [one for one in (self._buffer, self._sent, self._shares) if one is not None]
+        return [self.shard, *under_way, *pooled]
 
     def wait(self) -> None:
         """Return when this rank's part of the sum is there."""
         super().wait()
+        self._add_shares()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -313,6 +376,11 @@ class ShardedBucket(FlatBucket):
         self.ranks_with_gradient = counts[:-1]
         self._not_finite_on_all = counts[-1]
 
+    @property
+    def sums_are_finite(self) -> bool:
+        """Whether this rank's part of the sum is; between gradients, where nothing was ever written, all may stand."""
+        return is_finite(self.shard) or all(is_finite(piece.of(self.shard, self._begin)) for piece in self.pieces)
+
     def take_results(self) -> None:
         """After a pass: every parameter that has a gradient somewhere gets what stands for it."""
         for index, ranks in enumerate(self.ranks_with_gradient.tolist()):
@@ -322,7 +390,7 @@ class ShardedBucket(FlatBucket):
     def reset(self) -> None:
         """Make all gradients missing again, before the next pass."""
         super().reset()
-        self._earlier = None
+        self._earlier = self._shares = self._sent = None
         self._let_go()
 
     def scale(self, factor: float) -> None:

@@ -8,12 +8,14 @@ reduce-scatter →  [ sum ]          this rank's part, in `grad` of its shards
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from microparallel.comms import Comms
 from microparallel.data_parallel.sharding import FreshBuffers, GradientInParts, ShardedBucket
+from microparallel.data_parallel.skipped_steps import is_finite
 from microparallel.data_parallel.units import ShardedParameters
 from microparallel.errors import UsageError
 from microparallel.program import AllReduce, ReduceScatter
@@ -68,6 +70,7 @@ class UnitBucket(ShardedBucket):
     ) -> None:
         self.part = part
         self._across = across
+        self._kind_of_shards = part.kind
         super().__init__(part.whole, comms, number, pool=pool, layout=part.layout)
         self._stand_ins = [GradientNotSummed.like(shard) for shard in part.shards]
         of_piece = {piece.index: piece.of(self.shard, self._begin) for piece in self.pieces}
@@ -76,6 +79,15 @@ class UnitBucket(ShardedBucket):
             for index, shard in enumerate(part.shards)
         ]
         self.reset()
+
+    @property
+    def _example(self) -> torch.Tensor:
+        return self.part.flat
+
+    @property
+    def fits(self) -> bool:
+        """Whether gradients still fit into their places; not after `module.double()`, `.to(device)` and the like."""
+        return super().fits and self.part.kind == self._kind_of_shards
 
     def reset(self) -> None:
         """Make the gradients of all parameters that are trained missing again, before the next pass."""
@@ -87,7 +99,7 @@ class UnitBucket(ShardedBucket):
         for index, shard in enumerate(self.part.shards):
             mine, gradient = self._gradients[index], shard.grad
             if gradient is None:
-                self.parameters[index].grad = None  # the user has removed it: also what was not summed
+                self.remove_whole(index)  # the user has removed it: also what was not summed
             elif gradient is not mine and gradient is not self._stand_ins[index]:
                 mine.copy_(gradient)
                 shard.grad = mine
@@ -95,18 +107,54 @@ class UnitBucket(ShardedBucket):
 
     def put_stand_ins_back(self) -> None:
         """After a backward that was not summed: say in `grad` of each shard that there is a gradient."""
-        for index, (parameter, shard) in enumerate(zip(self.parameters, self.part.shards, strict=True)):
-            if parameter.grad is not None and shard.grad is None:
+        for index, shard in enumerate(self.part.shards):
+            if self.whole_gradient(index) is not None and shard.grad is None:
                 shard.grad = self._stand_ins[index]
 
-    def start(self, comms: Comms, operation: AllReduce | ReduceScatter, overlap: bool) -> None:
-        """Sum the buffers of all ranks that keep parts; each keeps its own part of the sum."""
+    # ── gradients that were not summed ──────────────────────────────────────────────────────────────────────────
+
+    def whole_gradient(self, index: int) -> torch.Tensor | None:
+        """The gradient of backwards that were not summed."""
+        return self.parameters[index].grad
+
+    def keep_whole(self, index: int) -> None:
+        """Keep a gradient that has come in a backward that is not summed: autograd has added it to earlier ones."""
+
+    def remove_whole(self, index: int) -> None:
+        """Forget the gradient of backwards that were not summed."""
+        self.parameters[index].grad = None
+
+    def fill_up(self, scale: float) -> None:
+        """Fill the places of missing gradients: with those of backwards that were not summed, otherwise with zeros."""
+        self.open()
+        for index, ready in enumerate(self.ready):
+            if not ready and self.whole_gradient(index) is not None:
+                self.put(index, scale)
+        self._fill_gaps()
+
+    def _fill_gaps(self) -> None:
         for index, ready in enumerate(self.ready):
             if not ready:
                 self.views[index].zero_()
+
+    # ── the sum ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self, comms: Comms, operation: AllReduce | ReduceScatter, overlap: bool) -> None:
+        """Sum the buffers of all ranks that keep parts; each keeps its own part of the sum."""
+        self._fill_gaps()
         if self._across is not None and self._across.rank > 0:
             self._earlier = None  # one group adds it, since the sums of all groups are summed
         super().start(comms, operation, overlap)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all gradients of this rank that are in the buffer are finite."""
+        return all(is_finite(view) for view, ready in zip(self.views, self.ready, strict=True) if ready)
+
+    def spoil(self) -> None:
+        """Let this rank's part of each gradient's sum be infinite: another rank's is."""
+        for piece in self.pieces:
+            piece.of(self.shard, self._begin)[:1].fill_(math.inf)
 
     def sum_across(self, operation: AllReduce, overlap: bool) -> None:
         """Sum this rank's part over the groups that keep the same one."""
@@ -131,10 +179,17 @@ class UnitBucket(ShardedBucket):
             if gradient is not None:
                 gradient.mul_(factor)
 
+    def scale_whole(self, factor: float) -> None:
+        """Multiply gradients that were not summed by a number."""
+        for gradient in map(self.whole_gradient, range(len(self.parameters))):
+            if gradient is not None:
+                gradient.mul_(factor)
+
     def forget(self) -> None:
         """Remove all gradients, also those that were not summed."""
-        for index, (parameter, shard) in enumerate(zip(self.parameters, self.part.shards, strict=True)):
-            parameter.grad = shard.grad = None
+        for index, shard in enumerate(self.part.shards):
+            self.remove_whole(index)
+            shard.grad = None
             self._taken[index] = False
 
     def gradients(self) -> list[torch.Tensor | None]:

@@ -14,7 +14,8 @@ up to the next stage. So all ranks gather and sum in one order, also a rank that
 What no program can foresee is done *on demand*: a unit that is used when it is not there is gathered at that moment.
 All ranks must then do the same. That happens in the first forward, if the model does not use its units in the order in
 which it has them, and for parameters that are used again after they were let go. After the first forward the program is
-that of the order in which the ranks have used their units.
+that of the order in which the ranks have used their units. Until then, if a rank has no samples, the others tell it of
+each unit that they gather.
 """
 
 from __future__ import annotations
@@ -22,21 +23,25 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from microparallel.comms import Comms
+from microparallel.data_parallel.mixed_bucket import GradientScale, MixedUnitBucket
+from microparallel.data_parallel.precision import MixedPrecision
 from microparallel.data_parallel.reducer import Reducer
 from microparallel.data_parallel.sharding import FreshBuffers
 from microparallel.data_parallel.sync_batch_norm import LayerSums
 from microparallel.data_parallel.unit_bucket import UnitBucket
+from microparallel.data_parallel.unit_order import DIFFERENT_ORDERS, Announcements, share_order
 from microparallel.data_parallel.units import ShardedParameters, Unit
 from microparallel.errors import UsageError
 from microparallel.observe import Activity, Observation
 from microparallel.program import (
-    ORDER,
+    AUTO,
     AllGather,
     AllReduce,
     Backward,
@@ -71,9 +76,13 @@ class UnitReducer(Reducer):
         across: the ranks of other groups that keep the same parts, if there are such groups.
         prefetch: how many stages ahead units are gathered.
         reshard_after_forward: whether units are let go after their last use in a forward.
+        precision: in which dtypes gradients come, are sent and are kept; None: in those of the shards.
         options: of `Reducer`.
 
     Attributes:
+        gradient_scale: by what the gradients of the backward that is under way are multiplied.
+        outputs_are_scaled: whether what comes through the outputs of the last forward is multiplied by that.
+        in_float16: whether the last forward computed in float16, under torch's autocast.
         units: in the order of stages.
         computes: whether a forward or a backward of the model is under way: then its parameters are read whole.
     """
@@ -89,6 +98,7 @@ class UnitReducer(Reducer):
         *,
         prefetch: int,
         reshard_after_forward: bool,
+        precision: MixedPrecision | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
@@ -102,16 +112,21 @@ class UnitReducer(Reducer):
             **options,
         )
         self.computes = False
+        self.in_float16 = False
+        self.outputs_are_scaled = False
         self.units = list(units)
         self._shard_comms = shard_comms
         self._across = across
         self._replicas = 1 if across is None else across.world_size
         self._prefetch = prefetch
         self._reshard = reshard_after_forward
+        self._precision = precision
+        self.gradient_scale = GradientScale()
         self._pools: dict[object, FreshBuffers] = {}
         self._buckets_of_unit: dict[Unit, list[UnitBucket]] = {}
         self._unit_of: dict[nn.Parameter, Unit] = {one: unit for unit in units for one in unit.parameters}
         self._knows_order = False  # whether stages are in the order of the first forward
+        self._announcements = Announcements(comms, self._axis)
         self._todo: deque[Op] = deque()  # what the program says of the pass that is under way
         self._backward = False  # whether that is a backward
         self._finishing = False  # whether all gradients have come that will
@@ -137,28 +152,12 @@ class UnitReducer(Reducer):
             for bucket in self._buckets_of_unit.get(unit, ()):
                 bucket.number = unit.number
 
-    @property
-    def knows_order(self) -> bool:
-        """Whether stages are in the order in which the ranks use their units: that is learnt in the first backward."""
-        return self._knows_order
-
     def guess_last_uses(self, users: Mapping[Unit, Sequence[Unit]]) -> None:
         """Before the first forward: say which units' modules use each unit; the last of their stages is its last."""
         for unit in self.units:
             unit.last = max(unit.stage, *(user.stage for user in users[unit]))
 
-    def program(
-        self,
-        microbatches: int | tuple[int, ...] = 1,
-        *,
-        buffers: bool,
-        samples: bool = False,
-        loss: bool = False,
-        gone: tuple[int, ...] = (),  # noqa: ARG002
-        norm: bool = False,
-        at_once: bool = True,
-    ) -> Program:
-        """What the next step does, on all ranks."""
+    def _built(self, microbatches: int | tuple[int, ...], gone: tuple[int, ...], **shared: bool) -> Program:  # noqa: ARG002
         return _step(
             len(self.units),
             self._comms.world_size,
@@ -167,15 +166,15 @@ class UnitReducer(Reducer):
             prefetch=self._prefetch,
             reshard_after_forward=self._reshard,
             replicas=self._replicas,
-            overlap=self._overlap,
-            buffers=buffers,
-            weights=self.participants.are_exchanged,
             order=not self._knows_order,
-            samples=samples,
-            loss=loss,
-            norm=norm,
-            at_once=at_once,
+            algorithm=self._algorithm,
+            **shared,
         )
+
+    @property
+    def _algorithm(self) -> str:
+        """How gradients are summed: 16-bit ones go directly to the rank that adds them up, and so are rounded once."""
+        return AUTO if self._precision is None or self._precision.wire is None else "direct"
 
     # ── before a pass ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -192,9 +191,15 @@ class UnitReducer(Reducer):
                         parameter.requires_grad_(shard.requires_grad)
         super().prepare()
         versions = [version_of(part.flat) for unit in self.units for part in unit.parts]
-        if versions != self._versions or not any(shard.grad is not None for shard in self._shards()):
+        begins_anew = not self._step_is_lost and not any(shard.grad is not None for shard in self._shards())
+        if versions != self._versions or begins_anew:
             self._versions = versions
             self.step_ends()  # an optimizer has updated the shards, or gradients begin anew
+
+    @property
+    def _step_is_lost(self) -> bool:
+        """Whether gradients were not finite, and so were removed: what comes until the step ends belongs to it."""
+        return self._guard is not None and self._guard.overflow
 
     def _shards(self) -> Iterator[nn.Parameter]:
         return (shard for unit in self.units for part in unit.parts for shard in part.shards)
@@ -222,9 +227,22 @@ class UnitReducer(Reducer):
         self.buckets = [bucket for unit in self.units for bucket in self._buckets_of_unit[unit]]
 
     def _new_bucket(self, unit: Unit, part: ShardedParameters) -> UnitBucket:
-        if part.kind not in self._pools:
-            self._pools[part.kind] = FreshBuffers(part.flat[:0], self._shard_comms)
-        return UnitBucket(part, self._shard_comms, unit.number, self._pools[part.kind], self._across)
+        mixed, wire = self._precision is not None and part.flat.is_floating_point(), part.flat.dtype
+        if self._precision is not None and mixed:
+            wire = self._precision.reduce or wire
+            mixed = self._precision.scales_loss or not (wire is part.flat.dtype is part.compute)
+        kind = wire, part.flat.device
+        if kind not in self._pools:
+            example = torch.empty(0, dtype=wire, device=part.flat.device)
+            self._pools[kind] = FreshBuffers(example, self._shard_comms)
+        given = part, self._shard_comms, unit.number, self._pools[kind], self._across
+        return MixedUnitBucket(*given, wire, self.gradient_scale) if mixed else UnitBucket(*given)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients by a number: this rank's parts of the sums, and what was not summed (`no_sync`)."""
+        for bucket in chain.from_iterable(self._buckets_of_unit.values()):
+            bucket.scale(factor)
+            bucket.scale_whole(factor)
 
     def _let_all_go(self) -> None:
         for unit in self.units:
@@ -234,11 +252,12 @@ class UnitReducer(Reducer):
 
     # ── a forward ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin_forward(self, given: Sequence[torch.Tensor]) -> None:
+    def begin_forward(self, given: Sequence[torch.Tensor], *, has_samples: bool = True) -> None:
         """A forward of the model begins.
 
         Args:
             given: the batch and the buffers, for observers.
+            has_samples: whether this rank computes.
         """
         self.computes = True
         self._forwards += torch.is_grad_enabled()
@@ -246,6 +265,8 @@ class UnitReducer(Reducer):
         self._uses, self._first_uses, self._last_uses = [], [], {}
         self._given = given
         self._todo = deque(self._part_of_program(forward=True))
+        if not self._knows_order:
+            self._announcements.begin(has_samples)
 
     def _part_of_program(self, *, forward: bool, turn: int | None = 0) -> Sequence[Op]:
         """What the program says of the forward or the backward that begins."""
@@ -269,10 +290,10 @@ class UnitReducer(Reducer):
                     yield type(op)(stage, number)
                 case AllGather(Parameters()) | Free(Parameters()):
                     yield op
-                case ReduceScatter(Bucket(index), axis):
-                    yield ReduceScatter(Bucket(index, turn), axis)
-                case AllReduce(Shard(Bucket(index)), axis):
-                    yield AllReduce(Shard(Bucket(index, turn)), axis)
+                case ReduceScatter(Bucket(index), axis, algorithm):
+                    yield ReduceScatter(Bucket(index, turn), axis, algorithm)
+                case AllReduce(Shard(Bucket(index)), axis, algorithm):
+                    yield AllReduce(Shard(Bucket(index, turn)), axis, algorithm)
                 case Free(Delta(stage)):  # with those of earlier micro-batches, in no_sync
                     mine = range(self.microbatch if turn is not None else self._turn, self.microbatch + 1)
                     yield from (Free(Delta(stage, each * ranks + self._comms.rank)) for each in mine)
@@ -373,6 +394,7 @@ class UnitReducer(Reducer):
         if self._told is not None:
             self._told.activity.kept = [*self._told.activity.kept, *outputs]
         self._begin_stage(len(self.units))
+        self._announcements.end()
         for unit in self.units:
             if unit.is_started and (not unit.planned or not keep):
                 unit.let_go()
@@ -383,28 +405,12 @@ class UnitReducer(Reducer):
 
     def _learn_order_of_units(self) -> None:
         """Share in which order the ranks have used their units, and number the stages accordingly."""
-        count = len(self.units)
-        table = torch.zeros(self._comms.world_size, 2, count, dtype=torch.float64)
-        places = {unit: place for place, unit in enumerate(self._first_uses, start=1)}
-        for unit in self._first_uses:
-            table[self._comms.rank, 0, unit.stage] = places[unit]
-            table[self._comms.rank, 1, unit.stage] = self._last_uses[unit]
-        self._comms.all_reduce(table, operation=AllReduce(ORDER, self._axis))
+        order, last_users = share_order(self.units, self._first_uses, self._last_uses, self._comms, self._axis)
         self._knows_order = True
-        order: list[Unit] = []
-        by_rank = []
-        for first, last in table.tolist():
-            mine = sorted((stage for stage in range(count) if first[stage]), key=first.__getitem__)
-            used = [self.units[stage] for stage in mine]
-            by_rank.append({self.units[stage]: used[int(last[stage]) - 1] for stage in mine})
-            _merge(order, used)
-        _merge(order, self.units)  # those that no rank has used
-        last_users = {unit: [last[unit] for last in by_rank if unit in last] for unit in order}
         self.units = order
         self._number_stages()
         for unit in order:
-            unit.last = max((one.stage for one in last_users[unit]), default=unit.stage)
-            unit.last = max(unit.last, unit.stage)
+            unit.last = max((unit.stage, *(user.stage for user in last_users[unit])))
         self.buckets = [bucket for unit in order for bucket in self._buckets_of_unit[unit]]
 
     # ── a backward ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -418,6 +424,15 @@ class UnitReducer(Reducer):
             self.take_stand_ins()
             at_end_of_backward(self._local_backward_ends)
         self._begin_backward(computes=True)
+
+    def take_scale(self, scale: float) -> None:
+        """Gradients of the backward that begins, or is under way, are multiplied by this."""
+        if self._backward and scale != self.gradient_scale.value:
+            raise UsageError(
+                "FullyShardedDataParallel in float16: one backward goes through forwards before and after a step, "
+                "which has changed the loss scale; call backward for each of them before the step"
+            )
+        self.gradient_scale.value = scale
 
     def adds_gradients(self) -> bool:
         """Whether the backward that begins adds to gradients, or is one of `torch.autograd.grad`."""
@@ -447,20 +462,29 @@ class UnitReducer(Reducer):
 
     def _follow_program(self) -> None:
         """`observe_backward` does that, also for a backward that is not summed; for a rank without data, this does."""
-        if self.microbatch <= self._turn and not any(bucket.keeps_sum for bucket in self.sharded_buckets):
+        keeps_sum = self._step_is_lost or any(bucket.keeps_sum for bucket in self.sharded_buckets)
+        if self.microbatch <= self._turn and not keeps_sum:
             self.step_ends()
 
     def arrive(self, parameter: nn.Parameter) -> None:
         """Move a gradient, which torch has just added to `parameter.grad`, into its bucket, if it is summed."""
         gradient = parameter.grad
+        if self._guard is not None and not (self._backward and self.outputs_are_scaled):
+            raise UsageError(
+                "FullyShardedDataParallel in float16: a gradient did not come through the outputs of the wrapped "
+                "model, and so was not scaled; let the model return tensors, or tuples, lists and dicts of them"
+            )
         averaged = self.running or self.begin_if_wanted()
         if not averaged:
             self._local_gradients = True
             self.observe_backward()
         if parameter.grad is not gradient:  # no output told that backward began: it was taken for one of before
             parameter.grad = gradient
-        if averaged:
-            bucket, index = self._places[parameter]
+        bucket, index = self._places[parameter]
+        if not averaged:
+            assert isinstance(bucket, UnitBucket)
+            bucket.keep_whole(index)
+        else:
             self._require_usable(parameter, bucket.ready[index])
             if bucket.request is not None or self._unit_of[parameter] in self._summed:
                 raise UsageError(
@@ -525,6 +549,12 @@ class UnitReducer(Reducer):
                     pass
 
     def _gather(self, unit: Unit, *, overlap: bool) -> None:
+        announced = self._announcements.are_made
+        if announced:
+            self._announcements.announce(self.units.index(unit))
+        self._gather_with_others(unit, overlap=overlap and not announced)
+
+    def _gather_with_others(self, unit: Unit, *, overlap: bool) -> None:
         self._gathers = (self._gathers * 31 + self.units.index(unit) + 1) % 2**20
         unit.gather(overlap=overlap)
 
@@ -539,6 +569,8 @@ class UnitReducer(Reducer):
         for bucket in buckets:
             if not bucket._open or bucket.missing:
                 bucket.fill_up(self._scale)
+            if self.in_float16 and not bucket.is_finite:
+                bucket.not_finite += 1
         if len(buckets) == 1 and self._shard_comms.world_size > 1:
             buckets[0].start(self._shard_comms, operation, self._overlap)
             return
@@ -547,9 +579,16 @@ class UnitReducer(Reducer):
                 bucket.start(self._shard_comms, operation, self._overlap)
 
     def take_part_in_forward(self) -> None:
-        """Gather with the other ranks; this rank has no samples."""
-        self.begin_forward(())
+        """Gather with the other ranks what they use; this rank has no samples, and so lets it go at once."""
+        self.begin_forward((), has_samples=False)
         self._todo = deque(op for op in self._todo if not isinstance(op, Forward))
+        if self._announcements.are_made:
+            self._todo.clear()
+            while (place := self._announcements.next()) is not None:
+                unit = self.units[place]
+                self._gather_with_others(unit, overlap=False)
+                if self._reshard:
+                    self._free(unit)
         self.end_forward((), keep=True)
 
     def take_part(self, *, take_results: bool) -> None:
@@ -574,6 +613,17 @@ class UnitReducer(Reducer):
     def _let_gradients_go(self) -> None:
         self._turn += 1
 
+    def _require_fine(self) -> None:
+        """Beside what others look at: let every rank find gradients that are not finite, if one rank has such.
+
+        A `GradScaler` around a model that computes under autocast looks at this rank's parts alone. It skips steps, and
+        changes its scale; all ranks must do the same.
+        """
+        super()._require_fine()
+        if not self._check_finite and any(bucket.any_not_finite for bucket in self.buckets):
+            for bucket in chain.from_iterable(self._buckets_of_unit.values()):
+                bucket.spoil()
+
     def _also_shared(self) -> list[float]:
         """Beside the counts of gradients: which units this rank has gathered, in which order, as one number."""
         return [float(self._gathers), float(self._gathers) ** 2]
@@ -585,10 +635,7 @@ class UnitReducer(Reducer):
         """
         mean, mean_square = (sums / self._comms.world_size).tolist()
         if mean_square != mean**2:  # numbers below 2²⁰: exact
-            raise UsageError(
-                "FullyShardedDataParallel: the ranks have used units in different orders, so each gathered others than "
-                "its peers; let all ranks call the layers in one order (a rank may skip some), or choose larger units"
-            )
+            raise UsageError(DIFFERENT_ORDERS)
 
     def _local_backward_ends(self) -> None:
         self._finishing = True
@@ -614,6 +661,7 @@ class UnitReducer(Reducer):
         self._todo.clear()
         self._let_all_go()
         self.computes = self._backward = False
+        self._announcements.are_made = False
         self._uses = []
         self._forwards = self._gathers = 0
         super()._clean_up()
@@ -645,14 +693,3 @@ class UnitReducer(Reducer):
         """Autograd has saved a tensor for backward that is no parameter."""
         if self._packed is not None:
             self._packed.append(tensor)
-
-
-def _merge(order: list[Unit], others: Sequence[Unit]) -> None:
-    """Put units that are missing in an order behind those that stand before them in another one."""
-    place = 0
-    for unit in others:
-        if unit in order:
-            place = order.index(unit) + 1
-        else:
-            order.insert(place, unit)
-            place += 1

@@ -9,25 +9,31 @@ let go            →      [shard   ]                          [shard   ]
 
 A parameter is two objects. The model's own one, `whole`, is what autograd and the layers know; its memory comes and
 goes with its unit. Its `shard` has the elements that this rank keeps, side by side, and an optimizer updates it.
+
+With mixed precision the shards are the master, in float32. Before a gather each rank converts its part to 16 bits: that
+is what ranks send, and what the whole parameters are.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from microparallel.comms import Comms, Request
 from microparallel.data_parallel.layout import Layout, Part
+from microparallel.data_parallel.precision import MixedPrecision
 from microparallel.data_parallel.sharding import empty_like_of
 from microparallel.errors import UsageError
 from microparallel.observe import Activity, Observation
 from microparallel.program import AllGather, Parameters
+from microparallel.torch_private import own_parameters_of
 
 Choose = Literal["auto"] | Callable[[nn.Module], bool] | None
+Dtypes = tuple[torch.dtype, torch.dtype]  # of the master, and of what layers compute with
 
 
 class ShardedParameters:
@@ -37,6 +43,7 @@ class ShardedParameters:
         named: the model's own parameters by name; `keep` copies their contents, and `begin` lets these go.
         comms: the ranks that keep the parts.
         device: where the parts and the whole parameters are.
+        dtypes: of the shards, and of the whole parameters; None: as these are.
 
     Attributes:
         whole: the model's own parameters; they have memory only while the unit is whole.
@@ -44,7 +51,9 @@ class ShardedParameters:
         flat: this rank's part, in which the shards lie.
     """
 
-    def __init__(self, named: dict[str, nn.Parameter], comms: Comms, device: torch.device) -> None:
+    def __init__(
+        self, named: dict[str, nn.Parameter], comms: Comms, device: torch.device, dtypes: Dtypes | None = None
+    ) -> None:
         self.names = list(named)
         self.whole = list(named.values())
         self.shapes = [parameter.shape for parameter in self.whole]
@@ -55,7 +64,9 @@ class ShardedParameters:
         self._from = self._to = 0  # where these begin and end in memory
         self._where: list[int] = []  # the addresses of the shards
         self._begin, self._end = self.layout.bounds[comms.rank : comms.rank + 2]
-        example = torch.empty(0, dtype=self.whole[0].dtype, device=device)
+        master, compute = dtypes or (self.whole[0].dtype, None)
+        self._compute = compute if compute is not master else None  # None: whole parameters are as shards are
+        example = torch.empty(0, dtype=master, device=device)
         self.flat = empty_like_of(example, self._end - self._begin, comms).zero_()
         self.shards = [self._new_shard(index) for index in range(len(self.whole))]
         self._nothing: list[torch.Tensor] = []
@@ -65,16 +76,18 @@ class ShardedParameters:
 
         Those on the meta device are replaced: torch gives memory of one device to tensors of that device only.
         """
-        device = self.flat.device
-        self.whole = [
-            nn.Parameter(torch.empty(0, dtype=one.dtype, device=device), one.requires_grad) if one.is_meta else one
-            for one in self.whole
-        ]
+        empty = torch.empty(0, dtype=self.compute, device=self.flat.device)
+        self.whole = [nn.Parameter(empty, one.requires_grad) if one.is_meta else one for one in self.whole]
         for shard, parameter in zip(self.shards, self.whole, strict=True):
             shard.part_of = parameter  # type: ignore[attr-defined]  # for those who are handed the shard alone
             parameter.grad = None
             parameter.is_in_parts = True  # type: ignore[attr-defined]  # for an optimizer that was made of it before
         self._look_again()
+
+    @property
+    def compute(self) -> torch.dtype:
+        """Of the whole parameters that layers compute with."""
+        return self.flat.dtype if self._compute is None else self._compute
 
     def _look_again(self) -> None:
         """The shards have other memory than before, or another dtype: so has what stands for whole parameters."""
@@ -85,7 +98,7 @@ class ShardedParameters:
     def _without_memory(self) -> list[torch.Tensor]:
         """What the model's own parameters are while the unit is not whole: not a number, wherever one reads them."""
         value = math.nan if self.flat.is_floating_point() or self.flat.is_complex() else 0
-        nothing = torch.full((), value, dtype=self.flat.dtype, device=self.flat.device)
+        nothing = torch.full((), value, dtype=self.compute, device=self.flat.device)
         return [nothing.expand(shape) for shape in self.shapes]
 
     def _place(self, index: int, flat: torch.Tensor) -> torch.Tensor:
@@ -133,18 +146,27 @@ class ShardedParameters:
 
     # ── whole, for a while ──────────────────────────────────────────────────────────────────────────────────────
 
-    def gather(self, operation: AllGather, *, overlap: bool) -> Request[list[torch.Tensor]] | None:
+    def gather(self, operation: AllGather, *, overlap: bool, exact: bool) -> Request[list[torch.Tensor]] | None:
         """Put all parts together, which is `operation` of the program; None if they are here already.
 
-        Without `overlap` the calling thread does it: handing it to another one and waiting takes longer.
+        Without `overlap` the calling thread does it: handing it to another one and waiting takes longer. `exact`: as
+        the shards are, not as layers compute with them.
         """
-        if self._comms.world_size == 1:
-            self.gathered = self.flat
-            return None
-        self.gathered = empty_like_of(self.flat, self.layout.length, self._comms)
+        mine = self.flat
+        if exact or self._compute is None:
+            if self._comms.world_size == 1:
+                self.gathered = mine
+                return None
+            self.gathered = empty_like_of(mine, self.layout.length, self._comms)
+        else:
+            example = torch.empty(0, dtype=self._compute, device=mine.device)
+            self.gathered = empty_like_of(example, self.layout.length, self._comms)
+            mine = self.gathered[self._begin : self._end].copy_(mine)
+            if self._comms.world_size == 1:
+                return None
         if overlap:
-            return self._comms.all_gather(self.flat, self.gathered, async_op=True, operation=operation)
-        self._comms.all_gather(self.flat, self.gathered, operation=operation)
+            return self._comms.all_gather(mine, self.gathered, async_op=True, operation=operation)
+        self._comms.all_gather(mine, self.gathered, operation=operation)
         return None
 
     def show(self) -> None:
@@ -218,14 +240,17 @@ class Unit:
         """Whether its parameters are whole, or on their way."""
         return self.is_whole or self._requests is not None
 
-    def gather(self, *, overlap: bool) -> None:
-        """Start gathering; without `overlap`, return when its parameters are there."""
+    def gather(self, *, overlap: bool, exact: bool = False) -> None:
+        """Start gathering; without `overlap`, return when its parameters are there.
+
+        `exact`: in the dtype in which they are kept; otherwise in that in which layers compute.
+        """
         operation = AllGather(Parameters(self.number), "dp")
         if len(self.parts) == 1 and self._comms.world_size > 1:  # the call itself tells the observers
-            started = [part.gather(operation, overlap=overlap) for part in self.parts]
+            started = [part.gather(operation, overlap=overlap, exact=exact) for part in self.parts]
         else:
             with Observation(self._comms.observers, Activity(operation)):  # one operation, however many calls it takes
-                started = [part.gather(operation, overlap=overlap) for part in self.parts]
+                started = [part.gather(operation, overlap=overlap, exact=exact) for part in self.parts]
         self._requests = [request for request in started if request is not None]
         if not overlap:
             self.wait()
@@ -251,20 +276,26 @@ class Unit:
 
 
 class ParametersWhenRead(dict[str, nn.Parameter | None]):
-    """A module's `_parameters`: those who list them see shards; a layer that reads one in a forward gets it whole.
+    """A module's `_parameters`: those who list them see them as they are; a layer that reads one may get another.
+
+    So a layer reads a whole parameter, where a shard is listed; or a copy in 16 bits, where one in 32 is listed.
 
     Args:
-        shards: what the module's parameters are between uses.
-        read: called with a name; returns the whole parameter, or None to give the shard.
+        listed: what the module's parameters are between uses.
+        read: called with one of these; returns what is read.
     """
 
-    def __init__(self, shards: dict[str, nn.Parameter | None], read: Callable[[nn.Parameter], nn.Parameter]) -> None:
-        super().__init__(shards)
+    def __init__(self, listed: dict[str, nn.Parameter | None], read: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        super().__init__(listed)
         self._read = read
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         parameter = super().__getitem__(name)
         return None if parameter is None else self._read(parameter)
+
+    def __reduce__(self) -> tuple[type[dict[Any, Any]], tuple[dict[str, nn.Parameter | None]]]:
+        """In a copy of the module, or in a file of it, parameters are read as they are."""
+        return dict, (dict(self.items()),)
 
 
 # ── which parameters are gathered together ──────────────────────────────────────────────────────────────────────────
@@ -323,9 +354,20 @@ def _bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def cut_into_units(model: nn.Module, choose: Choose, comms: Comms, device: torch.device) -> list[Unit]:
+def cut_into_units(
+    model: nn.Module, choose: Choose, comms: Comms, device: torch.device, precision: MixedPrecision | None = None
+) -> list[Unit]:
     """Cut a model into units: each parameter belongs to the first module that has it, and its innermost unit."""
     modules = unit_modules(model, choose)
+    exact = {
+        one for module in model.modules() if keeps_statistics(module) for one in own_parameters_of(module).values()
+    }
+
+    def dtypes(parameter: nn.Parameter) -> Dtypes:
+        if precision is None or not parameter.is_floating_point():
+            return parameter.dtype, parameter.dtype
+        return precision.master, precision.master if parameter in exact else precision.compute
+
     mine: dict[str, dict[str, nn.Parameter]] = {name: {} for name in modules}
     for name, parameter in model.named_parameters():
         inside = (unit for unit in modules if not unit or name.startswith(f"{unit}."))
@@ -333,9 +375,14 @@ def cut_into_units(model: nn.Module, choose: Choose, comms: Comms, device: torch
     units = []
     for name, named in mine.items():
         if named:
-            groups: dict[object, dict[str, nn.Parameter]] = {}
+            groups: dict[tuple[Dtypes, bool], dict[str, nn.Parameter]] = {}
             for one, parameter in named.items():
-                groups.setdefault((parameter.dtype, parameter.requires_grad), {})[one] = parameter
-            parts = [ShardedParameters(group, comms, device) for group in groups.values()]
+                groups.setdefault((dtypes(parameter), parameter.requires_grad), {})[one] = parameter
+            parts = [ShardedParameters(group, comms, device, kind) for (kind, _), group in groups.items()]
             units.append(Unit(modules[name], name, parts, comms))
     return units
+
+
+def keeps_statistics(module: nn.Module) -> bool:
+    """Whether a module has real buffers, as batch normalisation has: it adds up small numbers, so it is left exact."""
+    return any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))

@@ -18,10 +18,21 @@ from torch.nn.modules.module import (
 )
 
 from microparallel.comms import Comms
+from microparallel.compression import Cast, Compressor
+from microparallel.data_parallel.compressed_bucket import as_compressor
+from microparallel.data_parallel.compute_copies import ComputeCopies
 from microparallel.data_parallel.deferred import require_contents
+from microparallel.data_parallel.precision import (
+    LossScale,
+    MixedPrecision,
+    Precision,
+    as_precision,
+    convert_parameters,
+)
 from microparallel.data_parallel.reducer import ObservedBackward, Reducer
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicate, require_same_model
 from microparallel.data_parallel.sharding import GradientInParts, clip_parts, part_keepers
+from microparallel.data_parallel.skipped_steps import StepGuard
 from microparallel.data_parallel.sync_batch_norm import LayerSums
 from microparallel.errors import UsageError
 from microparallel.observe import UNOBSERVED, Activity, Observation
@@ -70,6 +81,19 @@ class DataParallel(nn.Module):
             gradients, too, which then leave after every backward (inside of `no_sync()` they stay whole). The optimizer
             must be a `mp.ShardedOptimizer`, and gradients are clipped with this model's `clip_grad_norm_`. After a
             backward, `grad` of a parameter only says that there is a gradient: no rank has it whole.
+        precision: in which dtypes the model computes and keeps its parameters: "bf16" or "fp16" (the module's own
+            parameters are float32, and are what the optimizer updates; layers compute with 16-bit copies of them),
+            "float32" or "float64" (the module is converted, and that is all), or a `mp.MixedPrecision`. None: the
+            module is left as it is.
+        compress: send fewer bytes: an object of `mp.compression`, such as `mp.compression.TopK(0.01)`, or its name,
+            such as "topk:0.01"; all ranks give the same. Gradients are then nearly the average, and the same bits on
+            every rank. A world of one rank sends nothing, and compresses nothing.
+
+    Attributes:
+        precision: the `mp.MixedPrecision` that was asked for, or None.
+        loss_scale: with "fp16", by what gradients are multiplied on their way through the model. What you see of them
+            is never scaled. If they are infinite or not a number anywhere, then on every rank `grad` of all parameters
+            is None until an optimizer has made its step, which so changes nothing; and the scale is halved.
 
     Example:
         ```python
@@ -81,6 +105,11 @@ class DataParallel(nn.Module):
             optimizer.step()
         ```
     """
+
+    precision: MixedPrecision | None = None
+    loss_scale: LossScale | None = None
+    _copies: ComputeCopies | None = None
+    _guard: StepGuard | None = None
 
     def __init__(
         self,
@@ -94,17 +123,34 @@ class DataParallel(nn.Module):
         check_finite: bool = False,
         gradient_as_bucket_view: bool = False,
         shard: Shard | None = None,
+        precision: Precision | None = None,
+        compress: str | Compressor | None = None,
     ) -> None:
         super().__init__()
+        mixed = as_precision(precision, "DataParallel")
         if shard not in LEVELS:
             raise UsageError(f"DataParallel: shard={shard!r}; choose None, 'optimizer' or 'gradients'")
+        compressor = as_compressor(compress, module)
+        if shard is not None and compressor is not None:
+            raise UsageError(
+                f"DataParallel: compress={compressor.name} with shard={shard!r}: a compressed sum leaves each rank "
+                "with all gradients, and shard= with its part; choose one of the two"
+            )
         if bucket_cap_mb is None:
             bucket_cap_mb = _fitting_buckets(module, shard)
         _require_sensible(bucket_cap_mb, broadcast_buffers, find_unused_parameters, gradient_as_bucket_view)
         require_plain(module, "DataParallel")
         require_contents(module, "DataParallel")
-        require_same_model(module, comms)  # before the next check: all ranks then find the same in it
+        settings = f"compress={compressor and compressor.description}" + (f", precision={mixed}" if mixed else "")
+        require_same_model(module, comms, settings)  # before the next check: all ranks then find the same in it
         require_dense_gradients(module)
+        if mixed is not None:
+            require_skipping(mixed, check_finite, "DataParallel")
+            convert_parameters(module, mixed.master)
+            self.precision = mixed
+            self.loss_scale = LossScale() if mixed.scales_loss else None
+            if compressor is None and shard is None and mixed.wire is not None:
+                compressor = Cast(mixed.wire, smallest=0)
         replicate(module, comms)
         self.module = module
         self.comms = comms
@@ -117,8 +163,11 @@ class DataParallel(nn.Module):
             refuse_unused=not find_unused_parameters,
             overwrites=gradient_as_bucket_view,
             level=LEVELS[shard],
+            wire=None if mixed is None else mixed.wire,
+            compressor=compressor if comms.world_size > 1 else None,
         )
-        self._averages = comms.world_size > 1 or check_finite or not find_unused_parameters
+        checks = check_finite or not find_unused_parameters or self.loss_scale is not None
+        self._averages = comms.world_size > 1 or checks
         self._broadcasts_buffers = broadcast_buffers and comms.world_size > 1 and bool(filled(module.buffers()))
         self._connect()
         if self._averages:
@@ -126,9 +175,17 @@ class DataParallel(nn.Module):
 
     def _connect(self) -> None:
         """Give this model a reducer of its own; it makes its buckets before the first pass."""
+        if self.precision is not None and self.precision.is_mixed:
+            self._copies = ComputeCopies(self.module, self.precision, self.loss_scale)
+        if self.loss_scale is not None:
+            self._guard = StepGuard(self.loss_scale)
+            self._guard.watch(self.module.parameters())
         share_tensors(self, self.module)
         self._sums_inside = LayerSums(self.module)
-        self._reducer = self._make_reducer(dict(self.module.named_parameters()), sums_inside=self._sums_inside)
+        self._reducer = self._make_reducer(
+            dict(self.module.named_parameters()), sums_inside=self._sums_inside, guard=self._guard
+        )
+        self._reducer.refuses_not_finite = self.loss_scale is None  # otherwise the step is not taken
         self._reducer.begin_if_wanted = self._begin_if_wanted
         self._reducer.pass_ended = self._pass_ended
         self._single = None if self._averages else SingleRank(self.comms)
@@ -146,17 +203,27 @@ class DataParallel(nn.Module):
 
         Under `torch.compile` the module is what is compiled; what stands around it here is not.
         """
-        nothing_to_do = self._single is not None and not self.comms.observers
+        nothing_to_do = self._single is not None and not self.comms.observers and self._copies is None
         if nothing_to_do or not torch.is_grad_enabled():
-            return _call(self.module, inputs, named_inputs)
+            return self._compute(inputs, named_inputs)
         observation = self._forward_begins(inputs, named_inputs)
         outputs: Any = None
         try:
-            outputs = _call(self.module, inputs, named_inputs)
+            outputs = self._compute(inputs, named_inputs)
         finally:
             self._forward_ends(observation, outputs)
         self._wait_for_backward(outputs)
         return outputs
+
+    @not_compiled_itself
+    def _compute(self, inputs: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> Any:
+        """Call the module; in mixed precision, on converted inputs and with copies of its parameters."""
+        if self._copies is None:
+            return _call(self.module, inputs, named_inputs)
+        inputs, named_inputs = self._copies.inputs((inputs, named_inputs))
+        with self._copies.forward():
+            outputs = _call(self.module, inputs, named_inputs)
+        return self._copies.outputs(outputs)
 
     @not_compiled
     def _forward_begins(self, *given: Any) -> Observation:
@@ -219,6 +286,8 @@ class DataParallel(nn.Module):
 
     @leave_uncompiled
     def _backward_begins(self, _: torch.Tensor) -> None:
+        if self._copies is not None:
+            self._copies.backward_begins()
         if self._single is not None:
             self._single.backward_begins(local=self._no_sync_depth > 0 or self._forward_was_local)
         elif not self._reducer.running and not self._begin_if_wanted():
@@ -237,7 +306,8 @@ class DataParallel(nn.Module):
             self._broadcast_buffers(source)
 
     def _broadcast_buffers(self, source: int) -> None:
-        broadcast_buffers(self.module.buffers(), self.comms, source, Broadcast(BUFFERS, "dp", source))
+        operation = Broadcast(BUFFERS, self._reducer.axis, source)
+        broadcast_buffers(self.module.buffers(), self.comms, source, operation)
 
     # ── how gradients are averaged ──────────────────────────────────────────────────────────────────────────────
 
@@ -333,6 +403,11 @@ class DataParallel(nn.Module):
             self._reducer.take_part(take_results=False)
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             self.comms.broadcast(tensor.data, src=last[0])
+        if self.loss_scale is not None and self._guard is not None:
+            state = self.loss_scale.state_dict()
+            numbers = self.comms.broadcast(torch.tensor([*state.values()], dtype=torch.float64), src=last[0])
+            self.loss_scale.load_state_dict(dict(zip(state, numbers.tolist(), strict=True)))
+            self._guard.forget()
 
     @property
     def sums_at_once(self) -> bool:
@@ -412,6 +487,30 @@ class DataParallel(nn.Module):
         """The tensors of this rank in which gradients are summed and kept; some may be parts of others."""
         return [tensor for bucket in self._reducer.buckets for tensor in bucket.memory()]
 
+    # ── compression ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def compression_state(self) -> dict[str, Any]:
+        """What this rank keeps from pass to pass with `compress=`: for a checkpoint, which needs that of every rank.
+
+        Returns:
+            `"residuals"`: by the parameters' names, what this rank has not sent; `"methods"`: the state of the methods;
+            `"passes"`: how many were averaged. Tensors are copies.
+        """
+        return self._reducer.compression_state()
+
+    def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what `compression_state` returned on all ranks; every rank calls this.
+
+        There may be more ranks now than there were, or fewer: rank r takes the residuals of the old ranks r, r + ranks,
+        and so on, so nothing that was not sent is lost.
+
+        Args:
+            states: those of all old ranks, in rank order. Of those whose residuals this rank does not take, the
+                residuals may be left out.
+        """
+        if self._single is None:
+            self._reducer.load_compression_state(states)
+
     # ── the plain model's state ─────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self, *arguments: Any, **named_arguments: Any) -> dict[str, Any]:  # type: ignore[override]
@@ -451,7 +550,7 @@ class DataParallel(nn.Module):
         """A copy of the model, on the same ranks, with a reducer of its own; nothing is sent for it."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        of_this_one = ("_make_reducer", "_reducer", "_single", "_sums_inside")
+        of_this_one = ("_make_reducer", "_reducer", "_single", "_sums_inside", "_copies", "_guard")
         parts = {name: part for name, part in vars(self).items() if name not in of_this_one}
         copied.__dict__ |= {name: copy.deepcopy(part, memo) for name, part in parts.items()}
         copied._make_reducer = self._make_reducer
@@ -462,6 +561,15 @@ class DataParallel(nn.Module):
         raise UsageError(
             "a DataParallel cannot be pickled: its connection to the other ranks belongs to this process; "
             "save or return model.state_dict(), or model.module for the module itself"
+        )
+
+
+def require_skipping(precision: MixedPrecision, check_finite: bool, caller: str) -> None:
+    """Raise `UsageError` if gradients that are not finite should be an error, where they skip a step."""
+    if precision.scales_loss and check_finite:
+        raise UsageError(
+            f"{caller}: check_finite=True with float16: gradients that are not finite are expected there, and skip "
+            "the step; leave check_finite out, and watch model.loss_scale.skipped"
         )
 
 

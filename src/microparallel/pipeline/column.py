@@ -11,6 +11,7 @@ S ~T0@dp        [ new    │ new    ]  [ new    │ new    ]     what mp.Sharded
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,9 +21,11 @@ import torch
 from torch import nn
 
 from microparallel.comms import Comms
+from microparallel.compression import Cast, Compressor
 from microparallel.data_parallel.bucket import FlatBucket, split
+from microparallel.data_parallel.compressed_bucket import CompressedBucket, is_large
 from microparallel.data_parallel.layout import By, owners
-from microparallel.data_parallel.sharding import GradientInParts, ShardedBucket, part_keepers
+from microparallel.data_parallel.sharding import GradientInParts, ShardedBucket, Wire, part_keepers
 from microparallel.errors import UsageError
 from microparallel.pipeline.interpreter import GroupSum, Sum
 from microparallel.pipeline.stage import Stage
@@ -40,6 +43,8 @@ class Column:
         comms: the ranks of the column.
         bucket_bytes: a bucket that has so many bytes of gradients takes no more.
         level: how much is kept in parts (ZeRO): 0 nothing, 1 the optimizer's state.
+        compressor: how the sums are compressed: each stage's gradients as one bucket.
+        wire: the 16-bit dtype in which gradients are sent that are kept in parts; None: that of the gradients.
 
     Attributes:
         comms: the ranks of the column.
@@ -49,8 +54,19 @@ class Column:
             all its holders cut in the same way: then a replica keeps the same part of it everywhere.
     """
 
-    def __init__(self, stages: Mapping[int, Stage], comms: Comms, bucket_bytes: float, level: int) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        comms: Comms,
+        bucket_bytes: float,
+        level: int,
+        compressor: Compressor | None = None,
+        wire: torch.dtype | None = None,
+    ) -> None:
         self.comms = comms
+        self._wire = None if wire is None else Wire(wire)
+        self.compressor = compressor if comms.world_size > 1 else None
+        self.passes = 0
         self.level = level if comms.world_size > 1 else 0
         self.tied: dict[nn.Parameter, int] = {}
         self._bucket_bytes = bucket_bytes
@@ -59,10 +75,7 @@ class Column:
         self._parameters = list(uses)
         self._stages: dict[int, ColumnSum] = {}
         if comms.world_size > 1:
-            for index, stage in stages.items():
-                mine = [one for one in stage.parameters if uses[one] == 1]
-                if index == min(stages):  # the last sum of this rank, so all stages have added to what they share
-                    mine += [one for one, times in uses.items() if times > 1]
+            for index, mine in summed_with({index: stage.parameters for index, stage in stages.items()}).items():
                 self._stages[index] = ColumnSum(mine, comms, self._maker(index))
         self.sums: dict[Value, GroupSum] = {Bucket(index): one for index, one in self._stages.items()}
         if self.level:
@@ -76,14 +89,24 @@ class Column:
         for one in self._stages.values():
             one.prepare()
 
+    def multiply_on_wire(self, factor: float) -> None:
+        """Multiply 16-bit gradients by a factor while they travel; every rank, after `prepare`."""
+        if self._wire is not None:
+            self._wire.factor = factor
+        for bucket in self.buckets:
+            if isinstance(bucket, CompressedBucket) and isinstance(bucket.compressor, Cast):
+                bucket.compressor.factor = factor
+
     def forget_buckets(self) -> None:
         """Make new buckets in the next step: the parameters are about to get another dtype."""
         for one in self._stages.values():
             one.require_no_parts()
-            one.buckets = []
+            one.drop()
 
     def _maker(self, stage: int) -> Callable[[Sequence[nn.Parameter]], list[FlatBucket]]:
         def make(trained: Sequence[nn.Parameter]) -> list[FlatBucket]:
+            if self.compressor is not None:
+                return list(self._compressed(trained, stage, self.compressor))
             if not self.level:
                 return [FlatBucket(group, self.comms) for group in split(trained, self._bucket_bytes)]
             alone = [[one] for one in trained if one in self.tied]
@@ -92,12 +115,25 @@ class Column:
 
         return make
 
+    def _compressed(self, trained: Sequence[nn.Parameter], stage: int, compressor: Compressor) -> Iterator[FlatBucket]:
+        """All of a stage's gradients in one bucket, for each dtype; one without large ones is not compressed."""
+        for group in split(trained, math.inf):
+            if any(is_large(one, compressor) for one in group):
+                yield CompressedBucket(group, self.comms, stage, compressor, whole=True)
+            else:
+                yield FlatBucket(group, self.comms, stage)
+
+    @property
+    def buckets(self) -> list[FlatBucket]:
+        """Those of all stages of this rank."""
+        return list(itertools.chain(*(one.buckets for one in self._stages.values())))
+
     def _sharded(self, group: list[nn.Parameter], stage: int) -> ShardedBucket:
         if self._by == "element":
-            return ShardedBucket(group, self.comms, stage)
+            return ShardedBucket(group, self.comms, stage, wire=self._wire)
         owner_of = self._owners()
         group.sort(key=owner_of.__getitem__)
-        return ShardedBucket(group, self.comms, stage, owners=[owner_of[one] for one in group])
+        return ShardedBucket(group, self.comms, stage, owners=[owner_of[one] for one in group], wire=self._wire)
 
     def _owners(self) -> dict[nn.Parameter, int]:
         """The replica of each whole parameter; of a tied one its number decides, which all its holders know."""
@@ -189,6 +225,18 @@ def _take_earlier(bucket: ShardedBucket) -> tuple[list[int], list[torch.Tensor |
     return having, pieces
 
 
+def summed_with(parameters: Mapping[int, Sequence[nn.Parameter]]) -> dict[int, list[nn.Parameter]]:
+    """For each stage of a rank, the parameters whose gradients are in its sum: what several share is in the first's.
+
+    That is the last sum of the rank, so all stages have added to what they share.
+    """
+    uses = Counter(one for mine in parameters.values() for one in mine)
+    found = {index: [one for one in mine if uses[one] == 1] for index, mine in parameters.items()}
+    if found:
+        found[min(found)] += [one for one, times in uses.items() if times > 1]
+    return found
+
+
 # ── sums ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -209,6 +257,7 @@ class ColumnSum:
         self._parameters = parameters
         self._column = column
         self._make = make
+        self._kept: dict[nn.Parameter, torch.Tensor] = {}  # what was not sent, while there are no buckets
 
     def prepare(self) -> None:
         """Clean up after a step that an error cut short; make new buckets if parameters were changed."""
@@ -223,7 +272,20 @@ class ColumnSum:
     def make_anew(self) -> None:
         """Make new buckets."""
         self.require_no_parts()
+        self.drop()
         self.buckets = self._make([parameter for parameter in self._parameters if parameter.requires_grad])
+        for bucket in self.buckets:
+            for parameter, residual in bucket.residuals() if isinstance(bucket, CompressedBucket) else ():
+                if parameter in self._kept:
+                    residual.copy_(self._kept[parameter])
+        self._kept.clear()
+
+    def drop(self) -> None:
+        """Have no buckets; what has not been sent of compressed gradients waits for new ones."""
+        for bucket in self.buckets:
+            if isinstance(bucket, CompressedBucket):
+                self._kept |= {parameter: residual.clone() for parameter, residual in bucket.residuals()}
+        self.buckets = []
 
     def require_no_parts(self) -> None:
         """Raise `UsageError` if there are gradients in parts: they would be lost with the buckets."""
@@ -246,8 +308,10 @@ class ColumnSum:
             bucket.wait()
             if not isinstance(bucket, ShardedBucket):
                 for index, ranks in enumerate(bucket.ranks_with_gradient.tolist()):
-                    if ranks > 0:
+                    if ranks > 0 or bucket.came_late(index):
                         bucket.hand_out(index)
+                if isinstance(bucket, CompressedBucket) and bucket.any_not_finite:
+                    bucket.invalidate()  # as without compression: what is not finite on one replica is on all
                 bucket.reset()
 
 

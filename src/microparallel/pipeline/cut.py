@@ -92,15 +92,23 @@ def _parameter_counts(layers: Sequence[NamedLayer]) -> list[int]:
 
 
 def cut_together(
-    model: nn.Module | Sequence[nn.Module], stages: int, balance: str | Sequence[int], example: Any, comms: Comms
+    model: nn.Module | Sequence[nn.Module],
+    stages: int,
+    balance: str | Sequence[int],
+    example: Any,
+    comms: Comms,
+    *settings: str,
 ) -> list[list[NamedLayer]]:
-    """Cut a model in the same places on all ranks, or raise on all of them; where layers are timed, rank 0 does it."""
+    """Cut a model in the same places on all ranks, or raise on all of them; where layers are timed, rank 0 does it.
+
+    They also raise if ranks have other settings of the pipeline, given as texts, than rank 0.
+    """
     layers = layers_of(model)
     modules = nn.ModuleList(layer.module for layer in layers)
     require_contents(modules, "Pipeline")
     require_plain(modules, "Pipeline")
     if comms.world_size > 1:
-        require_same_model(modules, comms)
+        require_same_model(modules, comms, *settings)
     if balance != "time" or comms.world_size == 1:
         return cut(model, stages, balance, example)
     found: list[int] | str = []

@@ -19,6 +19,7 @@ import torch
 
 from microparallel.errors import ProgramError, StageError, UsageError
 from microparallel.observe import UNOBSERVED, Activity, Observation, Observer
+from microparallel.pipeline.activations import ActivationWire
 from microparallel.pipeline.stage import Boundary, SavedForward, Stage
 from microparallel.program import (
     Act,
@@ -62,6 +63,7 @@ class Interpreter:
         in_program: translates an operation to the numbers of the program of all ranks, which observers are told.
         world_ranks: the rank in the world of each rank of the pipeline.
         doing: is called with the text of each operation before it is done.
+        wire: in which form values travel; None: as they are.
     """
 
     def __init__(
@@ -77,9 +79,11 @@ class Interpreter:
         in_program: Callable[[Op], Op] = lambda op: op,
         world_ranks: Sequence[int] = (),
         doing: Callable[[str], None] = lambda _: None,
+        wire: ActivationWire | None = None,
     ) -> None:
         self.now: Op | None = None  # the operation that is being done
         self._doing = doing
+        self._wire = wire
         self._ops = ops
         self._worker = worker
         self._transport = transport
@@ -91,6 +95,7 @@ class Interpreter:
         self._to_post = deque(op for op in ops if isinstance(op, Recv))
         self._message_order = None if message_order is None else deque(message_order)
         self._posted: dict[Recv, list[tuple[Work, torch.Tensor]]] = {}
+        self._decoded: dict[Recv, list[torch.Tensor]] = {}  # where messages of another form are decoded into
         self._sending: list[tuple[Work, torch.Tensor]] = []  # keeps each tensor alive until it is sent
 
     def run(self) -> Iterator[Work]:
@@ -164,10 +169,13 @@ class Interpreter:
         self._sending = [(work, tensor) for work, tensor in self._sending if not has_ended(work)]
         for op in sends:
             self.now = op
-            tensors = [tensor.contiguous() for tensor in self._worker.values[op.value]]
+            tensors = [self._message(tensor) for tensor in self._worker.values[op.value]]
             with self._told(op, sum(tensor.nbytes for tensor in tensors), op.to) as told:
                 told.waits()  # the rank does nothing else while it starts the sends
                 self._sending += [(exchange.isend(tensor, op.to), tensor) for tensor in tensors]
+
+    def _message(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.contiguous() if self._wire is None else self._wire.message(tensor)
 
     def _due(self, run: tuple[Send | Recv | Free, ...]) -> Iterator[Recv]:
         """The receives to post now: those that are needed, and some ahead of their need."""
@@ -189,6 +197,9 @@ class Interpreter:
         for op in receives:
             self.now = op
             buffers = self._worker.buffers(op.value)
+            if self._wire is not None:
+                self._decoded[op] = buffers
+                buffers = [self._wire.room(buffer) for buffer in buffers]
             self._posted[op] = [(exchange.irecv(buffer, op.source), buffer) for buffer in buffers]
 
     def _receive(self, op: Recv) -> Iterator[Work]:
@@ -200,7 +211,11 @@ class Interpreter:
                 yield work
             if self._observers:  # the time before the message arrived is waiting, not communication
                 told.activity.arrived = max((getattr(work, "arrived", math.nan) for work, _ in works), default=math.nan)
-        self._worker.values[op.value] = [buffer for _, buffer in works]
+        arrived = [buffer for _, buffer in works]
+        if self._wire is not None:
+            into = self._decoded.pop(op)
+            arrived = [self._wire.read(message, place) for message, place in zip(arrived, into, strict=True)]
+        self._worker.values[op.value] = arrived
 
 
 class GroupSum(Protocol):
@@ -351,6 +366,7 @@ class Worker:
                 stage, microbatch = self._stages[half.stage], self._microbatches[half.microbatch]
                 parameters[half.stage] = stage.parameters
                 given += [buffer for module in stage.modules for buffer in module.buffers()]
+                given += stage.precision.copies
                 given += _tensors((microbatch.inputs, microbatch.targets))
         return parameters, given
 

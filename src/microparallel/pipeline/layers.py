@@ -133,7 +133,7 @@ def layer_times(layers: Sequence[NamedLayer], example: Any, repeats: int = 5) ->
         raise UsageError(f"repeats={repeats}: each layer is measured at least once")
     devices = _cuda_devices(layers, example)
     times, passed_on = [], example
-    with torch.random.fork_rng(devices), torch.enable_grad(), _left_as_found(layers):
+    with torch.random.fork_rng(devices), torch.enable_grad(), left_as_found([layer.module for layer in layers]):
         for layer in layers:
             try:
                 seconds, passed_on = _layer_time(layer.module, passed_on, repeats, devices)
@@ -191,13 +191,13 @@ def _cuda_devices(layers: Sequence[NamedLayer], example: Any) -> list[torch.devi
 
 
 @contextmanager
-def _left_as_found(layers: Sequence[NamedLayer]) -> Iterator[None]:
+def left_as_found(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Remove the gradients; at the end restore them and the buffers."""
-    gradients = {parameter: parameter.grad for layer in layers for parameter in layer.module.parameters()}
+    gradients = {parameter: parameter.grad for layer in layers for parameter in layer.parameters()}
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for layer in layers
-        for module in layer.module.modules()
+        for module in layer.modules()
         for name, buffer in buffers_of(module).items()
     ]
     for parameter in gradients:

@@ -10,23 +10,33 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
+from microparallel.compression import Compressor
+from microparallel.data_parallel.compressed_bucket import (
+    compression_state,
+    is_large,
+    load_compression_state,
+    stage_algorithm,
+)
+from microparallel.data_parallel.precision import LossScale, MixedPrecision
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicas_are_identical, replicate
 from microparallel.data_parallel.sharding import clip_parts
 from microparallel.data_parallel.sync_batch_norm import SyncBatchNorm
 from microparallel.errors import UsageError
-from microparallel.pipeline.column import Column, TiedSum
+from microparallel.pipeline.column import Column, TiedSum, summed_with
 from microparallel.pipeline.cut import shared_parameters
 from microparallel.pipeline.interpreter import GroupSum, Sum, Worker
 from microparallel.pipeline.layers import NamedLayer
+from microparallel.pipeline.overflow import OverflowSum, PipelineGuard
+from microparallel.pipeline.precision import StagePrecision
 from microparallel.pipeline.stage import Stage
-from microparallel.program import BUFFERS, NORM, SAMPLES, WORLD, AllReduce, Broadcast, Value, tied
+from microparallel.program import AUTO, BUFFERS, NORM, SAMPLES, WORLD, AllReduce, Broadcast, Value, overflow, tied
 from microparallel.topology import Mesh
 
 
@@ -45,6 +55,8 @@ class Member:
         stages: dict[int, Stage],
         bucket_cap_mb: float,
         level: int = 0,
+        compressor: Compressor | None = None,
+        precision: StagePrecision | None = None,
     ) -> None:
         self.comms = comms
         self.mesh = mesh
@@ -53,17 +65,27 @@ class Member:
         self._homes = homes  # of each stage
         self._row = _own_group(comms, [mesh.row(replica) for replica in range(mesh.dp)])
         column = _own_group(comms, [mesh.column(place) for place in range(mesh.pp)])
+        self._precision = StagePrecision() if precision is None else precision
         for layer in self._layers():
             _require_own_samples(layer)
             layer.module.to(comms.device)
+        self._precision.take([layer.module for layer in self._layers()])
+        for layer in self._layers():
             if mesh.dp > 1:
                 replicate(layer.module, column)
-        self._column = Column(stages, column, bucket_cap_mb * 2**20, level)
+        wire = None if self.precision is None else self.precision.wire
+        self._column = Column(stages, column, bucket_cap_mb * 2**20, level, compressor, wire)
+        self._algorithms: str | tuple[str, ...] = AUTO  # of the sums over replicas, after the warm-up
         self._ties: list[TiedSum] = []
         self._shared_places: tuple[int, ...] = ()  # that have several stages which share a parameter
         self._tied_places: tuple[tuple[int, ...], ...] = ()  # for each parameter that several places share, the places
         self._buffered_places: tuple[int, ...] = ()  # that have buffers
         self._sums: dict[Value, GroupSum] = dict(self._column.sums)
+        self._guard: PipelineGuard | None = None
+        if self._precision.loss_scale is not None:
+            self._guard = PipelineGuard(self._precision.loss_scale)
+            self._guard.watch(self.parameters())
+            self._sums[overflow()] = OverflowSum(self._guard, comms, self._gradients)
 
     def _tie(self, pieces: Sequence[Sequence[NamedLayer]]) -> None:
         """Find the parameters that several stages share, and make a group of the ranks that have those stages."""
@@ -92,6 +114,39 @@ class Member:
         }
         self._buffered_places = tuple(sorted(having))
 
+    def _name_sums(self, pieces: Sequence[Sequence[NamedLayer]]) -> None:
+        """Find the name of each stage's sum, which says how many bytes it sends compressed."""
+        compressor = self._column.compressor
+        if compressor is None:
+            return
+        names = [AUTO] * len(pieces)
+        for place in range(self.mesh.pp):
+            mine = {stage: pieces[stage] for stage, home in enumerate(self._homes) if home == place}
+            of_stages = {stage: _parameters_of(layers) for stage, layers in mine.items()}
+            for stage, parameters in summed_with(of_stages).items():
+                trained = [one for one in parameters if one.requires_grad]
+                if any(is_large(one, compressor) for one in trained):
+                    names[stage] = stage_algorithm(trained, compressor)
+        self._algorithms = tuple(names)
+
+    def _algorithm(self) -> str | tuple[str, ...]:
+        """How the next step sums over replicas."""
+        compressor = self._column.compressor
+        return AUTO if compressor is None or self._column.passes < compressor.warmup else self._algorithms
+
+    @property
+    def precision(self) -> MixedPrecision | None:
+        """In which dtypes the stages compute and keep their parameters, if that was asked for."""
+        return self._precision.precision
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """By what gradients are multiplied on their way through the stages, in float16; the same on every rank.
+
+        A checkpoint keeps `loss_scale.state_dict()`. None where no gradients are scaled.
+        """
+        return self._precision.loss_scale
+
     @property
     def _has_first(self) -> bool:
         return 0 in self.stages
@@ -117,6 +172,56 @@ class Member:
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        """The gradients of this rank, or its parts of them."""
+        if self._column.level:
+            parts = (gradient for bucket in self._column.sharded_buckets for gradient in bucket.gradients())
+            return (part for part in parts if part is not None)
+        return (parameter.grad for parameter in self.parameters() if parameter.grad is not None)
+
+    # ── compression ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def compression_state(self) -> dict[str, Any]:
+        """What this rank keeps from step to step with `compress=`: for a checkpoint, which needs that of every rank.
+
+        A parameter that stages on several ranks share has a residual on each: that of the first has its name, and the
+        others have `name@1` and so on.
+        """
+        self._column.prepare()
+        return compression_state(self._column.buckets, self._residual_names(), self._column.passes)
+
+    def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what `compression_state` returned; every rank calls this.
+
+        Args:
+            states: for each old replica, in order, that of its ranks together. There may be more replicas now, or
+                fewer, and other stages: a rank takes what it has parameters for.
+        """
+        self._column.prepare()
+        names = self._residual_names()
+        known = set(names.values())
+        mine = []
+        for state in states[self.replica :: self.mesh.dp]:
+            residuals: dict[str, torch.Tensor] = {}
+            for name, saved in state["residuals"].items():
+                base, _, holder = name.partition("@")
+                taken = name if name in known or int(holder or 0) < self._holders(base) else base
+                if taken in known:
+                    residuals[taken] = residuals[taken] + saved if taken in residuals else saved
+            mine.append({"residuals": residuals})
+        load_compression_state(self._column.buckets, names, mine, states[0]["methods"])
+        self._column.passes = int(states[0]["passes"])
+
+    def _residual_names(self) -> dict[nn.Parameter, str]:
+        holder = {tie.parameter: tie.holders.rank for tie in self._ties}
+        suffix = {one: f"@{number}" if number else "" for one, number in holder.items()}
+        return {one: name + suffix.get(one, "") for name, one in self.named_parameters()}
+
+    def _holders(self, name: str) -> int:
+        """How many ranks of a pipeline have this parameter, as far as this rank is one of them; otherwise 1."""
+        parameters = dict(self.named_parameters())
+        return next((tie.holders.world_size for tie in self._ties if tie.parameter is parameters.get(name)), 1)
 
     # ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -165,6 +270,11 @@ class Member:
 
         Gradients that are in parts are always removed.
         """
+        if self._guard is not None:
+            self._guard.forget()
+        self._remove_gradients(set_to_none)
+
+    def _remove_gradients(self, set_to_none: bool = True) -> None:
         self._column.forget_sums()
         for parameter in self.parameters():
             if set_to_none:
@@ -207,6 +317,10 @@ class Member:
         mine = list(self.parameters())
         counted = [parameter for parameter in mine if parameter not in elsewhere]
         return clip_gradients(mine, counted, max_norm, self._row)
+
+
+def _parameters_of(layers: Sequence[NamedLayer]) -> list[nn.Parameter]:
+    return list(dict.fromkeys(one for layer in layers for one in layer.module.parameters()))
 
 
 def _own_group(comms: Comms, groups: list[list[int]]) -> Comms:

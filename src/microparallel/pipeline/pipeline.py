@@ -13,8 +13,12 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
 from microparallel.comms.wire import gather_json
+from microparallel.compression import Cast, Compressor, parse
+from microparallel.data_parallel.compressed_bucket import as_compressor
+from microparallel.data_parallel.precision import LossScale, Precision, as_precision
 from microparallel.errors import TransportError, UsageError
 from microparallel.observe import Activity, Observation
+from microparallel.pipeline.activations import ActivationWire, as_activation_wire
 from microparallel.pipeline.cut import cut_together, warn_of_whole_models
 from microparallel.pipeline.generate import Prompt, generate
 from microparallel.pipeline.interpreter import Interpreter, Microbatch, Worker
@@ -22,6 +26,7 @@ from microparallel.pipeline.layers import NamedLayer
 from microparallel.pipeline.member import LossSum, Member, beside_earlier_gradients
 from microparallel.pipeline.microbatches import batch_size, join_batch, sizes, split_batch
 from microparallel.pipeline.parts import Part, as_plain
+from microparallel.pipeline.precision import StagePrecision
 from microparallel.pipeline.programs import Schedule
 from microparallel.pipeline.shapes import BatchShapes, Shapes
 from microparallel.pipeline.stage import LossFunction, Stage
@@ -62,6 +67,17 @@ class Pipeline(Member):
         shard: "optimizer": of the optimizer's state each replica keeps its part (ZeRO 1). The optimizer must be a
             `mp.ShardedOptimizer`, and gradients are clipped with `pipe.clip_grad_norm_`. After a step, `grad` of a
             parameter only says that there is a gradient: no rank has it whole. With one replica nothing is in parts.
+        compress: how replicas compress the gradients that they sum, as for `DataParallel`. A stage's gradients are one
+            bucket, whatever `bucket_cap_mb` is, and small ones go with them as they are.
+        compress_activations: in which form stages send each other activations and their gradients:
+            `mp.compression.Cast(torch.bfloat16)`, `mp.compression.Int8()`, or "bf16", "fp16", "int8".
+        precision: "float32", "bf16", "fp16", "float64" or an `mp.MixedPrecision`; None: the model stays as it is. The
+            parameters are converted to its `master` dtype. Stages compute with copies in `compute`, and send each other
+            activations and gradients in it; `loss_fn` gets the last stage's outputs in `master`, and so are gradients.
+            Replicas send each other gradients in `reduce`, and add them up in float32.
+            With float16, gradients are scaled on their way through the stages (`pipe.loss_scale`). If some are not
+            finite on any stage of any replica, no rank has gradients after that step, so optimizers do nothing, and
+            the scale is halved.
 
     Example:
         ```python
@@ -79,6 +95,8 @@ class Pipeline(Member):
         ```
     """
 
+    _wire: ActivationWire | None
+
     def __init__(
         self,
         layers: nn.Module | Sequence[nn.Module],
@@ -94,20 +112,43 @@ class Pipeline(Member):
         recompute: bool = False,
         bucket_cap_mb: float = 25.0,
         shard: Literal["optimizer"] | None = None,
+        compress: str | Compressor | None = None,
+        compress_activations: str | Compressor | None = None,
+        precision: Precision | None = None,
     ) -> None:
         mesh = _mesh(comms, replicas)
         _require_shard(shard)
+        dtypes = as_precision(precision, "Pipeline")
+        numbers = StagePrecision(dtypes, LossScale() if dtypes is not None and dtypes.scales_loss else None)
+        compressor = parse(compress) if isinstance(compress, str) else compress
+        if compressor is not None and shard is not None:
+            raise UsageError(
+                f"Pipeline: compress={compressor.name} with shard={shard!r}: a compressed sum leaves each replica with "
+                "all gradients, and shard= with its part; choose one of the two"
+            )
         chosen = Schedule(schedule, mesh.pp, microbatches, stages_per_rank)
-        pieces = cut_together(layers, chosen.stages, balance, example, comms)
+        self._wire = as_activation_wire(compress_activations)
+        settings = [
+            f"precision={dtypes}",
+            f"compress={compressor and compressor.description}, compress_activations={self._wire}",
+        ]
+        pieces = cut_together(layers, chosen.stages, balance, example, comms, *settings)
         warn_of_whole_models(pieces)
         stages = {
-            index: Stage(index, pieces[index], loss_fn, recompute)
+            index: Stage(index, pieces[index], loss_fn, recompute, numbers)
             for index, home in enumerate(chosen.homes)
             if home == mesh.where(comms.rank)[1]
         }
-        super().__init__(comms, mesh, chosen.homes, stages, bucket_cap_mb, level=int(shard is not None))
+        if compressor is None and shard is None and dtypes is not None and dtypes.wire is not None:
+            compressor = Cast(dtypes.wire, smallest=0)
+        if compressor is not None:
+            for stage in stages.values():
+                as_compressor(compressor, nn.ModuleList(layer.module for layer in stage.layers))
+        level = int(shard is not None)
+        super().__init__(comms, mesh, chosen.homes, stages, bucket_cap_mb, level, compressor, numbers)
         self._prepare(chosen)
         self._tie(pieces)
+        self._name_sums(pieces)
         self._find_buffers(pieces)
         self._knows_loss = loss_fn is not None
 
@@ -126,6 +167,7 @@ class Pipeline(Member):
         Without a `loss_fn`, the last rank's module is called with the targets and returns the mean loss.
         """
         pipe = cls.__new__(cls)
+        pipe._wire = None
         chosen = Schedule(schedule, comms.world_size, microbatches)
         if chosen.homes != list(range(comms.world_size)):
             raise UsageError(
@@ -142,6 +184,7 @@ class Pipeline(Member):
         self._schedule = schedule
         for index, stage in self.stages.items():
             stage.splits = index in schedule.split_stages
+            stage.is_last = index == schedule.stages - 1
         self._shapes = {training: Shapes(self._row, schedule, self.stages, training) for training in (True, False)}
 
     # ── a step ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -245,17 +288,19 @@ class Pipeline(Member):
             self._shared_places,
             self._tied_places,
             samples=samples,
+            overflow=self.loss_scale is not None,
             norm=norm,
             buffers=self._buffered_places if buffers else (),
             level=self._column.level,
             update=update,
+            algorithm=self._algorithm(),
         )
 
     def _step(
         self, inputs: Any, targets: Any, weight: torch.Tensor | None, samples: int | None, allow_fewer: bool
     ) -> tuple[torch.Tensor, int]:
         """Do a step; returns the loss, and into how many micro-batches this rank's batch was cut."""
-        inputs, targets = as_plain(inputs), as_plain(targets)
+        inputs, targets = self._precision.inside(as_plain(inputs)), as_plain(targets)
         self._require_batch("step", inputs, targets, samples)
         shapes = self._agree(True, inputs, allow_fewer)
         self._require_targets("step", shapes, targets)
@@ -263,24 +308,31 @@ class Pipeline(Member):
         worker = self._worker(shapes, inputs, targets, weight, total)
         loss_sum = LossSum(worker, self.comms, total)
         self._column.prepare()
+        if self.loss_scale is not None:
+            self._column.multiply_on_wire(self.loss_scale.value)
         with (
             self._column.beside_earlier_parts(),
             beside_earlier_gradients(self.parameters(), self._summed_parameters()),
             torch.enable_grad(),
+            self._precision.computing(),
         ):
             count = len(shapes.microbatches)
             self._run(self._ops(count), worker, self._message_order(count, training=True), loss_sum)
             self._scale_gradients(loss_sum.factor)
+        self._column.passes += 1
+        if self._guard is not None and self._guard.overflow:
+            self._remove_gradients()
         self.most_activations = worker.most_kept
         return loss_sum.loss, count
 
     def _ops(self, microbatches: int) -> Sequence[Op]:
         """The operations of this rank, numbered as in a single pipeline; without samples, only its sums."""
-        ops = self._own_ops(microbatches or self._schedule.microbatches)
+        ops = self._own_ops(microbatches or self._schedule.microbatches, self._algorithm())
         return ops if microbatches else only_sums(ops)
 
     @functools.cache  # noqa: B019 a pipeline has few programs
-    def _own_ops(self, microbatches: int) -> Sequence[Op]:
+    def _own_ops(self, microbatches: int, _algorithm: str | tuple[str, ...]) -> Sequence[Op]:
+        """The second argument is for the cache: after the warm-up sums are compressed."""
         whole = self.program_with([microbatches] * self.mesh.dp, samples=False, update=False)  # _step has counted them
         before = (-self.replica * self._schedule.microbatches, -self.replica * self.mesh.pp)
         # The broadcast of the batch's shapes is done before, in _agree.
@@ -337,6 +389,7 @@ class Pipeline(Member):
             in_program=self._in_program,
             world_ranks=self._row.world_ranks,
             doing=self.comms.flight.doing,
+            wire=self._wire,
         )
         try:
             for work in interpreter.run():
@@ -407,13 +460,13 @@ class Pipeline(Member):
     def _forwards(
         self, inputs: Any, targets: Any, weight: torch.Tensor | None, samples: int | None
     ) -> tuple[LossSum, BatchShapes, Worker]:
-        inputs, targets = as_plain(inputs), as_plain(targets)
+        inputs, targets = self._precision.inside(as_plain(inputs)), as_plain(targets)
         modules = [module for layer in self._layers() for module in layer.module.modules()]
         modes = [module.training for module in modules]
         for layer in self._layers():
             layer.module.eval()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._precision.computing():
                 shapes = self._agree(False, inputs, allow_fewer=True)
                 total = self._samples_of_all(shapes.samples) if samples is None else samples
                 worker = self._worker(shapes, inputs, targets, weight, total)
@@ -457,7 +510,8 @@ class Pipeline(Member):
             )
         parts = [layer.module for layer in self._layers() if isinstance(layer.module, Part)]
         prompt = Prompt(input_ids, attention_mask, parts[0].takes if parts else frozenset(), decoder_start_token_id)
-        return generate(prompt, max_new_tokens, self._logits, self._from_last, eos_token_id, pad_token_id)
+        with torch.no_grad(), self._precision.computing():  # one copy of each parameter for all tokens
+            return generate(prompt, max_new_tokens, self._logits, self._from_last, eos_token_id, pad_token_id)
 
     def _from_last(self, found: torch.Tensor) -> torch.Tensor:
         """What the rank with the last stage found."""
@@ -479,8 +533,13 @@ class Pipeline(Member):
                 f"to: rank {self.comms.rank} is on {self.comms.device}, and its layers with it: the device of a Comms "
                 "cannot be changed"
             )
-        self._column.forget_buckets()
         dtypes = {torch.empty(0, dtype=one).to(*args, **kwargs).dtype for one in (torch.float16, torch.float32)}
+        if self.precision is not None and len(dtypes) == 1:
+            raise UsageError(
+                f"to: this pipeline was made with precision={self.precision}, which says what its dtypes are; make "
+                "another pipeline"
+            )
+        self._column.forget_buckets()
         for layer in self._layers():
             layer.module.to(*args, **kwargs)
             if isinstance(layer.module, Part) and len(dtypes) == 1:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from microparallel.errors import ProgramError, UsageError
 from microparallel.program import (
+    AUTO,
     Act,
     BackwardInput,
     Cursor,
@@ -80,10 +81,12 @@ class Schedule:
         ties: tuple[tuple[int, ...], ...] = (),
         *,
         samples: bool = True,
+        overflow: bool = False,
         norm: bool = False,
         buffers: tuple[int, ...] = (),
         level: int = 0,
         update: bool | None = None,
+        algorithm: str | tuple[str, ...] = AUTO,
     ) -> Program:
         """The step of several pipelines: for each its micro-batches, and the sums over ranks (`with_sums`)."""
         return with_sums(
@@ -98,10 +101,12 @@ class Schedule:
             shared=shared,
             ties=ties,
             samples=samples,
+            overflow=overflow,
             norm=norm,
             buffers=buffers,
             level=level,
             update=update,
+            algorithm=algorithm,
         )
 
     def _build(self, microbatches: int) -> Program:

@@ -45,7 +45,10 @@ class Shapes:
         self._readers = schedule.readers
         self._stages = stages
         self._training = training
-        self._dry_runs = {index: DryRun(index, stage.modules) for index, stage in stages.items()}
+        self._device = comms.device
+        self._dry_runs = {
+            index: DryRun(index, stage.modules, stage.precision, comms.device) for index, stage in stages.items()
+        }
         self._known: dict[str, BatchShapes] = {}  # by the description that rank 0 sends
         self._last = ""  # the description of the last batch
 
@@ -59,7 +62,7 @@ class Shapes:
         """
         parts: dict[int, Boundary] = {}
         if self._homes[0] == self._rank:
-            text, parts = _describe(inputs, microbatches, allow_fewer)
+            text, parts = _describe(inputs, microbatches, allow_fewer, self._device.type)
             for rank in range(self._ranks):
                 if rank != self._rank:
                     self._send(rank, text if text != self._last else "")
@@ -116,8 +119,11 @@ class Shapes:
         return bytes(content.tolist()).decode()
 
 
-def _describe(inputs: Any, microbatches: int, allow_fewer: bool) -> tuple[str, dict[int, Boundary]]:
-    """The batch as a text for all ranks; and for this rank, what a micro-batch of each size looks like."""
+def _describe(inputs: Any, microbatches: int, allow_fewer: bool, device: str) -> tuple[str, dict[int, Boundary]]:
+    """The batch as a text for all ranks; and for this rank, what a micro-batch of each size looks like.
+
+    What stages return depends on `torch.autocast`, too.
+    """
     if inputs is None:
         return json.dumps({"samples": 0, "sizes": [], "inputs": []}), {}
     samples = batch_size(inputs, "inputs")
@@ -125,4 +131,6 @@ def _describe(inputs: Any, microbatches: int, allow_fewer: bool) -> tuple[str, d
     examples = dict(zip(sizes(samples, count), split_batch(inputs, count, "inputs"), strict=True))
     parts = {size: Boundary.of(part, "inputs").without_gradients() for size, part in examples.items()}
     described = [str(part) for part in parts.values()]
-    return json.dumps({"samples": samples, "sizes": sizes(samples, count), "inputs": described}), parts
+    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+    text = {"samples": samples, "sizes": sizes(samples, count), "inputs": described, "autocast": autocast}
+    return json.dumps(text), parts

@@ -37,6 +37,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from microparallel.data_parallel.compute_copies import Source, source_of
+from microparallel.data_parallel.precision import given_back
 from microparallel.errors import UsageError
 from microparallel.torch_private import enclosing_saved_tensors_hooks, has_hooks, hooks_of_saved, what_arrives_at
 
@@ -405,7 +407,8 @@ class DeferringLinear(TorchFunctionMode):
 
     `SplitBackward` can split any graph, but it looks at all nodes, and runs torch's engine once for each layer. Most
     weights of a model are in linear layers, where this is cheaper: nothing needs to be found, and one multiplication
-    adds to the gradient that is there instead of making another one.
+    adds to the gradient that is there instead of making another one. The gradients of copies that layers compute with
+    (mixed precision) go to the parameters of which they are copies.
     """
 
     def __init__(self, deferred: DeferredGradients) -> None:
@@ -416,20 +419,21 @@ class DeferringLinear(TorchFunctionMode):
         self, func: Callable[..., Any], types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Replace `linear`, where it can be deferred; torch calls this instead of every function."""
-        if func is functional.linear and not kwargs and _can_defer(*args):
-            inputs, layer = args[0], _Linear(args[1], args[2] if len(args) > 2 else None, self._deferred)
-            return _LinearFunction.apply(inputs, layer)  # type: ignore[no-untyped-call]
+        if func is functional.linear and not kwargs:
+            sources = [source_of(one) for one in args[1:] if one is not None]
+            if _can_defer(args[0], args[1], sources):
+                layer = _Linear(args[1], args[2] if len(args) > 2 else None, sources, self._deferred)
+                return _LinearFunction.apply(args[0], layer)  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _can_defer(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> bool:
+def _can_defer(inputs: torch.Tensor, weight: torch.Tensor, sources: Sequence[Source | None]) -> bool:
     """Whether only the optimizer needs these gradients of weights, and the input's gradient is needed anyway."""
     return (
         torch.is_grad_enabled()
         and inputs.requires_grad
         and inputs.dim() > 1
-        and _plain(weight)
-        and (bias is None or _plain(bias))
+        and all(source is not None and _plain(source.parameter) for source in sources)
         and inputs.dtype == weight.dtype
         and not torch.is_autocast_enabled(inputs.device.type)
         and not torch.compiler.is_compiling()
@@ -442,27 +446,47 @@ def _in_checkpoint() -> bool:
     return any(map(_is_of_checkpoint, enclosing_saved_tensors_hooks() or ()))
 
 
-def _plain(parameter: torch.Tensor) -> bool:
-    """Whether a tensor is a trained parameter without hooks, which would expect its gradient during backward."""
-    return isinstance(parameter, nn.Parameter) and parameter.requires_grad and not has_hooks(parameter)
+def _plain(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is trained and has no hooks, which would expect its gradient during backward."""
+    return parameter.requires_grad and not has_hooks(parameter)
 
 
 class _Linear:
-    """The parameters of one call, hidden in an object: so torch's graph does not lead to them."""
+    """The weights of one call, hidden in an object: so torch's graph does not lead to them.
 
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, deferred: DeferredGradients) -> None:
+    Args:
+        weight: what the call multiplies by.
+        bias: what it adds, if anything.
+        sources: for the weight, and the bias if there is one, who gets its gradient.
+        deferred: keeps what the weight half needs.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        sources: Sequence[Source | None],
+        deferred: DeferredGradients,
+    ) -> None:
         self.weight = weight
         self.bias = bias
         self.deferred = deferred
+        self._sources = [source for source in sources if source is not None]
 
     def add_gradients(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        if self.weight.grad is None:
-            self.weight.grad = gradient.t() @ inputs
+        weight, *bias = self._sources
+        if weight.parameter is self.weight and weight.parameter.grad is not None:
+            weight.parameter.grad.addmm_(gradient.t(), inputs)
         else:
-            self.weight.grad.addmm_(gradient.t(), inputs)
-        if self.bias is not None:
-            total = gradient.sum(0)
-            self.bias.grad = total if self.bias.grad is None else self.bias.grad.add_(total)
+            _add_gradient(weight, gradient.t() @ inputs)
+        for source in bias:
+            _add_gradient(source, gradient.sum(0))
+
+
+def _add_gradient(source: Source, gradient: torch.Tensor) -> None:
+    parameter = source.parameter
+    mine = given_back(gradient, parameter.dtype, source.factor)
+    parameter.grad = mine if parameter.grad is None else parameter.grad.add_(mine)
 
 
 class _LinearFunction(torch.autograd.Function):

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from microparallel.comms.calls import describe_content
 from microparallel.errors import PartitionError, UsageError
-from microparallel.pipeline.layers import NamedLayer
+from microparallel.pipeline.layers import NamedLayer, left_as_found
 from microparallel.pipeline.parts import Part
+from microparallel.pipeline.precision import StagePrecision
 from microparallel.pipeline.split_backward import DeferredGradients, DeferringLinear, SplitBackward
 from microparallel.pipeline.stand_ins import on_meta
 from microparallel.torch_private import pytree, version_of
@@ -37,20 +38,30 @@ class Stage:
         loss_fn: in the last stage, computes the loss from the outputs and the targets; without one, its last layer is
             called with the targets, and returns the loss.
         recompute: keep only the input of a micro-batch, and compute its activations again when its backward comes.
+        precision: in which dtypes it computes; None: in those of its input and its parameters.
 
     Attributes:
         copies_input: the stage changes its input in place, so it is given a copy.
         splits: the schedule does its backward in two halves.
+        is_last: no stage comes after it.
+        precision: in which dtypes it computes.
     """
 
     def __init__(
-        self, index: int, layers: Sequence[NamedLayer], loss_fn: LossFunction | None, recompute: bool = False
+        self,
+        index: int,
+        layers: Sequence[NamedLayer],
+        loss_fn: LossFunction | None,
+        recompute: bool = False,
+        precision: StagePrecision | None = None,
     ) -> None:
         self.index = index
         self.layers = layers
         self.loss_fn = loss_fn
         self.copies_input = False
         self.splits = False
+        self.is_last = False
+        self.precision = StagePrecision() if precision is None else precision
         self._recompute = recompute
 
     @functools.cached_property
@@ -88,8 +99,10 @@ class Stage:
         for layer in layers:
             value = layer(value)
         if targets is None:
-            return last(value)
-        return last(value, targets) if self.loss_fn is None else self.loss_fn(last(value), targets)
+            return self.precision.outside(last(value)) if self.is_last else self.precision.inside(last(value))
+        if self.loss_fn is None:
+            return self.precision.outside(last(value, targets))
+        return self.loss_fn(self.precision.outside(last(value)), targets)
 
     # ── backward ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -273,36 +286,72 @@ def as_inputs(boundary: Boundary, tensors: Sequence[torch.Tensor], copy_first: b
 class DryRun:
     """A copy of a stage on torch's meta device, where tensors have shapes and no contents; finds what a stage returns.
 
+    Inside of `torch.autocast`, which does nothing on that device, the stage itself is run, on zeros.
+
+    Args:
+        index: the number of the stage.
+        layers: its layers.
+        precision: in which dtypes it computes.
+        device: on which the stage itself is.
+
     Attributes:
         changes_input: the stage changes its input in place, and must be given a copy.
     """
 
-    def __init__(self, index: int, layers: Sequence[nn.Module]) -> None:
+    def __init__(
+        self,
+        index: int,
+        layers: Sequence[nn.Module],
+        precision: StagePrecision | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         copies: dict[int, Any] = {}  # one for all layers, so that tied parameters stay tied
         self._index = index
         self._real = layers
         self._layers = [layer.dry() if isinstance(layer, Part) else on_meta(layer, copies) for layer in layers]
+        self._real_precision = StagePrecision() if precision is None else precision
+        self._precision = self._real_precision.without_contents(self._layers)
+        self._device = torch.device("cpu") if device is None else device
         self.changes_input = False
 
     def outputs(self, inputs: Boundary, training: bool) -> Boundary:
         """Describe what the stage returns, in the mode that its modules are in; in training, with gradients."""
+        if torch.is_autocast_enabled(self._device.type):
+            return self._real_outputs(inputs, training)
         for layer, real in zip(self._layers, self._real, strict=True):
             # The modules of a part that are not its own are skipped, in either mode.
             for module, original in zip(layer.modules(), real.modules(), strict=not isinstance(layer, Part)):
                 module.training = original.training
-        with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(training), torch.device("meta"):
-            return Boundary.of(self._run(inputs), f"what stage {self._index} returns")
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.set_grad_enabled(training),
+            torch.device("meta"),
+            self._precision.computing(),
+        ):
+            outputs = self._run(inputs, self._layers, torch.device("meta"))
+            return Boundary.of(outputs, f"what stage {self._index} returns")
 
-    def _run(self, inputs: Boundary) -> Any:
+    def _real_outputs(self, inputs: Boundary, training: bool) -> Boundary:
+        devices = [self._device] if self._device.type == "cuda" else []
+        with (
+            torch.random.fork_rng(devices),
+            torch.set_grad_enabled(training),
+            left_as_found(self._real),
+            self._real_precision.computing(),
+        ):
+            outputs = self._run(inputs, self._real, self._device)
+            return Boundary.of(outputs, f"what stage {self._index} returns")
+
+    def _run(self, inputs: Boundary, layers: Sequence[nn.Module], device: torch.device) -> Any:
         try:
             try:
-                return self._apply(inputs)
+                return self._apply(inputs, layers, device)
             except RuntimeError:
                 # autograd refuses to change a leaf in place, and lets a layer change a copy of it
                 if self.changes_input:
                     raise
                 self.changes_input = True
-                return self._apply(inputs)
+                return self._apply(inputs, layers, device)
         except UsageError:
             raise
         except Exception as error:
@@ -312,12 +361,12 @@ class DryRun:
                 "contents of tensors in Python, or makes tensors on a device of its own choice, cannot be"
             ) from error
 
-    def _apply(self, inputs: Boundary) -> Any:
-        """Run the layers on tensors without contents, as a stage gets them: cut off from the stage before."""
-        tensors = [torch.empty(content.shape, dtype=content.dtype, device="meta") for content in inputs.contents]
+    def _apply(self, inputs: Boundary, layers: Sequence[nn.Module], device: torch.device) -> Any:
+        """Run the layers on zeros, or without contents, as a stage gets its input: cut off from the stage before."""
+        tensors = [torch.zeros(content.shape, dtype=content.dtype, device=device) for content in inputs.contents]
         value, _ = as_inputs(inputs, tensors, self.changes_input)
-        for layer in self._layers:
+        for layer in layers:
             value = layer(value)
         # torch counts how often a tensor was changed in place. Views count together, as micro-batches of a batch do.
         self.changes_input |= any(version_of(tensor) for tensor in tensors)
-        return value
+        return self._precision.inside(value)

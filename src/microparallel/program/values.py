@@ -187,6 +187,16 @@ def presence(turn: int = 0) -> Named:
     return Named(f"presence{turn}")
 
 
+def announced(number: int = 0) -> Named:
+    """In a first forward whose order no rank knows: who has samples (0); then what these gather, one after another."""
+    return Named(f"announced{number}")
+
+
+def overflow(turn: int = 0) -> Named:
+    """How many ranks found gradients in their parts that are not finite, after the pass of this number."""
+    return Named(f"overflow{turn}")
+
+
 def moments(layer: int) -> Named:
     """How many samples all ranks have together, with their mean and variance, in the SyncBatchNorm of this number."""
     return Named(f"moments{layer}")

@@ -122,7 +122,8 @@ def subtitle_of(run: Run) -> str:
     """The run's folder, and how and on what it trained."""
     strategy, data = _fact(run, "strategy"), _fact(run, "data")
     layout = [f"{axis} {_fact(run, axis)}" for axis in ("dp", "pp") if isinstance(_fact(run, axis), int)]
-    facts = [_fact(run, "schedule"), *layout, _fact(run, "device")]
+    precision = _fact(run, "precision")
+    facts = [_fact(run, "schedule"), *layout, _fact(run, "device"), None if precision == "float32" else precision]
     words = [run.name, strategy, *facts, data]
     return " · ".join(str(word) for word in words if word is not None and word != "auto")
 

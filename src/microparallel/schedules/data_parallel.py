@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from microparallel.collectives import is_compressed
 from microparallel.errors import UsageError
 from microparallel.program import (
     AUTO,
@@ -35,6 +36,7 @@ from microparallel.program import (
     Program,
     ReduceScatter,
     TrainingStep,
+    overflow,
     presence,
 )
 
@@ -101,6 +103,8 @@ def data_parallel_step(
     level: int = 0,
     at_once: bool = True,
     norm: bool = False,
+    overflow: bool = False,
+    algorithms: str | Sequence[str] = AUTO,
 ) -> Program:
     """The step that `DataParallel` follows: stages are buckets of gradients, and backward is as many operations.
 
@@ -145,6 +149,19 @@ def data_parallel_step(
                rank 1: F0:1.1 B0.1 %U0.0@dp *:presence0@dp = !D0.1             %U0.1@dp *:presence1@dp =       S ~T0@dp
     ```
 
+    In float16 a step with gradients that are not finite is not taken. Where each rank sees its part of them only, the
+    ranks tell each other after each pass (`overflow`); then parameters are gathered as ever, and nothing has changed:
+
+    ```
+    level 1    rank 0: F0:1.0 B0.0 %U0@dp *:presence0@dp = *:overflow0@dp = S ~T0@dp
+    ```
+
+    Buckets that are compressed name how (`algorithms`). Which gradients a rank has goes in a message of its own, too:
+
+    ```
+    rank 0: F0:1.0 B0.0 *U0@dp:topk-0.01 *:presence0@dp = S
+    ```
+
     Args:
         buckets: how many buckets there are.
         ranks: how many replicas there are.
@@ -163,6 +180,8 @@ def data_parallel_step(
         at_once: at level 2, whether the gradients of each micro-batch leave at once; otherwise, as inside of
             `no_sync()`, they add up on the rank first.
         norm: whether the ranks sum the norm of their parts of the gradients.
+        overflow: with ZeRO, whether the ranks tell each other if their parts of the gradients are finite.
+        algorithms: of the buckets' all-reduces, one for each bucket, or one for all.
     """
     each = microbatches
     if isinstance(each, int):
@@ -176,8 +195,17 @@ def data_parallel_step(
         )
     if level not in (0, 1, 2) or (level and (joining or not sums)):
         raise UsageError(f"level={level!r}: choose 0, 1 or 2; from 1 on ranks cannot run out of data (joining)")
+    of_buckets = (algorithms,) * buckets if isinstance(algorithms, str) else tuple(algorithms)
+    if len(of_buckets) != buckets or (level and set(of_buckets) != {AUTO}):
+        raise UsageError(
+            f"algorithms={algorithms!r}: level 0 takes a name for each of {buckets} buckets, or one for all"
+        )
     in_forward, *in_backward = norms or ((),) * (buckets + 2)
-    passes = _Passes(buckets, level, in_forward, in_backward, overlap, sums, weights, buffers=buffers and not joining)
+    passes = _Passes(
+        *(buckets, level, in_forward, in_backward, overlap, sums, weights, buffers and not joining),
+        overflow=overflow,
+        algorithms=of_buckets,
+    )
     first = next(rank for rank in range(ranks) if rank not in gone)
     mine = [[number * ranks + rank for number in range(count)] for rank, count in enumerate(each)]
 
@@ -216,6 +244,8 @@ class _Passes:
     sums: bool
     weights: bool
     buffers: bool
+    overflow: bool
+    algorithms: Sequence[str]
 
     def accumulated(self, microbatches: Sequence[int]) -> Iterator[Op]:
         """Gradients add up on the rank and are summed after its last micro-batch; also if it has none."""
@@ -250,11 +280,18 @@ class _Passes:
             yield from _sums(self.in_backward[bucket])
             yield from (Backward(self.buckets - 1 - bucket, one) for one in microbatch)
             if self.sums:
-                yield ReduceScatter(Bucket(bucket, turn), "dp") if self.level else AllReduce(Bucket(bucket), "dp")
+                yield self._sum(bucket, turn)
                 yield from () if self.overlap else (Join(),)
         yield from _sums(self.in_backward[-1])
-        if self.level:
+        if self.level or (self.sums and any(map(is_compressed, self.algorithms))):
             yield from (AllReduce(presence(turn or 0), "dp"), Join())
+            if self.overflow:
+                yield from (AllReduce(overflow(turn or 0), "dp"), Join())
+
+    def _sum(self, bucket: int, turn: int | None) -> Op:
+        if self.level:
+            return ReduceScatter(Bucket(bucket, turn), "dp")
+        return AllReduce(Bucket(bucket), "dp", self.algorithms[bucket])
 
     def _freed(self, microbatches: Sequence[int]) -> Iterator[Op]:
         """At level 2 whole gradients are let go when they have been summed."""

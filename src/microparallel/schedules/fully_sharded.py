@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from microparallel.errors import UsageError
 from microparallel.program import (
+    AUTO,
     BUFFERS,
     LOSS,
     NORM,
@@ -35,8 +36,10 @@ from microparallel.program import (
     ReduceScatter,
     Shard,
     TrainingStep,
+    announced,
     presence,
 )
+from microparallel.program import overflow as overflow_of
 
 
 def fully_sharded_step(
@@ -56,6 +59,8 @@ def fully_sharded_step(
     loss: bool = False,
     at_once: bool = True,
     norm: bool = False,
+    algorithm: str = AUTO,
+    overflow: bool = False,
 ) -> Program:
     """One step in which a unit's parameters are whole only while they are used; a unit is a stage and a bucket.
 
@@ -81,6 +86,12 @@ def fully_sharded_step(
     rank 1: ~T2 ~T1 !T2 ~T0 !T1 !T0   ~T0 ~T1 %U0.0 !T0 ~T2 %U1.0 !T1 %U2.0 !T2   *:presence0 = S
     ```
 
+    In the first step (`order`) the others tell such a rank what they gather, and it lets that go at once:
+
+    ```
+    rank 1: *:announced0 = *:announced1 = ~T2 = !T2 *:announced2 = ~T1 = !T1 … *:announced4 = *:order = ~T0 ~T1 %U0.0 …
+    ```
+
     With `replicas`, the ranks are as many groups, each of which keeps all parts; a part's sum over a group (`dp`) is
     summed over the groups (`replica`): `%U0.0@dp *U0.0/@replica`.
 
@@ -95,12 +106,16 @@ def fully_sharded_step(
         overlap: whether computation goes on during a gather or a sum; otherwise it waits for each.
         buffers: whether rank 0's buffers are copied to all before a forward.
         weights: whether the ranks first share which of them take part, and how much each one's gradients count.
-        order: whether the ranks share in which order they used the units, as in the first step.
+        order: whether the ranks share which of them have samples, and in which order they use the units, as in the
+            first step.
         samples: whether the ranks sum up how many samples they have.
         loss: whether the ranks sum the loss.
         at_once: whether the gradients of each micro-batch leave at once; otherwise, as inside of `no_sync()`, they add
             up on the rank first.
         norm: whether the ranks sum the norm of their parts of the gradients.
+        algorithm: by which gradients are summed.
+        overflow: whether the ranks tell each other after each pass if their parts of the gradients are finite
+            (`*:overflow0`): in float16 a step in which some are not is not taken.
     """
     each = [microbatches] * ranks if isinstance(microbatches, int) else list(microbatches)
     last = tuple(last) or tuple(range(units))
@@ -110,21 +125,22 @@ def fully_sharded_step(
 
     def summed(bucket: Bucket) -> Iterator[Op]:
         """Sum the gradients of a unit over the ranks; each keeps its part."""
-        yield ReduceScatter(bucket, "dp")
+        yield ReduceScatter(bucket, "dp", algorithm)
         if replicas > 1:
-            yield AllReduce(Shard(bucket), "replica")
+            yield AllReduce(Shard(bucket), "replica", algorithm)
         yield from () if overlap else (Join(),)
 
     def turn(number: int, mine: Sequence[int], local: bool, earlier: Sequence[int]) -> Iterator[Op]:
         """A forward and a backward of all ranks; `mine` has this rank's micro-batch, if it has one in this turn."""
         if buffers and not local:
             yield from (Broadcast(BUFFERS, everywhere, 0), Join())
-        for op in gathering.forward():
+        first = order and not number
+        yield from (AllReduce(announced(), everywhere), Join()) if first else ()
+        for op in gathering.announced(everywhere, bool(mine)) if first and not all(each) else gathering.forward():
             yield from (Forward(op, one) for one in mine) if isinstance(op, int) else (op,)
         if not local and weights:
             yield from (AllReduce(WEIGHTS, everywhere), Join())
-        if order and not number:
-            yield from (AllReduce(ORDER, everywhere), Join())
+        yield from (AllReduce(ORDER, everywhere), Join()) if first else ()
         for op in gathering.backward():
             if not isinstance(op, int):
                 yield op
@@ -134,7 +150,9 @@ def fully_sharded_step(
                 yield from summed(Bucket(units - 1 - op, number if at_once else None))
                 yield from (Free(Delta(op, one)) for one in (*earlier, *mine))
         if not local:
-            yield from (AllReduce(presence(number if at_once else 0), everywhere), Join())
+            told_after = (presence, overflow_of) if overflow else (presence,)
+            for value in told_after:
+                yield from (AllReduce(value(number if at_once else 0), everywhere), Join())
 
     turns = max(each)
     numbers = [[number * ranks + rank for number in range(count)] for rank, count in enumerate(each)]
@@ -175,6 +193,18 @@ class _Gathering:
         stages = range(self.units)
         used_last = [[unit for unit in stages if self.last[unit] == stage] for stage in stages]
         yield from self._use([[stage] for stage in stages], used_last if self.reshard else [[]] * self.units, stages)
+
+    def announced(self, axis: str, computes: bool) -> Iterator[Op | int]:
+        """A forward in which ranks tell those without samples what they gather, and in the end that it was all."""
+        number = 1
+        for op in self.forward():
+            if isinstance(op, AllGather):
+                yield from (AllReduce(announced(number), axis), Join(), op, Join())
+                yield from () if computes or not self.reshard else (Free(op.value),)
+                number += 1
+            elif computes and not isinstance(op, Join):
+                yield op
+        yield from (AllReduce(announced(number), axis), Join())
 
     def backward(self) -> Iterator[Op | int]:
         """From the last stage to the first: a unit is needed from the stage that used it last, down to its own."""

@@ -41,6 +41,9 @@ from microparallel.program import (
     presence,
     tied,
 )
+from microparallel.program import (
+    overflow as overflow_of,
+)
 from microparallel.program.rules import Compute
 
 Fewer = Mapping[int, Program | None]  # by replica: the program of one that has fewer micro-batches; None: it has none
@@ -49,7 +52,7 @@ Fewer = Mapping[int, Program | None]  # by replica: the program of one that has 
 def replicate(
     program: Program,
     replicas: int,
-    algorithm: str = AUTO,
+    algorithm: str | Sequence[str] = AUTO,
     *,
     fewer: Fewer | None = None,
     shared: Collection[int] = (),
@@ -79,7 +82,7 @@ def replicate(
     Args:
         program: of one pipeline.
         replicas: how many there are.
-        algorithm: of the sums.
+        algorithm: of the sums, one for all stages or one for each.
         fewer: the program of each replica that has fewer micro-batches; None for one that has none.
         shared: the ranks of a pipeline that have several stages with one parameter in common (`with_reductions`).
         level: 0: each rank gets the whole sum; 1: its part of it (a reduce-scatter).
@@ -105,7 +108,7 @@ def replicate(
 
 
 def _summed(
-    theirs: Program | None, usual: Program, algorithm: str, shared: Collection[int], level: int
+    theirs: Program | None, usual: Program, algorithm: str | Sequence[str], shared: Collection[int], level: int
 ) -> Iterator[Sequence[Op]]:
     """For each rank of a replica, its operations with the sums; one without micro-batches has only those."""
     for place, ops in enumerate((theirs or usual).ranks):
@@ -127,11 +130,12 @@ def with_sums(
     shared: Collection[int] = (),
     ties: Sequence[Collection[int]] = (),
     samples: bool = True,
+    overflow: bool = False,
     norm: bool = False,
     buffers: Collection[int] = (),
     level: int = 0,
     update: bool | None = None,
-    algorithm: str = AUTO,
+    algorithm: str | Sequence[str] = AUTO,
 ) -> Program:
     """The whole step of a pipeline, or of several side by side: with everything that its ranks sum up or broadcast.
 
@@ -142,11 +146,12 @@ def with_sums(
 
     The rank that has the batch sends its shapes to the others. Replicas sum their numbers of samples, since each one's
     gradients are weighted with its share. When every gradient has been summed over the replicas, the copies of a
-    parameter on different ranks are summed, and then the loss. To clip gradients, the ranks may go on with the norm of
-    all gradients; and all replicas may get the buffers of the first:
+    parameter on different ranks are summed, and then the loss. With float16, all ranks find out whether any of them has
+    gradients that are not finite. To clip gradients, the ranks may go on with the norm of all gradients; and all
+    replicas may get the buffers of the first:
 
     ```
-    rank 0  … *:loss@world *:norm@pp ^:buffers@dp/0
+    rank 0  … *:loss@world *:overflow0@world *:norm@pp ^:buffers@dp/0
     ```
 
     With ZeRO (`level=1`), each replica keeps its part of the sums, updates its part of the parameters, and gathers the
@@ -165,11 +170,12 @@ def with_sums(
         shared: the ranks of a pipeline that have several stages with one parameter in common (`with_reductions`).
         ties: for each parameter that stages on different ranks share, those ranks of a pipeline.
         samples: whether replicas sum their numbers of samples.
+        overflow: whether all ranks tell each other if they have gradients that are not finite (mixed precision).
         norm: whether the ranks compute the norm of all gradients together.
         buffers: the ranks of a pipeline that have buffers, if these are copied to all replicas.
         level: 0: every replica has everything; 1: replicas keep the optimizer's state in parts. One pipeline has all.
         update: whether the optimizer's step is part of it, which gathers at level 1; None: at level 1.
-        algorithm: of the buckets' sums, and of what is gathered.
+        algorithm: of the buckets' sums, and of what is gathered; one for all stages, or one for each.
     """
     if level not in (0, 1):
         raise UsageError(
@@ -190,18 +196,26 @@ def with_sums(
         after += [Join()]
         after += [AllReduce(tied(index), "pp") for index, ranks in enumerate(ties) if place in ranks]
         after += [AllReduce(LOSS, WORLD)]
+        after += [AllReduce(overflow_of(), WORLD)] if overflow else []
         after += [AllReduce(NORM, WORLD if level else "pp")] if norm else []
         if level if update is None else update:
             kept = (op.value for op in ops if isinstance(op, ReduceScatter) and isinstance(op.value, Bucket))
             stages = sorted((bucket.index for bucket in kept), reverse=True)
-            after += [Join(), OptimizerStep(), *(AllGather(Parameters(stage), "dp", algorithm) for stage in stages)]
+            gathers = (AllGather(Parameters(stage), "dp", _of(algorithm, stage)) for stage in stages)
+            after += [Join(), OptimizerStep(), *gathers]
         after += [Broadcast(BUFFERS, "dp", place)] if replicas > 1 and place in buffers else []
         orders.append((*before, *ops, *after))
     mesh = whole.mesh or (("pp", program.world_size),)
     return replace(whole, ranks=tuple(orders), mesh=mesh)
 
 
-def with_reductions(ops: Sequence[Op], algorithm: str = AUTO, *, shares: bool = False, level: int = 0) -> list[Op]:
+def _of(algorithm: str | Sequence[str], stage: int) -> str:
+    return algorithm if isinstance(algorithm, str) else algorithm[stage]
+
+
+def with_reductions(
+    ops: Sequence[Op], algorithm: str | Sequence[str] = AUTO, *, shares: bool = False, level: int = 0
+) -> list[Op]:
     """Add each stage's sum after its last backward and the sends that follow: another rank waits for those.
 
     If several stages of this rank have a parameter in common (`shares`), its gradient goes with those of the rank's
@@ -223,7 +237,7 @@ def with_reductions(ops: Sequence[Op], algorithm: str = AUTO, *, shares: bool = 
             due = []
         result.append(op)
         ended = sorted((stage for stage, end in last.items() if end == place), reverse=True)
-        due += [kind(Bucket(stage), "dp", algorithm) for stage in ended]
+        due += [kind(Bucket(stage), "dp", _of(algorithm, stage)) for stage in ended]
     return result + due
 
 

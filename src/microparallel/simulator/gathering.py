@@ -20,6 +20,7 @@ from typing import Any
 
 from microparallel.errors import UsageError
 from microparallel.program import (
+    AUTO,
     BUFFERS,
     LOSS,
     NORM,
@@ -34,6 +35,7 @@ from microparallel.program import (
     Forward,
     Free,
     Join,
+    Named,
     Observed,
     Op,
     Parameters,
@@ -41,7 +43,9 @@ from microparallel.program import (
     ReduceScatter,
     Shard,
     TrainingStep,
+    announced,
     halves,
+    overflow,
 )
 from microparallel.schedules import fully_sharded_step
 from microparallel.simulator.fitted import Fitted
@@ -225,14 +229,26 @@ def _guess(program: Program, goal: TrainingStep) -> Options:
         "samples": SAMPLES in named,
         "loss": LOSS in named,
         "norm": NORM in named,
+        "overflow": overflow() in named,
+        "algorithm": sums[0].algorithm if sums else AUTO,
         "at_once": all(isinstance(op.value, Bucket) and op.value.turn is not None for op in sums),
     }
     return Options(
         prefetch=sum(place < forward for place in gathers) - 1,
         reshard_after_forward=reshard,
-        overlap=not any(isinstance(ops[place + 1], Join) for place in gathers),  # some take no time to wait for
+        # Some take no time to wait for; those that are announced, in a first step, are always waited for.
+        overlap=not any(isinstance(ops[place + 1], Join) and not _is_announced(ops, place) for place in gathers),
         others=tuple(others.items()),
     )
+
+
+def _is_announced(ops: Sequence[Op], place: int) -> bool:
+    """Whether ranks have told those without samples of a gather just before it."""
+    before = next((op for op in reversed(ops[:place]) if not isinstance(op, Join)), None)
+    match before:
+        case AllReduce(Named(name) as value):
+            return name.startswith("announced") and value != announced()  # the first one says who has samples
+    return False
 
 
 def _last_uses(forward: Sequence[Op], units: int) -> tuple[int, ...]:

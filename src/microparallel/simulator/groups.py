@@ -18,7 +18,17 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from microparallel.collectives import GroupKind, group_kind, program_of, resolve, sent_by
+from microparallel.collectives import (
+    PROGRAM_OF_ROUND,
+    GroupKind,
+    compressed_traffic,
+    group_kind,
+    is_compressed,
+    payload,
+    program_of,
+    resolve,
+    sent_by,
+)
 from microparallel.program import (
     Broadcast,
     Collective,
@@ -112,11 +122,25 @@ class GroupCosts:
         measured = [self._costs.together(op, rank) for rank in ranks] if len(ranks) > 1 else [0.0]
         known = [seconds for seconds in measured if seconds is not None]
         rows = tuple(row for row in self._rows[op] if len(row) == len(ranks)) if self._costs.shares_ports else (ranks,)
+        if is_compressed(algorithm):
+            return self._compressed(algorithm, ranks, rows, size, known)
         if not known and algorithm == "ring" and (link := self._only_link(ranks, rows)) is not None:
             return [self._ring(kind, len(ranks), size, link)] * len(ranks)
         shape = _shape(kind, algorithm, len(ranks), ranks.index(op.root) if isinstance(op, Broadcast) else None)
         seconds = known or self._simulated(shape, ranks, rows, size)
         return [Share(end, messages, part * size) for end, (messages, part) in zip(seconds, shape.sent, strict=True)]
+
+    def _compressed(
+        self, algorithm: str, ranks: Group, rows: tuple[Group, ...], size: float, known: list[float]
+    ) -> list[Share]:
+        """The rounds of a compressed all-reduce, one after another, each with its payload; all ranks begin together."""
+        seconds, begin = [0.0] * len(ranks), 0.0
+        for one in () if known else payload(algorithm, size):
+            shape = _shape("all-reduce", PROGRAM_OF_ROUND[one.kind], len(ranks), None)
+            seconds = [begin + end for end in self._simulated(shape, ranks, rows, one.bytes)]
+            begin = max(seconds)
+        sent = compressed_traffic(algorithm, len(ranks), size)
+        return [Share(end, *counts) for end, counts in zip(known or seconds, sent, strict=True)]
 
     def _find_only_link(self, ranks: Group, rows: tuple[Group, ...]) -> Link | None:
         """How neighbours in a ring are connected, if all are in the same way and none waits for another's port."""

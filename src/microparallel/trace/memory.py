@@ -8,7 +8,7 @@ rank 0  F0.0 B0.0 %U0.0@dp !D0.0 S ~T0@dp          ZeRO-2, one layer, two ranks;
 ```
 
 - *Parameters* are there from the beginning, whole; those that the program frees (`!T0`) only between a gather and that,
-  and beside them the rank's own part.
+  and beside them the rank's own part. In mixed precision, what is gathered has fewer bits than the part.
 - *Gradients* of a stage are there from its first backward on, until all of them are freed (`!D0.3`); without a free, to
   the end of the step. A rank's part of a sum lies in them, or, once they are freed, in memory of its own.
 - The *optimizer's* state is there from the beginning: for all parameters of the rank, or for its part of those whose
@@ -73,14 +73,17 @@ class Sizes:
         gradients: of these parameters.
         optimizer: the optimizer's state for them.
         activations: a stage's output for one micro-batch, with what its backward keeps.
+        gathered: its parameters while they are whole, where a rank keeps a part of them otherwise, and they are
+            converted for that (mixed precision); None: as `parameters`.
 
-    Of a recorded step, the last two may be None: not known.
+    Of a recorded step, `optimizer` and `activations` may be None: not known.
     """
 
     parameters: PerStage = 4
     gradients: PerStage = 4
     optimizer: PerStage | None = 8
     activations: PerStage | None = 1
+    gathered: PerStage | None = None
 
     def of(self, kind: Kind, stage: int) -> float:
         """How many bytes a stage has of a kind; raises `UsageError` if that is not known."""
@@ -89,9 +92,14 @@ class Sizes:
             raise UsageError(f"memory: the size of {kind} in this step is not known: {_UNKNOWN[kind]}")
         return size[stage] if isinstance(size, Sequence) else size
 
+    def of_gathered(self, stage: int) -> float:
+        """How many bytes a stage's parameters have while they are whole."""
+        size = self.parameters if self.gathered is None else self.gathered
+        return size[stage] if isinstance(size, Sequence) else size
+
     def check(self, stages: int) -> None:
         """Raise `UsageError` unless these sizes belong to so many stages."""
-        for kind in KINDS[:-1]:
+        for kind in (*KINDS[:-1], "gathered"):
             size: PerStage | None = getattr(self, kind)
             numbers = size if isinstance(size, Sequence) else [] if size is None else [size]
             if isinstance(size, Sequence) and len(size) != stages:
@@ -286,7 +294,7 @@ class _Account:
             # A real rank takes the memory when it asks, before the other ranks come; a simulated one when it begins.
             moment = event.asked if self._measured else event.start
             for stage in range(*self._goal.buckets[op.value.index]):
-                self._add("parameters", stage, moment)
+                self._changes["parameters"].append((moment, self._sizes.of_gathered(stage)))
 
     def _keep_part(self, index: int, event: Event) -> None:
         """A part of the sum needs memory of its own where the whole gradients are let go."""
@@ -304,7 +312,7 @@ class _Account:
                 self._add("gradients", value.stage, time, -1)
         elif isinstance(value, Parameters):
             for stage in range(*self._goal.buckets[value.index]):
-                self._add("parameters", stage, time, -1)
+                self._changes["parameters"].append((time, -self._sizes.of_gathered(stage)))
 
     def _add(self, kind: Kind, stage: int, time: float, times: float = 1) -> None:
         self._changes[kind].append((time, times * self._sizes.of(kind, stage)))

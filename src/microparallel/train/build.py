@@ -14,6 +14,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.calls import describe
 from microparallel.comms.slow_links import slow_down
+from microparallel.compression import Compressor, parse
 from microparallel.course.shortcuts import ParameterAveraging
 from microparallel.data_parallel import DataParallel, deferred_init, replicate
 from microparallel.errors import ConfigError, DataError, UsageError
@@ -27,13 +28,14 @@ from microparallel.pipeline.programs import Schedule
 from microparallel.text import nearest
 from microparallel.topology import parse_slow_links, parse_slow_ranks
 from microparallel.train import user_code
-from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, fitting_loss, placed
-from microparallel.train.config import DEFAULTS, TrainConfig, parse_balance
+from microparallel.train.batch import ModelSignature, ModelWithLoss, fitting_loss, placed
+from microparallel.train.config import DEFAULTS, MIXED, TrainConfig, parse_balance
 from microparallel.train.data import Dataset, Split, Stream, digits, from_user, text
 from microparallel.train.fully_sharded import FullyShardedTraining, ShardedModelWithLoss
 from microparallel.train.loader import Loader, Loading, SampleLoader, StreamLoader
 from microparallel.train.logs import require_installed
 from microparallel.train.metrics import load_metrics
+from microparallel.train.mixed_precision import MixedModelWithLoss
 from microparallel.train.optimizer import build_learning_rate, build_optimizer
 from microparallel.train.sampler import Ranked, ShardedSampler
 from microparallel.train.strategies import STEPS, data_parallel, slow_down_model
@@ -49,7 +51,7 @@ def build(config: TrainConfig, comms: Comms) -> Training:
     """Make one rank's part of the run that a configuration describes."""
     config = config.resolved()
     comms = _with_slow_links(config, comms)
-    dtype: torch.dtype = getattr(torch, config.dtype)
+    dtype = torch.float64 if config.precision == "float64" else torch.float32  # of parameters
     data = build_data(config)
     torch.manual_seed(config.seed)  # the same model on every rank
     defers = _defers(config)
@@ -67,22 +69,32 @@ def build(config: TrainConfig, comms: Comms) -> Training:
     if config.shard == "parameters":
         return _build_fully_sharded(config, comms, model, loss_fn, data, dtype)
     with_loss = ModelWithLoss(model, loss_fn)
-    sharded = None
-    if config.shard is None:
+    wrapped = _wrapped(config, with_loss, comms)
+    if wrapped is None:
         strategy = STEPS[config.strategy](with_loss, comms)
     else:
-        sharded = DataParallel(with_loss, comms, shard=config.shard)  # type: ignore[arg-type]
-        strategy = data_parallel(sharded, config.accumulate)
+        strategy = data_parallel(wrapped, config.accumulate)
+    sharded = None if config.shard is None else wrapped
     return Training(
         model=model,
-        with_loss=with_loss,
+        with_loss=wrapped if isinstance(wrapped, MixedModelWithLoss) else with_loss,
+        loss_scale=None if wrapped is None else wrapped.loss_scale,
         signature=ModelSignature(model, has_loss=loss_fn is not None),
         optimizer=build_optimizer(config, model, shared_by=None if sharded is None else comms),
         strategy=strategy,
         sharded=sharded,
+        compressed=None if config.compress is None else wrapped,
         averaging=None if config.average_every is None else ParameterAveraging(model, comms, config.average_every),
         **_rest(config, comms, data, comms, dtype),
     )
+
+
+def _wrapped(config: TrainConfig, with_loss: ModelWithLoss, comms: Comms) -> DataParallel | None:
+    """The model as its replicas compute and send it; None where a strategy of the course does that, or torch's own."""
+    options: dict[str, Any] = {"shard": config.shard, "compress": build_compressor(config), **_mixed(config)}
+    if config.precision in MIXED:
+        return MixedModelWithLoss(with_loss, comms, **options)
+    return None if config.shard is None and config.compress is None else DataParallel(with_loss, comms, **options)
 
 
 def _rest(config: TrainConfig, comms: Comms, data: Split, ranked: Ranked, dtype: torch.dtype) -> dict[str, Any]:
@@ -140,29 +152,28 @@ def _build_fully_sharded(
     """Make one rank's part of a run in which each rank keeps its part of every parameter."""
     signature = ModelSignature(model, has_loss=loss_fn is not None)
     with_loss = ModelWithLoss(model, loss_fn)
-    training = data.training
-
-    def example() -> Batch:
-        assert not isinstance(training, Stream)
-        samples = min(2, len(training))
-        return signature.batch(placed(training.batch(range(samples)), comms.device, dtype), samples)
-
     sharded = ShardedModelWithLoss(
         with_loss,
         comms,
-        None if isinstance(training, Stream) else example,
         prefetch=1 if config.prefetch is None else config.prefetch,
         reshard_after_forward=not config.keep_parameters,
         replicas=config.replicas or 1,
+        **_mixed(config),
     )
     return FullyShardedTraining(
         sharded,
+        loss_scale=sharded.loss_scale,
         with_loss=with_loss,
         signature=signature,
         optimizer=build_optimizer(config, model),
         strategy=data_parallel(sharded, config.accumulate),
         **_rest(config, comms, data, comms, dtype),
     )
+
+
+def _mixed(config: TrainConfig) -> dict[str, Any]:
+    """What a wrapper is told of a run in 16 bits; in others the model itself has been converted."""
+    return {"precision": config.precision} if config.precision in MIXED else {}
 
 
 @dataclass(frozen=True)
@@ -195,13 +206,18 @@ def _build_pipeline(
         example=_example(config, model, data, dtype) if config.balance == "time" else None,
         recompute=bool(config.recompute),
         shard=config.shard,  # type: ignore[arg-type]
+        compress=build_compressor(config),
+        compress_activations=config.compress_activations,
+        **_mixed(config),
     )
     return PipelineTraining(
         pipe,
         names,
+        loss_scale=pipe.loss_scale,
         with_loss=ModelWithLoss(pipe.own_layers, loss_fn),
         signature=ModelSignature(model, has_loss=True, one_argument=True),
         optimizer=build_optimizer(config, pipe, shared_by=None if config.shard is None else comms),
+        compressed=None if config.compress is None else pipe,
         **_rest(config, comms, data, _Replica(pipe.replica, pipe.mesh.dp), dtype),
     )
 
@@ -308,6 +324,14 @@ def build_model(config: TrainConfig, data: Split) -> nn.Module:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError(f"model {config.model!r} has no trainable parameters: there is nothing to train")
     return model
+
+
+def build_compressor(config: TrainConfig) -> Compressor | None:
+    """How gradients are compressed; None if they are not."""
+    if config.compress is None:
+        return None
+    options: dict[str, Any] = {"feedback": False} if config.no_feedback else {}
+    return parse(config.compress, warmup=config.compress_warmup or 0, seed=config.seed, **options)
 
 
 def build_loss(config: TrainConfig, model: nn.Module) -> LossFunction | None:

@@ -68,6 +68,7 @@ def save(
     *,
     comms: Comms | None = None,
     first_names: Mapping[str, str] | None = None,
+    by_rank: dict[str, Any] | None = None,
     keep: int = 3,
 ) -> Path:
     """Write the checkpoint of one step into `folder`, then remove all but the newest `keep` up to that step.
@@ -84,6 +85,8 @@ def save(
         comms: the ranks; None for one process.
         first_names: for each name of a tensor that another rank may hold under another name (tied weights), the first
             of its names.
+        by_rank: what else each rank keeps, such as residuals of compressed gradients; tensors that differ between ranks
+            stand under different keys.
         keep: how many checkpoints are left.
     """
     if keep < 1:
@@ -91,7 +94,7 @@ def save(
     ranks = Ranks(comms)
     path, tensors = folder / f"step-{step:08d}", TensorTable()
     # What cannot be stored is found before the disk is touched.
-    offers = ranks.do(lambda: _offer(model, optimizer_state, first_names or {}, tensors))
+    offers = ranks.do(lambda: _offer(model, optimizer_state, by_rank or {}, first_names or {}, tensors))
     own_state = ranks.on_first(lambda: encode(state, "state", None))
     record = {"step": step, **_put_together(offers), "state": own_state}
     try:
@@ -174,6 +177,7 @@ class Ranks:
 def _offer(
     model: Mapping[str, Tensor | Part],
     optimizer_state: dict[str, Any],
+    by_rank: dict[str, Any],
     first_names: Mapping[str, str],
     tensors: TensorTable,
 ) -> dict[str, Any]:
@@ -184,7 +188,9 @@ def _offer(
         for name, tensor in model.items()
     }
     optimizer = encode(optimizer_state, "optimizer", tensors)
-    return {"model": names, "optimizer": optimizer, "tensors": {n: _described(p) for n, p in tensors.parts.items()}}
+    others = encode(by_rank, "by_rank", tensors)
+    held = {name: _described(part) for name, part in tensors.parts.items()}
+    return {"model": names, "optimizer": optimizer, "by_rank": others, "tensors": held}
 
 
 def _described(part: Part) -> list[Any]:
@@ -194,12 +200,14 @@ def _described(part: Part) -> list[Any]:
 def _put_together(offers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Say what the checkpoint holds, and which rank writes what; every rank comes to the same result."""
     model = merge([offer["model"] for offer in offers])
-    optimizer = merge([decode(offer["optimizer"], Reference) for offer in offers])
-    encoded = encode(optimizer, "optimizer", None)
+    encoded = {
+        what: encode(merge([decode(offer[what], Reference) for offer in offers]), what, None)
+        for what in ("optimizer", "by_rank")
+    }
     names = list(model.values())
-    decode(encoded, names.append)
+    decode(list(encoded.values()), names.append)
     index = _index({name: _holders(name, offers) for name in dict.fromkeys(names)})
-    return {"tensors": index, "model": model, "optimizer": encoded}
+    return {"tensors": index, "model": model, **encoded}
 
 
 def _holders(name: str, offers: Sequence[dict[str, Any]]) -> dict[int, list[Any]]:

@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -155,6 +155,7 @@ class Checkpoint:
         stored_model: the model's tensors by name.
         stored_optimizer: the optimizer's state, with a `StoredTensor` in place of each tensor.
         files: the size of every file, by name, but for the manifest.
+        stored_by_rank: what else ranks have kept, each for itself.
     """
 
     step: int
@@ -162,6 +163,7 @@ class Checkpoint:
     stored_model: dict[str, StoredTensor]
     stored_optimizer: dict[str, Any]
     files: dict[str, int]
+    stored_by_rank: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def model(self) -> dict[str, Tensor]:
@@ -190,6 +192,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             stored_model={name: model[stored] for name, stored in record["model"].items()},
             stored_optimizer=decode(record["optimizer"], optimizer.__getitem__),
             files={name: written.bytes for name, written in files.items()},
+            stored_by_rank=decode(record.get("by_rank", {}), optimizer.__getitem__),
         )
     except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
         raise CheckpointError(f"{path} is whole, but not a checkpoint of this library ({error!r})") from error

@@ -88,7 +88,7 @@ def compare(
             keep(strategy, result.trace)
         return result
 
-    return _side_by_side(run, dict.fromkeys(strategies, config.ranks), config.dtype)
+    return _side_by_side(run, dict.fromkeys(strategies, config.ranks), config.precision)
 
 
 def _job(config: TrainConfig, strategy: str, ranks: int) -> TrainConfig:
@@ -150,7 +150,7 @@ def compare_in_process(config: TrainConfig, progress: Progress = lambda _: None)
     ours = dict.fromkeys(["replicas-cpu", "replicas-ring"], len(devices))
     torchs = {"torch-dp": len(gpus)} if gpus else {}
     with connect("gloo", device=devices[0].type) as comms:  # a world of one: nothing is sent
-        return _side_by_side(run, ours | torchs, config.dtype)
+        return _side_by_side(run, ours | torchs, config.precision)
 
 
 def replica_devices(device: str, replicas: int) -> list[torch.device]:
@@ -223,14 +223,14 @@ def _carry_out(training: Training, config: TrainConfig, state: Callable[[], dict
     return Outcome(losses, weights, statistics.median(seconds[2:] or seconds), trace)
 
 
-def _side_by_side(run: Callable[[str, int], Outcome], strategies: dict[str, int], dtype: str) -> list[Comparison]:
+def _side_by_side(run: Callable[[str, int], Outcome], strategies: dict[str, int], precision: str) -> list[Comparison]:
     """Run the job as it is, then with each strategy on its number of ranks or replicas."""
     reference = run("single", 1)
-    rows = [_beside("single", 1, reference, reference, dtype)]
-    return rows + [_beside(name, ranks, run(name, ranks), reference, dtype) for name, ranks in strategies.items()]
+    rows = [_beside("single", 1, reference, reference, precision)]
+    return rows + [_beside(name, ranks, run(name, ranks), reference, precision) for name, ranks in strategies.items()]
 
 
-def _beside(strategy: str, ranks: int, ours: Outcome, reference: Outcome, dtype: str) -> Comparison:
+def _beside(strategy: str, ranks: int, ours: Outcome, reference: Outcome, precision: str) -> Comparison:
     loss_difference = largest(
         abs(mine - theirs) / max(abs(theirs), 1e-30) for mine, theirs in zip(ours.losses, reference.losses, strict=True)
     )
@@ -246,7 +246,7 @@ def _beside(strategy: str, ranks: int, ours: Outcome, reference: Outcome, dtype:
         loss_difference=loss_difference,
         weight_difference=weight_difference,
         seconds_a_step=ours.seconds_a_step,
-        agrees=max(loss_difference, weight_difference) <= TOLERANCE[dtype],
+        agrees=max(loss_difference, weight_difference) <= TOLERANCE[precision],
         losses=ours.losses,
     )
 

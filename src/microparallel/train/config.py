@@ -17,7 +17,8 @@ from typing import Any
 
 import tomli_w
 
-from microparallel.errors import ConfigError
+from microparallel.collectives.compressed import parse_methods
+from microparallel.errors import ConfigError, UsageError
 from microparallel.schedules import PIPELINES
 from microparallel.settings import (
     AT_LEAST_ONE,
@@ -39,6 +40,8 @@ LOSSES = ("cross-entropy", "mse")
 STRATEGIES = ("auto", "single", "naive", "hooks", "ddp", "averaging", "torch-ddp", "pipeline")
 ACCUMULATING = ("auto", "single", "ddp", "averaging")  # can compute a step in several micro-batches
 SHARDED = ("optimizer", "gradients", "parameters")  # what each rank may keep its part of, each with those before
+PRECISIONS = ("float32", "bf16", "fp16", "float64")
+MIXED = ("bf16", "fp16")  # parameters are float32, and layers compute with copies
 LR_SCHEDULES = ("constant", "linear", "cosine")
 LOGS = ("tensorboard", "wandb")
 # torch's optimizers, so that a right name is known to be right without torch. A newer torch may have more.
@@ -71,7 +74,9 @@ MICROBATCHES = 8  # of a pipeline, unless the batch is smaller
 # The headings under which `--help` shows the settings.
 SUBJECT, STEPS, WORLD, ON_PURPOSE = "What to train", "How to train", "Where to train", "Slow on purpose"
 # Those that mean nothing without a pipeline.
-OF_PIPELINES = ("schedule", "microbatches", "stages_per_rank", "balance", "recompute")
+OF_PIPELINES = ("schedule", "microbatches", "stages_per_rank", "balance", "recompute", "compress_activations")
+# Those that mean nothing without --compress.
+OF_COMPRESSION = ("no_feedback", "compress_warmup")
 # Those that mean nothing without --shard parameters.
 OF_PARAMETERS = ("prefetch", "keep_parameters", "replicas")
 
@@ -125,6 +130,20 @@ def _check_shard(value: str, given: str) -> None:
         raise ConfigError(f"{given}: did you mean 'parameters'?")
     if value not in (*SHARDED, "none"):
         raise ConfigError(f"{given}: {did_you_mean(value, (*SHARDED, 'none'))}")
+
+
+def _check_compress(value: str, given: str) -> None:
+    if value != "none":
+        try:
+            parse_methods(value.replace(":", "-"), value)
+        except UsageError as error:
+            raise ConfigError(f"{given}: {error}") from None
+
+
+def _check_activations(value: str, given: str) -> None:
+    _check_compress(value, given)
+    if value.partition(":")[0] not in ("bf16", "fp16", "int8"):
+        raise ConfigError(f"{given}: a stage needs every number of its input; choose bf16, fp16 or int8")
 
 
 def _check_specs(value: str, given: str) -> None:
@@ -242,7 +261,12 @@ class TrainConfig:
         metavar="NORM",
     )
     seed: int = setting(0, "Seed of weights and order.", STEPS, within=Range(at_least=0, at_most=_LARGEST_SEED))
-    dtype: str = setting("float32", group=STEPS, choices=("float32", "float64"))
+    precision: str = setting(
+        "float32",
+        "float32, bf16 or fp16 (16-bit copies of float32 parameters compute; fp16 scales the loss), or float64.",
+        STEPS,
+        choices=PRECISIONS,
+    )
 
     ranks: int = setting(
         1,
@@ -302,6 +326,26 @@ class TrainConfig:
         example=2,
         may_change=True,
     )
+    compress: str | None = setting(
+        None,
+        "Send fewer bytes of gradients: bf16, fp16, topk:0.01, randomk:0.01, int8, sign, powersgd:2, or two of them, "
+        "such as topk:0.01+bf16; or none. What is learnt changes a little.",
+        WORLD,
+        shown="none",
+        metavar="METHOD",
+        check=_check_compress,
+    )
+    no_feedback: bool | None = setting(
+        None, "With --compress: forget what was not sent, instead of sending it later (error feedback).", WORLD
+    )
+    compress_warmup: int | None = setting(
+        None,
+        "With --compress: steps that are sent uncompressed first.",
+        WORLD,
+        shown="0",
+        within=Range(at_least=0),
+        example=100,
+    )
     dp: int | None = setting(
         None,
         "Replicas, each on its own samples.",
@@ -352,6 +396,15 @@ class TrainConfig:
     )
     recompute: bool | None = setting(
         None, "Let a pipeline compute activations again instead of keeping them.", WORLD, may_change=True
+    )
+    compress_activations: str | None = setting(
+        None,
+        "In which form a pipeline's stages send each other activations and their gradients: bf16, fp16 or int8.",
+        WORLD,
+        shown="as they are",
+        metavar="METHOD",
+        check=_check_activations,
+        may_change=True,
     )
     workers: int = setting(
         0,
@@ -432,6 +485,8 @@ class TrainConfig:
             missing["optimizer"] = self.optimizer.lower()
         if self.shard == "none":
             missing["shard"] = None
+        if self.compress == "none":
+            missing["compress"] = None
         return replace(self, ranks=self.world_size, **missing)
 
     def _resolved_pipeline(self, batch: int) -> dict[str, Any]:
@@ -467,6 +522,7 @@ class TrainConfig:
 
 _RENAMED = {
     "chunks": "stages_per_rank",
+    "dtype": "precision",
     "lr_schedule": "schedule_lr",
 }  # so that a run which began under the old name can go on
 
@@ -532,6 +588,8 @@ def _check_together(config: TrainConfig) -> None:
         )
     _check_averaging(config)
     _check_sharding(config)
+    _check_precision(config)
+    _check_compression(config)
     if config.is_pipeline:
         _check_pipeline(config, used["batch"])
     elif used["batch"] < config.world_size:
@@ -650,6 +708,43 @@ def _check_sharding(config: TrainConfig) -> None:
         raise ConfigError(f"{given} is for --strategy ddp, and it is {config.strategy}; try that, or --shard none")
     if config.world_size == 1 and config.strategy == "auto":
         raise ConfigError(f"{given}: one rank has no other rank to share with; try --ranks 2, or leave it out")
+
+
+def _check_precision(config: TrainConfig) -> None:
+    """Raise a ConfigError if a run in 16 bits is asked of something that computes with the parameters themselves."""
+    if config.precision not in MIXED:
+        return
+    given = f"--precision {config.precision}"
+    if config.average_every is not None:
+        raise ConfigError(f"{given}: --average-every {config.average_every} computes in float32 or float64; choose one")
+    if config.strategy not in ("auto", "single", "ddp", "pipeline"):
+        raise ConfigError(f"{given} is for --strategy ddp, and it is {config.strategy}; try that, or float32")
+
+
+def _check_compression(config: TrainConfig) -> None:
+    """Raise a ConfigError if there are no gradients to send, or they are sent in a way that cannot be compressed."""
+    if config.compress in (None, "none"):
+        for name in OF_COMPRESSION:
+            value = getattr(config, name)
+            if value is not None and value is not False:
+                raise ConfigError(f"{declared(TrainConfig)[name].given(value)} is for --compress; add that")
+        return
+    given = f"--compress {config.compress}"
+    if config.shard not in (None, "none"):
+        raise ConfigError(
+            f"{given}: a compressed sum leaves each rank with all gradients, and --shard {config.shard} with its part; "
+            "leave one of them out"
+        )
+    if config.average_every is not None:
+        raise ConfigError(
+            f"{given}: with --average-every {config.average_every} no gradients are sent; leave one of them out"
+        )
+    if config.strategy not in ("auto", "ddp", "pipeline"):
+        raise ConfigError(f"{given} is for --strategy ddp, and it is {config.strategy}; try that, or --compress none")
+    if config.layout[0] == 1:
+        alone = "--dp is 1" if config.is_pipeline else "there is one rank"
+        more = "--dp 2" if config.is_pipeline else "--ranks 2"
+        raise ConfigError(f"{given}: gradients are sent between replicas, and {alone}; try {more}, or --compress none")
 
 
 def _check_options_of_parameters(config: TrainConfig) -> None:

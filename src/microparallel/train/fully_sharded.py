@@ -13,9 +13,8 @@ the whole model, neither to save it nor to load it.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,16 +36,12 @@ class ShardedModelWithLoss(FullyShardedDataParallel):
     Args:
         with_loss: the plain model, and its loss.
         comms: the ranks.
-        example: makes a batch of some samples, whichever; None: there is none to be had.
         options: of `FullyShardedDataParallel`.
     """
 
-    def __init__(
-        self, with_loss: ModelWithLoss, comms: Comms, example: Callable[[], Batch] | None = None, **options: Any
-    ) -> None:
+    def __init__(self, with_loss: ModelWithLoss, comms: Comms, **options: Any) -> None:
         super().__init__(with_loss.model, comms, **options)
         self._loss = with_loss.loss
-        self._example = example
 
     def forward(self, batch: Batch, _targets: Any = None) -> Loss:
         """The loss of a batch, in which the targets are."""
@@ -58,19 +53,6 @@ class ShardedModelWithLoss(FullyShardedDataParallel):
     def outputs(self, batch: Batch) -> Any:
         """What the model returns; its units are gathered for it."""
         return super().forward(*batch.arguments, **batch.named)
-
-    def _forward_without_samples(self) -> None:
-        """Gather what the other ranks use in their forward.
-
-        Before the first step it is not known in which order they use units. Then this rank computes an example, and so
-        uses what they use; nothing else comes of it. A run that goes on may begin with a batch of a single sample.
-        """
-        if self._example is None or self._reducer.knows_order:
-            super()._forward_without_samples()
-            return
-        devices = [self.comms.device] if self.comms.device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices), contextlib.suppress(Exception):
-            self.outputs(self._example())
 
     def replicas_are_identical(self) -> bool:
         """Whether ranks of several groups that keep the same part have the same bits; every rank must call it."""

@@ -136,10 +136,9 @@ class _Run:
         done = training.steps_done
         self._samples += training.last_samples
         speed = training.last_samples / seconds
-        self._record(
-            {"step": done, "epoch": training.loader.epoch, "loss": loss, "samples_per_second": round(speed, 1)}
-        )
-        self._display.step(done, loss, speed)
+        record = {"step": done, "epoch": training.loader.epoch, "loss": loss, "samples_per_second": round(speed, 1)}
+        self._record(record | _scaling(training))
+        self._display.step(done, loss, speed, training.loss_scale)
         if not math.isfinite(loss):
             self._warn("step", f"the loss of step {done} is {loss}; a smaller --lr may help")
         if self._config.save_every is not None and self._due(self._config.save_every):
@@ -195,6 +194,8 @@ class _Run:
             "strategy": self._config.strategy,
             "ranks": training.comms.world_size,
             **_layout(self._config),
+            "precision": self._config.precision,
+            **_scaling(training),
             "device": str(training.comms.device),
             "parameters": training.parameters,
             "steps": training.steps_done,
@@ -232,10 +233,19 @@ def _description(training: Training, config: TrainConfig) -> str:
         where = f"{where}, {_IN_PARTS[config.shard]} in parts"
         if (config.replicas or 1) > 1:
             where = f"{where}, {config.replicas} times"
+    precision = "" if config.precision == "float32" else f", {config.precision}"
+    if config.compress is not None:
+        where = f"{where}, gradients compressed by {config.compress}"
     return (
         f"{config.model}, {training.parameters:,} parameters; {config.strategy} on {where}, "
-        f"{training.comms.device.type}\n{training.data.description}"
+        f"{training.comms.device.type}{precision}\n{training.data.description}"
     )
+
+
+def _scaling(training: Training) -> dict[str, Any]:
+    """The scale of the loss, and how many steps were not taken, in a run in float16."""
+    scale = training.loss_scale
+    return {} if scale is None else {"loss_scale": scale.value, "skipped_steps": scale.skipped}
 
 
 def _layout(config: TrainConfig) -> dict[str, Any]:
@@ -243,6 +253,8 @@ def _layout(config: TrainConfig) -> dict[str, Any]:
     shard: dict[str, Any] = {} if config.shard is None else {"shard": config.shard}
     if (config.replicas or 1) > 1:
         shard["replicas"] = config.replicas
+    if config.compress is not None:
+        shard["compress"] = config.compress
     if not config.is_pipeline:
         return shard
     return shard | {name: getattr(config, name) for name in ("dp", "pp", "schedule", "microbatches")}

@@ -8,6 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from microparallel.data_parallel import LossScale
+from microparallel.text import count
 from microparallel.train.metrics import Validation
 
 _SECONDS_BETWEEN_LINES = 5.0
@@ -19,8 +21,8 @@ class Display:
     def start(self, description: str, done: int, total: int) -> None:
         """Show that the run begins (or goes on)."""
 
-    def step(self, done: int, loss: float, samples_per_second: float) -> None:
-        """Show a step."""
+    def step(self, done: int, loss: float, samples_per_second: float, scale: LossScale | None = None) -> None:
+        """Show a step; and in float16, the scale of the loss."""
 
     def validation(self, result: Validation) -> None:
         """Show a measurement on held-back data."""
@@ -54,9 +56,10 @@ class Bar(Display):
         self._progress.update(self._task, total=total, completed=done, visible=True)
         self._progress.start()
 
-    def step(self, done: int, loss: float, samples_per_second: float) -> None:
+    def step(self, done: int, loss: float, samples_per_second: float, scale: LossScale | None = None) -> None:
         """Move the bar on."""
-        self._progress.update(self._task, completed=done, loss=f"{loss:.4f}", speed=f"{samples_per_second:,.0f}")
+        shown = f"{loss:.4f}{_scaled(scale)}"
+        self._progress.update(self._task, completed=done, loss=shown, speed=f"{samples_per_second:,.0f}")
 
     def validation(self, result: Validation) -> None:
         """Put the measurement beside the loss."""
@@ -88,12 +91,13 @@ class Lines(Display):
         if done:
             self.note(f"going on after step {done}")
 
-    def step(self, done: int, loss: float, samples_per_second: float) -> None:
+    def step(self, done: int, loss: float, samples_per_second: float, scale: LossScale | None = None) -> None:
         """Print step, loss and speed, but not at every step."""
         now = time.monotonic()
         if now - self._printed > _SECONDS_BETWEEN_LINES or done == self._total:
             self._printed = now
-            self.note(f"step {done}/{self._total}  loss {loss:.4f}  {samples_per_second:,.0f} samples/s")
+            shown = f"{loss:.4f}{_scaled(scale)}"
+            self.note(f"step {done}/{self._total}  loss {shown}  {samples_per_second:,.0f} samples/s")
 
     def note(self, text: str) -> None:
         """Print a line."""
@@ -114,6 +118,14 @@ def display_for(rank: int, quiet: bool = False) -> Display:
         return Display() if rank else Quiet()
     console = Console(stderr=True)
     return Bar(console) if console.is_terminal else Lines(console)
+
+
+def _scaled(scale: LossScale | None) -> str:
+    """What is shown beside the loss of a run in float16."""
+    if scale is None:
+        return ""
+    skipped = f", {count(scale.skipped, 'step')} skipped" if scale.skipped else ""
+    return f", scale {scale.value:,.0f}{skipped}"
 
 
 def _text(content: str) -> TextColumn:

@@ -62,19 +62,19 @@ def selftest(setting: Setting, pool: Pool, progress: Callable[[str], None] = lam
         findings.append(
             Finding(setting, "collectives", not names, f"wrong: {', '.join(names)}" if names else "all right")
         )
-        for dtype in ("float64", "float32"):
-            findings += _parity(setting, dtype, pool, progress)
+        for precision in ("float64", "float32"):
+            findings += _parity(setting, precision, pool, progress)
     except MicroparallelError as error:
         findings.append(Finding(setting, "running", False, str(error)))
     return findings
 
 
-def _parity(setting: Setting, dtype: str, pool: Pool, progress: Callable[[str], None]) -> list[Finding]:
+def _parity(setting: Setting, precision: str, pool: Pool, progress: Callable[[str], None]) -> list[Finding]:
     config = TrainConfig(
         ranks=setting.ranks,
         transport=setting.transport,
         device=setting.device,
-        dtype=dtype,
+        precision=precision,
         # A smooth model: where there is a ReLU, rounding may push a number over its edge and the runs part.
         model="gpt",
         dim=32,
@@ -87,11 +87,13 @@ def _parity(setting: Setting, dtype: str, pool: Pool, progress: Callable[[str], 
         lr=0.05,
         schedule_lr="constant",
     ).resolved()
-    rows = compare(config, ["naive", "ddp", "torch-ddp"], pool, lambda text: progress(f"{setting}: {dtype}, {text}"))
+    rows = compare(
+        config, ["naive", "ddp", "torch-ddp"], pool, lambda text: progress(f"{setting}: {precision}, {text}")
+    )
     return [
         Finding(
             setting,
-            f"{row.strategy}, {dtype}",
+            f"{row.strategy}, {precision}",
             row.agrees,
             f"loss differs by {row.loss_difference:.1e}, weights by {row.weight_difference:.1e}",
         )

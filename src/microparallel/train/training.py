@@ -21,16 +21,17 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.course.shortcuts import ParameterAveraging
-from microparallel.data_parallel import DataParallel, replicas_are_identical
+from microparallel.data_parallel import DataParallel, LossScale, replicas_are_identical
 from microparallel.data_parallel.layout import Part
 from microparallel.errors import CheckpointError, ConfigError
 from microparallel.pipeline import Pipeline
 from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, placed
 from microparallel.train.checkpoint import save
-from microparallel.train.checkpoint_reader import Checkpoint, StateReader, read_whole
+from microparallel.train.checkpoint_reader import Checkpoint, StateReader, StoredTensor, read_whole
 from microparallel.train.data import Split
 from microparallel.train.loader import Loaded, Loader
 from microparallel.train.metrics import Measurement, Metric, Validation
+from microparallel.train.mixed_precision import MixedModelWithLoss
 from microparallel.train.optimizer import LearningRate
 from microparallel.train.strategies import Step
 
@@ -49,6 +50,16 @@ class HasParts(Protocol):
 
     def load_state_parts(self, groups: list[dict[str, Any]], read: StateReader) -> None:
         """Take this rank's part out of a whole state."""
+
+
+class KeepsResiduals(Protocol):
+    """A wrapper with `compress=`: DataParallel, say."""
+
+    def compression_state(self) -> dict[str, Any]:
+        """Return what this rank keeps from pass to pass."""
+
+    def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with what all ranks had kept."""
 
 
 class Training:
@@ -70,6 +81,8 @@ class Training:
         metrics: what else is measured, by name.
         averaging: of the ranks' parameters, where gradients are not averaged.
         sharded: the wrapped model, where each rank has its part of the gradients alone.
+        loss_scale: of a run in float16.
+        compressed: what keeps what was not sent of gradients, where they are compressed.
     """
 
     def __init__(
@@ -77,7 +90,7 @@ class Training:
         *,
         comms: Comms,
         model: nn.Module,
-        with_loss: ModelWithLoss,
+        with_loss: ModelWithLoss | MixedModelWithLoss,
         signature: ModelSignature,
         optimizer: torch.optim.Optimizer,
         data: Split,
@@ -90,6 +103,8 @@ class Training:
         metrics: Mapping[str, Metric] | None = None,
         averaging: ParameterAveraging | None = None,
         sharded: DataParallel | None = None,
+        loss_scale: LossScale | None = None,
+        compressed: KeepsResiduals | None = None,
     ) -> None:
         self.comms = comms
         self.model = model
@@ -99,6 +114,7 @@ class Training:
         self.loader = loader
         self.strategy = strategy
         self.averaging = averaging
+        self.loss_scale = loss_scale
         self.steps_done = 0
         self.last_loss: float | None = None
         self.last_samples = 0  # of all ranks together, in the last step
@@ -110,6 +126,7 @@ class Training:
         self._clip = clip
         self._metrics = metrics or {}
         self._sharded = sharded
+        self._compressed = compressed
 
     @property
     def total_steps(self) -> int:
@@ -203,6 +220,7 @@ class Training:
             "loss": self.last_loss,
             "sampler": self.loader.state_dict(),
             "random": gather_json(random_state(), self.comms),
+            **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}),
         }
 
     def model_state(self) -> dict[str, torch.Tensor]:
@@ -231,6 +249,7 @@ class Training:
             self.state(),
             comms=self.comms,
             first_names=self.first_names,
+            by_rank=self.parts_by_rank(),
             keep=keep,
         )
 
@@ -250,15 +269,71 @@ class Training:
             return {"by_rank": {f"rank_{self.comms.rank}": self.optimizer.state_dict()}}
         return self.optimizer.state_parts() if isinstance(self.optimizer, HasParts) else self.optimizer.state_dict()
 
+    def parts_by_rank(self) -> dict[str, Any]:
+        """What each rank keeps for itself: what it has not sent of gradients; the state of the method is everyone's."""
+        if self._compressed is None:
+            return {}
+        state = self._compressed.compression_state()
+        residuals = {self._saved_name(name): residual for name, residual in state["residuals"].items()}
+        return {"compression": state | {"residuals": {f"replica_{self._replica}": residuals}}}
+
+    @property
+    def _replica(self) -> int:
+        """The number of this rank's replica of the model."""
+        return self.comms.rank
+
+    @property
+    def _replicas(self) -> int:
+        """How many replicas there are."""
+        return self.comms.world_size
+
+    def _saved_name(self, name: str) -> str:
+        """What a residual is called in a checkpoint: as its parameter in the plain model."""
+        return name.removeprefix("model.")
+
+    def _own_name(self, name: str, holder: str) -> str:  # noqa: ARG002
+        """What the wrapper calls a residual: here there is one for each parameter, whoever else held one before."""
+        return name
+
+    def _load_compression(self, stored: Mapping[str, Any]) -> None:
+        """Take this rank's share of what all replicas had not sent; nothing else is read."""
+        if self._compressed is None or "compression" not in stored:
+            return
+        saved = stored["compression"]
+        whole = {"passes": saved["passes"], "methods": read_whole(saved["methods"])}
+        by_replica = {int(name.removeprefix("replica_")): one for name, one in saved["residuals"].items()}
+        self._compressed.load_compression_state(
+            [
+                {**whole, "residuals": self._own_residuals(one) if number % self._replicas == self._replica else {}}
+                for number, one in sorted(by_replica.items())
+            ]
+        )
+
+    def _own_residuals(self, stored: Mapping[str, StoredTensor]) -> dict[str, torch.Tensor]:
+        """Read what one replica had not sent, as far as this rank has the parameters, by the wrapper's names."""
+        assert self._compressed is not None
+        mine = (name.partition("@")[0] for name in self._compressed.compression_state()["residuals"])
+        names = {self._saved_name(name): name for name in mine}
+        residuals: dict[str, torch.Tensor] = {}
+        for saved, residual in stored.items():
+            base, _, holder = saved.partition("@")  # a parameter that stages share has one on each
+            if base in names:
+                name = self._own_name(names[base], holder)
+                residuals[name] = residual.whole() + residuals.get(name, 0.0)
+        return residuals
+
     def load(self, checkpoint: Checkpoint) -> str | None:
         """Go on from a checkpoint, bit for bit when the world has the size it had then; returns a remark, if any."""
         try:
             self._load_states(checkpoint)
+            self._load_compression(checkpoint.stored_by_rank)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
         remark = self.loader.load_state_dict(checkpoint.state["sampler"])
         self.steps_done = checkpoint.step
         self.last_loss = checkpoint.state["loss"]
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
         if self.averaging is not None:
             self.averaging.steps = checkpoint.step
         states = checkpoint.state["random"]
@@ -324,6 +399,21 @@ class PipelineTraining(Training):
         return self._pipe.replicas_are_identical()
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _replica(self) -> int:
+        return self._pipe.replica
+
+    @property
+    def _replicas(self) -> int:
+        return self._pipe.mesh.dp
+
+    def _saved_name(self, name: str) -> str:
+        base, at, holder = name.partition("@")
+        return f"{self._names[base]}{at}{holder}"
+
+    def _own_name(self, name: str, holder: str) -> str:
+        return f"{name}@{holder}" if holder else name
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """The whole model's state on rank 0."""

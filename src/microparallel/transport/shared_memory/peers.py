@@ -46,9 +46,14 @@ class RankStatus:
         """Whether the rank has called the collective of this number."""
         return (self.called - number) % 2**32 < 2**31
 
-    def call(self) -> int:
-        """Count one more collective that this rank has called; returns its number."""
-        self._segment.words[2] = number = (self.called + 1) % 2**32
+    def call(self, signature: int, text: str) -> int:
+        """Count one more collective that this rank has called; returns its number.
+
+        It is written down before it counts: a rank that sees it counted can read which it is.
+        """
+        number = (self.called + 1) % 2**32
+        self.log.write(number, signature, text)
+        self._segment.words[2] = number
         return number
 
     @property
@@ -105,9 +110,7 @@ class Peers:
 
     def call(self, signature: int, text: str) -> int:
         """Let the other ranks know that this rank has called one more collective, and which; returns its number."""
-        number = self._own.call()
-        self._own.log.write(number, signature, text)
-        return number
+        return self._own.call(signature, text)
 
     def have_called(self, number: int) -> bool:
         """Whether all ranks have called the collective of this number."""
@@ -143,10 +146,12 @@ class Peers:
         """
         self._own.fail({"differs": number, "detail": detail})
         deadline = time.monotonic() + _EXPLANATION
-        while True:
-            found = first_difference(self._logs)
+        found = first_difference(self._logs)
+        while time.monotonic() < deadline:
             at = number if found is None else found[0]
-            if all(self._will_not_call(rank, at) for rank in self._statuses) or time.monotonic() > deadline:
+            all_have = all(self._will_not_call(rank, at) for rank in self._statuses)
+            found = first_difference(self._logs)  # after the question: a rank may have called in between
+            if all_have and at == (number if found is None else found[0]):
                 break
             time.sleep(0.001)
         if found is not None:
