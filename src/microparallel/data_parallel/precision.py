@@ -173,9 +173,9 @@ class LossScale:
             self.skipped += 1
             if self.value < _SMALLEST_SCALE:  # every rank raises: all have the same scale
                 raise GradientError(
-                    f"float16: the loss scale fell to {self.value:.1e} after {count(self.skipped, 'step')} that no rank "
-                    "took: gradients are not finite whatever the scale; look for what is not a number in the data or "
-                    'the loss (check_finite=True in float32 names the parameters), or use precision="bf16"'
+                    f"float16: the loss scale fell to {self.value:.1e} after {count(self.skipped, 'step')} that no "
+                    "rank took: gradients are not finite whatever the scale; look for what is not a number in the data "
+                    'or the loss (check_finite=True in float32 names the parameters), or use precision="bf16"'
                 )
             return
         self.good_steps += 1
