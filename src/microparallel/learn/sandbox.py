@@ -64,6 +64,8 @@ _OURS = [
     "microparallel.data_parallel.units.ShardedParameters.__init__",
     "microparallel.data_parallel.sharded_optimizer.ShardedOptimizer.__init__",
     "microparallel.data_parallel.precision.LossScale.__init__",
+    "microparallel.compression.methods.TopK.__init__",
+    "microparallel.compression.low_rank.PowerSGD.__init__",
     "microparallel.pipeline.pipeline.Pipeline.__init__",
     "microparallel.pipeline.pipeline.Pipeline.of_stage",
     "microparallel.pipeline.microbatches.sizes",
