@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-import microparallel as mp
+from microparallel.comms import Request
 
 DTYPES = [
     torch.float64,
@@ -245,7 +245,7 @@ def with_and_without_async_op(comms):
     calls = every_collective(comms)
     wanted = {name: listed(call()) for name, call in calls.items()}
     requests = {name: call(async_op=True) for name, call in calls.items()}  # all of them are under way together
-    are_requests = all(isinstance(request, mp.Request) for request in requests.values())
+    are_requests = all(isinstance(request, Request) for request in requests.values())
     found = {name: listed(request.wait()) for name, request in reversed(requests.items())}
     again = {name: listed(request.wait()) for name, request in requests.items()}
     return are_requests, wanted, found, again
