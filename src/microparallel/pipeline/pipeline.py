@@ -305,6 +305,8 @@ class Pipeline(Member):
         worker = self._worker(shapes, inputs, targets, weight, total)
         loss_sum = LossSum(worker, self.comms, total)
         self._column.prepare()
+        if self._guard is not None and self._guard.begins:
+            self._column.keep_residuals()
         with (
             self._column.beside_earlier_parts(),
             beside_earlier_gradients(self.parameters(), self._summed_parameters()),
@@ -317,6 +319,7 @@ class Pipeline(Member):
         self._column.passes += 1
         if self._guard is not None and self._guard.overflow:
             self._remove_gradients()
+            self._column.give_residuals_back()
         self._refuse_norms()
         self.most_activations = worker.most_kept
         return loss_sum.loss, count
