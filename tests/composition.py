@@ -2,8 +2,8 @@
 
 `train` trains one small model with a *method* (`METHODS`: data parallelism, ZeRO, a pipeline) and any number of
 *features* (`FEATURES`: accumulation, tied weights, a transport, …; `ROUNDED`: 16 bits, compression). It returns how far
-the weights are from those of one process, or the line that refuses it. `page` runs a case for each cell, and puts the tables into
-docs/reference/what_composes.md. To write the page anew:
+the weights are from those of one process, or the line that refuses it. `page` runs a case for each cell, and puts the
+tables into docs/reference/what_composes.md. To write the page anew:
 
 PYTHONPATH=src python -m tests.composition
 """
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.rounded import RATE, ROUNDED, OneProcess, is_rounded, options_of, title_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import microparallel as mp
 from microparallel.errors import UsageError
-from tests.rounded import RATE, ROUNDED, OneProcess, is_rounded, options_of, title_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "what_composes.md"
 WIDTH, STEPS = 6, 3
@@ -170,7 +170,9 @@ def _train(comms: mp.Comms, method: str, features: frozenset[str]) -> float:
     whole = optimizer_for(plain.parameters(), None, features)
     model = _wrapped(comms, method, features)
     in_parts = method in ("zero-1", "zero-2") and "torch_optimizer" not in features
-    optimizer = optimizer_for(model.parameters(), comms if in_parts or "sharded_optimizer" in features else None, features)
+    optimizer = optimizer_for(
+        model.parameters(), comms if in_parts or "sharded_optimizer" in features else None, features
+    )
     beside = OneProcess(plain, comms, model) if is_rounded(features) else None
     called = torch.compile(model, backend="eager") if "compiled" in features else model
     with model.join() if "join" in features else contextlib.nullcontext():

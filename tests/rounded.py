@@ -20,7 +20,7 @@ import microparallel as mp
 from microparallel.compression import parse
 
 RATE = 0.1
-IN_16_BITS, COMPRESSED = 0.05, 1e-5  # the largest difference, relative to what a weight has moved
+IN_16_BITS, COMPRESSED = 0.05, 1e-6  # the largest difference, relative to what a weight has moved
 SEEN = 1e-5  # the smallest, in 16 bits: float32 rounds by less
 SCALE = 64.0  # at which no gradient of these trainings overflows
 

@@ -84,6 +84,33 @@ def test_all_16_bit_gradients_are_sent_or_wait(pool, precision):
         assert waiting > 0
 
 
+def leaves_early(comms):
+    """Rank 1 has one step, rank 0 more: an overflow, and then gradients of zero, so that residuals alone are sent."""
+    model = mp.DataParallel(layers(), comms, precision="fp16", compress=parse("topk:0.2", smallest=1))
+    model.loss_scale.value = 64.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    after_first = None
+    with model.join():
+        for factor in (1.0, torch.inf, 0.0, 0.0, 0.0)[: 1 if comms.rank else None]:
+            optimizer.zero_grad()
+            (model(batch(0, comms.rank)).square().mean() * factor).backward()
+            optimizer.step()
+            after_first = after_first or (copied(model), model.compression_state()["residuals"])
+    weights, waiting = after_first
+    wrong = []
+    for name, one in copied(model).items():
+        still = comms.all_reduce(model.compression_state()["residuals"][name])
+        sent = (weights[name] - one) / 0.1
+        if not torch.allclose(sent + still, comms.all_reduce(waiting[name]), atol=1e-5):
+            wrong.append(name)
+    return wrong, bool(sent.any())
+
+
+def test_a_rank_that_has_run_out_of_data_sends_what_waits_once(pool):
+    """It makes no optimizer's step, which would end the one that was skipped."""
+    assert pool.run(leaves_early, 2, transport="shm", timeout=30) == [([], True)] * 2
+
+
 # ── pipelines ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
