@@ -1,9 +1,9 @@
 """Small trainings that put two things together, each beside one process; and the tables of what came of them.
 
 `train` trains one small model with a *method* (`METHODS`: data parallelism, ZeRO, a pipeline) and any number of
-*features* (`FEATURES`: accumulation, tied weights, a transport, …). It returns how far the weights are from those of
-one process, or the line that refuses it. `page` runs a case for each cell, and puts the tables into
-docs/reference/what_composes.md. To write the page anew:
+*features* (`FEATURES`: accumulation, tied weights, a transport, …; `ROUNDED`: 16 bits, compression). It returns how far
+the weights are from those of one process, or the line that refuses it. `page` runs a case for each cell, and puts the
+tables into docs/reference/what_composes.md. To write the page anew:
 
 PYTHONPATH=src python -m tests.composition
 """
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tests.rounded import RATE, ROUNDED, OneProcess, is_rounded, options_of, title_of
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +30,6 @@ from microparallel.errors import UsageError
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "what_composes.md"
 WIDTH, STEPS = 6, 3
 LARGEST = 1e-12  # difference to one process, in float64
-ROUNDED = 1e-6  # where gradients are compressed: in float32
 
 
 # ── what is put together ────────────────────────────────────────────────────────────────────────────────────────────
@@ -71,24 +71,27 @@ FEATURES = {
     "torch_optimizer": "an optimizer of torch's",
     "sharded_optimizer": "`mp.ShardedOptimizer`",
     "deferred": "`mp.deferred_init()`",
-    "compress": "`compress=`, with all numbers sent",
     "shm": "transport `shm`",
     "gloo": "transport `gloo`",
     "gpu_gloo": "CUDA tensors, transport `gloo`",
     "gpu_nccl": "CUDA tensors, transport `nccl`, one rank",
 }
 ON_A_GPU = {"gpu_gloo": "gloo", "gpu_nccl": "nccl"}
-NOT_THERE = {(feature, method) for feature in ("no_sync", "join", "compiled") for method in ("1f1b", "zb-h1")}
+NOT_IN_PIPELINES = ("no_sync", "join", "compiled")
 # Those that are combined with each other, and those of them that exclude each other.
 PAIRED = ("backwards", "no_sync", "uneven", "without", "clip", "checkpointing", "tied", "frozen", "deferred", "gloo")
 EXCLUDE = ({"uneven", "without"}, {"backwards", "no_sync"})
-# What no error says, and the table has to.
-OWN_LAYERS = "There is no error, and each rank clips by the norm of its own layers: call `pipe.clip_grad_norm_`."
-SILENT = {("torch_clip", "1f1b"): OWN_LAYERS, ("torch_clip", "zb-h1"): OWN_LAYERS}
 
 
 class WrongInSilence(Exception):
     """A result that is not that of one process, and no error."""
+
+
+def is_there(feature: str, method: str) -> bool:
+    """Whether a method has such a thing."""
+    if METHODS[method].pipeline:
+        return feature not in NOT_IN_PIPELINES
+    return "compress_activations" not in ROUNDED.get(feature, {})
 
 
 class Block(nn.Module):
@@ -126,6 +129,11 @@ def samples(number: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, targets
 
 
+def has_replicas(features: frozenset[str]) -> bool:
+    """Whether a case of a pipeline needs several: a replica without samples, or sums that are compressed."""
+    return "without" in features or "compress" in options_of(features)
+
+
 def counts_of(features: frozenset[str], ranks: int) -> list[int]:
     """How many samples each rank (of a pipeline, each replica) has of a batch."""
     if "uneven" in features:
@@ -133,11 +141,12 @@ def counts_of(features: frozenset[str], ranks: int) -> list[int]:
     return [0 if "without" in features and rank == ranks - 1 else 2 for rank in range(ranks)]
 
 
-def optimizer_for(parameters: Iterator[nn.Parameter], comms: mp.Comms | None) -> torch.optim.Optimizer:
-    """AdamW; with comms, one whose state is kept in parts."""
-    if comms is None:
-        return torch.optim.AdamW(parameters, lr=0.01)
-    return mp.ShardedOptimizer(parameters, torch.optim.AdamW, comms, lr=0.01)
+def optimizer_for(
+    parameters: Iterator[nn.Parameter], comms: mp.Comms | None, features: frozenset[str]
+) -> torch.optim.Optimizer:
+    """AdamW, or SGD where numbers are rounded; with comms, one whose state is kept in parts."""
+    kind, rate = (torch.optim.SGD, RATE) if is_rounded(features) else (torch.optim.AdamW, 0.01)
+    return kind(parameters, lr=rate) if comms is None else mp.ShardedOptimizer(parameters, kind, comms, lr=rate)
 
 
 # ── a training ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -158,10 +167,13 @@ def train(comms: mp.Comms, method: str, features: frozenset[str]) -> float | str
 
 def _train(comms: mp.Comms, method: str, features: frozenset[str]) -> float:
     plain = build(features).to(comms.device)
-    whole = optimizer_for(plain.parameters(), None)
+    whole = optimizer_for(plain.parameters(), None, features)
     model = _wrapped(comms, method, features)
     in_parts = method in ("zero-1", "zero-2") and "torch_optimizer" not in features
-    optimizer = optimizer_for(model.parameters(), comms if in_parts or "sharded_optimizer" in features else None)
+    optimizer = optimizer_for(
+        model.parameters(), comms if in_parts or "sharded_optimizer" in features else None, features
+    )
+    beside = OneProcess(plain, comms, model) if is_rounded(features) else None
     called = torch.compile(model, backend="eager") if "compiled" in features else model
     with model.join() if "join" in features else contextlib.nullcontext():
         for step in range(STEPS):
@@ -169,6 +181,8 @@ def _train(comms: mp.Comms, method: str, features: frozenset[str]) -> float:
             if "join" in features and step == STEPS - 1:
                 counts[-1] = 0
             whole.zero_grad()
+            if beside is not None:
+                beside.begin()
             mine = counts[comms.rank] or "join" not in features
             if mine:
                 optimizer.zero_grad()
@@ -181,8 +195,12 @@ def _train(comms: mp.Comms, method: str, features: frozenset[str]) -> float:
                     _pass(model, called, inputs[share], targets[share], features, local)
             _clip(model, plain, features)
             whole.step()
+            if beside is not None:
+                beside.end()
             if mine:
                 optimizer.step()
+    if beside is not None:
+        return _required(beside, features)
     return _difference(model.state_dict(), plain.state_dict())
 
 
@@ -193,18 +211,13 @@ def _wrapped(comms: mp.Comms, method: str, features: frozenset[str]) -> mp.DataP
         mp.SyncBatchNorm.convert(module, comms)
     if "blocks_compiled" in features:
         _compile_blocks(module)
+    options = options_of(features, can_compress=method == "dp")
     if method in ("zero-3", "hybrid"):
-        return mp.FullyShardedDataParallel(
-            module, comms, replicas=2 if method == "hybrid" else 1, compress=_compressor(features)
-        )
+        return mp.FullyShardedDataParallel(module, comms, replicas=2 if method == "hybrid" else 1, **options)
     shard = {"dp": None, "zero-1": "optimizer", "zero-2": "gradients"}[method]
     if comms.device.type != "cpu":
         module = module.to(comms.device)
-    return mp.DataParallel(module, comms, bucket_cap_mb=3e-4, shard=shard, compress=_compressor(features))
-
-
-def _compressor(features: frozenset[str]) -> Any:
-    return mp.compression.TopK(1.0, smallest=0) if "compress" in features else None
+    return mp.DataParallel(module, comms, bucket_cap_mb=3e-4, shard=shard, **options)
 
 
 def _compile_blocks(model: nn.Sequential) -> None:
@@ -237,8 +250,14 @@ def _clip(model: Any, plain: nn.Module, features: frozenset[str]) -> None:
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
         own = "clip" in features
         mine = model.clip_grad_norm_(0.05) if own else nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        if abs(float(mine) - float(norm)) > LARGEST:
+        if abs(float(mine) - float(norm)) > (0.05 * float(norm) if is_rounded(features) else LARGEST):
             raise WrongInSilence(f"the norm is {mine}, and {norm} in one process")
+
+
+def _required(beside: OneProcess, features: frozenset[str]) -> float:
+    if wrong := beside.wrong(options_of(features)):
+        raise WrongInSilence(wrong)
+    return 0.0
 
 
 def _difference(mine: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
@@ -249,27 +268,28 @@ def _difference(mine: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) 
 def _train_pipeline(
     comms: mp.Comms, schedule: str, features: frozenset[str], replicas: int = 1, shard: Any = None
 ) -> float:
-    replicas = 2 if features & {"without", "compress"} else replicas
+    replicas = 2 if has_replicas(features) else replicas
+    options = options_of(features)
     plain = build(features).to(comms.device)
-    whole = optimizer_for(plain.parameters(), None)
+    whole = optimizer_for(plain.parameters(), None, features)
     with mp.deferred_init() if "deferred" in features else contextlib.nullcontext():
         module = build(features)
     if "sync_batch_norm" in features:
         mp.SyncBatchNorm.convert(module, comms)
     if "blocks_compiled" in features:
         _compile_blocks(module)
-    compress = _compressor(features)
-    pipe = mp.Pipeline(
-        module, comms, schedule, 2, functional.mse_loss, replicas=replicas, shard=shard, compress=compress
-    )
+    pipe = mp.Pipeline(module, comms, schedule, 2, functional.mse_loss, replicas=replicas, shard=shard, **options)
     in_parts = "sharded_optimizer" in features or (shard is not None and "torch_optimizer" not in features)
-    optimizer = optimizer_for(pipe.parameters(), comms if in_parts else None)
+    optimizer = optimizer_for(pipe.parameters(), comms if in_parts else None, features)
+    beside = OneProcess(plain, comms, pipe) if is_rounded(features) else None
     for step in range(STEPS):
         counts = counts_of(features, replicas)
         counts[0] += 2  # three or more samples, for two micro-batches
         share = slice(sum(counts[: pipe.replica]), sum(counts[: pipe.replica + 1]))
         whole.zero_grad()
         optimizer.zero_grad()
+        if beside is not None:
+            beside.begin()
         for number in range(2 if "backwards" in features else 1):
             inputs, targets = (one.to(comms.device) for one in samples(10 * step + number, sum(counts)))
             functional.mse_loss(plain(inputs), targets).backward()
@@ -277,7 +297,11 @@ def _train_pipeline(
             pipe.step(*batch, samples=sum(counts) if replicas > 1 else None)
         _clip(pipe, plain, features)
         whole.step()
+        if beside is not None:
+            beside.end()
         optimizer.step()
+    if beside is not None:
+        return _required(beside, features)
     wanted = dict(plain.named_parameters(remove_duplicate=False))
     return max(float((one - wanted[name]).detach().abs().max()) for name, one in pipe.named_parameters())
 
@@ -324,23 +348,13 @@ Key = tuple[str, str]
 def outcome(run: Run, method: str, features: Iterable[str]) -> str:
     """Run one case: "works", or the line that refuses it; raises `AssertionError` if it is wrong in silence."""
     chosen = frozenset(features)
-    ranks = 4 if METHODS[method].pipeline and chosen & {"without", "compress"} else METHODS[method].ranks
+    ranks = 4 if METHODS[method].pipeline and has_replicas(chosen) else METHODS[method].ranks
     options: dict[str, Any] = {"transport": "gloo" if "gloo" in chosen else "shm", "device": "cpu"}
     if on_gpu := chosen & set(ON_A_GPU):
         options = {"transport": ON_A_GPU[on_gpu.pop()], "device": "cuda"}
         ranks = 1 if options["transport"] == "nccl" else ranks
-    try:
-        found = run(train, ranks, method, chosen, timeout=50, **options)
-    except mp.errors.RankFailed as error:
-        keys = {(feature, method) for feature in chosen}
-        if isinstance(error.__cause__, WrongInSilence) and keys & set(SILENT):
-            return SILENT[(keys & set(SILENT)).pop()]
-        raise
-    return judged(found, f"{method} with {', '.join(sorted(chosen))}", _largest(chosen))
-
-
-def _largest(features: frozenset[str]) -> float:
-    return ROUNDED if "compress" in features else 1e-9 if features & set(ON_A_GPU) else LARGEST
+    found = run(train, ranks, method, chosen, timeout=50, **options)
+    return judged(found, f"{method} with {', '.join(sorted(chosen))}", 1e-9 if on_gpu else LARGEST)
 
 
 def judged(found: list[float | str], what: str, largest: float = LARGEST) -> str:
@@ -359,8 +373,7 @@ def page(run: Run, old: str) -> str:
     def cell(text: str) -> str:
         if text in ("works", "—", "not run here"):
             return text
-        word = "wrong" if text in SILENT.values() else "no"
-        return f"{word}[^{notes.setdefault(text, len(notes) + 1)}]"
+        return f"no[^{notes.setdefault(text, len(notes) + 1)}]"
 
     found = {(one, method): _outcome_or_not(run, method, one) for method in METHODS for one in FEATURES}
     features = []
@@ -369,6 +382,9 @@ def page(run: Run, old: str) -> str:
         kept = re.search(rf"^\| {re.escape(title)} \|.*$", old, re.MULTILINE)
         without_gpu = feature in ON_A_GPU and not torch.cuda.is_available()
         features.append(kept[0] if without_gpu and kept else _row(row))
+    rounded = [
+        _row([title_of(name), *(cell(_outcome_or_not(run, method, name)) for method in METHODS)]) for name in ROUNDED
+    ]
     nested = []
     for outer, title in OUTER.items():
         ranks = 4 if outer.endswith("replicas") else 2
@@ -381,14 +397,15 @@ def page(run: Run, old: str) -> str:
         pairs.append(_row(row))
     titles = [METHODS[method].title for method in METHODS]
     text = _replaced(old, "features", [*_header(["", *titles]), *features])
+    text = _replaced(text, "rounded", [*_header(["", *titles]), *rounded])
     text = _replaced(text, "nested", [*_header(["", *(METHODS[one].title for one in INNER)]), *nested])
     text = _replaced(text, "pairs", [*_header(["", *(FEATURES[one] for one in PAIRED[1:])]), *pairs])
-    lines = [f"[^{number}]: {_quoted(line)}" for line, number in notes.items()]
+    lines = [f"[^{number}]: `{line}`" for line, number in notes.items()]
     return _replaced(text, "notes", [part for line in lines for part in (line, "")][:-1])
 
 
 def _outcome_or_not(run: Run, method: str, feature: str) -> str:
-    if (feature, method) in NOT_THERE:
+    if not is_there(feature, method):
         return "—"
     if feature in ON_A_GPU and (not torch.cuda.is_available() or (feature == "gpu_nccl" and METHODS[method].ranks > 2)):
         return "not run here"
@@ -396,7 +413,7 @@ def _outcome_or_not(run: Run, method: str, feature: str) -> str:
 
 
 def _pair(run: Run, method: str, first: str, second: str) -> str:
-    if {first, second} in EXCLUDE or {(first, method), (second, method)} & NOT_THERE:
+    if {first, second} in EXCLUDE or not (is_there(first, method) and is_there(second, method)):
         return "—"
     return outcome(run, method, [first, second])
 
@@ -404,12 +421,19 @@ def _pair(run: Run, method: str, first: str, second: str) -> str:
 def pairs() -> Iterator[tuple[str, str, str]]:
     """All pairs of features with all methods, the compiled ones too; few enough for a long test only."""
     for method, (first, second) in itertools.product(METHODS, itertools.combinations((*PAIRED, "blocks_compiled"), 2)):
-        if {first, second} not in EXCLUDE and not {(first, method), (second, method)} & NOT_THERE:
+        if {first, second} not in EXCLUDE and is_there(first, method) and is_there(second, method):
             yield method, first, second
 
 
-def _quoted(line: str) -> str:
-    return line if line in SILENT.values() else f"`{line}`"
+def rounded_pairs() -> Iterator[tuple[str, str, str]]:
+    """All methods that round with all of the other features, except that compressed gradients are not clipped.
+
+    Where a compressed sum is cut off, what was cut off is not sent later: then there is nothing to compare with.
+    """
+    for method, first, second in itertools.product(METHODS, ROUNDED, PAIRED):
+        clips = second == "clip" and "compress" in ROUNDED[first]
+        if not clips and is_there(first, method) and is_there(second, method):
+            yield method, first, second
 
 
 def _header(titles: list[str]) -> list[str]:

@@ -193,7 +193,7 @@ def enclosing_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Call
 def without_own_functions() -> AbstractContextManager[None]:
     """Within this block torch treats tensors of our own classes as plain ones.
 
-    Without it: `GradientOfShard` could not refuse norms and still be computed with.
+    Without it: `GradientWithoutNorm` could not refuse norms and still be computed with.
     """
     guard: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return guard

@@ -13,7 +13,7 @@ pipeline's stage has all its gradients in one bucket: there small ones go as the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -176,6 +176,30 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+class ResidualsOfStep:
+    """What a rank had not sent when a step began. If that step is not taken, nobody has used what was sent in it.
+
+    Only a rank that may skip steps (float16) keeps this: as many numbers again as its residuals.
+    """
+
+    def __init__(self) -> None:
+        self._at_first: dict[nn.Parameter, torch.Tensor] = {}
+
+    def keep(self, buckets: Sequence[FlatBucket]) -> None:
+        """A step begins."""
+        self._at_first = {parameter: residual.clone() for parameter, residual in _residuals(buckets)}
+
+    def give_back(self, buckets: Sequence[FlatBucket]) -> None:
+        """The step is not taken: let the residuals be what they were. The buckets may be others than at its begin."""
+        for parameter, residual in _residuals(buckets):
+            if parameter in self._at_first:
+                residual.copy_(self._at_first[parameter])
+
+
+def _residuals(buckets: Sequence[FlatBucket]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    return (one for bucket in buckets if isinstance(bucket, CompressedBucket) for one in bucket.residuals())
+
+
 def compression_state(buckets: Sequence[FlatBucket], names: Mapping[nn.Parameter, str], passes: int) -> dict[str, Any]:
     """What a rank keeps of compression from pass to pass: for a checkpoint.
 
@@ -207,12 +231,7 @@ def load_compression_state(
         states: whose residuals this rank takes: they are added up.
         methods: the state of the methods, which is the same on all ranks.
     """
-    places = {
-        names[parameter]: residual
-        for bucket in buckets
-        if isinstance(bucket, CompressedBucket)
-        for parameter, residual in bucket.residuals()
-    }
+    places = {names[parameter]: residual for parameter, residual in _residuals(buckets)}
     for state in states:
         for name, saved in state["residuals"].items():
             if name not in places or places[name].shape != saved.shape:

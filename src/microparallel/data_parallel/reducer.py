@@ -33,6 +33,7 @@ from microparallel.compression import Cast, Compressor
 from microparallel.data_parallel.bucket import FlatBucket, split
 from microparallel.data_parallel.compressed_bucket import (
     CompressedBucket,
+    ResidualsOfStep,
     compression_state,
     is_large,
     load_compression_state,
@@ -133,6 +134,7 @@ class Reducer:
         self.microbatch = 0
         self._axis = axis
         self._guard = guard
+        self._residuals_of_step = ResidualsOfStep()
         self._wire = Wire(wire) if wire is not None and comms.world_size > 1 else None
         self._overlap = overlap
         self._check_finite = check_finite
@@ -378,6 +380,8 @@ class Reducer:
             self._make_buckets()
         if self._guard is not None:
             self.multiply_on_wire(self._guard.scale)
+            if self._guard.begins:
+                self._residuals_of_step.keep(self.buckets)
         self._scale = self.participants.find(has_data)
 
     def take_stand_ins(self) -> None:
@@ -526,6 +530,7 @@ class Reducer:
                 _take_missing(bucket)
         if self._guard is not None and self._guard.overflow:
             self._remove_gradients()
+            self._residuals_of_step.give_back(self.buckets)
         self._let_gradients_go()
         if not self._learnt:
             self._learn_order()

@@ -44,6 +44,11 @@ class StepGuard:
         """By what gradients are multiplied on their way through the model, and on the wire."""
         return self._loss_scale.value
 
+    @property
+    def begins(self) -> bool:
+        """Whether there was no pass yet since the last step."""
+        return not self._passes
+
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
         """A step ends when an optimizer updates one of these parameters."""
         optimizer_steps().enter(parameters, self)

@@ -9,7 +9,6 @@ reduce-scatter →  [ sum ]          this rank's part, in `grad` of its shards
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 
@@ -17,32 +16,18 @@ from microparallel.comms import Comms
 from microparallel.data_parallel.sharding import FreshBuffers, GradientInParts, ShardedBucket
 from microparallel.data_parallel.skipped_steps import is_finite
 from microparallel.data_parallel.units import ShardedParameters
-from microparallel.errors import UsageError
+from microparallel.data_parallel.without_norm import FOR_CLIPPING, GradientWithoutNorm
 from microparallel.program import AllReduce, ReduceScatter
-from microparallel.torch_private import without_own_functions
 
 
-class GradientOfShard(torch.Tensor):
-    """A rank's part of a gradient: a tensor like any other, but no norm is taken of it, which would be a part's.
+class GradientOfShard(GradientWithoutNorm):
+    """A rank's part of a gradient: a tensor like any other, but no norm is taken of it, which would be a part's."""
 
-    torch's `clip_grad_norm_` would clip on each rank by the norm of that rank's part, and say nothing.
-    """
-
-    @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, arguments: tuple[Any, ...] = (), named: dict[str, Any] | None = None
-    ) -> Any:
-        """Compute as with any tensor; refuse norms."""
-        if getattr(function, "__name__", "") in _NORMS:
-            raise UsageError(
-                "the norm of a gradient of which each rank has a part is not that of the part; to clip gradients, call "
-                "clip_grad_norm_ of the wrapped model"
-            )
-        with without_own_functions():
-            return function(*arguments, **(named or {}))
-
-
-_NORMS = {"norm", "_foreach_norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "linalg_matrix_norm"}
+    refused = FOR_CLIPPING | {"norm", "linalg_norm", "linalg_matrix_norm"}
+    refusal = (
+        "the norm of a gradient of which each rank has a part is not that of the part; to clip gradients, call "
+        "clip_grad_norm_ of the wrapped model"
+    )
 
 
 class GradientNotSummed(GradientInParts):

@@ -401,6 +401,8 @@ class DataParallel(nn.Module):
             if not participants.ranks:
                 break
             self._reducer.take_part(take_results=False)
+            if self._guard is not None:
+                self._guard.forget()  # no optimizer's step ends a step here
         for tensor in chain(self.module.parameters(), self.module.buffers()):
             self.comms.broadcast(tensor.data, src=last[0])
         if self.loss_scale is not None and self._guard is not None:

@@ -23,7 +23,7 @@ from torch import nn
 from microparallel.comms import Comms
 from microparallel.compression import Cast, Compressor
 from microparallel.data_parallel.bucket import FlatBucket, split
-from microparallel.data_parallel.compressed_bucket import CompressedBucket, is_large
+from microparallel.data_parallel.compressed_bucket import CompressedBucket, ResidualsOfStep, is_large
 from microparallel.data_parallel.layout import By, owners
 from microparallel.data_parallel.sharding import GradientInParts, ShardedBucket, Wire, part_keepers
 from microparallel.errors import UsageError
@@ -67,6 +67,7 @@ class Column:
         self._wire = None if wire is None else Wire(wire)
         self.compressor = compressor if comms.world_size > 1 else None
         self.passes = 0
+        self._residuals_of_step = ResidualsOfStep()
         self.level = level if comms.world_size > 1 else 0
         self.tied: dict[nn.Parameter, int] = {}
         self._bucket_bytes = bucket_bytes
@@ -178,6 +179,14 @@ class Column:
             bucket.forget()
 
     # ── gradients ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def keep_residuals(self) -> None:
+        """Steps add up from here on until an optimizer's step: keep what was not sent of compressed gradients."""
+        self._residuals_of_step.keep(self.buckets)
+
+    def give_residuals_back(self) -> None:
+        """The optimizer's step is not taken: what was sent for it waits again."""
+        self._residuals_of_step.give_back(self.buckets)
 
     def scale(self, factor: float) -> None:
         """Multiply this rank's parts of the gradients by a number."""

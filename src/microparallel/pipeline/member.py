@@ -28,6 +28,7 @@ from microparallel.data_parallel.precision import LossScale, MixedPrecision
 from microparallel.data_parallel.replicate import broadcast_buffers, filled, replicas_are_identical, replicate
 from microparallel.data_parallel.sharding import clip_parts
 from microparallel.data_parallel.sync_batch_norm import SyncBatchNorm
+from microparallel.data_parallel.without_norm import GradientWithoutNorm
 from microparallel.errors import UsageError
 from microparallel.pipeline.column import Column, TiedSum, summed_with
 from microparallel.pipeline.cut import shared_parameters
@@ -172,6 +173,13 @@ class Member:
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
+
+    def _refuse_norms(self) -> None:
+        """After a step: let torch's `clip_grad_norm_` refuse gradients that are those of some of the layers."""
+        if self.mesh.pp > 1:
+            for parameter in self.parameters():
+                if type(parameter.grad) is torch.Tensor:  # not one in parts, which refuses more
+                    parameter.grad = parameter.grad.as_subclass(GradientOfStage)
 
     def _gradients(self) -> Iterator[torch.Tensor]:
         """The gradients of this rank, or its parts of them."""
@@ -392,6 +400,15 @@ def beside_earlier_gradients(parameters: Iterable[nn.Parameter], summed: Collect
     finally:  # also after a step that failed
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+class GradientOfStage(GradientWithoutNorm):
+    """A gradient of a rank that has some of the layers: the norm of all that it has is not that of the model."""
+
+    refusal = (
+        "the norm of this rank's gradients is that of its own layers, not of the whole pipeline; to clip, call "
+        "pipe.clip_grad_norm_ on every rank; the norm of one gradient is parameter.grad.norm()"
+    )
 
 
 def clip_gradients(

@@ -28,7 +28,7 @@ class PipelineGuard(StepGuard):
     def pass_ended(self, *, overflow: bool) -> None:
         """A step of the pipeline has ended; every rank gives the same answer."""
         self._loss_scale.step_ends(overflow=overflow)
-        self.overflow |= overflow
+        super().pass_ended(overflow=overflow)
 
     def step_ended(self) -> None:
         """An optimizer has made its step."""

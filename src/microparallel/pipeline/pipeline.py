@@ -44,7 +44,7 @@ class Pipeline(Member):
 
     Every rank builds the same model, and keeps the layers of its own stages. After a step the parameters of this rank
     have the gradients of the whole batch's mean loss, as after `loss.backward()` in one process; the caller's optimizer
-    updates them.
+    updates them. To clip them, call `pipe.clip_grad_norm_`: torch's would see this rank's layers alone, and is refused.
 
     Args:
         layers: an `nn.Sequential`, a list of layers, or a model with a method `pipeline_layers()`; each layer takes
@@ -310,6 +310,8 @@ class Pipeline(Member):
         self._column.prepare()
         if self.loss_scale is not None:
             self._column.multiply_on_wire(self.loss_scale.value)
+        if self._guard is not None and self._guard.begins:
+            self._column.keep_residuals()
         with (
             self._column.beside_earlier_parts(),
             beside_earlier_gradients(self.parameters(), self._summed_parameters()),
@@ -322,6 +324,8 @@ class Pipeline(Member):
         self._column.passes += 1
         if self._guard is not None and self._guard.overflow:
             self._remove_gradients()
+            self._column.give_residuals_back()
+        self._refuse_norms()
         self.most_activations = worker.most_kept
         return loss_sum.loss, count
 
