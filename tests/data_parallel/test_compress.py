@@ -20,7 +20,7 @@ from microparallel.compression import (
     parse,
 )
 from microparallel.errors import GradientError, UsageError
-from microparallel.program import AllReduce, Bucket
+from microparallel.program import AllReduce, Bucket, to_text
 
 METHODS = ["bf16", "fp16", "topk:0.05", "randomk:0.05", "int8:64", "sign", "powersgd:2", "topk:0.1+bf16"]
 
@@ -105,16 +105,40 @@ def test_ranks_do_what_one_process_does(any_pool, text, overlap):
             torch.testing.assert_close(first[name], average)
 
 
-def order_of_buckets(comms):
-    model = mp.DataParallel(net(), comms, compress=TopK(0.1, smallest=1000))
-    before = str(model.program())
+def gradients_on_gpu(comms, text):
+    """The same step with CUDA tensors and with the CPU's."""
+    found = []
+    for device in (comms.device, torch.device("cpu")):
+        model = mp.DataParallel(net().to(device), comms, compress=parse(text, smallest=1000))
+        for number in range(3):
+            model.zero_grad()
+            model(batch(comms.rank, number).to(device)).square().mean().backward()
+        found.append([parameter.grad.cpu() for parameter in model.parameters()])
+    return found
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("text", METHODS)
+def test_on_a_gpu(warm_ranks, text):
+    everyone = warm_ranks.run(gradients_on_gpu, 2, text, transport="gloo", device="cuda", timeout=50)
+    for on_gpu, on_cpu in everyone:
+        assert all(torch.equal(one, other) for one, other in zip(on_gpu, everyone[0][0], strict=True))
+        for one, other in zip(on_gpu, on_cpu, strict=True):
+            assert (one - other).norm() <= 0.2 * other.norm() + 1e-6  # a sign, or a place, may be another
+
+
+def order_of_buckets(comms, text):
+    model = mp.DataParallel(net(), comms, compress=parse(text, smallest=1000))
+    before = to_text(model.program())
     loss_of(model, comms.rank, 0).backward()
-    return [len(bucket.parameters) for bucket in model._reducer.buckets], before, str(model.program())
+    return [len(bucket.parameters) for bucket in model._reducer.buckets], before, to_text(model.program())
 
 
 def test_the_program(pool):
-    sizes, before, after = pool.run(order_of_buckets, 2)[0]
+    sizes, before, after = pool.run(order_of_buckets, 2, "topk:0.1")[0]
     assert sizes == [2, 2] and before == after  # buckets keep the order of registration
+    _, before, after = pool.run(order_of_buckets, 2, "bf16")[0]
+    assert ":order@dp" in before and ":order@dp" not in after  # these need not
 
 
 def summed_up(comms, text, dtype):

@@ -79,8 +79,8 @@ class Reducer:
         level: how much is kept in parts (ZeRO): 0 nothing, 1 the optimizer's state, 2 the gradients, too. From 1 on
             buckets are reduce-scattered, and keep the order of registration: each rank's part stays what it is.
         axis: of these ranks in the program's mesh.
-        compressor: how the buckets of large parameters are compressed; such buckets keep the order of registration, so
-            that a run that is resumed compresses the same numbers together.
+        compressor: how the buckets of large parameters are compressed. But for a `Cast` without feedback, such buckets
+            keep the order of registration, so that a run that is resumed compresses the same numbers together.
 
     Attributes:
         participants: which ranks have data, and how much each counts.
@@ -114,7 +114,9 @@ class Reducer:
         self.compressor = compressor
         self.refuses_not_finite = True
         self._kept: dict[str, Any] | None = None  # the state of compression, while buckets are made anew
-        self._keeps_order = level > 0 or compressor is not None
+        # A cast without feedback keeps nothing, and rounds each number by itself: its buckets may change.
+        forgets = compressor is None or (isinstance(compressor, Cast) and not compressor.feedback)
+        self._keeps_order = level > 0 or not forgets
         self.by: By = "element"
         self.participants = Participants(comms, axis)
         self.buckets: list[FlatBucket] = []
