@@ -15,7 +15,7 @@ What a link costs depends on nothing but what is sent, so a method is predicted 
 links that take no time, with all that it computes, and the program of each sum is simulated on the link
 (`simulator/over_links.py`). What is recorded takes turns with the steps that are predicted.
 
-    round 3   none ○◐●   bf16 ○◐●   topk:0.01 ○◐●     without delay: ○ not timed, ◐ recorded     on the link: ● timed
+    round 3   none ○◐◐●   bf16 ○◐◐●   topk:0.01 ○◐◐●     without delay: ○ not timed, ◐ recorded     on the link: ● timed
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ _COPIES = 8  # what a method needs at most, in models: weights, gradients, two m
 _SAMPLES_UNSEEN = 256  # on which the loss is taken
 _NO_DELAY = Link(0.0, 0.0)
 _WARM_UP = 2  # steps: buckets are arranged anew after the first
+_RECORDED = 2  # steps before each that is timed
 
 
 @dataclass(frozen=True)
@@ -286,7 +287,8 @@ class _Bench:
         wires.comms.close()
         found = []
         for one in contenders:
-            predicted = statistics.median(_predict(*each, one.link, self._comms.transport_name) for each in one.steps)
+            steps = one.replica.steps
+            predicted = statistics.median(_predict(*each, one.link, self._comms.transport_name) for each in steps)
             found.append(Timing(one.replica.method, one.name, tuple(rounds.seconds[one]), predicted))
         return found
 
@@ -327,7 +329,6 @@ class OnLink:
         replica: the method's copy of the model, which it has for all links.
         name: of the link.
         link: what a message costs.
-        steps: those that were recorded, without delay: each trace, and how long the step took.
     """
 
     alone = False
@@ -336,7 +337,6 @@ class OnLink:
         self.replica = replica
         self.name = name
         self.link = link
-        self.steps: list[tuple[Trace, float]] = []
         self._wires = wires
 
     def step(self) -> None:
@@ -345,10 +345,10 @@ class OnLink:
         self.replica.step()
 
     def record(self) -> None:
-        """Two steps over links without delay, of which the second is recorded."""
+        """Some steps over links without delay; all but the first are recorded."""
         self._wires.become(_NO_DELAY)
         self.replica.step()
-        self.steps.append(self.replica.recorded(self._wires.comms))
+        self.replica.steps += [self.replica.recorded(self._wires.comms) for _ in range(_RECORDED)]
 
 
 def compressor_of(method: str) -> Compressor | None:
@@ -364,6 +364,9 @@ class Replica:
         model: is copied.
         batch: inputs and targets of this rank, for steps that are timed.
         comms: the ranks.
+
+    Attributes:
+        steps: those that were recorded, without delay: each trace, and how long the step took.
     """
 
     alone = False
@@ -371,6 +374,7 @@ class Replica:
     def __init__(self, method: str, model: nn.Module, batch: Batch, comms: Comms) -> None:
         self.method = method
         self.model = copy.deepcopy(model)
+        self.steps: list[tuple[Trace, float]] = []
         self._batch = batch
         self._wrapped = DataParallel(self.model, comms, compress=compressor_of(method))
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
