@@ -46,7 +46,10 @@ def broken_joins(trace, rank, ops):
             before = [event.end for event in events[:place] if event is not None]
             after = [event.asked for event in events[place:] if event is not None]
             if before and after and max(before) > min(after):
-                yield f"rank {rank}: what stands behind Join {place} began {max(before) - min(after)} s too early"
+                first = max((event for event in events[:place] if event is not None), key=lambda event: event.end)
+                then = min((event for event in events[place:] if event is not None), key=lambda event: event.asked)
+                late = first.end - then.asked
+                yield f"rank {rank}: {then.op}, behind Join {place}, began {late} s before {first.op} had ended"
 
 
 # ── data parallelism ────────────────────────────────────────────────────────────────────────────────────────────────

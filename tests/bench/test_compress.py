@@ -43,6 +43,7 @@ def test_every_method_is_measured_over_every_link_on_all_ranks_alike(any_pool):
     require_all_measured(any_pool, 2, SMALL)
 
 
+@pytest.mark.slow
 def test_three_ranks(pool):
     require_all_measured(pool, 3, dataclasses.replace(SMALL, links=("transport", "1gbit")))
 

@@ -24,7 +24,16 @@ def bench(comms, settings):
     return transport_of(comms), measurements, told
 
 
-@pytest.mark.parametrize(("ranks", "accumulate", "models"), [(2, 1, ("mlp-8", "gpt-32")), (3, 2, ("gpt-32",))])
+@pytest.mark.parametrize(
+    ("any_pool", "ranks", "accumulate", "models"),
+    [
+        ("shm", 2, 1, ("mlp-8", "gpt-32")),
+        ("gloo", 3, 2, ("gpt-32",)),
+        pytest.param("gloo", 2, 1, ("mlp-8", "gpt-32"), marks=pytest.mark.slow),
+        pytest.param("shm", 3, 2, ("gpt-32",), marks=pytest.mark.slow),
+    ],
+    indirect=["any_pool"],
+)
 def test_every_method_is_measured_on_all_ranks_alike_and_trains_the_same_weights(any_pool, ranks, accumulate, models):
     settings = dataclasses.replace(SMALL, accumulate=accumulate, models=models)
     (transport, first, told), *others = any_pool.run(bench, ranks, settings, timeout=50)

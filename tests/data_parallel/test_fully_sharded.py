@@ -95,7 +95,15 @@ WHAT = (list(UNITS), [0, 1, 2], [True, False], ["adamw", "sgd"], [1, 3, -3], [Tr
 
 
 @pytest.mark.timeout(300)  # the whole matrix takes minutes on a busy machine
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    ("any_pool", "ranks"),
+    [
+        *itertools.product(["gloo", "shm"], [1, 2]),
+        ("shm", 3),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("gloo", 3), ("gloo", 4), ("shm", 4))),
+    ],
+    indirect=["any_pool"],
+)
 @pytest.mark.parametrize(
     "rows",
     [

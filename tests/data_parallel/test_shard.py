@@ -132,7 +132,15 @@ WHAT = (["optimizer", "gradients", None], ["adamw", "sgd"], [1, 3], [True, False
 
 
 @pytest.mark.timeout(300)  # the whole matrix takes minutes on a busy machine
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("any_pool", "ranks"),
+    [
+        *itertools.product(["gloo", "shm"], [1, 2]),
+        *(("shm", ranks) for ranks in (3, 4)),  # the same on gloo takes three times as long
+        *(pytest.param("gloo", ranks, marks=pytest.mark.slow) for ranks in (3, 4)),
+    ],
+    indirect=["any_pool"],
+)
 @pytest.mark.parametrize(
     "rows",
     [

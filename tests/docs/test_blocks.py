@@ -65,6 +65,12 @@ TOO_LONG = {
     "microparallel compare --shortcuts --every 8": Instead(
         LONG, "microparallel compare --shortcuts --every 2 --steps 8"
     ),
+    "microparallel compare --compress topk:0.01": Instead(
+        LONG, "microparallel compare --compress topk:0.01 --steps 3 --seeds 1"
+    ),
+    "microparallel train --ranks 2 --compress topk:0.01": Instead(
+        LONG, "microparallel train --ranks 2 --compress topk:0.01 --steps 3"
+    ),
     "microparallel compare --pipelines --ranks 4": Instead(
         LONG, "microparallel compare --pipelines --ranks 2 --steps 2"
     ),

@@ -225,13 +225,18 @@ class Recorder:
             return
         row.arrived = activity.arrived
         # To forget a value takes no time that a drawing could show.
-        row.end = row.start if isinstance(row.op, Free) else self._now()
+        row.end = row.start if isinstance(row.op, Free) else self._end_of(activity)
         if row.waited is not None or row.thread == threading.get_ident():
             self._ended = row.end
         if not isinstance(row.op, Observed) and kind_of(row.op) in ("forward", "backward"):
             self._torch_hooks.resume()
         if self._meter is not None and row.before is not None:
             row.after = self._meter.ends(activity)
+
+    def _end_of(self, activity: Activity) -> Moment:
+        """When it ended: of a call on the CPU that is known, even if the thread that tells it waited for a core."""
+        on_cpu = self._comms.device.type == "cpu"
+        return activity.ended if on_cpu and activity.ended is not None else self._now()
 
     # ── what torch's hooks tell ─────────────────────────────────────────────────────────────────────────────────
 

@@ -13,6 +13,7 @@ nothing. Two ranks need 75 µs for the whole call in shared memory, so that woul
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ class Activity:
         peer: of a message, the other rank of the world; None where it may come from any.
         place: the user's file and line that led here.
         arrived: of a message that has come, when it began to arrive, on `time.perf_counter`; None if that is not known.
+        ended: of a call that has ended, when it did, on `time.perf_counter`.
         tensor: of an all-reduce, the tensor that the caller handed over.
         parameters: of a forward, the parameters of each of its stages.
         shards: of a forward whose rank keeps parts of these, its parts: an optimizer updates them.
@@ -38,7 +40,10 @@ class Activity:
         kept: of a computation that has ended, the tensors that the rank keeps for the backward: outputs, for example.
     """
 
-    __slots__ = ("arrived", "bytes", "given", "group", "kept", "op", "parameters", "peer", "place", "shards", "tensor")
+    __slots__ = (
+        *("arrived", "bytes", "ended", "given", "group", "kept", "op", "parameters", "peer", "place", "shards"),
+        "tensor",
+    )
 
     def __init__(
         self,
@@ -64,6 +69,7 @@ class Activity:
         self.given = given
         self.kept: Sequence[Any] = ()
         self.arrived: float | None = None
+        self.ended: float | None = None
 
 
 class Observer(Protocol):
@@ -143,7 +149,12 @@ class ObservedCall:
         self._tell_end()
 
     def _tell_end(self) -> None:
-        observers, self._observers = self._observers, ()  # told once
+        # Two threads may come here, and one tells. The other goes on at once: so the time is taken before, and what it
+        # does next is later, however long the one that tells has to wait for a core.
+        now = time.perf_counter()
+        observers, self._observers = self._observers, ()
+        if observers:
+            self._activity.ended = now
         for observer in observers:
             observer.ends(self._activity)
 
