@@ -134,6 +134,11 @@ def has_replicas(features: frozenset[str]) -> bool:
     return "without" in features or "compress" in options_of(features)
 
 
+def mean_square(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss, in the dtype of the outputs."""
+    return functional.mse_loss(outputs, targets.to(outputs.dtype))
+
+
 def counts_of(features: frozenset[str], ranks: int) -> list[int]:
     """How many samples each rank (of a pipeline, each replica) has of a batch."""
     if "uneven" in features:
@@ -240,7 +245,7 @@ def _pass(
         if local:
             around.enter_context(model.no_sync())
         if len(inputs):
-            functional.mse_loss(called(inputs), targets).backward()
+            mean_square(called(inputs), targets).backward()
         else:
             model.sit_out()
 
@@ -278,7 +283,7 @@ def _train_pipeline(
         mp.SyncBatchNorm.convert(module, comms)
     if "blocks_compiled" in features:
         _compile_blocks(module)
-    pipe = mp.Pipeline(module, comms, schedule, 2, functional.mse_loss, replicas=replicas, shard=shard, **options)
+    pipe = mp.Pipeline(module, comms, schedule, 2, mean_square, replicas=replicas, shard=shard, **options)
     in_parts = "sharded_optimizer" in features or (shard is not None and "torch_optimizer" not in features)
     optimizer = optimizer_for(pipe.parameters(), comms if in_parts else None, features)
     beside = OneProcess(plain, comms, pipe) if is_rounded(features) else None
@@ -351,7 +356,7 @@ def outcome(run: Run, method: str, features: Iterable[str]) -> str:
     ranks = 4 if METHODS[method].pipeline and has_replicas(chosen) else METHODS[method].ranks
     options: dict[str, Any] = {"transport": "gloo" if "gloo" in chosen else "shm", "device": "cpu"}
     if on_gpu := chosen & set(ON_A_GPU):
-        options = {"transport": ON_A_GPU[on_gpu.pop()], "device": "cuda"}
+        options = {"transport": ON_A_GPU[next(iter(on_gpu))], "device": "cuda"}
         ranks = 1 if options["transport"] == "nccl" else ranks
     found = run(train, ranks, method, chosen, timeout=50, **options)
     return judged(found, f"{method} with {', '.join(sorted(chosen))}", 1e-9 if on_gpu else LARGEST)
