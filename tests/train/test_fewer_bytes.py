@@ -32,8 +32,16 @@ def test_what_only_rounds_has_two_ways(pool):
     assert "needs no error feedback" in explain_compression([whole, rounded], job("bf16"))
 
 
-@pytest.mark.parametrize(("without", "words"), [(0.9, "the loss ends 0.8 higher"), (0.11, "no difference here")])
-def test_what_was_seen_is_said(without, words):
-    ends = {WHOLE: 0.1, WITH: 0.1, WITHOUT: without}
+@pytest.mark.parametrize(
+    ("kept", "without", "words"),
+    [
+        (0.1, 0.9, "without error feedback the loss ends 0.8 higher"),
+        (0.1, 0.11, "no difference here"),
+        (0.11, 0.1, "no difference here"),
+        (0.9, 0.1, "with error feedback the loss ends 0.8 higher"),
+    ],
+)
+def test_what_was_seen_is_said(kept, without, words):
+    ends = {WHOLE: 0.1, WITH: kept, WITHOUT: without}
     curves = [CompressedCurve(way, [1.0, end], [end, end + 0.02], [None] * 2, 1.0) for way, end in ends.items()]
     assert words in explain_compression(curves, job("topk:0.01"))

@@ -35,7 +35,8 @@ EXAMPLES = flags.examples(
     ("microparallel compare --shard parameters --ranks 4", "optimizer, gradients, parameters in parts: ZeRO 1, 2, 3"),
     ("microparallel compare --in-process --ranks 3", "three replicas in this process: through the CPU, by a ring"),
     ("microparallel compare --compress topk:0.01", "a hundredth of the gradients: with error feedback, and without"),
-    ("microparallel compare --compress sign --optimizer adamw --lr 1e-3", "where error feedback does not matter"),
+    ("microparallel compare --compress int8", "where error feedback does not matter"),
+    ("microparallel compare --compress sign --optimizer adamw --lr 1e-3", "where it makes things worse"),
     ("microparallel compare --shortcuts --every 8", "synchronise 8 times less often: the loss, and the bytes sent"),
 )
 SHORTCUT_EVERY = 4
@@ -471,10 +472,16 @@ def explain_compression(curves: list[CompressedCurve], config: TrainConfig) -> s
     whole, with_feedback, without = curves
     spread = max(whole.final) - min(whole.final)
     lost = without.final_loss - with_feedback.final_loss
-    if lost > max(spread, _MATTERS * whole.final_loss):
+    chance = max(spread, _MATTERS * whole.final_loss)
+    if lost > chance:
         return (
             f"without error feedback the loss ends {lost:.2g} higher: what {config.compress} leaves out is lost in "
             "every step. With it, what was left out is sent later: the sum of all that was sent follows the gradients."
+        )
+    if -lost > chance:
+        return (
+            f"with error feedback the loss ends {-lost:.2g} higher: what {config.compress} left out comes later, and "
+            f"{config.optimizer} does worse with that on this problem; try --no-feedback of train."
         )
     return (
         f"error feedback makes no difference here that is larger than chance (seeds differ by {spread:.2g}): what "
