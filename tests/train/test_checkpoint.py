@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from microparallel.errors import CheckpointError
 from microparallel.files.tensor_file import checksum
 from microparallel.train import checkpoint
-from microparallel.train.checkpoint_reader import manifest
+from microparallel.train.checkpoint_folder import manifest
 
 PART = "part-00000.safetensors"
 FILES = [PART, "state.json", "manifest.json"]
@@ -433,3 +433,16 @@ def test_tensors_on_a_gpu_come_back_on_the_cpu(tmp_path: Path) -> None:
     assert same(loaded.model, {name: tensor.cpu() for name, tensor in model.state_dict().items()})
     optimizer.load_state_dict(loaded.optimizer_state)
     assert next(iter(optimizer.state.values()))["exp_avg"].is_cuda
+
+
+def test_what_is_not_finite_never_pushes_good_states_out(tmp_path: Path) -> None:
+    for number in range(1, 7):
+        finite = number < 3
+        checkpoint.save(tmp_path, number, {"weight": torch.ones(3)}, {}, {}, keep=2, finite=finite)
+    assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000006"]
+
+
+def test_the_best_and_every_so_many_steps_are_kept(tmp_path: Path) -> None:
+    for number in range(1, 9):
+        checkpoint.save(tmp_path, number, {}, {}, {}, keep=1, keep_every=4, best=number in (2, 3))
+    assert names(tmp_path) == ["best.json", "step-00000003", "step-00000004", "step-00000008"]

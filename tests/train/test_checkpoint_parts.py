@@ -22,7 +22,8 @@ from microparallel.files import tensor_file
 from microparallel.files.tensor_file import TensorFile, checksum
 from microparallel.train import checkpoint
 from microparallel.train.build import build
-from microparallel.train.checkpoint_reader import StateReader, StoredTensor, manifest
+from microparallel.train.checkpoint_folder import manifest
+from microparallel.train.checkpoint_reader import StateReader, StoredTensor
 from microparallel.train.config import TrainConfig
 from microparallel.train.loop import train_on_rank
 

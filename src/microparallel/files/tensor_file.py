@@ -25,6 +25,10 @@ from typing import BinaryIO, Self
 import torch
 from torch import Tensor
 
+from microparallel.files.checksum import Checksum, checksum, checksum_of
+
+__all__ = ["Checksum", "Piece", "TensorFile", "TensorWriter", "checksum", "checksum_of", "write"]
+
 _CODES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -45,32 +49,8 @@ _CODES = {
 }
 _BY_CODE = {code: dtype for dtype, code in _CODES.items()}
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _CODES}  # that a file can hold, by torch's names
-_BLOCK = 2**20  # bytes that are read at a time for a checksum
 
 Kind = tuple[torch.dtype, tuple[int, ...]]  # of a tensor: its dtype and shape
-
-
-@dataclass(frozen=True)
-class Checksum:
-    """What a file must have to be the one that was written."""
-
-    bytes: int
-    sha256: str
-
-
-def checksum(path: Path) -> Checksum:
-    """Read a file from its beginning to its end, a block at a time."""
-    size, hashed = 0, hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            hashed.update(block)
-            size += len(block)
-    return Checksum(size, hashed.hexdigest())
-
-
-def checksum_of(data: bytes) -> Checksum:
-    """The checksum of a file with these bytes."""
-    return Checksum(len(data), hashlib.sha256(data).hexdigest())
 
 
 # ── writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────

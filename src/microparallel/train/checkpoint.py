@@ -29,9 +29,7 @@ import contextlib
 import itertools
 import json
 import math
-import re
-import shutil
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -43,17 +41,21 @@ from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.layout import Part
 from microparallel.errors import CheckpointError
 from microparallel.files import tensor_file
-from microparallel.files.atomic import sync_folder, write_durably
-from microparallel.files.tensor_file import DTYPES, Checksum, Piece
-from microparallel.train.checkpoint_reader import (
-    MANIFEST,
-    STATE,
-    Checkpoint,
-    manifest,
-    open_checkpoint,
+from microparallel.files.checksum import Checksum
+from microparallel.files.tensor_file import DTYPES, Piece
+from microparallel.train.checkpoint_folder import (
+    check_keep,
+    clear_leftovers,
+    complete,
+    failing_in_one_line,
+    hidden,
+    make_folder,
+    mark_best,
+    newest_first,
     part_name,
-    verify,
+    remove_all_but,
 )
+from microparallel.train.checkpoint_reader import Checkpoint, open_checkpoint, verify
 from microparallel.train.checkpoint_values import Reference, TensorTable, decode, encode, merge
 
 Value = TypeVar("Value")
@@ -70,6 +72,9 @@ def save(
     first_names: Mapping[str, str] | None = None,
     by_rank: dict[str, Any] | None = None,
     keep: int = 3,
+    keep_every: int | None = None,
+    finite: bool = True,
+    best: bool = False,
 ) -> Path:
     """Write the checkpoint of one step into `folder`, then remove all but the newest `keep` up to that step.
 
@@ -88,26 +93,36 @@ def save(
         by_rank: what else each rank keeps, such as residuals of compressed gradients; tensors that differ between ranks
             stand under different keys.
         keep: how many checkpoints are left.
+        keep_every: checkpoints whose step is a multiple of this are never removed.
+        finite: whether all weights are finite numbers; one that has others neither counts as kept nor removes any.
+        best: whether this is the best by validation so far: it is kept beside the newest until there is a better one.
     """
-    if keep < 1:
-        raise CheckpointError(f"keep={keep} would remove the checkpoint just saved; try keep=1 or more")
+    check_keep(keep, keep_every)
     ranks = Ranks(comms)
     path, tensors = folder / f"step-{step:08d}", TensorTable()
     # What cannot be stored is found before the disk is touched.
     offers = ranks.do(lambda: _offer(model, optimizer_state, by_rank or {}, first_names or {}, tensors))
     own_state = ranks.on_first(lambda: encode(state, "state", None))
-    record = {"step": step, **_put_together(offers), "state": own_state}
+    record = {"step": step, "finite": finite, **_put_together(offers), "state": own_state}
     try:
-        ranks.on_first(lambda: _make_folder(path))
+        ranks.on_first(lambda: make_folder(path))
         sums = ranks.do(lambda: _write_part(path, ranks, tensors, record["tensors"]))
-        ranks.on_first(lambda: _complete(path, record, sums))
+        files = {name: Checksum(**written) for one in sums for name, written in one.items()}
+        ranks.on_first(lambda: complete(path, json.dumps(record).encode("ascii"), files))
     except CheckpointError:
         if ranks.rank == 0:
             with contextlib.suppress(OSError):
-                _clear_leftovers(folder)
+                clear_leftovers(folder)
         raise
-    ranks.on_first(lambda: _remove_all_but(keep, folder, step))
+    ranks.on_first(lambda: _afterwards(path, step, keep, keep_every, best))
     return path
+
+
+def _afterwards(path: Path, step: int, keep: int, keep_every: int | None, best: bool) -> None:
+    """Let rank 0 note that the checkpoint is the best, and remove old ones, now that it has its name."""
+    if best:
+        mark_best(path)
+    remove_all_but(keep, path.parent, step, keep_every)
 
 
 def load(path: Path, comms: Comms | None = None) -> Checkpoint:
@@ -127,7 +142,7 @@ def latest(folder: Path, comms: Comms | None = None) -> tuple[Checkpoint, list[s
 
     With `comms`, every rank calls it, and all get the same one: rank 0 says which there are.
     """
-    found = Ranks(comms).do(lambda: _newest_first(folder))[0]
+    found = Ranks(comms).do(lambda: newest_first(folder))[0]
     if not found:
         raise CheckpointError(f"{folder} holds no checkpoint to resume from; start a new run without --resume")
     warnings: list[str] = []
@@ -308,121 +323,17 @@ def _pieces(file: str, tensors: TensorTable, index: Mapping[str, Any]) -> dict[s
 # ── writing it ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _make_folder(path: Path) -> None:
-    """Remove what an earlier save left, and make the folder that all ranks write into."""
-    with _failing_in_one_line(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        sync_folder(path.parent.parent)
-        _clear_leftovers(path.parent)
-        _hidden(path, "writing").mkdir()
-
-
 def _write_part(path: Path, ranks: Ranks, tensors: TensorTable, index: Mapping[str, Any]) -> dict[str, Any]:
     """Write this rank's file, if it has anything to write; returns its size and sha256 by its name."""
     file = part_name(ranks.rank)
     pieces = _pieces(file, tensors, index)
     if not pieces:
         return {}
-    writing = _hidden(path, "writing")
+    writing = hidden(path, "writing")
     if not writing.is_dir():
         raise CheckpointError(
             f"rank {ranks.rank} cannot find {writing}, which rank 0 has made; every rank writes its part of a "
             "checkpoint, so choose an --out on a disk that all of them see"
         )
-    with _failing_in_one_line(path, f"rank {ranks.rank}: " if ranks.world_size > 1 else ""):
+    with failing_in_one_line(path, f"rank {ranks.rank}: " if ranks.world_size > 1 else ""):
         return {file: asdict(tensor_file.write(writing / file, pieces))}
-
-
-def _complete(path: Path, record: dict[str, Any], sums: Iterable[dict[str, Any]]) -> None:
-    """Add what rank 0 alone writes, wait until all names are on the disk, and only then give the folder its name."""
-    files = {name: Checksum(**written) for one in sums for name, written in one.items()}
-    writing, replaced = _hidden(path, "writing"), _hidden(path, "replaced")
-    with _failing_in_one_line(path):
-        text = json.dumps(record).encode("ascii")
-        write_durably(writing / STATE, text)
-        files[STATE] = tensor_file.checksum_of(text)
-        write_durably(writing / MANIFEST, manifest(files))
-        sync_folder(writing)
-        if path.exists():
-            path.rename(replaced)  # a folder cannot be renamed over another; `latest` reads this one in between
-        writing.rename(path)
-        sync_folder(path.parent)
-        if replaced.exists():
-            shutil.rmtree(replaced)
-
-
-@contextlib.contextmanager
-def _failing_in_one_line(path: Path, who: str = "") -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write the checkpoint {path}: {who}{error.strerror or error}; "
-            "make room or choose another --out (earlier checkpoints are as they were)"
-        ) from error
-
-
-# ── its folder ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-# The folders `checkpoints/` may hold; `kind` is empty for a checkpoint that has its name. The hidden kinds:
-#   writing    not complete                      removing   a removal that was cut off
-#   replaced   the earlier checkpoint of a step that is being saved again, valid until the new one has the name
-_FOLDER = re.compile(r"(?P<hidden>\.?)step-(?P<step>\d{8,})(?:-(?P<kind>writing|removing|replaced))?")
-
-
-def _folders(folder: Path) -> list[tuple[Path, int, str]]:
-    """List the path, step and kind of everything in `folder` that `save` made."""
-    if not folder.is_dir():
-        return []
-    matches = [(path, _FOLDER.fullmatch(path.name)) for path in sorted(folder.iterdir())]
-    return [
-        (path, int(match["step"]), match["kind"] or "")
-        for path, match in matches
-        if match and bool(match["hidden"]) == bool(match["kind"])
-    ]
-
-
-def _newest_first(folder: Path) -> list[str]:
-    """Return the names of all checkpoints there, complete or damaged later."""
-    try:
-        found = _checkpoints(folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}; check who may read it") from error
-    return [found[step].name for step in sorted(found, reverse=True)]
-
-
-def _checkpoints(folder: Path) -> dict[int, Path]:
-    """Return step → path of every checkpoint there, complete or damaged later."""
-    folders = _folders(folder)
-    replaced = {step: path for path, step, kind in folders if kind == "replaced"}
-    return replaced | {step: path for path, step, kind in folders if not kind}
-
-
-def _hidden(path: Path, kind: str) -> Path:
-    return path.with_name(f".{path.name}-{kind}")
-
-
-def _clear_leftovers(folder: Path) -> None:
-    """Remove what a save that was cut off left behind, and give a replaced checkpoint its name back."""
-    for path, step, kind in _folders(folder):
-        named = folder / f"step-{step:08d}"
-        if kind == "replaced" and not named.exists():
-            path.rename(named)
-        elif kind:
-            shutil.rmtree(path)
-
-
-def _remove_all_but(keep: int, folder: Path, step: int) -> None:
-    """Remove the oldest checkpoints up to this step until `keep` are left."""
-    found = _checkpoints(folder)
-    for old in sorted((other for other in found if other <= step), reverse=True)[keep:]:
-        # Renamed first: a removal that is cut off must not leave what looks like a damaged checkpoint.
-        removing = _hidden(found[old], "removing")
-        try:
-            found[old].rename(removing)
-            shutil.rmtree(removing)
-        except OSError as error:
-            raise CheckpointError(
-                f"step {step} is saved, but the older {found[old]} cannot be removed: {error.strerror or error}; "
-                "remove it by hand, or raise --keep"
-            ) from error

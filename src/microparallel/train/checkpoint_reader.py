@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,17 +26,11 @@ from torch import Tensor
 
 from microparallel.errors import CheckpointError
 from microparallel.files.tensor_file import DTYPES, Checksum, TensorFile, checksum
+from microparallel.train.checkpoint_folder import FORMAT, MANIFEST, STATE, manifest
 from microparallel.train.checkpoint_values import decode
 
-FORMAT = 2
-STATE, MANIFEST = "state.json", "manifest.json"
 _OF_MODEL, _OF_OPTIMIZER = "model.safetensors", "optimizer.safetensors"  # of format 1
 _PART = re.compile(r"part-\d{5,}\.safetensors")
-
-
-def part_name(rank: int) -> str:
-    """The file that a rank writes."""
-    return f"part-{rank:05d}.safetensors"
 
 
 # ── tensors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,12 +229,6 @@ def _no_tensor(name: str) -> Any:
 
 
 # ── whether the bytes are those that were written ─────────────────────────────────────────────────────────────────────
-
-
-def manifest(files: Mapping[str, Checksum], format: int = FORMAT) -> bytes:
-    """Return the one right manifest of these files, byte for byte, so that damage to the manifest shows too."""
-    sums = {name: asdict(written) for name, written in files.items()}
-    return json.dumps({"format": format, "files": sums}, indent=2).encode("ascii")
 
 
 def verify(path: Path, share: int = 0, shares: int = 1) -> None:
