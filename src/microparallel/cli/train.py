@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +17,12 @@ import typer
 from microparallel.cli import flags
 from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError, Interrupted, MicroparallelError, RankFailed
+from microparallel.observe.processes import start_ticks
 from microparallel.settings import declared
 from microparallel.text import without_nan
 from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import OF_PARAMETERS, OF_PIPELINES, TrainConfig, merge, read_config
-from microparallel.train.run_folder import RunFolder, check_new
+from microparallel.train.run_folder import AUTO, RunFolder, check_new
 
 if TYPE_CHECKING:
     from microparallel.comms import Comms
@@ -49,7 +51,13 @@ _CHANGEABLE = [name for name, one in declared(TrainConfig).items() if one.settin
 def train(
     given: dict[str, Any],
     *,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with an earlier run's folder.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Go on with an earlier run's folder; auto: with that of --out if it holds a run, or else begin.",
+        ),
+    ] = None,
     config: flags.ConfigFile = None,
     quiet: flags.Quiet = False,
     json: flags.Json = False,
@@ -59,12 +67,31 @@ def train(
     The global batch is split between the ranks, so any number of ranks computes the same thing, but for
     --average-every. Each run keeps its configuration, metrics, checkpoints and summary in a folder.
     """
-    chosen = _choose(given, config, resume)
-    summary = _run(chosen, resume, quiet)
+    resume = resume or _under_an_agent()
+    chosen = _choose(given, config, None if resume == Path(AUTO) else resume)
+    if resume == Path(AUTO):
+        chosen = _with_folder(chosen)
+    summary = _run(chosen, AUTO if resume == Path(AUTO) else resume, quiet)
     if summary is None:  # another rank of torchrun's world speaks
         return 0
     print(json_format.dumps(without_nan(summary), indent=2) if json else _report(summary))
     return 130 if summary["stopped_early"] else 0
+
+
+def _under_an_agent() -> Path | None:
+    """Under torchrun with --max-restarts, a run goes on by itself: each attempt is this same command."""
+    return Path(AUTO) if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 else None
+
+
+def _with_folder(config: TrainConfig) -> TrainConfig:
+    """Name the folder that all attempts of this command have: that of --out, or one named after torchrun's agent."""
+    if config.out is not None:
+        return config
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        raise ConfigError("--resume auto needs to know where the run is kept; add --out FOLDER")
+    # The agent starts all attempts; its number alone may be another process's after the machine has been started anew.
+    return replace(config, out=f"runs/torchrun-{run}-{os.getppid()}-{start_ticks(os.getppid())}")
 
 
 def _choose(given: dict[str, Any], file: Path | None, resume: Path | None) -> TrainConfig:
@@ -115,8 +142,10 @@ def _no_longer_true(values: dict[str, Any], given: dict[str, Any]) -> set[str]:
     return left_out | {"dp", "pp", "replicas"}
 
 
-def _run(config: TrainConfig, resume: Path | None, quiet: bool) -> dict[str, Any] | None:
+def _run(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[str, Any] | None:
     if resume is None and config.out is not None:
+        check_new(Path(config.out))
+    if resume == AUTO and config.out is not None and not (Path(config.out) / "config.toml").exists():
         check_new(Path(config.out))
     from microparallel.train.build import check
     from microparallel.train.loop import train_on_rank

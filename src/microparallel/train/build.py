@@ -109,6 +109,7 @@ def _rest(config: TrainConfig, comms: Comms, data: Split, ranked: Ranked, dtype:
         "learning_rate": build_learning_rate(config, total_steps(config, loader)),
         "dtype": dtype,
         "clip": config.clip,
+        "on_nan": config.on_nan,
         "metrics": load_metrics(config.metric),
     }
 

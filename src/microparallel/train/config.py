@@ -44,6 +44,7 @@ PRECISIONS = ("float32", "bf16", "fp16", "float64")
 MIXED = ("bf16", "fp16")  # parameters are float32, and layers compute with copies
 LR_SCHEDULES = ("constant", "linear", "cosine")
 LOGS = ("tensorboard", "wandb")
+ON_NAN = ("stop", "skip", "ignore")
 # torch's optimizers, so that a right name is known to be right without torch. A newer torch may have more.
 OPTIMIZERS = (
     *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam", "rmsprop"),
@@ -73,6 +74,7 @@ MICROBATCHES = 8  # of a pipeline, unless the batch is smaller
 
 # The headings under which `--help` shows the settings.
 SUBJECT, STEPS, WORLD, ON_PURPOSE = "What to train", "How to train", "Where to train", "Slow on purpose"
+SURVIVAL = "What may go wrong"
 # Those that mean nothing without a pipeline.
 OF_PIPELINES = ("schedule", "microbatches", "stages_per_rank", "balance", "recompute", "compress_activations")
 # Those that mean nothing without --compress.
@@ -437,9 +439,39 @@ class TrainConfig:
 
     out: str | None = setting(None, "Where the run is kept.", shown="runs/<time>-<model>", metavar="FOLDER")
     save_every: int | None = setting(
-        None, "Steps between checkpoints.", shown="at the end", within=AT_LEAST_ONE, may_change=True
+        None,
+        "Steps between checkpoints.",
+        SURVIVAL,
+        shown="by the clock, at most 2 % of the time",
+        within=AT_LEAST_ONE,
+        may_change=True,
     )
-    keep: int = setting(3, "Checkpoints to keep.", within=AT_LEAST_ONE, may_change=True)
+    mtbf: float = setting(
+        4.0,
+        "Hours between failures that you expect; how often to save follows from it (Young's formula).",
+        SURVIVAL,
+        within=POSITIVE,
+        metavar="HOURS",
+        may_change=True,
+    )
+    keep: int = setting(3, "Checkpoints to keep.", SURVIVAL, within=AT_LEAST_ONE, may_change=True)
+    on_nan: str = setting(
+        "stop",
+        "When a loss is not finite: stop, and say where it comes from; skip such steps, also those whose gradients are "
+        "not finite; or ignore it.",
+        SURVIVAL,
+        choices=ON_NAN,
+        may_change=True,
+    )
+    check_replicas: int | None = setting(
+        None,
+        "Compare the ranks' weights every so many steps, and before each save: a bit that flipped on one is found.",
+        SURVIVAL,
+        within=AT_LEAST_ONE,
+        metavar="STEPS",
+        example=100,
+        may_change=True,
+    )
     validate_every: int | None = setting(
         None,
         "Steps between measurements on held-back data.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import math
 import random
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,16 +24,18 @@ from microparallel.comms.wire import gather_json
 from microparallel.course.shortcuts import ParameterAveraging
 from microparallel.data_parallel import DataParallel, LossScale, replicas_are_identical
 from microparallel.data_parallel.layout import Part
-from microparallel.errors import CheckpointError, ConfigError
+from microparallel.errors import CheckpointError, ConfigError, GradientError
 from microparallel.pipeline import Pipeline
 from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, placed
 from microparallel.train.checkpoint import save
 from microparallel.train.checkpoint_reader import Checkpoint, StateReader, StoredTensor, read_whole
 from microparallel.train.data import Split
+from microparallel.train.guard import explain, not_finite
 from microparallel.train.loader import Loaded, Loader
 from microparallel.train.metrics import Measurement, Metric, Validation
 from microparallel.train.mixed_precision import MixedModelWithLoss
 from microparallel.train.optimizer import LearningRate
+from microparallel.train.replica_check import find_difference
 from microparallel.train.strategies import Step
 
 
@@ -78,6 +81,7 @@ class Training:
         learning_rate: over the steps.
         dtype: of real numbers.
         clip: the largest norm of all gradients together.
+        on_nan: what a step does whose loss is not finite: "stop", "skip" or "ignore".
         metrics: what else is measured, by name.
         averaging: of the ranks' parameters, where gradients are not averaged.
         sharded: the wrapped model, where each rank has its part of the gradients alone.
@@ -100,6 +104,7 @@ class Training:
         learning_rate: LearningRate,
         dtype: torch.dtype,
         clip: float | None = None,
+        on_nan: str = "ignore",
         metrics: Mapping[str, Metric] | None = None,
         averaging: ParameterAveraging | None = None,
         sharded: DataParallel | None = None,
@@ -118,12 +123,14 @@ class Training:
         self.steps_done = 0
         self.last_loss: float | None = None
         self.last_samples = 0  # of all ranks together, in the last step
+        self.left_out = 0  # steps whose loss or gradients were not finite, and which changed nothing
         self._signature = signature
         self._measuring = measuring
         self._learning_rate = learning_rate
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         self._dtype = dtype
         self._clip = clip
+        self._on_nan = on_nan
         self._metrics = metrics or {}
         self._sharded = sharded
         self._compressed = compressed
@@ -138,15 +145,46 @@ class Training:
         batches, samples = self.draw()
         self.set_learning_rate(self.steps_done)
         self.optimizer.zero_grad()
-        loss = self.strategy(batches, samples)
-        self.clip_gradients()
-        self.optimizer.step()
+        overflows = self._overflows
+        loss = float(self.strategy(batches, samples))
+        # In float16 a sum may overflow: then the wrapper has left no gradients, and has made the scale smaller.
+        finite = math.isfinite(loss) or self._overflows > overflows
+        if not finite and self._on_nan == "stop":
+            raise self._not_finite(f"the loss of step {self.steps_done + 1} is {loss}", batches)
+        norm = self.clip_gradients()
+        if self._on_nan == "skip" and not (finite and math.isfinite(norm)):
+            self.optimizer.zero_grad()
+            self.left_out += 1
+        else:
+            self.optimizer.step()
         if self.averaging is not None:
             self.averaging.after_step(samples=sum(map(len, batches)))
         self.steps_done += 1
         self.last_samples = samples
-        self.last_loss = float(loss)
-        return self.last_loss
+        self.last_loss = loss
+        return loss
+
+    @property
+    def _overflows(self) -> int:
+        return 0 if self.loss_scale is None else self.loss_scale.skipped
+
+    def _not_finite(self, what: str, batches: Sequence[Batch]) -> GradientError:
+        where = explain(self.model, self.with_loss, batches, self.comms, self.steps_done + 1)
+        return GradientError(
+            f"{what}, and nothing of this step was kept\n{where}\n"
+            "  try: a smaller --lr, or --on-nan skip, which leaves such steps out"
+        )
+
+    def require_finite_weights(self) -> None:
+        """Raise a GradientError, on every rank, if some rank's parameters are not finite."""
+        mine = not_finite(self.model.named_parameters())
+        if bool(self.comms.all_reduce(torch.tensor(len(mine)))):
+            raise self._not_finite(f"weights are not finite after step {self.steps_done}", [])
+
+    def find_difference(self) -> str | None:
+        """Which rank has other weights than its replicas, and where; None if there is none; every rank calls it."""
+        names = self.first_names
+        return find_difference({names.get(name, name): one for name, one in self.model_parts().items()}, self.comms)
 
     def draw(self) -> tuple[list[Batch], int]:
         """Take the next batch: this rank's micro-batches of it, and how many samples all ranks have."""
@@ -163,12 +201,18 @@ class Training:
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = self._learning_rate.at(step, peak)
 
-    def clip_gradients(self) -> None:
-        """Scale all gradients so that their norm is at most `clip`; every rank calls it."""
-        if self._clip is not None and self._sharded is not None:
-            self._sharded.clip_grad_norm_(self._clip)
-        elif self._clip is not None:  # every rank has all of them, and does the same
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+    def clip_gradients(self) -> float:
+        """Scale all gradients so that their norm is at most `clip`, and return that norm; every rank calls it.
+
+        Nobody needs the norm where nothing is clipped and such steps are not left out: then it is not computed.
+        """
+        most = math.inf if self._clip is None and self._on_nan == "skip" else self._clip
+        return 0.0 if most is None else float(self._clip_to(most))
+
+    def _clip_to(self, most: float) -> torch.Tensor:
+        if self._sharded is not None:
+            return self._sharded.clip_grad_norm_(most)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), most)  # every rank has all, and does the same
 
     def come_together(self) -> None:
         """Make the ranks' models the same at the end, where each has been learning on its own."""
@@ -384,10 +428,8 @@ class PipelineTraining(Training):
         if outputs is not None:  # the last rank of each pipeline counts
             self._compare(outputs, batch, measurement)
 
-    def clip_gradients(self) -> None:
-        """Scale all gradients so that their norm over all stages is at most `clip`; every rank calls it."""
-        if self._clip is not None:
-            self._pipe.clip_grad_norm_(self._clip)
+    def _clip_to(self, most: float) -> torch.Tensor:
+        return self._pipe.clip_grad_norm_(most)
 
     @property
     def parameters(self) -> int:
