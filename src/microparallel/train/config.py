@@ -287,6 +287,14 @@ class TrainConfig:
         choices=STRATEGIES,
         may_change=True,
     )
+    shares: int | None = setting(
+        None,
+        "Into how many shares each batch is cut, each with its own random numbers; a rank computes one or more.",
+        WORLD,
+        shown="as many as the run has ranks at first",
+        within=AT_LEAST_ONE,
+        example=4,
+    )
     average_every: int | None = setting(
         None,
         "Average the ranks' parameters every so many steps, and never their gradients (local SGD). It sends less, and "
@@ -533,6 +541,10 @@ class TrainConfig:
             "microbatches": microbatches or max(1, min(MICROBATCHES, batch // dp)),
             "balance": self.balance or "parameters",
         }
+
+    def with_shares(self) -> TrainConfig:
+        """Return the same settings with the number of shares that this run keeps from now on."""
+        return replace(self, shares=max(self.shares or 0, self.layout[0]))
 
     @property
     def is_pipeline(self) -> bool:

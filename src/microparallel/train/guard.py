@@ -68,8 +68,9 @@ def _compute_again(model: nn.Module, with_loss: ModelWithLoss, batches: Sequence
         whole = loss[0] if isinstance(loss, tuple) else loss
         gradients = torch.autograd.grad(whole, parameters, allow_unused=True)
         found = not_finite(zip(names, gradients, strict=True))
-        if found or not math.isfinite(float(whole)):
-            return {"own": True, "loss": str(float(whole)), "layer": layers[:1], "gradients": found}
+        value = float(whole.detach())
+        if found or not math.isfinite(value):
+            return {"own": True, "loss": str(value), "layer": layers[:1], "gradients": found}
     return {"own": False}
 
 

@@ -43,7 +43,7 @@ def train_on_rank(
     Rank 0 writes the run's folder: `config.out`, or the folder that `resume` names. With `resume="auto"` the run in
     `config.out` goes on if there is one, and otherwise begins.
     """
-    config = config.resolved()
+    config = config.resolved().with_shares()
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(contextlib.closing(display_for(comms.rank, quiet)))
         folder = _on_first(comms, lambda: stack.enter_context(_open(config, resume)))

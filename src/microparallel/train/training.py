@@ -1,17 +1,13 @@
 """A training run as an object: do a step, measure, say where it stands, go on from there.
 
 `Training` is one rank's part of it; in `PipelineTraining` the model is spread over the ranks of a pipeline, and in
-`FullyShardedTraining` (`fully_sharded.py`) each rank has a part of every parameter. Below them stands what a step needs
-to be repeatable: the random state.
+`FullyShardedTraining` (`fully_sharded.py`) each rank has a part of every parameter.
 """
 
 from __future__ import annotations
 
-import base64
 import itertools
 import math
-import random
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -35,7 +31,9 @@ from microparallel.train.loader import Loaded, Loader
 from microparallel.train.metrics import Measurement, Metric, Validation
 from microparallel.train.mixed_precision import MixedModelWithLoss
 from microparallel.train.optimizer import LearningRate
+from microparallel.train.random_state import own_randomness, restore_random_state
 from microparallel.train.replica_check import find_difference
+from microparallel.train.shares import Shares
 from microparallel.train.strategies import Step
 
 
@@ -78,6 +76,7 @@ class Training:
         loader: of the training data.
         measuring: a loader of the held-back data, if there is any.
         strategy: how a step is done.
+        shares: this rank's, of every batch.
         learning_rate: over the steps.
         dtype: of real numbers.
         clip: the largest norm of all gradients together.
@@ -101,6 +100,7 @@ class Training:
         loader: Loader,
         measuring: Loader | None,
         strategy: Step,
+        shares: Shares,
         learning_rate: LearningRate,
         dtype: torch.dtype,
         clip: float | None = None,
@@ -125,6 +125,8 @@ class Training:
         self.last_samples = 0  # of all ranks together, in the last step
         self.left_out = 0  # steps whose loss or gradients were not finite, and which changed nothing
         self._signature = signature
+        self._shares = shares
+        shares.draw_apart(model)
         self._measuring = measuring
         self._learning_rate = learning_rate
         self._peaks = [group["lr"] for group in optimizer.param_groups]
@@ -189,6 +191,7 @@ class Training:
     def draw(self) -> tuple[list[Batch], int]:
         """Take the next batch: this rank's micro-batches of it, and how many samples all ranks have."""
         loaded = self.loader.next()
+        self._shares.will_compute(loaded.shares)
         return self.batches(loaded), loaded.samples
 
     def batches(self, loaded: Loaded) -> list[Batch]:
@@ -226,7 +229,7 @@ class Training:
         self._agree_on_buffers()
         measurement = Measurement(self._metrics)
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), own_randomness():  # measuring changes nothing of what is learnt later
             for loaded in self._measuring.one_pass():
                 for batch in self.batches(loaded):
                     self._measure(batch, measurement)
@@ -260,10 +263,11 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Where the run stands, beside the model and the optimizer; a collective, so every rank must call it."""
+        everyones = gather_json(self._shares.random_states(), self.comms)
         return {
             "loss": self.last_loss,
             "sampler": self.loader.state_dict(),
-            "random": gather_json(random_state(), self.comms),
+            "random": [state for states in everyones for state in states],
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}),
         }
 
@@ -380,10 +384,12 @@ class Training:
             self.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
         if self.averaging is not None:
             self.averaging.steps = checkpoint.step
-        states = checkpoint.state["random"]
-        if len(states) == self.comms.world_size:
-            restore_random_state(states[self.comms.rank])
+        self._restore_random(checkpoint.state["random"])
         return remark
+
+    def _restore_random(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on with the random numbers of this rank's shares."""
+        self._shares.restore_random_states(states)
 
     def _load_states(self, checkpoint: Checkpoint) -> None:
         self.model.load_state_dict(read_whole(checkpoint.stored_model))
@@ -502,6 +508,10 @@ class PipelineTraining(Training):
         members = [{name for groups in everyones for name in groups[index]} for index in range(len(mine))]
         return [[name for name in order if name in group] for group in members]
 
+    def _restore_random(self, states: Sequence[dict[str, Any]]) -> None:
+        if len(states) == self.comms.world_size:  # each rank draws for its own stages
+            restore_random_state(states[self.comms.rank])
+
     def _load_states(self, checkpoint: Checkpoint) -> None:
         stored = checkpoint.stored_model
         self._pipe.load_state_dict({name: stored[name].whole() for name in self._pipe.state_dict() if name in stored})
@@ -538,67 +548,3 @@ def pipeline_step(pipe: Pipeline) -> Step:
         return pipe.step(*batch, samples=samples, allow_fewer=True)
 
     return step
-
-
-# ── the random state ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of every random generator of this process, so that a resumed run draws what this one would.
-
-    The values are plain, as JSON holds them. The generators are Python's `random`, torch's on the CPU, one for each GPU
-    once CUDA is in use, and numpy's global one once numpy is imported: a run that uses neither cannot depend on them.
-    """
-    state: dict[str, Any] = {"python": _without_tuples(random.getstate()), "torch": _text(torch.get_rng_state())}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = [_text(generator) for generator in torch.cuda.get_rng_state_all()]
-    if "numpy" in sys.modules:
-        import numpy
-
-        state["numpy"] = _without_arrays(numpy.random.get_state(legacy=False))
-    return state
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Put every generator back to where `random_state` found it; the next draws are bit-identical.
-
-    On a machine with fewer GPUs the generators of the missing ones are left out.
-    """
-    generator = "python"
-    try:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-        generator = "torch"
-        torch.set_rng_state(_tensor(state["torch"]))
-        generator = "cuda"
-        if "cuda" in state and torch.cuda.is_available():
-            for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(_tensor(text), device)
-        generator = "numpy"
-        if "numpy" in state:
-            import numpy
-
-            numpy.random.set_state(state["numpy"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the random state of {generator} cannot be restored ({error}); "
-            "it may have been saved with another version of that library: install that one, or start a new run"
-        ) from error
-
-
-def _text(state: torch.Tensor) -> str:
-    return base64.b64encode(bytes(state.tolist())).decode("ascii")
-
-
-def _tensor(text: str) -> torch.Tensor:
-    return torch.tensor(list(base64.b64decode(text, validate=True)), dtype=torch.uint8)
-
-
-def _without_tuples(value: Any) -> Any:
-    return [_without_tuples(part) for part in value] if isinstance(value, tuple) else value
-
-
-def _without_arrays(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_arrays(part) for key, part in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value
