@@ -31,6 +31,7 @@ from microparallel.train import user_code
 from microparallel.train.batch import ModelSignature, ModelWithLoss, fitting_loss, placed
 from microparallel.train.config import DEFAULTS, MIXED, TrainConfig, parse_balance
 from microparallel.train.data import Dataset, Split, Stream, digits, from_user, text
+from microparallel.train.fingerprint import fingerprint
 from microparallel.train.fully_sharded import FullyShardedTraining, ShardedModelWithLoss
 from microparallel.train.loader import Loader, Loading, SampleLoader, StreamLoader
 from microparallel.train.logs import require_installed
@@ -65,12 +66,30 @@ def build(config: TrainConfig, comms: Comms) -> Training:
     shares = Shares(_shares_of(config), comms.rank, comms.world_size)
     # From here on each rank draws its own random numbers: those of its first share.
     torch.manual_seed(config.seed + 1 + (comms.rank if config.is_pipeline else shares.mine[0]))
+    made_of = fingerprint(config, data.training, [name for name, _ in model.named_parameters()])
     loss_fn = build_loss(config, model)
     _slow_down(config, model, comms.rank)
+    training: Training
     if config.is_pipeline:
-        return _build_pipeline(config, comms, model, loss_fn, data, dtype)
-    if config.shard == "parameters":
-        return _build_fully_sharded(config, comms, shares, model, loss_fn, data, dtype)
+        training = _build_pipeline(config, comms, model, loss_fn, data, dtype)
+    elif config.shard == "parameters":
+        training = _build_fully_sharded(config, comms, shares, model, loss_fn, data, dtype)
+    else:
+        training = _build_data_parallel(config, comms, shares, model, loss_fn, data, dtype)
+    training.made_of = made_of
+    return training
+
+
+def _build_data_parallel(
+    config: TrainConfig,
+    comms: Comms,
+    shares: Shares,
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    data: Split,
+    dtype: torch.dtype,
+) -> Training:
+    """Make one rank's part of a run in which each rank has the whole model."""
     with_loss = ModelWithLoss(model, loss_fn)
     wrapped = _wrapped(config, with_loss, comms)
     if wrapped is None:

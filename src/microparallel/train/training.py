@@ -26,6 +26,7 @@ from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, plac
 from microparallel.train.checkpoint import save
 from microparallel.train.checkpoint_reader import Checkpoint, StateReader, StoredTensor, read_whole
 from microparallel.train.data import Split
+from microparallel.train.fingerprint import changes
 from microparallel.train.guard import explain, not_finite
 from microparallel.train.loader import Loaded, Loader
 from microparallel.train.metrics import Measurement, Metric, Validation
@@ -123,6 +124,7 @@ class Training:
         self.steps_done = 0
         self.last_loss: float | None = None
         self.last_samples = 0  # of all ranks together, in the last step
+        self.made_of: dict[str, Any] | None = None  # the fingerprint of code, data and parameters
         self.left_out = 0  # steps whose loss or gradients were not finite, and which changed nothing
         self._signature = signature
         self._shares = shares
@@ -268,6 +270,7 @@ class Training:
             "loss": self.last_loss,
             "sampler": self.loader.state_dict(),
             "random": [state for states in everyones for state in states],
+            "made_of": self.made_of,
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}),
         }
 
@@ -372,6 +375,8 @@ class Training:
 
     def load(self, checkpoint: Checkpoint) -> str | None:
         """Go on from a checkpoint, bit for bit when the world has the size it had then; returns a remark, if any."""
+        then = checkpoint.state.get("made_of")
+        changed = [] if then is None or self.made_of is None else changes(then, self.made_of)
         try:
             self._load_states(checkpoint)
             self._load_compression(checkpoint.stored_by_rank)
@@ -385,6 +390,9 @@ class Training:
         if self.averaging is not None:
             self.averaging.steps = checkpoint.step
         self._restore_random(checkpoint.state["random"])
+        if changed:
+            warning = f"warning: the run goes on with something else than it was saved with: {'; '.join(changed)}"
+            remark = warning if remark is None else f"{remark}\n{warning}"
         return remark
 
     def _restore_random(self, states: Sequence[dict[str, Any]]) -> None:
