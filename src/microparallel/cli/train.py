@@ -8,7 +8,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +21,7 @@ from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError, Interrupted, MicroparallelError, RankFailed
 from microparallel.observe.processes import start_ticks
 from microparallel.settings import declared
-from microparallel.text import without_nan
+from microparallel.text import count, without_nan
 from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import OF_PARAMETERS, OF_PIPELINES, TrainConfig, merge, read_config
 from microparallel.train.run_folder import AUTO, RunFolder, check_new
@@ -41,6 +43,7 @@ EXAMPLES = flags.examples(
     ("microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8", "two pipelines of two ranks each"),
     ("microparallel train --ranks 4 --trace --out runs/mine; microparallel report runs/mine", "see where time went"),
     ("microparallel train --resume runs/20260131-093000-mlp", "go on where an earlier run stopped"),
+    ("microparallel train --ranks 4 --restarts 10", "go on by itself when a rank dies"),
     ("torchrun --nproc-per-node=4 -m microparallel train", "the same, started by torchrun"),
 )
 # A resumed run goes on bit for bit, so only what does not change its course may be changed.
@@ -149,23 +152,62 @@ def _run(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[st
         check_new(Path(config.out))
     from microparallel.train.build import check
     from microparallel.train.loop import train_on_rank
-    from microparallel.world import connect, launch
+    from microparallel.world.connect import DEFAULT_TIMEOUT, connect
 
     check(config)
-    if config.ranks == 1 or find_placement(os.environ) != ALONE:
-        with connect(config.transport, device=config.device) as comms:
+    under_an_agent = find_placement(os.environ) != ALONE
+    if under_an_agent and config.restarts:
+        raise ConfigError(
+            f"--restarts {config.restarts}: torchrun or Slurm has started this rank, and starts it again: "
+            "torchrun --max-restarts"
+        )
+    if under_an_agent or (config.ranks == 1 and not config.restarts):
+        with connect(config.transport, device=config.device, timeout=config.timeout or DEFAULT_TIMEOUT) as comms:
             summary = _in_this_process(train_on_rank, comms, config, resume, quiet)
             return summary if comms.rank == 0 else None
     if not quiet:
-        print(f"starting {config.ranks} ranks …", file=sys.stderr)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM saves the work too, as Ctrl-C does
-    transport, device = config.transport, config.device
-    try:
-        results = launch(train_on_rank, config.ranks, config, resume, quiet, transport=transport, device=device)
-    except Interrupted as interrupt:
-        results = interrupt.results
+        print(f"starting {count(config.ranks, 'rank')} …", file=sys.stderr)
+    return _in_processes(config, resume, quiet)
+
+
+def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[str, Any]:
+    """Start ranks, and start them again if need be; Ctrl-C, SIGTERM and SIGHUP let them save first."""
+    from microparallel.train.loop import train_on_rank
+    from microparallel.world import Pool
+    from microparallel.world.fork_server import NEEDED, ForkServer, can_fork
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    if config.restarts and resume is None:
+        # Each attempt is told the same, and finds in this folder what there is to go on from.
+        config = replace(config, out=config.out or str(RunFolder.default_path(config, datetime.now())))
+        resume = AUTO
+    options: dict[str, Any] = {"transport": config.transport, "device": config.device, "call_timeout": config.timeout}
+    options |= {"restarts": config.restarts, "min_ranks": config.min_ranks}
+    with ExitStack() as stack:
+        quick = None
+        if config.restarts and can_fork():  # ranks that are there at once
+            quick = stack.enter_context(ForkServer([*NEEDED, "microparallel.train.loop"]))
+        pool = stack.enter_context(Pool(quick))
+        try:
+            results = pool.run(train_on_rank, config.ranks, config, resume, quiet, **options)
+        except Interrupted as interrupt:
+            results = interrupt.results
+        except KeyboardInterrupt:
+            _say_what_is_lost(Path(config.out) if resume in (None, AUTO) and config.out else resume)
+            raise
     first: dict[str, Any] = results[0]
     return first
+
+
+def _say_what_is_lost(run: Path | str | None) -> None:
+    """After a second Ctrl-C, which has ended the ranks at once: what was done, and what is saved of it."""
+    if run is None:  # rank 0 chose the folder, and is gone
+        print("ended at once; what was done since the last checkpoint in runs/ is lost", file=sys.stderr)
+        return
+    steps = sorted(int(path.name[5:]) for path in (Path(run) / "checkpoints").glob("step-*"))
+    kept = f"what was done after step {steps[-1]}" if steps else "everything"
+    print(f"ended at once; {kept} is lost; go on with: microparallel train --resume {run}", file=sys.stderr)
 
 
 def _in_this_process(train_on_rank: Callable[..., Any], comms: Comms, *arguments: Any) -> dict[str, Any]:

@@ -463,6 +463,31 @@ class TrainConfig:
         may_change=True,
     )
     keep: int = setting(3, "Checkpoints to keep.", SURVIVAL, within=AT_LEAST_ONE, may_change=True)
+    restarts: int = setting(
+        0,
+        "How often ranks are started again after one has died, hung or raised; they go on from the last checkpoint.",
+        SURVIVAL,
+        within=Range(at_least=0),
+        may_change=True,
+    )
+    min_ranks: int | None = setting(
+        None,
+        "With --restarts: with how few ranks it may go on, if the system cannot start as many.",
+        SURVIVAL,
+        shown="all of them",
+        within=AT_LEAST_ONE,
+        may_change=True,
+    )
+    timeout: float | None = setting(
+        None,
+        "Seconds that a rank waits for another before it gives up: then that one hangs, or was stopped.",
+        SURVIVAL,
+        shown="1800",
+        within=POSITIVE,
+        metavar="SECONDS",
+        example=60,
+        may_change=True,
+    )
     on_nan: str = setting(
         "stop",
         "When a loss is not finite: stop, and say where it comes from; skip such steps, also those whose gradients are "
@@ -623,6 +648,12 @@ def _check_together(config: TrainConfig) -> None:
     _check_layout(config)
     if config.strategy == "single" and config.world_size > 1:
         raise ConfigError(f"--strategy single is for one rank, and --ranks is {config.world_size}; try --strategy ddp")
+    if config.min_ranks is not None and config.min_ranks > config.world_size:
+        raise ConfigError(
+            f"--min-ranks {config.min_ranks} is more than --ranks {config.world_size}; leave it out, or lower it"
+        )
+    if config.min_ranks is not None and config.is_pipeline:
+        raise ConfigError(f"--min-ranks {config.min_ranks}: a pipeline needs all of its ranks; leave it out")
     parse_slow_ranks((config.slow_rank or "").split(), config.world_size)
     parse_slow_links((config.slow_link or "").split(), config.world_size)
     if config.slow_link is not None and config.strategy == "torch-ddp":

@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ def train_on_rank(
     Rank 0 writes the run's folder: `config.out`, or the folder that `resume` names. With `resume="auto"` the run in
     `config.out` goes on if there is one, and otherwise begins.
     """
-    config = config.resolved().with_shares()
+    config = config.resolved()
+    if comms.world_size < config.world_size:  # not as many processes as before could be started
+        config = replace(config, ranks=comms.world_size).resolved()
+    config = config.with_shares()
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(contextlib.closing(display_for(comms.rank, quiet)))
         folder = _on_first(comms, lambda: stack.enter_context(_open(config, resume)))
