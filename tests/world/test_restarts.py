@@ -122,6 +122,23 @@ def test_a_rank_that_was_stopped_is_replaced(warm_ranks, tmp_path):
     assert warm_ranks.run(stops_itself, 2, tmp_path, **named) == ["done", "done"]
 
 
+def stops_alone(comms, folder):
+    """In the first attempt rank 1 stops, and nobody waits for it."""
+    first = not any(folder.iterdir())
+    comms.barrier()
+    if comms.rank == 1 and first:
+        (folder / "stopped").touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return "done"
+
+
+def test_a_rank_that_was_stopped_and_that_nobody_waits_for_is_replaced(warm_ranks, tmp_path):
+    told = []
+    named = {"restarts": 1, "call_timeout": 1.0, "on_restart": lambda *news: told.append(news), "device": "cpu"}
+    assert warm_ranks.run(stops_alone, 2, tmp_path, **named, timeout=50) == ["done", "done"]
+    assert str(told[0][0]).startswith("rank 1 was stopped (SIGSTOP, or a debugger) for ")
+
+
 def always_raises(comms):
     comms.flight.at_step(4)
     raise ValueError("at step 4")

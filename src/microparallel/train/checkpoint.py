@@ -382,6 +382,14 @@ def _folders(folder: Path) -> list[tuple[Path, int, str]]:
     ]
 
 
+def steps_of(folder: Path) -> dict[int, Path]:
+    """The checkpoints of a folder by their steps, complete or damaged later; none if there is no such folder."""
+    try:
+        return _checkpoints(folder)
+    except OSError:
+        return {}
+
+
 def _newest_first(folder: Path) -> list[str]:
     """Return the names of all checkpoints there, complete or damaged later."""
     try:

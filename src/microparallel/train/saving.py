@@ -98,8 +98,7 @@ class Saving:
         if self._interval is None or not 0.3 < interval / self._interval < 3:
             self._interval = interval
             self._display.note(
-                f"saving every {show_seconds(interval)}: a save holds training up for {show_seconds(cost)}, and with a "
-                f"failure every {self._config.mtbf:g} h, √(2 × {show_seconds(cost)} × {self._config.mtbf:g} h) loses "
-                "the least (Young's formula)"
+                f"saving every {show_seconds(interval)}: Young's √(2CM), as a save costs C = {show_seconds(cost)} "
+                f"and a failure is expected every M = {self._config.mtbf:g} h"
             )
         self._next = time.monotonic() + interval

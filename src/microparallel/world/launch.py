@@ -53,6 +53,7 @@ from microparallel.world.restarts import OnRestart, Restarts
 _GRACE_FOR_FIRST_CAUSE = 1.5  # seconds
 _SAY_WHO_IS_BUSY = 10.0  # seconds after Ctrl-C, and again
 _LOOK_AROUND = 0.1
+_LOOK_FOR_STOPPED = 0.5
 
 
 def launch(
@@ -228,7 +229,7 @@ class Pool:
             for rank, process in enumerate(processes):
                 own = replace(job, rank=rank, name=f"world-{self._worlds}", flight_folder=flights.folder_name)
                 process.send(pickle.dumps(own))
-            return _Supervisor(processes, timeout, flights).results()
+            return _Supervisor(processes, timeout, flights, float("inf") if job.debug else job.timeout).results()
         except BaseException:
             flights.record_end_by_parent(job.world_size)
             self._end_processes()
@@ -350,9 +351,18 @@ def _restore_interrupts(handler: Any) -> None:
 class _Supervisor:
     """Waits in the parent for all ranks of one world, and raises as soon as one fails; the pool ends the others."""
 
-    def __init__(self, processes: Sequence[RankProcess], timeout: float | None, flights: _FlightFiles) -> None:
+    def __init__(
+        self,
+        processes: Sequence[RankProcess],
+        timeout: float | None,
+        flights: _FlightFiles,
+        stopped_limit: float = float("inf"),
+    ) -> None:
         self._processes = processes
         self._timeout = timeout
+        self._stopped_limit = stopped_limit  # seconds that a rank may be stopped by a signal
+        self._stopped: dict[int, float] = {}  # ranks that are, and since when
+        self._looked = 0.0
         self._flights = flights
         self._results: dict[int, Any] = {}
         self._failures: dict[int, Raised] = {}
@@ -396,6 +406,18 @@ class _Supervisor:
             # A process may have died while a child of its own still holds the connection open.
             if not self._processes[rank].alive and not self._processes[rank].connection.poll():
                 self._failures[rank] = self._death(rank)
+        if time.monotonic() - self._looked > _LOOK_FOR_STOPPED:
+            self._looked = time.monotonic()
+            self._look_for_stopped()
+
+    def _look_for_stopped(self) -> None:
+        """Give up ranks that were stopped too long ago: nobody else notices if no other rank waits for them."""
+        now = time.monotonic()
+        stopped = [rank for rank in self._pending if self._processes[rank].stopped]
+        self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
+        for rank, since in self._stopped.items():
+            if now - since > self._stopped_limit:
+                self._failures[rank] = Raised(f"was stopped (SIGSTOP, or a debugger) for {now - since:.0f} s", "")
 
     def _death(self, rank: int) -> Raised:
         how = self._processes[rank].how_it_ended()
