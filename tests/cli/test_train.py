@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -269,3 +271,62 @@ def test_defaults_reach_the_promised_accuracy_on_one_rank(train):
 def test_defaults_reach_the_promised_accuracy_on_four_ranks(train):
     summary = json.loads(train("--ranks", 4, "--json", "--quiet"))
     assert summary["validation_accuracy"] >= 0.95
+
+
+KILLS_ITSELF = """
+import os, signal
+from pathlib import Path
+import torch
+from torch.utils.data import TensorDataset
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += self.training
+        marker = Path(f"killed-{self.calls}")
+        dies = os.environ.get("RANK") == "1" and self.calls in (4, 9) and not Path("spare").exists()
+        if dies and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.layers(inputs)
+
+def make_model(): return Model()
+
+def make_data():
+    inputs = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+"""
+KILLED = ["--model", "mine_killed:make_model", "--data", "mine_killed:make_data", "--loss", "mse", "--batch", 10]
+KILLED += ["--steps", 20, "--ranks", 2, "--save-every", 3, "--json"]
+
+
+def test_a_run_whose_ranks_are_killed_goes_on_by_itself_bit_for_bit(tmp_path, microparallel):
+    """Killed in step 4, and after going on from step 3, again in its ninth step."""
+    (tmp_path / "mine_killed.py").write_text(KILLS_ITSELF)
+    (tmp_path / "spare").touch()
+    whole = microparallel("train", *KILLED, "--out", "whole", "--quiet")
+    assert whole.returncode == 0, whole.stderr
+    (tmp_path / "spare").unlink()
+    result = microparallel("train", *KILLED, "--out", "killed", "--restarts", 5)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("rank 1 was killed by SIGKILL") == 2
+    assert "starting again with 2 ranks (restart 2 of 5)" in result.stderr
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert json.loads(result.stdout)["loss"] == json.loads(whole.stdout)["loss"]
+
+
+@pytest.mark.slow
+def test_torchrun_restarts_and_the_run_goes_on(tmp_path):
+    """Without --resume, which is then automatic; and without --out, where torchrun's agent names the folder."""
+    (tmp_path / "mine_killed.py").write_text(KILLS_ITSELF)
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    command = [*agent, "-m", "microparallel", "train", *map(str, KILLED), "--quiet"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == 0, result.stderr
+    [run] = (tmp_path / "runs").iterdir()
+    assert run.name.startswith("torchrun-")
+    assert len(losses(run)) == 20 and {path.name for path in tmp_path.glob("killed-*")} == {"killed-4", "killed-9"}

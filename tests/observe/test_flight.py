@@ -36,6 +36,18 @@ def worlds(runtime):
 # ── where, and for how long ─────────────────────────────────────────────────────────────────────────────────────────
 
 
+def test_what_crashed_worlds_leave_is_bounded(runtime, monkeypatch):
+    """30 worlds that ended without removing their files: the newest stay; one that runs stays, however old."""
+    monkeypatch.setattr(folders, "is_running", lambda world: world.name == "world-03")
+    for number in range(30):
+        world = runtime / f"world-{number:02}"
+        world.mkdir(parents=True)
+        (world / "rank-0.flight").write_bytes(b"recorded")
+        os.utime(world, (time.time() - 100 + number,) * 2)
+    folders.remove_old(runtime)
+    assert [path.name for path in worlds(runtime)] == ["world-03", *(f"world-{number}" for number in range(10, 30))]
+
+
 def test_the_files_are_this_user_s_and_go_with_the_world(runtime):
     with mp.connect(transport="gloo") as comms:
         (world,) = worlds(runtime)
@@ -223,30 +235,34 @@ HANGING = """
 import sys, time, microparallel as mp
 comms = mp.connect(transport=sys.argv[1])
 comms.barrier()
-if comms.rank == 1:
+if comms.rank == int(sys.argv[2]):
     time.sleep(2.5)
 comms.barrier()
 comms.close()
 """
 
 
-def test_a_world_that_hangs_says_so_once_by_itself(runtime, tmp_path, start):
+@pytest.mark.parametrize(("guilty", "speaker"), [(1, 0), (0, 1)])
+def test_a_world_that_hangs_says_so_once_by_itself(runtime, tmp_path, start, guilty, speaker):
+    """The first rank that waits says it: nobody else, and not the one that they wait for."""
     import socket
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MICROPARALLEL_WHY_AFTER": 1}
+    shared = {"WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MICROPARALLEL_WHY_AFTER": 1}
     script = tmp_path / "script.py"
     script.write_text(HANGING)
-    ranks = [start("python", script, "gloo", RANK=rank, LOCAL_RANK=rank, **shared) for rank in range(2)]
+    ranks = [start("python", script, "gloo", guilty, RANK=rank, LOCAL_RANK=rank, **shared) for rank in range(3)]
     for rank in ranks:
         rank.wait(50)
-    first, second = (rank.errors for rank in ranks)
-    headline, why = first.splitlines()
-    assert headline.startswith("microparallel: rank 0 has been waiting for 1.")
-    assert why.startswith("  straggler: rank 1 is in no call: it is in script.py:6; its last call was barrier()")
-    assert second == ""
+    said = [rank.errors for rank in ranks]
+    headline, why = said.pop(speaker).splitlines()
+    assert headline.startswith(f"microparallel: rank {speaker} has been waiting for 1.")
+    assert why.startswith(
+        f"  straggler: rank {guilty} is in no call: it is in script.py:6; its last call was barrier()"
+    )
+    assert said == ["", ""]
     assert worlds(runtime) == []
 
 

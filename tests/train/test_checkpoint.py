@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from microparallel.errors import CheckpointError
 from microparallel.files.tensor_file import checksum
 from microparallel.train import checkpoint
-from microparallel.train.checkpoint_folder import manifest
+from microparallel.train.checkpoint_folder import best_of, manifest, mark_best
 
 PART = "part-00000.safetensors"
 FILES = [PART, "state.json", "manifest.json"]
@@ -444,5 +444,8 @@ def test_what_is_not_finite_never_pushes_good_states_out(tmp_path: Path) -> None
 
 def test_the_best_and_every_so_many_steps_are_kept(tmp_path: Path) -> None:
     for number in range(1, 9):
-        checkpoint.save(tmp_path, number, {}, {}, {}, keep=1, keep_every=4, best=number in (2, 3))
+        path = checkpoint.save(tmp_path, number, {}, {}, {}, keep=1, keep_every=4)
+        if number in (2, 3):
+            mark_best(path, loss=1 / number)
+    assert best_of(tmp_path) == (3, 1 / 3)
     assert names(tmp_path) == ["best.json", "step-00000003", "step-00000004", "step-00000008"]

@@ -39,7 +39,7 @@ def test_what_a_run_leaves_behind(whole_run):
     assert summary["steps"] == 8 and summary["replicas_identical"] and not summary["stopped_early"]
     assert 0 <= summary["validation_accuracy"] <= 1
     assert len(losses(out)) == 8
-    names = sorted(path.name for path in (out / "checkpoints").iterdir())
+    names = sorted(path.name for path in (out / "checkpoints").glob("step-*"))
     assert names == ["step-00000003", "step-00000006", "step-00000008"]
     files = {path.suffix for path in (out / "checkpoints" / names[0]).iterdir()}
     assert files == {".safetensors", ".json"}  # never pickle

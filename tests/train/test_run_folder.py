@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import resource
+import shutil
+import signal
 from datetime import datetime
 from pathlib import Path
 
@@ -26,6 +29,8 @@ def records(run: RunFolder) -> list[dict[str, object]]:
 def test_a_new_run_holds_its_configuration(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "deep" / "run", CONFIG)
     assert TrainConfig(**read_config(run.config_file)) == CONFIG
+    assert {path.name for path in run.path.iterdir()} == {"config.toml", "lock"}
+    run.close()
     assert [path.name for path in run.path.iterdir()] == ["config.toml"]
     assert RunFolder.open(run.path).path == run.path
 
@@ -134,9 +139,39 @@ def test_the_summary_is_replaced_whole(tmp_path: Path) -> None:
 
 def test_a_lost_folder_is_named(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "gone")
-    for file, write in (("metrics.jsonl", run.append_metrics), ("summary.json", run.write_summary)):
-        with pytest.raises(MicroparallelError, match=f"cannot write .*{file}: No such file"):
-            write({"step": 1})
+    with pytest.raises(MicroparallelError, match=r"cannot write .*summary\.json: No such file"):
+        run.write_summary({"step": 1})
+
+
+def test_lines_that_find_no_room_are_written_later(tmp_path: Path) -> None:
+    """A limit on the size of files is met as a full disk is: a part of the line is written, then nothing."""
+    run = RunFolder(tmp_path)
+    assert run.append_metrics({"step": 1}) is None
+    size = run.metrics_file.stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 4, before[1]))
+        for step in (2, 3):
+            assert isinstance(run.append_metrics({"step": step}), OSError)
+            assert records(run) == [{"step": 1}]  # no half of a line
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert run.append_metrics({"step": 4}) is None
+    run.close()
+    assert records(run) == [{"step": step} for step in (1, 2, 3, 4)]
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", CONFIG)
+    assert not run.make_again_if_removed()
+    shutil.rmtree(run.path)
+    assert run.make_again_if_removed()
+    assert TrainConfig(**read_config(run.config_file)) == CONFIG
+    assert run.append_metrics({"step": 9}) is None
+    run.close()
+    assert records(run) == [{"step": 9}]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])

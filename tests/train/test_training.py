@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from microparallel.errors import CheckpointError
-from microparallel.train import training
+from microparallel.train import random_state as training
 
 
 @pytest.fixture(autouse=True)

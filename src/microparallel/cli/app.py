@@ -26,6 +26,7 @@ VERBS = {
     "simulate": "Walk through programs with a clock for every rank, and say what they would cost.",
     "verify": "Check a program: messages match, no rank waits for ever, and its goal is reached.",
     "doctor": "Examine this machine: versions, cores, GPUs, which transports work and how fast, and what is wrong.",
+    "chaos": "Break a training run on purpose, by a seed, and compare it with one that was left alone.",
     "why": "Say why ranks hang, died or disagree: which rank, in which call, at which line of your code.",
     "bench": "Measure this machine, side by side with torch.",
     "learn": "The exercises of the course: fill in what is missing, and have it checked on real ranks.",

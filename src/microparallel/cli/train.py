@@ -8,6 +8,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,11 +19,12 @@ import typer
 from microparallel.cli import flags
 from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError, Interrupted, MicroparallelError, RankFailed
+from microparallel.observe.processes import start_ticks
 from microparallel.settings import declared
-from microparallel.text import without_nan
+from microparallel.text import count, without_nan
 from microparallel.topology import ALONE, find_placement
 from microparallel.train.config import OF_PARAMETERS, OF_PIPELINES, TrainConfig, merge, read_config
-from microparallel.train.run_folder import RunFolder, check_new
+from microparallel.train.run_folder import AUTO, RunFolder, check_new
 
 if TYPE_CHECKING:
     from microparallel.comms import Comms
@@ -39,6 +43,7 @@ EXAMPLES = flags.examples(
     ("microparallel train --dp 2 --pp 2 --schedule 1f1b --microbatches 8", "two pipelines of two ranks each"),
     ("microparallel train --ranks 4 --trace --out runs/mine; microparallel report runs/mine", "see where time went"),
     ("microparallel train --resume runs/20260131-093000-mlp", "go on where an earlier run stopped"),
+    ("microparallel train --ranks 4 --restarts 10", "go on by itself when a rank dies"),
     ("torchrun --nproc-per-node=4 -m microparallel train", "the same, started by torchrun"),
 )
 # A resumed run goes on bit for bit, so only what does not change its course may be changed.
@@ -49,7 +54,13 @@ _CHANGEABLE = [name for name, one in declared(TrainConfig).items() if one.settin
 def train(
     given: dict[str, Any],
     *,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Go on with an earlier run's folder.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            help="Go on with an earlier run's folder; auto: with that of --out if it holds a run, or else begin.",
+        ),
+    ] = None,
     config: flags.ConfigFile = None,
     quiet: flags.Quiet = False,
     json: flags.Json = False,
@@ -59,12 +70,31 @@ def train(
     The global batch is split between the ranks, so any number of ranks computes the same thing, but for
     --average-every. Each run keeps its configuration, metrics, checkpoints and summary in a folder.
     """
-    chosen = _choose(given, config, resume)
-    summary = _run(chosen, resume, quiet)
+    resume = resume or _under_an_agent()
+    chosen = _choose(given, config, None if resume == Path(AUTO) else resume)
+    if resume == Path(AUTO):
+        chosen = _with_folder(chosen)
+    summary = _run(chosen, AUTO if resume == Path(AUTO) else resume, quiet)
     if summary is None:  # another rank of torchrun's world speaks
         return 0
     print(json_format.dumps(without_nan(summary), indent=2) if json else _report(summary))
     return 130 if summary["stopped_early"] else 0
+
+
+def _under_an_agent() -> Path | None:
+    """Under torchrun with --max-restarts, a run goes on by itself: each attempt is this same command."""
+    return Path(AUTO) if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 else None
+
+
+def _with_folder(config: TrainConfig) -> TrainConfig:
+    """Name the folder that all attempts of this command have: that of --out, or one named after torchrun's agent."""
+    if config.out is not None:
+        return config
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        raise ConfigError("--resume auto needs to know where the run is kept; add --out FOLDER")
+    # The agent starts all attempts; its number alone may be another process's after the machine has been started anew.
+    return replace(config, out=f"runs/torchrun-{run}-{os.getppid()}-{start_ticks(os.getppid())}")
 
 
 def _choose(given: dict[str, Any], file: Path | None, resume: Path | None) -> TrainConfig:
@@ -115,28 +145,69 @@ def _no_longer_true(values: dict[str, Any], given: dict[str, Any]) -> set[str]:
     return left_out | {"dp", "pp", "replicas"}
 
 
-def _run(config: TrainConfig, resume: Path | None, quiet: bool) -> dict[str, Any] | None:
+def _run(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[str, Any] | None:
     if resume is None and config.out is not None:
+        check_new(Path(config.out))
+    if resume == AUTO and config.out is not None and not (Path(config.out) / "config.toml").exists():
         check_new(Path(config.out))
     from microparallel.train.build import check
     from microparallel.train.loop import train_on_rank
-    from microparallel.world import connect, launch
+    from microparallel.world.connect import DEFAULT_TIMEOUT, connect
 
     check(config)
-    if config.ranks == 1 or find_placement(os.environ) != ALONE:
-        with connect(config.transport, device=config.device) as comms:
+    under_an_agent = find_placement(os.environ) != ALONE
+    if under_an_agent and config.restarts:
+        raise ConfigError(
+            f"--restarts {config.restarts}: torchrun or Slurm has started this rank, and starts it again: "
+            "torchrun --max-restarts"
+        )
+    if under_an_agent or (config.ranks == 1 and not config.restarts):
+        with connect(config.transport, device=config.device, timeout=config.timeout or DEFAULT_TIMEOUT) as comms:
             summary = _in_this_process(train_on_rank, comms, config, resume, quiet)
             return summary if comms.rank == 0 else None
     if not quiet:
-        print(f"starting {config.ranks} ranks …", file=sys.stderr)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM saves the work too, as Ctrl-C does
-    transport, device = config.transport, config.device
-    try:
-        results = launch(train_on_rank, config.ranks, config, resume, quiet, transport=transport, device=device)
-    except Interrupted as interrupt:
-        results = interrupt.results
+        print(f"starting {count(config.ranks, 'rank')} …", file=sys.stderr)
+    return _in_processes(config, resume, quiet)
+
+
+def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[str, Any]:
+    """Start ranks, and start them again if need be; Ctrl-C, SIGTERM and SIGHUP let them save first."""
+    from microparallel.train.loop import train_on_rank
+    from microparallel.world import Pool
+    from microparallel.world.fork_server import NEEDED, ForkServer, can_fork
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    if config.restarts and resume is None:
+        # Each attempt is told the same, and finds in this folder what there is to go on from.
+        config = replace(config, out=config.out or str(RunFolder.default_path(config, datetime.now())))
+        resume = AUTO
+    options: dict[str, Any] = {"transport": config.transport, "device": config.device, "call_timeout": config.timeout}
+    options |= {"restarts": config.restarts, "min_ranks": config.min_ranks}
+    with ExitStack() as stack:
+        quick = None
+        if config.restarts and can_fork():  # ranks that are there at once
+            quick = stack.enter_context(ForkServer([*NEEDED, "microparallel.train.loop"]))
+        pool = stack.enter_context(Pool(quick))
+        try:
+            results = pool.run(train_on_rank, config.ranks, config, resume, quiet, **options)
+        except Interrupted as interrupt:
+            results = interrupt.results
+        except KeyboardInterrupt:
+            _say_what_is_lost(Path(config.out) if resume in (None, AUTO) and config.out else resume)
+            raise
     first: dict[str, Any] = results[0]
     return first
+
+
+def _say_what_is_lost(run: Path | str | None) -> None:
+    """After a second Ctrl-C, which has ended the ranks at once: what was done, and what is saved of it."""
+    if run is None:  # rank 0 chose the folder, and is gone
+        print("ended at once; what was done since the last checkpoint in runs/ is lost", file=sys.stderr)
+        return
+    steps = sorted(int(path.name[5:]) for path in (Path(run) / "checkpoints").glob("step-*"))
+    kept = f"what was done after step {steps[-1]}" if steps else "everything"
+    print(f"ended at once; {kept} is lost; go on with: microparallel train --resume {run}", file=sys.stderr)
 
 
 def _in_this_process(train_on_rank: Callable[..., Any], comms: Comms, *arguments: Any) -> dict[str, Any]:

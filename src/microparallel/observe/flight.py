@@ -1,7 +1,7 @@
 """A rank's flight recorder, from joining its world to leaving it; and what the rank says when the world hangs.
 
-`Flight` is what a world holds: it opens and closes the recorder's file and explains a failed call (`why`). On rank 0 a
-`Watchdog` thread explains a call that takes long. Nothing here needs torch.
+`Flight` is what a world holds: it opens and closes the recorder's file and explains a failed call (`why`). A `Watchdog`
+thread explains a call that takes long. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from microparallel.observe import folders
 from microparallel.observe.diagnosis import diagnose, show_findings
 from microparallel.observe.flight_file import Record, Snapshot, read
 from microparallel.observe.flight_recorder import FlightRecorder, GroupLog, NoLog
-from microparallel.observe.folders import gather
+from microparallel.observe.folders import gather, look
 from microparallel.observe.place import where_raised
 from microparallel.observe.processes import StackDumper
 from microparallel.text import show_age
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 VARIABLE = "MICROPARALLEL_FLIGHT"
 AFTER_VARIABLE = "MICROPARALLEL_WHY_AFTER"
 _NONE = "none"  # for a folder
-_AFTER = 60.0  # seconds that rank 0 waits before it prints why
+_AFTER = 60.0  # seconds that a rank waits before it prints why
 SHORT_WAIT = 0.05  # seconds from which on waiting counts when a call has failed already
 
 
@@ -68,7 +68,7 @@ def _folder_of(name: str) -> Path | None:
 
 
 class Flight:
-    """One rank's flight recorder, with the stack dumper and, on rank 0, the watchdog.
+    """One rank's flight recorder, with the stack dumper and the watchdog.
 
     Everything works without a recorder, too (`recorder` is None): then nothing is written.
     """
@@ -86,7 +86,7 @@ class Flight:
             recorder.every_few_calls = self._record_dumps_stack
             self._record_dumps_stack()
         after = _seconds_until_why()
-        if recorder.rank == 0 and recorder.world_size > 1 and after > 0:
+        if recorder.world_size > 1 and after > 0:
             self._watchdog = Watchdog(recorder.path, after)
         atexit.register(self._exits)
 
@@ -203,7 +203,9 @@ def _seconds_until_why() -> float:
 
 
 class Watchdog:
-    """A thread of rank 0 that looks every few seconds how long the rank has been waiting, and explains each hang once.
+    """A thread of each rank that looks every few seconds how long the rank has been waiting, and explains a hang once.
+
+    Of all ranks of a machine that wait, the first explains it: rank 0 may be the one that was stopped, or hangs.
 
     Args:
         flight_file: of this process's rank.
@@ -237,6 +239,8 @@ class Watchdog:
         duration = one.now - waiting.since
         if duration < self._after:
             return
+        if any(self._explains(other) for other in look(self._file.parent).values() if other.rank < one.rank):
+            return
         findings = diagnose(gather(self._file.parent, asking=one.rank))
         # A call that no thread waits for may have ended without a record; it is looked at only once.
         if findings or not waiting.waits:
@@ -245,6 +249,11 @@ class Watchdog:
             print(f"microparallel: rank {one.rank} has been waiting for {show_age(duration)}", file=sys.stderr)
             print("".join(f"  {line}\n" for line in show_findings(findings).splitlines()), end="", file=sys.stderr)
             sys.stderr.flush()
+
+    def _explains(self, other: Snapshot) -> bool:
+        """Whether another rank will do it, or has: it runs, and waits as this one does."""
+        waiting = _longest_wait(other, 0)
+        return other.state == "running" and waiting is not None and other.now - waiting.since > self._after / 2
 
 
 def _longest_wait(one: Snapshot, explained: int) -> Record | None:

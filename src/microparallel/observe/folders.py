@@ -28,6 +28,7 @@ from microparallel.observe.processes import ask_for_stack, state_of
 
 FOLDER_VARIABLE = "MICROPARALLEL_FLIGHT_DIR"
 _A_DAY = 24 * 3600.0
+_MOST_WORLDS, _MOST_BYTES = 20, 64 * 2**20  # of worlds that have ended, kept for `why`
 
 
 def private_folder() -> Path:
@@ -79,11 +80,28 @@ def remove_if_all_left(folder: Path, ranks_here: int) -> None:
 
 
 def remove_old(folder: Path) -> None:
-    """Remove the flight files of worlds that ended more than a day ago."""
-    for world in folder.iterdir():
+    """Remove the flight files of worlds that ended more than a day ago; of the others, keep some, the newest.
+
+    A run that starts its ranks again many times leaves a folder each time.
+    """
+    worlds, taken = 0, 0
+    for world in sorted(folder.iterdir(), key=_changed, reverse=True):
         with contextlib.suppress(OSError):
-            if time.time() - world.stat().st_mtime > _A_DAY and not is_running(world):
+            if is_running(world):
+                continue
+            worlds += 1
+            taken += sum(path.stat().st_blocks * 512 for path in flight_files(world))
+            too_many = worlds > _MOST_WORLDS or taken > _MOST_BYTES
+            if too_many or time.time() - world.stat().st_mtime > _A_DAY:
                 remove(world)
+
+
+def _changed(path: Path) -> float:
+    """When a folder was changed last; 0 for one that another process has just removed."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def is_running(folder: Path) -> bool:

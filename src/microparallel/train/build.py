@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,13 +31,15 @@ from microparallel.train import user_code
 from microparallel.train.batch import ModelSignature, ModelWithLoss, fitting_loss, placed
 from microparallel.train.config import DEFAULTS, MIXED, TrainConfig, parse_balance
 from microparallel.train.data import Dataset, Split, Stream, digits, from_user, text
+from microparallel.train.fingerprint import fingerprint
 from microparallel.train.fully_sharded import FullyShardedTraining, ShardedModelWithLoss
 from microparallel.train.loader import Loader, Loading, SampleLoader, StreamLoader
 from microparallel.train.logs import require_installed
 from microparallel.train.metrics import load_metrics
 from microparallel.train.mixed_precision import MixedModelWithLoss
 from microparallel.train.optimizer import build_learning_rate, build_optimizer
-from microparallel.train.sampler import Ranked, ShardedSampler
+from microparallel.train.sampler import ShardedSampler
+from microparallel.train.shares import Shares
 from microparallel.train.strategies import STEPS, data_parallel, slow_down_model
 from microparallel.train.training import PipelineTraining, Training
 
@@ -61,19 +63,39 @@ def build(config: TrainConfig, comms: Comms) -> Training:
         model.to(comms.device)
     if config.shard != "parameters":  # then the wrapper does it
         replicate(model, comms)  # the same model, even if it was made with other random numbers than torch's
-    torch.manual_seed(config.seed + 1 + comms.rank)  # from here on each rank draws its own
+    shares = Shares(_shares_of(config), comms.rank, comms.world_size)
+    # From here on each rank draws its own random numbers: those of its first share.
+    torch.manual_seed(config.seed + 1 + (comms.rank if config.is_pipeline else shares.mine[0]))
+    made_of = fingerprint(config, data.training, [name for name, _ in model.named_parameters()])
     loss_fn = build_loss(config, model)
     _slow_down(config, model, comms.rank)
+    training: Training
     if config.is_pipeline:
-        return _build_pipeline(config, comms, model, loss_fn, data, dtype)
-    if config.shard == "parameters":
-        return _build_fully_sharded(config, comms, model, loss_fn, data, dtype)
+        training = _build_pipeline(config, comms, model, loss_fn, data, dtype)
+    elif config.shard == "parameters":
+        training = _build_fully_sharded(config, comms, shares, model, loss_fn, data, dtype)
+    else:
+        training = _build_data_parallel(config, comms, shares, model, loss_fn, data, dtype)
+    training.made_of = made_of
+    return training
+
+
+def _build_data_parallel(
+    config: TrainConfig,
+    comms: Comms,
+    shares: Shares,
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    data: Split,
+    dtype: torch.dtype,
+) -> Training:
+    """Make one rank's part of a run in which each rank has the whole model."""
     with_loss = ModelWithLoss(model, loss_fn)
     wrapped = _wrapped(config, with_loss, comms)
     if wrapped is None:
         strategy = STEPS[config.strategy](with_loss, comms)
     else:
-        strategy = data_parallel(wrapped, config.accumulate)
+        strategy = data_parallel(wrapped, shares, config.accumulate)
     sharded = None if config.shard is None else wrapped
     return Training(
         model=model,
@@ -85,7 +107,7 @@ def build(config: TrainConfig, comms: Comms) -> Training:
         sharded=sharded,
         compressed=None if config.compress is None else wrapped,
         averaging=None if config.average_every is None else ParameterAveraging(model, comms, config.average_every),
-        **_rest(config, comms, data, comms, dtype),
+        **_rest(config, comms, data, shares, dtype),
     )
 
 
@@ -94,37 +116,45 @@ def _wrapped(config: TrainConfig, with_loss: ModelWithLoss, comms: Comms) -> Dat
     options: dict[str, Any] = {"shard": config.shard, "compress": build_compressor(config), **_mixed(config)}
     if config.precision in MIXED:
         return MixedModelWithLoss(with_loss, comms, **options)
-    return None if config.shard is None and config.compress is None else DataParallel(with_loss, comms, **options)
+    return DataParallel(with_loss, comms, **options) if config.strategy == "ddp" else None
 
 
-def _rest(config: TrainConfig, comms: Comms, data: Split, ranked: Ranked, dtype: torch.dtype) -> dict[str, Any]:
-    """What a run has in any layout; `ranked` is the place of this rank's share among the shares of a batch."""
-    loader = build_loader(config, data.training, _resolved(config.batch), ranked, comms)
+def _shares_of(config: TrainConfig) -> int:
+    """Into how many shares each batch is cut: as many as the run had ranks at first, if a rank can compute several."""
+    can = config.strategy in ("single", "ddp") and config.average_every is None
+    return (config.shares or config.world_size) if can else config.world_size
+
+
+def _rest(config: TrainConfig, comms: Comms, data: Split, shares: Shares, dtype: torch.dtype) -> dict[str, Any]:
+    """What a run has in any layout."""
+    loader = build_loader(config, data.training, _resolved(config.batch), shares, comms)
     held_back = data.validation
     return {
         "comms": comms,
         "data": data,
         "loader": loader,
-        "measuring": None if held_back is None else _measuring(config, held_back, ranked, comms),
+        "shares": shares,
+        "measuring": None if held_back is None else _measuring(config, held_back, shares.fresh(), comms),
         "learning_rate": build_learning_rate(config, total_steps(config, loader)),
         "dtype": dtype,
         "clip": config.clip,
+        "on_nan": config.on_nan,
         "metrics": load_metrics(config.metric),
     }
 
 
 def build_loader(
-    config: TrainConfig, data: Dataset | Stream, batch: int, ranked: Ranked, comms: Comms, shuffle: bool = True
+    config: TrainConfig, data: Dataset | Stream, batch: int, shares: Shares, comms: Comms, shuffle: bool = True
 ) -> Loader:
-    """How a rank gets its share of each global batch."""
+    """How a rank gets its shares of each global batch."""
     loading = Loading(config.workers, config.accumulate, comms.device.type == "cuda", config.seed)
     if isinstance(data, Stream):
-        return StreamLoader(data, batch, ranked, loading)
-    return SampleLoader(data, ShardedSampler(data, batch, comms=ranked, seed=config.seed, shuffle=shuffle), loading)
+        return StreamLoader(data, batch, shares, loading)
+    return SampleLoader(data, ShardedSampler(data, batch, seed=config.seed, shuffle=shuffle), shares, loading)
 
 
-def _measuring(config: TrainConfig, data: Dataset | Stream, ranked: Ranked, comms: Comms) -> Loader:
-    return build_loader(replace(config, accumulate=1), data, _VALIDATION_BATCH, ranked, comms, shuffle=False)
+def _measuring(config: TrainConfig, data: Dataset | Stream, shares: Shares, comms: Comms) -> Loader:
+    return build_loader(replace(config, accumulate=1), data, _VALIDATION_BATCH, shares, comms, shuffle=False)
 
 
 def _with_slow_links(config: TrainConfig, comms: Comms) -> Comms:
@@ -147,7 +177,13 @@ def _defers(config: TrainConfig) -> bool:
 
 
 def _build_fully_sharded(
-    config: TrainConfig, comms: Comms, model: nn.Module, loss_fn: LossFunction | None, data: Split, dtype: torch.dtype
+    config: TrainConfig,
+    comms: Comms,
+    shares: Shares,
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    data: Split,
+    dtype: torch.dtype,
 ) -> FullyShardedTraining:
     """Make one rank's part of a run in which each rank keeps its part of every parameter."""
     signature = ModelSignature(model, has_loss=loss_fn is not None)
@@ -166,22 +202,14 @@ def _build_fully_sharded(
         with_loss=with_loss,
         signature=signature,
         optimizer=build_optimizer(config, model),
-        strategy=data_parallel(sharded, config.accumulate),
-        **_rest(config, comms, data, comms, dtype),
+        strategy=data_parallel(sharded, shares, config.accumulate),
+        **_rest(config, comms, data, shares, dtype),
     )
 
 
 def _mixed(config: TrainConfig) -> dict[str, Any]:
     """What a wrapper is told of a run in 16 bits; in others the model itself has been converted."""
     return {"precision": config.precision} if config.precision in MIXED else {}
-
-
-@dataclass(frozen=True)
-class _Replica:
-    """Which of several pipelines a rank belongs to: all ranks of a pipeline share the samples of one."""
-
-    rank: int
-    world_size: int
 
 
 def _build_pipeline(
@@ -218,7 +246,8 @@ def _build_pipeline(
         signature=ModelSignature(model, has_loss=True, one_argument=True),
         optimizer=build_optimizer(config, pipe, shared_by=None if config.shard is None else comms),
         compressed=None if config.compress is None else pipe,
-        **_rest(config, comms, data, _Replica(pipe.replica, pipe.mesh.dp), dtype),
+        # All ranks of a pipeline share the samples of one replica.
+        **_rest(config, comms, data, Shares(pipe.mesh.dp, pipe.replica, pipe.mesh.dp), dtype),
     )
 
 

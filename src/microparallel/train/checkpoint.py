@@ -50,7 +50,6 @@ from microparallel.train.checkpoint_folder import (
     failing_in_one_line,
     hidden,
     make_folder,
-    mark_best,
     newest_first,
     part_name,
     remove_all_but,
@@ -74,7 +73,6 @@ def save(
     keep: int = 3,
     keep_every: int | None = None,
     finite: bool = True,
-    best: bool = False,
 ) -> Path:
     """Write the checkpoint of one step into `folder`, then remove all but the newest `keep` up to that step.
 
@@ -95,7 +93,6 @@ def save(
         keep: how many checkpoints are left.
         keep_every: checkpoints whose step is a multiple of this are never removed.
         finite: whether all weights are finite numbers; one that has others neither counts as kept nor removes any.
-        best: whether this is the best by validation so far: it is kept beside the newest until there is a better one.
     """
     check_keep(keep, keep_every)
     ranks = Ranks(comms)
@@ -114,15 +111,8 @@ def save(
             with contextlib.suppress(OSError):
                 clear_leftovers(folder)
         raise
-    ranks.on_first(lambda: _afterwards(path, step, keep, keep_every, best))
+    ranks.on_first(lambda: remove_all_but(keep, folder, step, keep_every))
     return path
-
-
-def _afterwards(path: Path, step: int, keep: int, keep_every: int | None, best: bool) -> None:
-    """Let rank 0 note that the checkpoint is the best, and remove old ones, now that it has its name."""
-    if best:
-        mark_best(path)
-    remove_all_but(keep, path.parent, step, keep_every)
 
 
 def load(path: Path, comms: Comms | None = None) -> Checkpoint:

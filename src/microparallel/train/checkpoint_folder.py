@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -133,17 +134,16 @@ def check_keep(keep: int, keep_every: int | None) -> None:
 
 
 def remove_all_but(keep: int, folder: Path, step: int, keep_every: int | None = None) -> None:
-    """Remove the oldest checkpoints up to this step until `keep` are left.
+    """Of the checkpoints up to this step, keep the newest `keep` that are finite, and remove the others.
 
-    What is not removed, and does not count: the best one, multiples of `keep_every`, and, so that a run that went wrong
-    cannot push good states out, all finite ones as long as the newest is not. Of those that are not finite, only the
-    newest stays.
+    The best one and multiples of `keep_every` stay, too. Of those that are not finite only the newest stays: a run that
+    went wrong cannot push good states out.
     """
     found = checkpoints(folder)
     steps = sorted((other for other in found if other <= step), reverse=True)
     finite = [other for other in steps if is_finite(found[other])]
     spoilt = [other for other in steps if other not in finite]
-    best = best_step(folder)
+    best, _ = best_of(folder)
     for old in finite[keep:] + spoilt[1:]:
         if old == best or (keep_every is not None and old % keep_every == 0):
             continue
@@ -167,17 +167,17 @@ def is_finite(path: Path) -> bool:
         return True
 
 
-def mark_best(path: Path) -> None:
+def mark_best(path: Path, loss: float) -> None:
     """Write down that this checkpoint is the best by validation; the one before is no longer."""
     with failing_in_one_line(path):
-        write_atomically(path.parent / BEST, json.dumps({"name": path.name}).encode("ascii"))
+        write_atomically(path.parent / BEST, json.dumps({"name": path.name, "loss": loss}).encode("ascii"))
 
 
-def best_step(folder: Path) -> int | None:
-    """The step of the best checkpoint, if one was marked."""
+def best_of(folder: Path) -> tuple[int | None, float]:
+    """The step and the loss of the best checkpoint; no step, and an infinite loss, if none was marked."""
     try:
-        name = json.loads((folder / BEST).read_bytes())["name"]
-        match = _FOLDER.fullmatch(name)
+        about = json.loads((folder / BEST).read_bytes())
+        match = _FOLDER.fullmatch(about["name"])
+        return (None, math.inf) if match is None else (int(match["step"]), float(about["loss"]))
     except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return None if match is None else int(match["step"])
+        return None, math.inf

@@ -119,7 +119,7 @@ def sharded_rows(most: str) -> list[str]:
 
 def outcome(comms: Comms, config: TrainConfig) -> Outcome | None:
     """Do the job on one rank; rank 0 returns what came of it, all others None."""
-    training = build(config, comms)
+    training = build(replace(config, on_nan="ignore"), comms)  # what differs is compared, however it ends
     result = _carry_out(training, config, training.model_state)
     return result if comms.rank == 0 else None
 
@@ -134,7 +134,7 @@ def compare_in_process(config: TrainConfig, progress: Progress = lambda _: None)
     """
     devices = replica_devices(config.device, config.ranks)
     gpus = sorted({device.index for device in devices if device.type == "cuda"})
-    job = replace(config, strategy="single", ranks=1)
+    job = replace(config, strategy="single", ranks=1, on_nan="ignore")
 
     def run(strategy: str, replicas: int) -> Outcome:
         progress(f"{strategy} with {count(replicas, 'replica')}")

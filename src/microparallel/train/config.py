@@ -44,6 +44,7 @@ PRECISIONS = ("float32", "bf16", "fp16", "float64")
 MIXED = ("bf16", "fp16")  # parameters are float32, and layers compute with copies
 LR_SCHEDULES = ("constant", "linear", "cosine")
 LOGS = ("tensorboard", "wandb")
+ON_NAN = ("stop", "skip", "ignore")
 # torch's optimizers, so that a right name is known to be right without torch. A newer torch may have more.
 OPTIMIZERS = (
     *("adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "asgd", "muon", "nadam", "radam", "rmsprop"),
@@ -73,6 +74,7 @@ MICROBATCHES = 8  # of a pipeline, unless the batch is smaller
 
 # The headings under which `--help` shows the settings.
 SUBJECT, STEPS, WORLD, ON_PURPOSE = "What to train", "How to train", "Where to train", "Slow on purpose"
+SURVIVAL = "What may go wrong"
 # Those that mean nothing without a pipeline.
 OF_PIPELINES = ("schedule", "microbatches", "stages_per_rank", "balance", "recompute", "compress_activations")
 # Those that mean nothing without --compress.
@@ -285,6 +287,14 @@ class TrainConfig:
         choices=STRATEGIES,
         may_change=True,
     )
+    shares: int | None = setting(
+        None,
+        "Into how many shares each batch is cut, each with its own random numbers; a rank computes one or more.",
+        WORLD,
+        shown="as many as the run has ranks at first",
+        within=AT_LEAST_ONE,
+        example=4,
+    )
     average_every: int | None = setting(
         None,
         "Average the ranks' parameters every so many steps, and never their gradients (local SGD). It sends less, and "
@@ -437,9 +447,75 @@ class TrainConfig:
 
     out: str | None = setting(None, "Where the run is kept.", shown="runs/<time>-<model>", metavar="FOLDER")
     save_every: int | None = setting(
-        None, "Steps between checkpoints.", shown="at the end", within=AT_LEAST_ONE, may_change=True
+        None,
+        "Steps between checkpoints.",
+        SURVIVAL,
+        shown="by the clock, at most 2 % of the time",
+        within=AT_LEAST_ONE,
+        may_change=True,
     )
-    keep: int = setting(3, "Checkpoints to keep.", within=AT_LEAST_ONE, may_change=True)
+    mtbf: float = setting(
+        4.0,
+        "Hours between failures that you expect; how often to save follows from it (Young's formula).",
+        SURVIVAL,
+        within=POSITIVE,
+        metavar="HOURS",
+        may_change=True,
+    )
+    keep: int = setting(
+        3, "Checkpoints to keep, and the best by validation.", SURVIVAL, within=AT_LEAST_ONE, may_change=True
+    )
+    restarts: int = setting(
+        0,
+        "How often ranks are started again after one has died, hung or raised; they go on from the last checkpoint.",
+        SURVIVAL,
+        within=Range(at_least=0),
+        may_change=True,
+    )
+    min_ranks: int | None = setting(
+        None,
+        "With --restarts: with how few ranks it may go on, if the system cannot start as many.",
+        SURVIVAL,
+        shown="all of them",
+        within=AT_LEAST_ONE,
+        may_change=True,
+    )
+    timeout: float | None = setting(
+        None,
+        "Seconds that a rank waits for another before it gives up: then that one hangs, or was stopped.",
+        SURVIVAL,
+        shown="1800",
+        within=POSITIVE,
+        metavar="SECONDS",
+        example=60,
+        may_change=True,
+    )
+    keep_every: int | None = setting(
+        None,
+        "Checkpoints of every so many steps that are never removed.",
+        SURVIVAL,
+        within=AT_LEAST_ONE,
+        metavar="STEPS",
+        example=1000,
+        may_change=True,
+    )
+    on_nan: str = setting(
+        "stop",
+        "When a loss is not finite: stop, and say where it comes from; skip such steps, also those whose gradients are "
+        "not finite; or ignore it.",
+        SURVIVAL,
+        choices=ON_NAN,
+        may_change=True,
+    )
+    check_replicas: int | None = setting(
+        None,
+        "Compare the ranks' weights every so many steps, and before each save: a bit that flipped on one is found.",
+        SURVIVAL,
+        within=AT_LEAST_ONE,
+        metavar="STEPS",
+        example=100,
+        may_change=True,
+    )
     validate_every: int | None = setting(
         None,
         "Steps between measurements on held-back data.",
@@ -501,6 +577,10 @@ class TrainConfig:
             "microbatches": microbatches or max(1, min(MICROBATCHES, batch // dp)),
             "balance": self.balance or "parameters",
         }
+
+    def with_shares(self) -> TrainConfig:
+        """Return the same settings with the number of shares that this run keeps from now on."""
+        return replace(self, shares=max(self.shares or 0, self.layout[0]))
 
     @property
     def is_pipeline(self) -> bool:
@@ -579,6 +659,12 @@ def _check_together(config: TrainConfig) -> None:
     _check_layout(config)
     if config.strategy == "single" and config.world_size > 1:
         raise ConfigError(f"--strategy single is for one rank, and --ranks is {config.world_size}; try --strategy ddp")
+    if config.min_ranks is not None and config.min_ranks > config.world_size:
+        raise ConfigError(
+            f"--min-ranks {config.min_ranks} is more than --ranks {config.world_size}; leave it out, or lower it"
+        )
+    if config.min_ranks is not None and config.is_pipeline:
+        raise ConfigError(f"--min-ranks {config.min_ranks}: a pipeline needs all of its ranks; leave it out")
     parse_slow_ranks((config.slow_rank or "").split(), config.world_size)
     parse_slow_links((config.slow_link or "").split(), config.world_size)
     if config.slow_link is not None and config.strategy == "torch-ddp":

@@ -14,11 +14,7 @@ of the batch alone. So a run that goes on sees what it would have seen.
 from __future__ import annotations
 
 import copy
-import random
-import sys
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, Protocol
@@ -29,7 +25,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from microparallel.errors import ConfigError, DataError, UsageError
 from microparallel.train import user_code
 from microparallel.train.data import Dataset, Stream
-from microparallel.train.sampler import Ranked, ShardedSampler, share
+from microparallel.train.random_state import own_randomness, seed_generators
+from microparallel.train.sampler import ShardedSampler
+from microparallel.train.shares import Shares
 
 _NO_STATE = (
     "note: the data has no state_dict and load_state_dict, so {} batches are read again to get to where the run stood; "
@@ -44,10 +42,12 @@ class Loaded:
     Attributes:
         parts: its micro-batches, each put together, with the number of its samples; none where the rank has none.
         samples: how many samples all ranks have together.
+        shares: for each micro-batch, the number of the share it is cut from.
     """
 
     parts: list[tuple[Any, int]]
     samples: int
+    shares: Sequence[int] = ()
 
 
 class Loader(Protocol):
@@ -93,11 +93,19 @@ class Loading:
 
 
 class SampleLoader:
-    """Batches of a dataset whose samples have numbers; a `ShardedSampler` deals them out."""
+    """Batches of a dataset whose samples have numbers: of each global batch, this rank's shares.
 
-    def __init__(self, data: Dataset, sampler: ShardedSampler, loading: Loading) -> None:
+    Args:
+        data: the samples.
+        sampler: of the global batches.
+        shares: this rank's.
+        loading: by whom.
+    """
+
+    def __init__(self, data: Dataset, sampler: ShardedSampler, shares: Shares, loading: Loading) -> None:
         self.epoch = 0
         self.sampler = sampler
+        self._shares = shares
         self._data = data
         self._loading = loading
         self._indices: Iterator[list[int]] = iter(())
@@ -110,17 +118,16 @@ class SampleLoader:
 
     def next(self) -> Loaded:
         """Load this rank's share of the next global batch, or take it from the workers."""
-        self.epoch, number = self.sampler.epoch, self.sampler.state_dict()["batch"]
+        self.epoch = self.sampler.epoch
         if self._loading.workers and self._from_workers is None:
             self._from_workers = self._start_workers(_without_end(copy.copy(self.sampler)))
         indices = next(self._indices, None)
         if indices is None:  # an epoch is over, or nothing has begun
             self._indices = iter(self.sampler)
             indices = next(self._indices)
-        samples = self.sampler.global_batch_size(number)
         if self._from_workers is None:
-            return Loaded(_load(self._data, indices, self._loading.microbatches), samples)
-        return Loaded(_unless_failed(next(self._from_workers)), samples)
+            return self._load(indices)
+        return _unless_failed(next(self._from_workers))  # type: ignore[no-any-return]
 
     def one_pass(self) -> Iterator[Loaded]:
         """All batches of one pass, by workers if there are any."""
@@ -128,16 +135,15 @@ class SampleLoader:
         sampler.load_state_dict({"epoch": 0, "batch": 0})
         plan = [*_numbered(sampler)]
         loaded: Iterator[Any] = self._start_workers(iter(plan)) if self._loading.workers else iter(())
-        for _, number, indices in plan:
-            parts = (
-                _unless_failed(next(loaded))
-                if self._loading.workers
-                else _load(self._data, indices, self._loading.microbatches)
-            )
-            yield Loaded(parts, sampler.global_batch_size(number))
+        for _, _, indices in plan:
+            yield _unless_failed(next(loaded)) if self._loading.workers else self._load(indices)
+
+    def _load(self, indices: Sequence[int]) -> Loaded:
+        """Load this rank's shares of a global batch here; what the data draws at random is of each share."""
+        return _load(self._data, self._shares, indices, self._loading.microbatches, self._shares.draw_as)
 
     def _start_workers(self, plan: Iterator[tuple[int, int, list[int]]]) -> Iterator[Any]:
-        fetch = _Fetch(self._data, self._loading, self.sampler.rank)
+        fetch = _Fetch(self._data, self._loading, self._shares)
         return iter(
             DataLoader(
                 fetch,  # type: ignore[arg-type]
@@ -166,7 +172,7 @@ class SampleLoader:
 
 
 def _numbered(sampler: ShardedSampler) -> Iterator[tuple[int, int, list[int]]]:
-    """What is left of the epoch: its number, the batch's number, and the samples of this rank."""
+    """What is left of the epoch: its number, the batch's number, and the samples of the batch."""
     epoch, first = sampler.epoch, sampler.state_dict()["batch"]
     for number, indices in enumerate(sampler, start=first):
         yield epoch, number, indices
@@ -180,14 +186,17 @@ def _without_end(sampler: ShardedSampler) -> Iterator[tuple[int, int, list[int]]
 class _Fetch:
     """A dataset for torch's DataLoader, whose items are a rank's whole batches."""
 
-    def __init__(self, data: Dataset, loading: Loading, rank: int) -> None:
-        self._data, self._loading, self._rank = data, loading, rank
+    def __init__(self, data: Dataset, loading: Loading, shares: Shares) -> None:
+        self._data, self._loading, self._shares = data, loading, shares
 
     def __getitem__(self, planned: tuple[int, int, list[int]]) -> Any:
         epoch, number, indices = planned
-        _seed_generators(f"seed {self._loading.seed}, epoch {epoch}, batch {number}, rank {self._rank}")
+
+        def seed(share: int) -> None:
+            seed_generators(f"seed {self._loading.seed}, epoch {epoch}, batch {number}, rank {share}")
+
         try:
-            return _load(self._data, indices, self._loading.microbatches)
+            return _load(self._data, self._shares, indices, self._loading.microbatches, seed)
         except UsageError as error:
             return _Failed(str(error))
 
@@ -205,8 +214,15 @@ def _unless_failed(item: Any) -> Any:
     return item
 
 
-def _load(data: Dataset, indices: Sequence[int], count: int) -> list[tuple[Any, int]]:
-    return [(data.batch(part), len(part)) for part in cut(indices, count)]
+def _load(data: Dataset, shares: Shares, indices: Sequence[int], count: int, begin: Callable[[int], None]) -> Loaded:
+    """Load one share after another; `begin` is called before each, with its number."""
+    parts, numbers = [], []
+    for number, mine in shares.cut(indices):
+        begin(number)
+        for part in cut(mine, count):
+            parts.append((data.batch(part), len(part)))
+            numbers.append(number)
+    return Loaded(parts, len(indices), numbers)
 
 
 def cut(samples: Sequence[Any], count: int) -> list[Sequence[Any]]:
@@ -225,11 +241,11 @@ class StreamLoader:
     the dataset draws at random is seeded by the number of the batch, the same on every rank.
     """
 
-    def __init__(self, stream: Stream, batch: int, ranked: Ranked, loading: Loading) -> None:
+    def __init__(self, stream: Stream, batch: int, shares: Shares, loading: Loading) -> None:
         self.epoch = 0
         self._stream = stream
         self._batch = batch
-        self._ranked = ranked
+        self._shares = shares
         self._loading = loading
         self._state: dict[str, Any] = {"epoch": 0, "batch": 0}
         self._batches: Iterator[Any] | None = None
@@ -258,7 +274,7 @@ class StreamLoader:
             yield loaded
 
     def _start(self, state: Mapping[str, Any], passes: int | None) -> Iterator[Any]:
-        reading = _Reading(self._stream, self._batch, self._ranked, self._loading, state, passes)
+        reading = _Reading(self._stream, self._batch, self._shares, self._loading, state, passes)
         if not self._loading.workers:
             return iter(reading)
         workers = {"num_workers": 1, "pin_memory": self._loading.pinned, "generator": torch.Generator()}
@@ -283,10 +299,10 @@ class _Reading(IterableDataset[Any]):
     """Reads a stream from some position on, in this process or in a worker; yields (epoch, the state behind, batch)."""
 
     def __init__(
-        self, stream: Stream, batch: int, ranked: Ranked, loading: Loading, state: Mapping[str, Any], passes: int | None
+        self, stream: Stream, batch: int, shares: Shares, loading: Loading, state: Mapping[str, Any], passes: int | None
     ) -> None:
         self._stream, self._batch = stream, batch
-        self._rank, self._world_size = ranked.rank, ranked.world_size
+        self._shares = shares
         self._loading = loading
         self._state = state
         self._passes = passes
@@ -325,10 +341,10 @@ class _Reading(IterableDataset[Any]):
             dataset.set_epoch(epoch)
         if state is not None:
             user_code.call(dataset.load_state_dict, "load_state_dict of the data", state)
-        with _own_randomness(f"seed {self._loading.seed}, epoch {epoch}"):
+        with own_randomness(f"seed {self._loading.seed}, epoch {epoch}"):
             stream = user_code.call(iter, "iter() of the data", dataset)
         while True:
-            with _own_randomness(f"seed {self._loading.seed}, epoch {epoch}, batch {number}"):
+            with own_randomness(f"seed {self._loading.seed}, epoch {epoch}, batch {number}"):
                 samples = user_code.call(list, "the data", islice(stream, self._batch))
             if samples:
                 yield samples
@@ -337,39 +353,10 @@ class _Reading(IterableDataset[Any]):
             number += 1
 
     def _loaded(self, samples: list[Any], number: int) -> Loaded:
-        mine = share(samples, self._rank, self._world_size)
-        parts = cut(mine, self._loading.microbatches)
         place = f"samples of batch {number} of the stream"
-        return Loaded([(self._stream.collate(list(part), place), len(part)) for part in parts], len(samples))
-
-
-# ── what is drawn at random while data is loaded ────────────────────────────────────────────────────────────────────
-
-
-def _seed_generators(text: str) -> None:
-    number = zlib.crc32(text.encode())
-    random.seed(number)
-    torch.default_generator.manual_seed(number)
-    if "numpy" in sys.modules:
-        import numpy
-
-        numpy.random.seed(number)
-
-
-@contextmanager
-def _own_randomness(text: str) -> Iterator[None]:
-    """Draw from generators seeded by this text, and leave those of the process as they were."""
-    before = random.getstate(), torch.get_rng_state()
-    numpys = None
-    if "numpy" in sys.modules:
-        import numpy
-
-        numpys = numpy.random.get_state()
-    _seed_generators(text)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        torch.set_rng_state(before[1])
-        if numpys is not None:
-            numpy.random.set_state(numpys)
+        parts, numbers = [], []
+        for share, mine in self._shares.cut(samples):
+            for part in cut(mine, self._loading.microbatches):
+                parts.append((self._stream.collate(list(part), place), len(part)))
+                numbers.append(share)
+        return Loaded(parts, len(samples), numbers)

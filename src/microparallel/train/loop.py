@@ -4,36 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
-import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 
 from microparallel.comms import Comms
-from microparallel.comms.record import Recorder
 from microparallel.comms.wire import gather_json
-from microparallel.errors import MicroparallelError, UsageError
-from microparallel.files.atomic import write_atomically
-from microparallel.simulator.fitted import predicted
+from microparallel.errors import ConfigError, MicroparallelError
+from microparallel.settings import declared
 from microparallel.text import count
-from microparallel.trace import Trace
 from microparallel.train import checkpoint
+from microparallel.train.agreement import Agreement, Decision
 from microparallel.train.build import build
-from microparallel.train.config import TrainConfig
+from microparallel.train.config import TrainConfig, read_config
 from microparallel.train.logs import Logs
 from microparallel.train.metrics import Validation
 from microparallel.train.progress import Display, display_for
-from microparallel.train.run_folder import RunFolder
+from microparallel.train.run_folder import AUTO, RunFolder
+from microparallel.train.saving import Saving
+from microparallel.train.tracing import Tracing
 from microparallel.train.training import Training
 
-_SECONDS_BETWEEN_QUESTIONS = 0.3  # whether to stop
-_MOST_STEPS_BETWEEN_QUESTIONS = 1000
-_WARM_UP = 3  # steps before the first that is recorded: buckets are arranged, memory is taken
-_STEPS = 10  # that are recorded
 _IN_PARTS = {
     "optimizer": "optimizer",
     "gradients": "optimizer and gradients",
@@ -41,38 +36,75 @@ _IN_PARTS = {
 }
 
 
-def train_on_rank(comms: Comms, config: TrainConfig, resume: Path | None = None, quiet: bool = False) -> dict[str, Any]:
+def train_on_rank(
+    comms: Comms, config: TrainConfig, resume: Path | str | None = None, quiet: bool = False
+) -> dict[str, Any]:
     """Run one rank of a training run, and return its summary (the same on every rank, but for the folder).
 
-    Rank 0 writes the run's folder: `config.out`, or the folder that `resume` names.
+    Rank 0 writes the run's folder: `config.out`, or the folder that `resume` names. With `resume="auto"` the run in
+    `config.out` goes on if there is one, and otherwise begins.
     """
     config = config.resolved()
-    training = build(config, comms)
+    if comms.world_size < config.world_size:  # not as many processes as before could be started
+        config = replace(config, ranks=comms.world_size).resolved()
+    config = config.with_shares()
     with contextlib.ExitStack() as stack:
-        stack.callback(training.close)
         display = stack.enter_context(contextlib.closing(display_for(comms.rank, quiet)))
-        folder = None
-        if comms.rank == 0:
-            folder = stack.enter_context(
-                RunFolder.create(config.out, config) if resume is None else RunFolder.open(resume)
-            )
+        folder = _on_first(comms, lambda: stack.enter_context(_open(config, resume)))
+        if folder is not None:
             stack.callback(folder.remove_if_nothing_happened)
             stack.push(folder.point_to_flight(comms.flight.folder))
-        if resume is not None:
-            _go_on_from_latest(training, resume, display)
+        checkpoints, goes_on = _told_by_first(comms, folder, resume)
+        training = build(config, comms)
+        stack.callback(training.close)
+        if goes_on:
+            _go_on_from_latest(training, checkpoints, display)
             if folder is not None:
                 folder.truncate_metrics(after_step=training.steps_done)
                 folder.write_config(config)  # it may go on with more steps, or other ranks
         logs = None
         if folder is not None:
             logs = stack.enter_context(contextlib.closing(Logs(folder.path, config, training.steps_done, display.note)))
-        return _Run(training, config, folder, display, logs).to_the_end()
+        return _Run(training, config, folder, checkpoints, display, logs).to_the_end()
 
 
-def _checkpoints_of(folder: RunFolder | None, comms: Comms) -> Path:
-    """Where all ranks write checkpoints: rank 0 alone has the run's folder, and tells the others where it is."""
-    told = gather_json(None if folder is None else str(folder.checkpoints.absolute()), comms)[0]
-    return Path(told) if folder is None else folder.checkpoints
+def _open(config: TrainConfig, resume: Path | str | None) -> RunFolder:
+    """The folder of a new run, or of the one that goes on; locked."""
+    if resume is None:
+        return RunFolder.create(config.out, config)
+    if resume != AUTO:
+        folder = RunFolder.open(resume)
+        folder.take()
+        return folder
+    if config.out is None or not (Path(config.out) / "config.toml").exists():
+        return RunFolder.create(config.out, config)
+    folder = RunFolder.open(config.out)
+    folder.take()
+    require_same_run(config, folder)
+    return folder
+
+
+def _on_first(comms: Comms, action: Callable[[], RunFolder]) -> RunFolder | None:
+    """Do it on rank 0; what it refuses, every rank refuses."""
+    folder, refusal = None, None
+    if comms.rank == 0:
+        try:
+            folder = action()
+        except ConfigError as error:
+            refusal = str(error)
+    if (told := gather_json(refusal, comms)[0]) is not None:
+        raise ConfigError(told)
+    return folder
+
+
+def _told_by_first(comms: Comms, folder: RunFolder | None, resume: Path | str | None) -> tuple[Path, bool]:
+    """Where all ranks write checkpoints, and whether they go on from one: rank 0 tells, which has the run's folder."""
+    mine = None
+    if folder is not None:
+        begins = resume is None or (resume == AUTO and not any(folder.checkpoints.glob("step-*")))
+        mine = [str(folder.checkpoints.absolute()), not begins]
+    told, goes_on = gather_json(mine, comms)[0]
+    return Path(told) if folder is None else folder.checkpoints, goes_on
 
 
 class _Run:
@@ -83,6 +115,7 @@ class _Run:
         training: Training,
         config: TrainConfig,
         folder: RunFolder | None,
+        checkpoints: Path,
         display: Display,
         logs: Logs | None = None,
     ) -> None:
@@ -90,7 +123,6 @@ class _Run:
         self._training = training
         self._config = config
         self._folder = folder
-        self._checkpoints = _checkpoints_of(folder, training.comms)
         self._display = display
         self._total = training.total_steps
         self._validate_every = config.validate_every or training.loader.length or self._total
@@ -98,31 +130,35 @@ class _Run:
         self._validation: Validation | None = None
         self._samples = 0
         self._warned: set[str] = set()  # of what there was a warning
-        self._saved_at = training.steps_done  # nothing new to save yet
-        self._saved = training.steps_done > 0  # whether there is a checkpoint
+        self._saving = Saving(training, config, checkpoints, display)
 
     def to_the_end(self) -> dict[str, Any]:
         training = self._training
         self._display.start(_description(training, self._config), training.steps_done, self._total)
+        self._saving.at_start()
         started, first_step = time.monotonic(), training.steps_done
-        stopped = False
-        with StopTogether(training.comms) as stop, Tracing(self._config, training, self._folder, self._total) as trace:
-            while training.steps_done < self._total and not stopped:
+        decision = Decision()
+        agreement = Agreement(training.comms, self._saving.due)
+        with agreement, Tracing(self._config, training, self._folder, self._total) as trace:
+            while training.steps_done < self._total and not decision.stop:
                 trace.before_step()
                 training.comms.flight.at_step(training.steps_done)
                 self._step()
-                stopped = training.steps_done < self._total and self._together() and stop.agreed()
+                if training.steps_done < self._total and self._together():
+                    decision = agreement.after_step()
+                    if decision.save and not decision.stop:
+                        self._save()
             training.come_together()
-            self._save()
+            self._save(must_work=True)
         seconds = time.monotonic() - started
         self._display.close()
         if training.steps_done == first_step:
             self._display.note(f"nothing left to do after {first_step} steps; --steps or --epochs makes the run longer")
-        if stopped:
+        if decision.stop:
             self._display.note(f"stopped after step {training.steps_done} of {self._total}; {self._how_to_go_on()}")
         else:
             self._validate()
-        return self._summary(seconds, stopped)
+        return self._summary(seconds, decision.stop)
 
     def _how_to_go_on(self) -> str:
         folder = self._folder.path if self._folder is not None else "RUN"
@@ -140,7 +176,10 @@ class _Run:
         self._record(record | _scaling(training))
         self._display.step(done, loss, speed, training.loss_scale)
         if not math.isfinite(loss):
-            self._warn("step", f"the loss of step {done} is {loss}; a smaller --lr may help")
+            left_out = ", and the step was left out" if self._config.on_nan == "skip" else ""
+            self._warn("step", f"the loss of step {done} is {loss}{left_out}; a smaller --lr may help")
+        if self._config.check_replicas is not None and self._due(self._config.check_replicas):
+            self._compare_replicas()
         if self._config.save_every is not None and self._due(self._config.save_every):
             self._save()
         if self._due(self._validate_every) and done < self._total:
@@ -161,7 +200,7 @@ class _Run:
         return self._together() and self._training.steps_done % every < self._apart
 
     def _validate(self) -> None:
-        if not self._saved and self._training.data.validation is not None:
+        if not self._saving.newest and self._training.data.validation is not None:
             self._save()  # what was trained is safe before the model is measured for the first time
         self._validation = self._training.validate()
         if self._validation is None:
@@ -170,18 +209,44 @@ class _Run:
         self._display.validation(self._validation)
         for name, reason in self._validation.failures.items():
             self._warn(f"validation {name}", f"validation {name} is left out, since it failed: {reason}")
+        loss = self._validation.loss
+        if loss is not None and self._saving.is_best(loss):
+            if self._saving.newest != self._training.steps_done and self._saving.affordable():
+                self._save()
+            self._saving.keep_best(loss)
 
-    def _save(self) -> None:
-        """Save a checkpoint, to which every rank contributes, if there is anything new to save."""
-        training = self._training
-        if training.steps_done == self._saved_at:
+    def _save(self, *, must_work: bool = False) -> None:
+        """Save a checkpoint, to which every rank contributes, if there is anything new and good to save."""
+        if self._saving.newest == self._training.steps_done:
             return
-        self._saved_at, self._saved = training.steps_done, True
-        training.save(self._checkpoints, keep=self._config.keep)
+        if self._config.on_nan != "ignore":
+            self._training.require_finite_weights()
+        if self._config.check_replicas is not None:
+            self._compare_replicas()
+        self._look_after_folder()
+        self._saving.save(must_work=must_work)
+
+    def _compare_replicas(self) -> None:
+        difference = self._training.find_difference()
+        if difference is not None:
+            raise MicroparallelError(
+                f"after step {self._training.steps_done} the weights of {difference} are not what the other ranks "
+                "have: a bit may have flipped in memory; the last checkpoint is from before, so go on with --resume"
+            )
+
+    def _look_after_folder(self) -> None:
+        if self._folder is None:
+            return
+        try:
+            if self._folder.make_again_if_removed():
+                self._display.warn(f"{self._folder.path} was removed while the run goes on; it is made again")
+        except OSError as error:
+            self._warn("folder", f"{self._folder.path} is gone, and cannot be made again: {error.strerror or error}")
 
     def _record(self, record: dict[str, Any]) -> None:
-        if self._folder is not None:
-            self._folder.append_metrics(record)
+        if self._folder is not None and (error := self._folder.append_metrics(record)) is not None:
+            reason = error.strerror or error
+            self._warn("metrics", f"cannot write {self._folder.metrics_file}: {reason}; tried again with each line")
         if self._logs is not None:
             self._logs.write(record)
 
@@ -200,6 +265,7 @@ class _Run:
             "parameters": training.parameters,
             "steps": training.steps_done,
             "stopped_early": stopped,
+            **({"left_out": training.left_out} if training.left_out else {}),
             "loss": training.last_loss,
             **(self._validation or Validation(None, None)).record,
             "seconds": round(seconds, 3),
@@ -215,11 +281,23 @@ class _Run:
         return summary
 
 
-def _go_on_from_latest(training: Training, resume: Path, display: Display) -> None:
+def require_same_run(config: TrainConfig, folder: RunFolder) -> None:
+    """Refuse to go on with the run in a folder under settings that would change its course."""
+    values = read_config(folder.config_file)
+    for name, one in declared(TrainConfig).items():
+        value = getattr(config, name)
+        if not one.setting.may_change and name != "out" and value != values.get(name, value):
+            raise ConfigError(
+                f"{one.given(value)} would change the run in {folder.path}, which began with {values.get(name)}; "
+                "leave it out, or choose another --out"
+            )
+
+
+def _go_on_from_latest(training: Training, checkpoints: Path, display: Display) -> None:
     """Load the newest checkpoint that is whole: the same on every rank."""
-    found, warnings = checkpoint.latest(resume / "checkpoints", training.comms)
+    found, warnings = checkpoint.latest(checkpoints, training.comms)
     for warning in warnings:
-        display.note(f"warning: {warning}")
+        display.warn(warning)
     if remark := training.load(found):
         display.note(remark)
 
@@ -258,105 +336,3 @@ def _layout(config: TrainConfig) -> dict[str, Any]:
     if not config.is_pipeline:
         return shard
     return shard | {name: getattr(config, name) for name in ("dp", "pp", "schedule", "microbatches")}
-
-
-# ── stopping: Ctrl-C may reach one rank only, and all must stop after the same step ───────────────────────────────────
-
-
-class StopTogether:
-    """Catches Ctrl-C and SIGTERM on each rank, and lets the ranks agree when to stop.
-
-    To agree costs an all-reduce, so the ranks do not ask after every step: rank 0 says how many steps take a moment.
-    """
-
-    def __init__(self, comms: Comms) -> None:
-        self._comms = comms
-        self._wanted = False
-        self._steps_until_question = 1
-        self._asked = time.monotonic()
-        self._steps_since = 0
-        self._handlers: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> StopTogether:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._handlers[number] = signal.signal(number, self._want)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def agreed(self) -> bool:
-        """Whether to stop after this step: the same answer on every rank."""
-        self._steps_since += 1
-        if self._steps_since < self._steps_until_question:
-            return False
-        seconds_a_step = (time.monotonic() - self._asked) / self._steps_since
-        moment = min(_MOST_STEPS_BETWEEN_QUESTIONS, max(1, int(_SECONDS_BETWEEN_QUESTIONS / max(seconds_a_step, 1e-6))))
-        ours = torch.tensor([int(self._wanted), moment if self._comms.rank == 0 else 0])
-        stop, self._steps_until_question = (int(number) for number in self._comms.all_reduce(ours, op="max"))
-        self._asked, self._steps_since = time.monotonic(), 0
-        return bool(stop)
-
-    def _want(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        self._wanted = True
-
-
-# ── recording some steps, for `microparallel report` ──────────────────────────────────────────────────────────────────
-
-
-class Tracing:
-    """Records ten steps of a run, after its first ones; of a shorter run, its last."""
-
-    def __init__(self, config: TrainConfig, training: Training, folder: RunFolder | None, total: int) -> None:
-        self._wanted = bool(config.trace)
-        self._training = training
-        self._folder = folder
-        self._about: dict[str, Any] = {"model": config.model, "strategy": config.strategy, "batch": config.batch}
-        self._first = min(training.steps_done + _WARM_UP, max(training.steps_done, total - 1))
-        self._recorder: Recorder | None = None
-
-    def before_step(self) -> None:
-        """Begin to record, or end it, if this is the step for it; every rank calls this."""
-        done = self._training.steps_done
-        if self._wanted and done == self._first:
-            self._about["first step"] = done
-            self._recorder = Recorder(self._training.comms)
-            self._recorder.start()
-        if done == self._first + _STEPS:
-            self._finish()
-
-    def _finish(self) -> None:
-        if self._recorder is None:
-            return
-        recorder, self._recorder = self._recorder, None
-        recorder.stop()
-        recorder.gather(self._about)
-        if self._folder is not None:
-            write_atomically(self._folder.trace_file, recorder.trace.to_json().encode())
-            recorder.trace.to_chrome(self._folder.chrome_file)
-            self._predict(self._folder, recorder.trace)
-
-    def _predict(self, folder: RunFolder, measured: Trace) -> None:
-        """Write what the simulator makes of a typical step, for the report to draw over the measured one."""
-        full = [number for number in measured.steps if any(measured.step(number).compute)]
-        by_length = sorted(full, key=lambda number: measured.step(number).makespan)
-        try:
-            typical = predicted(measured.step(by_length[len(by_length) // 2]))
-        except (UsageError, IndexError):  # not every program is one that can be simulated
-            return
-        write_atomically(folder.predicted_file, typical.to_json().encode())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self._finish()
-        elif self._recorder is not None:  # after an error the ranks no longer talk: nothing can be gathered
-            self._recorder.stop()

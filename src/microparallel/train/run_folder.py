@@ -6,6 +6,7 @@ runs/20250131-093000-mlp/
   metrics.jsonl    one JSON object a line, as training goes on
   summary.json     how it ended
   checkpoints/     what `--resume` goes on from
+  lock             held by the process that writes here; says which that is
   flight           while it runs, and after a failure: the flight recorder's files (`microparallel why`)
   trace.json       with `--trace`, what every rank did in some steps; trace-chrome.json is for Perfetto,
                    predicted.json what the simulator makes of one of them
@@ -14,25 +15,33 @@ runs/20250131-093000-mlp/
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from microparallel.errors import ConfigError, MicroparallelError
 from microparallel.files.atomic import sync_folder, write_atomically
+from microparallel.files.lock import FolderLock
 from microparallel.text import without_nan
 from microparallel.train.config import TrainConfig, config_text
 
+AUTO = "auto"  # in place of the folder of a run to resume: go on if there is one, else begin
+
 
 class RunFolder:
-    """One run's folder: `create` a new one or `open` an old one, write into it, and `close` it (or use `with`)."""
+    """One run's folder: `create` a new one or `open` an old one, write into it, and `close` it (or use `with`).
+
+    Only one process may have it open to write: `create` and `take` lock it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,7 +52,10 @@ class RunFolder:
         self.trace_file = path / "trace.json"
         self.chrome_file = path / "trace-chrome.json"
         self.predicted_file = path / "predicted.json"
-        self._metrics: TextIO | None = None
+        self._lock: FolderLock | None = None
+        self._metrics: BinaryIO | None = None
+        self._unwritten: list[bytes] = []  # lines of metrics.jsonl that found no room on the disk yet
+        self._config_text = b""
 
     @classmethod
     def create(cls, out: Path | str | None, config: TrainConfig) -> RunFolder:
@@ -51,6 +63,7 @@ class RunFolder:
         try:
             path = _new_default_folder(config) if out is None else _new_folder(Path(out))
             run = cls(path)
+            run.take()
             run.write_config(config)
             sync_folder(path.parent)
         except OSError as error:
@@ -68,6 +81,10 @@ class RunFolder:
             what = "there is no config.toml in it" if run.path.is_dir() else "there is no such folder"
             raise ConfigError(f"{path} is not the folder of a run: {what}; name one such as runs/20250131-093000-mlp")
         return run
+
+    def take(self) -> None:
+        """Lock the folder until it is closed, or raise a ConfigError that says which process has it."""
+        self._lock = FolderLock(self.path / "lock", str(self.path))
 
     def point_to_flight(self, flight: Path | None) -> Callable[..., None]:
         """Let `microparallel why RUN` find the flight recorder's files; the function returned removes the link again.
@@ -97,26 +114,54 @@ class RunFolder:
     def write_config(self, config: TrainConfig) -> None:
         """Write what the run was told to config.toml, all of it or nothing."""
         # Without its own place, so that `--config` can take it again for a new run.
-        write_atomically(self.config_file, config_text(replace(config, out=None)).encode("utf-8"))
+        self._config_text = config_text(replace(config, out=None)).encode("utf-8")
+        write_atomically(self.config_file, self._config_text)
 
-    def append_metrics(self, record: dict[str, Any]) -> None:
+    def make_again_if_removed(self) -> bool:
+        """If somebody has removed the folder while the run goes on, make it again; returns whether that was so."""
+        if self.config_file.exists():
+            return False
+        self.close()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.take()
+        write_atomically(self.config_file, self._config_text)
+        return True
+
+    def append_metrics(self, record: dict[str, Any]) -> OSError | None:
         """Add one line to metrics.jsonl, and flush it, so that a program that follows the file sees it at once.
 
-        A number that is not finite becomes null, since JSON has no word for it.
+        A number that is not finite becomes null, since JSON has no word for it. If the disk is full, the error is
+        returned, and the line is kept, to be written with the next one.
         """
-        line = json.dumps(without_nan(record), allow_nan=False) + "\n"
-        with _failing_in_one_line(self.metrics_file):
+        self._unwritten.append(json.dumps(without_nan(record), allow_nan=False).encode() + b"\n")
+        return self.write_what_is_left()
+
+    def write_what_is_left(self) -> OSError | None:
+        """Write the lines that found no room before; returns the error if there is still none."""
+        written = -1
+        try:
             if self._metrics is None:
-                self._metrics = self.metrics_file.open("a", encoding="utf-8")
-            self._metrics.write(line)
-            self._metrics.flush()
+                self._metrics = self.metrics_file.open("ab", buffering=0)
+            written = self._metrics.seek(0, os.SEEK_END)
+            while self._unwritten:
+                line = self._unwritten[0]
+                if self._metrics.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                written += len(line)
+                del self._unwritten[0]
+        except OSError as error:
+            if self._metrics is not None and written >= 0:
+                with suppress(OSError):
+                    self._metrics.truncate(written)  # no half of a line stays
+            return error
+        return None
 
     def truncate_metrics(self, after_step: int) -> None:
         """Drop the records of steps beyond this one, which the resumed run will write again.
 
         Lines that are not JSON are dropped too: a crash may have cut the last one in two.
         """
-        self.close()
+        self._close_metrics()
         if not self.metrics_file.exists():
             return
         with _failing_in_one_line(self.metrics_file):
@@ -131,16 +176,25 @@ class RunFolder:
             write_atomically(self.summary_file, text.encode("utf-8"))
 
     def remove_if_nothing_happened(self) -> None:
-        """Leave no folder behind of a run that failed before its first step."""
-        if not any(path.exists() for path in (self.metrics_file, self.summary_file, self.checkpoints)):
+        """Leave no folder behind of a run that failed in its first step, or before it."""
+        saved = {path.name for path in self.checkpoints.glob("step-*")}
+        if not self.metrics_file.exists() and not self.summary_file.exists() and saved <= {"step-00000000"}:
+            self.close()
             self.config_file.unlink(missing_ok=True)
+            shutil.rmtree(self.checkpoints, ignore_errors=True)
             with suppress(OSError):  # not empty: these files are not ours
                 self.path.rmdir()
                 if self.path.parent == Path("runs"):
                     self.path.parent.rmdir()
 
     def close(self) -> None:
-        """Close metrics.jsonl; appending opens it again."""
+        """Close metrics.jsonl, and let another process have the folder."""
+        self._close_metrics()
+        if self._lock is not None:
+            lock, self._lock = self._lock, None
+            lock.release()
+
+    def _close_metrics(self) -> None:
         if self._metrics is not None:
             metrics, self._metrics = self._metrics, None
             metrics.close()

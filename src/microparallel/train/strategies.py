@@ -17,6 +17,7 @@ from microparallel.data_parallel import DataParallel
 from microparallel.models.loss import mean_loss
 from microparallel.program import LOSS, AllReduce
 from microparallel.train.batch import EMPTY, Batch, ModelWithLoss
+from microparallel.train.shares import Shares
 
 # (this rank's micro-batches, samples of all ranks together) → the mean loss of the whole batch
 Step = Callable[[Sequence[Batch], int], torch.Tensor]
@@ -50,18 +51,13 @@ def hooks(model: ModelWithLoss, comms: Comms) -> Step:
     return step
 
 
-def ddp(model: ModelWithLoss, comms: Comms) -> Step:
-    """Gradients in buckets, averaged while backward still computes."""
-    return data_parallel(DataParallel(model, comms))
-
-
-def data_parallel(model: DataParallel, microbatches: int = 1) -> Step:
-    """The step of a wrapped model, whose ranks cut their shares into so many micro-batches, or one a sample."""
+def data_parallel(model: DataParallel, shares: Shares, microbatches: int = 1) -> Step:
+    """The step of a wrapped model, whose ranks cut each of their shares into so many micro-batches, or one a sample."""
 
     def step(batches: Sequence[Batch], samples: int) -> torch.Tensor:
-        largest_share = -(-samples // model.comms.world_size)
         pairs = [batch.pair for batch in batches]
-        return accumulated_step(model, pairs, samples=samples, most=min(microbatches, largest_share))
+        most = shares.most_microbatches(samples, microbatches)
+        return accumulated_step(model, pairs, samples=samples, most=most)
 
     return step
 
@@ -107,7 +103,6 @@ STEPS: dict[str, Callable[..., Step]] = {
     "single": single,
     "naive": naive,
     "hooks": hooks,
-    "ddp": ddp,
     "averaging": averaging,
     "torch-ddp": torch_ddp,
 }

@@ -1,16 +1,13 @@
 """A training run as an object: do a step, measure, say where it stands, go on from there.
 
 `Training` is one rank's part of it; in `PipelineTraining` the model is spread over the ranks of a pipeline, and in
-`FullyShardedTraining` (`fully_sharded.py`) each rank has a part of every parameter. Below them stands what a step needs
-to be repeatable: the random state.
+`FullyShardedTraining` (`fully_sharded.py`) each rank has a part of every parameter.
 """
 
 from __future__ import annotations
 
-import base64
 import itertools
-import random
-import sys
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -23,16 +20,21 @@ from microparallel.comms.wire import gather_json
 from microparallel.course.shortcuts import ParameterAveraging
 from microparallel.data_parallel import DataParallel, LossScale, replicas_are_identical
 from microparallel.data_parallel.layout import Part
-from microparallel.errors import CheckpointError, ConfigError
+from microparallel.errors import CheckpointError, ConfigError, GradientError
 from microparallel.pipeline import Pipeline
 from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, placed
 from microparallel.train.checkpoint import save
 from microparallel.train.checkpoint_reader import Checkpoint, StateReader, StoredTensor, read_whole
 from microparallel.train.data import Split
+from microparallel.train.fingerprint import changes
+from microparallel.train.guard import explain, not_finite
 from microparallel.train.loader import Loaded, Loader
 from microparallel.train.metrics import Measurement, Metric, Validation
 from microparallel.train.mixed_precision import MixedModelWithLoss
 from microparallel.train.optimizer import LearningRate
+from microparallel.train.random_state import own_randomness, restore_random_state
+from microparallel.train.replica_check import find_difference
+from microparallel.train.shares import Shares
 from microparallel.train.strategies import Step
 
 
@@ -75,9 +77,11 @@ class Training:
         loader: of the training data.
         measuring: a loader of the held-back data, if there is any.
         strategy: how a step is done.
+        shares: this rank's, of every batch.
         learning_rate: over the steps.
         dtype: of real numbers.
         clip: the largest norm of all gradients together.
+        on_nan: what a step does whose loss is not finite: "stop", "skip" or "ignore".
         metrics: what else is measured, by name.
         averaging: of the ranks' parameters, where gradients are not averaged.
         sharded: the wrapped model, where each rank has its part of the gradients alone.
@@ -97,9 +101,11 @@ class Training:
         loader: Loader,
         measuring: Loader | None,
         strategy: Step,
+        shares: Shares,
         learning_rate: LearningRate,
         dtype: torch.dtype,
         clip: float | None = None,
+        on_nan: str = "ignore",
         metrics: Mapping[str, Metric] | None = None,
         averaging: ParameterAveraging | None = None,
         sharded: DataParallel | None = None,
@@ -118,12 +124,17 @@ class Training:
         self.steps_done = 0
         self.last_loss: float | None = None
         self.last_samples = 0  # of all ranks together, in the last step
+        self.made_of: dict[str, Any] | None = None  # the fingerprint of code, data and parameters
+        self.left_out = 0  # steps whose loss or gradients were not finite, and which changed nothing
         self._signature = signature
+        self._shares = shares
+        shares.draw_apart(model)
         self._measuring = measuring
         self._learning_rate = learning_rate
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         self._dtype = dtype
         self._clip = clip
+        self._on_nan = on_nan
         self._metrics = metrics or {}
         self._sharded = sharded
         self._compressed = compressed
@@ -138,19 +149,55 @@ class Training:
         batches, samples = self.draw()
         self.set_learning_rate(self.steps_done)
         self.optimizer.zero_grad()
-        loss = self.strategy(batches, samples)
-        self.clip_gradients()
-        self.optimizer.step()
+        overflows = self._overflows
+        loss = float(self.strategy(batches, samples))
+        # In float16 a sum may overflow: then the wrapper has left no gradients, and has made the scale smaller.
+        finite = math.isfinite(loss) or self._overflows > overflows
+        if not finite and self._on_nan == "stop":
+            raise self._not_finite(f"the loss of step {self.steps_done + 1} is {loss}", batches)
+        norm = self.clip_gradients()
+        if self._on_nan == "skip" and not (finite and math.isfinite(norm)):
+            self.optimizer.zero_grad()
+            self.left_out += 1
+        else:
+            self.optimizer.step()
         if self.averaging is not None:
             self.averaging.after_step(samples=sum(map(len, batches)))
         self.steps_done += 1
         self.last_samples = samples
-        self.last_loss = float(loss)
-        return self.last_loss
+        self.last_loss = loss
+        return loss
+
+    @property
+    def _overflows(self) -> int:
+        return 0 if self.loss_scale is None else self.loss_scale.skipped
+
+    def _not_finite(self, what: str, batches: Sequence[Batch]) -> GradientError:
+        where = explain(self.model, self.with_loss, batches, self.comms, self.steps_done + 1)
+        return GradientError(
+            f"{what}, and nothing of this step was kept\n{where}\n"
+            "  try: a smaller --lr, or --on-nan skip, which leaves such steps out"
+        )
+
+    def has_finite_weights(self) -> bool:
+        """Whether the parameters of all ranks are finite: the same answer on each, all of which ask."""
+        mine = not_finite(self.model.named_parameters())
+        return not self.comms.all_reduce(torch.tensor(len(mine))).item()
+
+    def require_finite_weights(self) -> None:
+        """Raise a GradientError, on every rank, if some rank's parameters are not finite."""
+        if not self.has_finite_weights():
+            raise self._not_finite(f"weights are not finite after step {self.steps_done}", [])
+
+    def find_difference(self) -> str | None:
+        """Which rank has other weights than its replicas, and where; None if there is none; every rank calls it."""
+        names = self.first_names
+        return find_difference({names.get(name, name): one for name, one in self.model_parts().items()}, self.comms)
 
     def draw(self) -> tuple[list[Batch], int]:
         """Take the next batch: this rank's micro-batches of it, and how many samples all ranks have."""
         loaded = self.loader.next()
+        self._shares.will_compute(loaded.shares)
         return self.batches(loaded), loaded.samples
 
     def batches(self, loaded: Loaded) -> list[Batch]:
@@ -163,12 +210,18 @@ class Training:
         for group, peak in zip(self.optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = self._learning_rate.at(step, peak)
 
-    def clip_gradients(self) -> None:
-        """Scale all gradients so that their norm is at most `clip`; every rank calls it."""
-        if self._clip is not None and self._sharded is not None:
-            self._sharded.clip_grad_norm_(self._clip)
-        elif self._clip is not None:  # every rank has all of them, and does the same
-            nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+    def clip_gradients(self) -> float:
+        """Scale all gradients so that their norm is at most `clip`, and return that norm; every rank calls it.
+
+        Nobody needs the norm where nothing is clipped and such steps are not left out: then it is not computed.
+        """
+        most = math.inf if self._clip is None and self._on_nan == "skip" else self._clip
+        return 0.0 if most is None else float(self._clip_to(most))
+
+    def _clip_to(self, most: float) -> torch.Tensor:
+        if self._sharded is not None:
+            return self._sharded.clip_grad_norm_(most)
+        return nn.utils.clip_grad_norm_(self.model.parameters(), most)  # every rank has all, and does the same
 
     def come_together(self) -> None:
         """Make the ranks' models the same at the end, where each has been learning on its own."""
@@ -182,7 +235,7 @@ class Training:
         self._agree_on_buffers()
         measurement = Measurement(self._metrics)
         self.model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), own_randomness():  # measuring changes nothing of what is learnt later
             for loaded in self._measuring.one_pass():
                 for batch in self.batches(loaded):
                     self._measure(batch, measurement)
@@ -216,10 +269,12 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Where the run stands, beside the model and the optimizer; a collective, so every rank must call it."""
+        everyones = gather_json(self._shares.random_states(), self.comms)
         return {
             "loss": self.last_loss,
             "sampler": self.loader.state_dict(),
-            "random": gather_json(random_state(), self.comms),
+            "random": [state for states in everyones for state in states],
+            "made_of": self.made_of,
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}),
         }
 
@@ -239,8 +294,11 @@ class Training:
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────
 
-    def save(self, folder: Path, keep: int) -> None:
-        """Save a checkpoint in a folder that all ranks see; every rank must call it, and writes its own part."""
+    def save(self, folder: Path, **keeping: Any) -> None:
+        """Save a checkpoint in a folder that all ranks see; every rank must call it, and writes its own part.
+
+        `keeping` says what is kept beside it (see `checkpoint.save`).
+        """
         save(
             folder,
             self.steps_done,
@@ -250,7 +308,7 @@ class Training:
             comms=self.comms,
             first_names=self.first_names,
             by_rank=self.parts_by_rank(),
-            keep=keep,
+            **keeping,
         )
 
     @property
@@ -324,6 +382,8 @@ class Training:
 
     def load(self, checkpoint: Checkpoint) -> str | None:
         """Go on from a checkpoint, bit for bit when the world has the size it had then; returns a remark, if any."""
+        then = checkpoint.state.get("made_of")
+        changed = [] if then is None or self.made_of is None else changes(then, self.made_of)
         try:
             self._load_states(checkpoint)
             self._load_compression(checkpoint.stored_by_rank)
@@ -336,10 +396,15 @@ class Training:
             self.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
         if self.averaging is not None:
             self.averaging.steps = checkpoint.step
-        states = checkpoint.state["random"]
-        if len(states) == self.comms.world_size:
-            restore_random_state(states[self.comms.rank])
+        self._restore_random(checkpoint.state["random"])
+        if changed:
+            warning = f"warning: the run goes on with something else than it was saved with: {'; '.join(changed)}"
+            remark = warning if remark is None else f"{remark}\n{warning}"
         return remark
+
+    def _restore_random(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on with the random numbers of this rank's shares."""
+        self._shares.restore_random_states(states)
 
     def _load_states(self, checkpoint: Checkpoint) -> None:
         self.model.load_state_dict(read_whole(checkpoint.stored_model))
@@ -384,10 +449,8 @@ class PipelineTraining(Training):
         if outputs is not None:  # the last rank of each pipeline counts
             self._compare(outputs, batch, measurement)
 
-    def clip_gradients(self) -> None:
-        """Scale all gradients so that their norm over all stages is at most `clip`; every rank calls it."""
-        if self._clip is not None:
-            self._pipe.clip_grad_norm_(self._clip)
+    def _clip_to(self, most: float) -> torch.Tensor:
+        return self._pipe.clip_grad_norm_(most)
 
     @property
     def parameters(self) -> int:
@@ -460,6 +523,10 @@ class PipelineTraining(Training):
         members = [{name for groups in everyones for name in groups[index]} for index in range(len(mine))]
         return [[name for name in order if name in group] for group in members]
 
+    def _restore_random(self, states: Sequence[dict[str, Any]]) -> None:
+        if len(states) == self.comms.world_size:  # each rank draws for its own stages
+            restore_random_state(states[self.comms.rank])
+
     def _load_states(self, checkpoint: Checkpoint) -> None:
         stored = checkpoint.stored_model
         self._pipe.load_state_dict({name: stored[name].whole() for name in self._pipe.state_dict() if name in stored})
@@ -496,67 +563,3 @@ def pipeline_step(pipe: Pipeline) -> Step:
         return pipe.step(*batch, samples=samples, allow_fewer=True)
 
     return step
-
-
-# ── the random state ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def random_state() -> dict[str, Any]:
-    """Return the state of every random generator of this process, so that a resumed run draws what this one would.
-
-    The values are plain, as JSON holds them. The generators are Python's `random`, torch's on the CPU, one for each GPU
-    once CUDA is in use, and numpy's global one once numpy is imported: a run that uses neither cannot depend on them.
-    """
-    state: dict[str, Any] = {"python": _without_tuples(random.getstate()), "torch": _text(torch.get_rng_state())}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = [_text(generator) for generator in torch.cuda.get_rng_state_all()]
-    if "numpy" in sys.modules:
-        import numpy
-
-        state["numpy"] = _without_arrays(numpy.random.get_state(legacy=False))
-    return state
-
-
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Put every generator back to where `random_state` found it; the next draws are bit-identical.
-
-    On a machine with fewer GPUs the generators of the missing ones are left out.
-    """
-    generator = "python"
-    try:
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(words), gauss))
-        generator = "torch"
-        torch.set_rng_state(_tensor(state["torch"]))
-        generator = "cuda"
-        if "cuda" in state and torch.cuda.is_available():
-            for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(_tensor(text), device)
-        generator = "numpy"
-        if "numpy" in state:
-            import numpy
-
-            numpy.random.set_state(state["numpy"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"the random state of {generator} cannot be restored ({error}); "
-            "it may have been saved with another version of that library: install that one, or start a new run"
-        ) from error
-
-
-def _text(state: torch.Tensor) -> str:
-    return base64.b64encode(bytes(state.tolist())).decode("ascii")
-
-
-def _tensor(text: str) -> torch.Tensor:
-    return torch.tensor(list(base64.b64decode(text, validate=True)), dtype=torch.uint8)
-
-
-def _without_tuples(value: Any) -> Any:
-    return [_without_tuples(part) for part in value] if isinstance(value, tuple) else value
-
-
-def _without_arrays(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_arrays(part) for key, part in value.items()}
-    return value.tolist() if hasattr(value, "tolist") else value

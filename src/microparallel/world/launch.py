@@ -11,8 +11,10 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -25,9 +27,11 @@ import torch.distributed as dist
 from microparallel.errors import Interrupted, LaunchError, RankFailed, RanksTimedOut, UsageError
 from microparallel.observe.diagnosis import diagnose, show_findings
 from microparallel.observe.flight import SHORT_WAIT, new_folder
+from microparallel.observe.flight_file import read
 from microparallel.observe.flight_recorder import write_exit
-from microparallel.observe.folders import flight_file, gather, remove
+from microparallel.observe.folders import flight_file, flight_files, gather, remove
 from microparallel.observe.processes import ENDED_STATUS
+from microparallel.text import show_ranks
 from microparallel.topology import Placement, require_cores
 from microparallel.world import logs
 from microparallel.world.carried_error import loads_error
@@ -41,13 +45,15 @@ from microparallel.world.debugging import (
     WantsTerminal,
     require_stdin,
 )
-from microparallel.world.fork_server import ForkServer
+from microparallel.world.fork_server import ForkServer, can_fork
 from microparallel.world.output import Screen, prefix_of
 from microparallel.world.rank_process import RankProcess
+from microparallel.world.restarts import OnRestart, Restarts
 
 _GRACE_FOR_FIRST_CAUSE = 1.5  # seconds
-_GRACE_AFTER_INTERRUPT = 10.0
+_SAY_WHO_IS_BUSY = 10.0  # seconds after Ctrl-C, and again
 _LOOK_AROUND = 0.1
+_LOOK_FOR_STOPPED = 0.5
 
 
 def launch(
@@ -60,6 +66,10 @@ def launch(
     check: bool = False,
     prefix: bool = False,
     debug: bool = False,
+    call_timeout: float | None = None,
+    restarts: int = 0,
+    min_ranks: int | None = None,
+    on_restart: OnRestart | None = None,
     **named_arguments: Any,
 ) -> list[Any]:
     """Run `function(comms, *arguments, **named_arguments)` in `ranks` fresh processes; return results in rank order.
@@ -82,7 +92,12 @@ def launch(
             programs that it starts).
         debug: let `breakpoint()` stop a rank, which then reads commands from this terminal; the others wait. Nothing
             times out: neither `timeout` nor that of calls between ranks holds.
-        named_arguments: handed to the function by name (other than the six above, which are `launch`'s own).
+        call_timeout: seconds that a call between ranks waits for the others; None for the usual half an hour.
+        restarts: how often the function is run again, from its beginning and in new processes, after a rank has
+            failed. It should then go on from what it saved last: see `Checkpointer`.
+        min_ranks: with how few ranks it may be run again, if the system cannot start as many; None for all of them.
+        on_restart: told of each restart instead of a line on stderr: (the error, the number of the restart, ranks).
+        named_arguments: handed to the function by name (other than those above, which are `launch`'s own).
 
     Raises:
         RankFailed: a rank raised, exited or was killed; says which, with its traceback. If it raised, this is raised
@@ -97,7 +112,11 @@ def launch(
         mp.launch(add_up, ranks=4)  # [6, 6, 6, 6]
         ```
     """
-    with Pool() as pool:
+    _require_restarts(restarts, min_ranks, ranks)
+    with contextlib.ExitStack() as stack:
+        # A rank that is forked from a process which has imported torch is there at once.
+        quick = stack.enter_context(ForkServer()) if restarts and can_fork() else None
+        pool = stack.enter_context(Pool(quick))
         return pool.run(
             function,
             ranks,
@@ -108,6 +127,10 @@ def launch(
             check=check,
             prefix=prefix,
             debug=debug,
+            call_timeout=call_timeout,
+            restarts=restarts,
+            min_ranks=min_ranks,
+            on_restart=on_restart,
             **named_arguments,
         )
 
@@ -148,9 +171,14 @@ class Pool:
         check: bool = False,
         prefix: bool = False,
         debug: bool = False,
+        call_timeout: float | None = None,
+        restarts: int = 0,
+        min_ranks: int | None = None,
+        on_restart: OnRestart | None = None,
         **named_arguments: Any,
     ) -> list[Any]:
         """Run `function(comms, *arguments, **named_arguments)` on every rank; see `launch`."""
+        _require_restarts(restarts, min_ranks, ranks)
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise UsageError(f"ranks={ranks!r}: a world needs a whole number of ranks, at least 1")
         require_cores(ranks, f"ranks={ranks}")
@@ -159,38 +187,53 @@ class Pool:
         if debug:
             require_stdin()
         require_possible(transport, device, Placement(0, ranks, local_rank=0, local_world_size=ranks))
-        call, logging = _dumps_call(function, arguments, named_arguments), logs.describe()
+        job = Job(
+            rank=0,
+            world_size=ranks,
+            port=self._port,
+            name="",
+            transport=transport,
+            device=device,
+            timeout=WAIT_FOR_PEOPLE if debug else call_timeout or DEFAULT_TIMEOUT,
+            check=check,
+            call=_dumps_call(function, arguments, named_arguments),
+            logging=logs.describe(),
+            prefix=prefix,
+            debug=debug,
+        )
+        deadline = None if debug or timeout is None else timeout
+        attempts = Restarts(restarts, on_restart)
+        while True:
+            try:
+                self._start(job.world_size, debug)
+            except (LaunchError, OSError) as error:
+                if self._lifeline_write < 0 or job.world_size <= (min_ranks or ranks):
+                    raise
+                job = replace(job, world_size=job.world_size - 1)
+                attempts.after(LaunchError(f"a process cannot be started ({error})"), None, job.world_size)
+                continue
+            flights = _FlightFiles(new_folder())
+            try:
+                return self._attempt(job, deadline, flights)
+            except LaunchError as error:
+                attempts.after(error, flights.step, job.world_size)
+            finally:
+                flights.remove_unless_a_rank_died()
+
+    def _attempt(self, job: Job, timeout: float | None, flights: _FlightFiles) -> list[Any]:
+        """Run a job in a new world; the processes are ended if it fails."""
         self._worlds += 1
-        name = f"world-{self._worlds}"
-        flights = _FlightFiles(new_folder())
+        self._prefix = job.prefix
+        processes = self._processes[: job.world_size]
         try:
-            self._start(ranks, debug)
-            self._prefix = prefix
-            for rank, process in enumerate(self._processes[:ranks]):
-                job = Job(
-                    rank,
-                    ranks,
-                    self._port,
-                    name,
-                    transport,
-                    device,
-                    WAIT_FOR_PEOPLE if debug else DEFAULT_TIMEOUT,
-                    check,
-                    call,
-                    logging,
-                    flights.folder_name,
-                    prefix,
-                    debug,
-                )
-                process.send(pickle.dumps(job))
-            results = _Supervisor(self._processes[:ranks], None if debug else timeout, flights).results()
+            for rank, process in enumerate(processes):
+                own = replace(job, rank=rank, name=f"world-{self._worlds}", flight_folder=flights.folder_name)
+                process.send(pickle.dumps(own))
+            return _Supervisor(processes, timeout, flights, float("inf") if job.debug else job.timeout).results()
         except BaseException:
-            flights.record_end_by_parent(ranks)
+            flights.record_end_by_parent(job.world_size)
             self._end_processes()
-            flights.remove_unless_a_rank_died()
             raise
-        flights.remove_unless_a_rank_died()
-        return results
 
     def replace_ranks(self) -> None:
         """End the processes, with all that functions have changed in them; the next run starts new ones."""
@@ -283,6 +326,13 @@ def _dumps_call(function: Callable[..., Any], arguments: Sequence[Any], named_ar
     return pickled
 
 
+def _require_restarts(restarts: int, min_ranks: int | None, ranks: int) -> None:
+    if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
+        raise UsageError(f"restarts={restarts!r}: give a whole number, 0 or more")
+    if min_ranks is not None and not (isinstance(min_ranks, int) and 1 <= min_ranks <= ranks):
+        raise UsageError(f"min_ranks={min_ranks!r}: give a whole number from 1 to ranks={ranks}")
+
+
 def _ignore_interrupts() -> Any:
     try:
         return signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -301,9 +351,18 @@ def _restore_interrupts(handler: Any) -> None:
 class _Supervisor:
     """Waits in the parent for all ranks of one world, and raises as soon as one fails; the pool ends the others."""
 
-    def __init__(self, processes: Sequence[RankProcess], timeout: float | None, flights: _FlightFiles) -> None:
+    def __init__(
+        self,
+        processes: Sequence[RankProcess],
+        timeout: float | None,
+        flights: _FlightFiles,
+        stopped_limit: float = float("inf"),
+    ) -> None:
         self._processes = processes
         self._timeout = timeout
+        self._stopped_limit = stopped_limit  # seconds that a rank may be stopped by a signal
+        self._stopped: dict[int, float] = {}  # ranks that are, and since when
+        self._looked = 0.0
         self._flights = flights
         self._results: dict[int, Any] = {}
         self._failures: dict[int, Raised] = {}
@@ -347,6 +406,18 @@ class _Supervisor:
             # A process may have died while a child of its own still holds the connection open.
             if not self._processes[rank].alive and not self._processes[rank].connection.poll():
                 self._failures[rank] = self._death(rank)
+        if time.monotonic() - self._looked > _LOOK_FOR_STOPPED:
+            self._looked = time.monotonic()
+            self._look_for_stopped()
+
+    def _look_for_stopped(self) -> None:
+        """Give up ranks that were stopped too long ago: nobody else notices if no other rank waits for them."""
+        now = time.monotonic()
+        stopped = [rank for rank in self._pending if self._processes[rank].stopped]
+        self._stopped = {rank: self._stopped.get(rank, now) for rank in stopped}
+        for rank, since in self._stopped.items():
+            if now - since > self._stopped_limit:
+                self._failures[rank] = Raised(f"was stopped (SIGSTOP, or a debugger) for {now - since:.0f} s", "")
 
     def _death(self, rank: int) -> Raised:
         how = self._processes[rank].how_it_ended()
@@ -394,12 +465,23 @@ class _Supervisor:
         return RanksTimedOut(late, "\n".join([headline + why, *rows]), places)
 
     def _let_ranks_stop(self) -> None:
-        """Send Ctrl-C to the ranks, and give them time to save their work; a second Ctrl-C ends them at once."""
+        """Send Ctrl-C to the ranks, and let them save their work, however long that takes; a second one ends them."""
         for rank in self._pending:
             self._processes[rank].signal(signal.SIGINT)
-        deadline = time.monotonic() + _GRACE_AFTER_INTERRUPT
-        while self._pending and time.monotonic() < deadline:
+        told = time.monotonic()
+        while self._pending and not self._failures:
             self._look(_LOOK_AROUND)
+            if time.monotonic() - told > _SAY_WHO_IS_BUSY:
+                told = time.monotonic()
+                print(
+                    f"waiting for {show_ranks(self._pending)} to stop; Ctrl-C again ends them at once",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        if self._pending:  # another has failed: what they wait for does not come
+            deadline = time.monotonic() + _GRACE_FOR_FIRST_CAUSE
+            while self._pending and time.monotonic() < deadline:
+                self._look(_LOOK_AROUND)
 
 
 # ── their flight files ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -432,6 +514,15 @@ class _FlightFiles:
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 write_exit(flight_file(self._folder, rank), status)
+
+    @property
+    def step(self) -> int | None:
+        """The training step that the first of the ranks had come to; None where they count none."""
+        if self._folder is None:
+            return None
+        files = (read(path) for path in flight_files(self._folder))
+        steps = [one.step for one in files if one is not None and one.step is not None]
+        return max(steps, default=None)
 
     def why(self) -> str:
         """What is wrong, in indented lines that follow a headline."""

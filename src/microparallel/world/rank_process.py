@@ -83,11 +83,16 @@ class RankProcess:
         status: int | None = self._process.poll()
         return status
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the process was stopped by a signal, and may be continued by another."""
+        return self.alive and state_of(self._process.pid)[0] == "stopped"
+
     def where(self) -> str:
         """Which line the process is at, or how it ended, in one line."""
         if not self.alive:
             return self.how_it_ended()
-        if state_of(self._process.pid)[0] == "stopped":
+        if self.stopped:
             return "is stopped (SIGSTOP, or a debugger)"
         return show_stack(dumped_stack(self._process.pid, _SIGNAL, self._stacks, timeout=1.0))
 

@@ -1,0 +1,63 @@
+"""Whatever goes wrong, a run ends as if nothing had; with real processes that are really killed."""
+
+import pytest
+
+from microparallel.train import chaos
+
+# Small models: what matters here is what is lost, not what is learnt.
+MLP = ["--steps", "400", "--dim", "16", "--depth", "3", "--batch", "50", "--save-every", "20"]
+GPT = ["--model", "gpt", "--steps", "60", "--dim", "16", "--depth", "2", "--heads", "2", "--context", "16"]
+GPT += ["--batch", "8", "--save-every", "4"]
+LAYOUTS = {
+    "dp": ["--ranks", "2"],
+    "pp": ["--pp", "2"],
+    "dp x pp": ["--dp", "2", "--pp", "2"],
+    "optimizer": ["--ranks", "2", "--shard", "optimizer"],
+    "parameters": ["--ranks", "2", "--shard", "parameters"],
+}
+
+
+def survives(tmp_path, words, seed, faults):
+    outcome = chaos.chaos(words, tmp_path, seed=seed, faults=faults, timeout=1.5)
+    log = (tmp_path / "disturbed.log").read_text()
+    assert outcome.left == [] and outcome.same_losses and outcome.same_weights, f"{outcome}\n{log}"
+    assert outcome.largest_difference == 0
+    return outcome
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("model", "layout", "seed", "faults"),
+    [(MLP, "parameters", 1, 10), (GPT, "dp x pp", 2, 10)],
+    ids=["mlp-parameters", "gpt-dp-pp"],
+)
+def test_twenty_faults(tmp_path, model, layout, seed, faults):
+    outcome = survives(tmp_path, [*model, *LAYOUTS[layout]], seed, faults)
+    done = {fault.kind for fault in outcome.faults if fault.done}
+    assert {"kill-rank", "kill-launcher", "stop-rank"} <= done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", [MLP, GPT], ids=["mlp", "gpt"])
+@pytest.mark.parametrize("seed", [11, 12])
+def test_two_hundred_faults(tmp_path, model, layout, seed):
+    survives(tmp_path, [*model, *LAYOUTS[layout]], seed, 10)
+
+
+def test_a_plan_has_every_kind_and_depends_on_its_seed_alone():
+    first = chaos.plan(5, 12, 100, 4)
+    assert first == chaos.plan(5, 12, 100, 4) != chaos.plan(6, 12, 100, 4)
+    assert {fault.kind for fault in first[:6]} == {*chaos.KINDS}
+    assert [fault.step for fault in first] == sorted(fault.step for fault in first)
+
+
+def test_what_chaos_chooses_itself_is_refused(tmp_path):
+    with pytest.raises(chaos.ConfigError, match="--out: chaos chooses it itself"):
+        chaos.chaos(["--out", "here"], tmp_path)
+
+
+def test_a_run_that_fails_by_itself_is_not_broken(tmp_path):
+    with pytest.raises(chaos.ConfigError, match=r"fails without being disturbed: error: .*--batch"):
+        chaos.chaos(["--batch", "0"], tmp_path)
