@@ -1,5 +1,6 @@
 """Ranks start and end cleanly, also when one raises, exits or is killed."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -182,6 +183,23 @@ def work(comms, folder):
 
 mp.launch(work, 2, pathlib.Path(sys.argv[1]))  # no main guard needed
 """
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_rank_that_was_stopped_ends_with_its_parent_too(tmp_path, start, stopped):
+    """It cannot notice by itself that its parent was killed."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    parent = start("python", script, tmp_path)
+    ranks = pids(tmp_path, 2)
+    os.kill(ranks[stopped], signal.SIGSTOP)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait(20)
+    try:
+        assert all(gone(pid) for pid in ranks)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(ranks[stopped], signal.SIGKILL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)

@@ -43,6 +43,7 @@ class Job:
     call: bytes  # the function with its arguments, pickled
     logging: bytes  # the parent's, as `logs.describe` gives it
     flight_folder: str | None = None
+    processes: tuple[int, ...] = ()  # of all ranks of the world
     prefix: bool = False  # "[rank 1] " before each line that the rank prints
     debug: bool = False
 
@@ -80,9 +81,9 @@ def main(parent_fd: int, lifeline_fd: int, stacks_fd: int, screen_fd: int, unfin
     # Ctrl-C before the job has begun ends the process silently; the parent prints the error.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     rank_process.dump_stack_on_signal(stacks_fd)
-    threading.Thread(target=_end_with_parent, args=(lifeline_fd,), daemon=True).start()
     parent = Connection(parent_fd)
     rank = _Rank(parent, RankOutput(screen_fd, unfinished_fd))
+    threading.Thread(target=_end_with_parent, args=(lifeline_fd, rank), daemon=True).start()
     while True:
         try:
             message = pickle.loads(parent.recv_bytes())
@@ -99,6 +100,7 @@ class _Rank:
         from microparallel.world.debugging import RankDebugger
         from microparallel.world.logs import RankLogging
 
+        self.peers: tuple[int, ...] = ()  # the processes of the world that this one is in
         self._parent = parent
         self._output = output
         self._logging = RankLogging()
@@ -109,6 +111,7 @@ class _Rank:
         import cloudpickle
 
         comms = None
+        self.peers = job.processes
         try:
             self._prepare(job)
             comms = _join(job)
@@ -137,6 +140,7 @@ class _Rank:
             self._parent.poll(LINGER)  # the parent's next message says that all ranks are done
         except OSError:
             sys.exit(1)  # the parent has closed the connection: another rank failed, and this one is about to be ended
+        self.peers = ()
         _leave(comms)
 
     def _prepare(self, job: Job) -> None:
@@ -225,7 +229,14 @@ def _text(error: BaseException) -> str:
         return f"(its text cannot be shown: {type(worse).__name__})"
 
 
-def _end_with_parent(lifeline_fd: int) -> None:
-    """Wait until the parent has ended: then its end of this pipe is closed, and the rank ends, too."""
+def _end_with_parent(lifeline_fd: int, rank: _Rank) -> None:
+    """Wait until the parent has ended: then its end of this pipe is closed, and the rank ends, too.
+
+    It ends the other ranks of its world first: one that was stopped, or that holds Python's lock, cannot end itself.
+    """
     os.read(lifeline_fd, 1)
+    for process in rank.peers:
+        if process != os.getpid():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process, signal.SIGKILL)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # this rank and all processes that it has started

@@ -225,6 +225,7 @@ class Pool:
         self._worlds += 1
         self._prefix = job.prefix
         processes = self._processes[: job.world_size]
+        job = replace(job, processes=tuple(process.pid for process in processes))
         try:
             for rank, process in enumerate(processes):
                 own = replace(job, rank=rank, name=f"world-{self._worlds}", flight_folder=flights.folder_name)
