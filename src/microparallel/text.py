@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from microparallel.errors import UsageError
@@ -107,6 +107,12 @@ def show_ranks(ranks: Iterable[int]) -> str:
     """Ranks by number: `rank 2`, `ranks 0, 1`."""
     listed = list(ranks)
     return f"{'rank' if len(listed) == 1 else 'ranks'} {', '.join(map(str, listed))}"
+
+
+def show_some(names: Sequence[str], most: int = 3) -> str:
+    """The first few of many names: `a, b, c and 4 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def show_ranges(ranks: Iterable[int]) -> str:

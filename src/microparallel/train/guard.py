@@ -17,9 +17,8 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
+from microparallel.text import show_some
 from microparallel.train.batch import Batch, ModelWithLoss
-
-_MOST_NAMES = 3
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -99,17 +98,12 @@ def _first_layer(model: nn.Module) -> Iterator[list[str]]:
 
 def _words(rank: int, seen: dict[str, Any], step: int) -> str:
     if seen["weights"]:
-        return f"rank {rank}: weights are not finite since step {step - 1} or before: {_listed(seen['weights'])}"
+        return f"rank {rank}: weights are not finite since step {step - 1} or before: {show_some(seen['weights'])}"
     parts = []
     if "loss" in seen:
         parts.append(f"the loss of its own share is {float(seen['loss']):g}")
     if seen.get("layer"):
         parts.append(f"first in the output of {seen['layer'][0]}")
     if seen["gradients"]:
-        parts.append(f"gradients that are not finite: {_listed(seen['gradients'])}")
+        parts.append(f"gradients that are not finite: {show_some(seen['gradients'])}")
     return f"rank {rank}: {'; '.join(parts) if parts else 'its weights and gradients are finite'}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more

@@ -17,10 +17,9 @@ import torch
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.data_parallel.layout import Part
-from microparallel.text import show_ranks
+from microparallel.text import show_ranks, show_some
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_MOST_NAMES = 3
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -51,9 +50,4 @@ def find_difference(held: Mapping[str, torch.Tensor | Part], comms: Comms) -> st
             guilty.setdefault(f"{show_ranks(ranks)}{'' if outvoted else ' (no majority)'}", []).append(name)
     if not guilty:
         return None
-    return "; ".join(f"{ranks} in {_listed(names)}" for ranks, names in guilty.items())
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
+    return "; ".join(f"{ranks} in {show_some(names)}" for ranks, names in guilty.items())

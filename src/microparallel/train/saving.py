@@ -116,7 +116,7 @@ class Saving:
         return seconds
 
     def affordable(self) -> bool:
-        """Whether there may be one more save than is due, within 2 % of the time: as rank 0 says, all of which ask."""
+        """Whether one more save than is due stays within 2 % of the time; rank 0 decides, and every rank asks."""
         mine = self._spent <= _MOST_TIME * (time.monotonic() - self._begun)
         return bool(gather_json(mine, self._training.comms)[0])
 
