@@ -53,7 +53,13 @@ def test_a_row_of_times_shares_a_unit():
     assert time_unit(0.0123) == (1e-3, "ms")
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(-0.2, "0.0 s"), (0.41, "0.4 s"), (11.9, "12 s"), (181, "3 min")])
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        *((-0.2, "0.0 s"), (0.41, "0.4 s"), (11.9, "12 s"), (119, "119 s"), (120, "2 min"), (181, "3 min")),
+        *((7140, "119 min"), (7200, "2 h"), (47 * 3600, "47 h"), (48 * 3600, "2 days"), (12.4 * 86400, "12 days")),
+    ],
+)
 def test_ages_are_told_as_people_tell_them(seconds, shown):
     assert show_age(seconds) == shown
 

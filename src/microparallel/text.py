@@ -16,7 +16,7 @@ from microparallel.errors import UsageError
 
 _SIZES = ((10**9, "GB"), (10**6, "MB"), (10**3, "KB"))
 _TIMES = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
-_MINUTES = 120  # seconds, from which on an age is shown in minutes
+_AGES = ((2 * 86400, 86400, "days"), (2 * 3600, 3600, "h"), (120, 60, "min"))  # from how many seconds on, in which unit
 
 # What people write behind a number of bytes.
 _UNITS = {"": 1, "b": 1}
@@ -60,10 +60,11 @@ def show_seconds(time: float) -> str:
 
 
 def show_age(time: float) -> str:
-    """How long ago something was, or for how long it has lasted: `0.4 s`, `12 s`, `3 min`."""
-    if time < 9.95:
-        return f"{max(0.0, time):.1f} s"
-    return f"{time:.0f} s" if time < _MINUTES else f"{time / 60:.0f} min"
+    """How long ago something was, or for how long it has lasted: `0.4 s`, `12 s`, `3 min`, `5 h`, `12 days`."""
+    for least, length, unit in _AGES:
+        if time >= least:
+            return f"{time / length:.0f} {unit}"
+    return f"{max(0.0, time):.1f} s" if time < 9.95 else f"{time:.0f} s"
 
 
 def time_unit(time: float) -> tuple[float, str]:

@@ -319,6 +319,61 @@ def test_a_run_whose_ranks_are_killed_goes_on_by_itself_bit_for_bit(tmp_path, mi
     assert json.loads(result.stdout)["loss"] == json.loads(whole.stdout)["loss"]
 
 
+DIES_ONCE = """
+import os, signal, time
+from pathlib import Path
+import torch
+from torch.utils.data import TensorDataset
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+        self.calls = 0
+
+    def forward(self, inputs):
+        self.calls += self.training
+        time.sleep(0.02)  # a larger model
+        if os.environ.get("RANK") == "1" and self.calls == 40 and not Path("died").exists():
+            Path("died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.layers(inputs)
+
+def make_model(): return Model()
+
+def make_data():
+    inputs = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+"""
+DYING = ["train", "--model", "mine_dies:make_model", "--data", "mine_dies:make_data", "--loss", "mse", "--batch", 10]
+DYING += ["--steps", 60, "--ranks", 2, "--save-every", 1000, "--json"]
+
+
+def test_ranks_go_on_from_memory_bit_for_bit(tmp_path, microparallel):
+    """The disk has nothing but step 0, so a rank that went on from there would be killed in its fortieth call again."""
+    (tmp_path / "mine_dies.py").write_text(DIES_ONCE)
+    result = microparallel(*DYING, "--out", "killed", "--restarts", 2)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("rank 1 was killed by SIGKILL") == 1
+    assert "copying the state into memory every" in result.stderr
+    assert "goes on from step 0" not in result.stderr
+    whole = microparallel(*DYING, "--out", "whole", "--quiet")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+    assert json.loads(result.stdout)["loss"] == json.loads(whole.stdout)["loss"]
+
+
+def test_what_is_in_memory_is_saved_when_there_is_no_restart(tmp_path, microparallel):
+    (tmp_path / "mine_dies.py").write_text(DIES_ONCE)
+    result = microparallel(*DYING, "--out", "killed")
+    assert result.returncode == 1 and "rank 1 was killed by SIGKILL" in result.stderr
+    assert "which was in memory, is saved; go on with: microparallel train --resume killed" in result.stderr
+    last = max(path.name for path in (tmp_path / "killed" / "checkpoints").glob("step-*"))
+    assert 0 < int(last.removeprefix("step-")) < 40
+    resumed = microparallel("train", "--resume", "killed", "--json", "--quiet")
+    whole = microparallel(*DYING, "--out", "whole", "--quiet")
+    assert json.loads(resumed.stdout)["loss"] == json.loads(whole.stdout)["loss"]
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_and_the_run_goes_on(tmp_path):
     """Without --resume, which is then automatic; and without --out, where torchrun's agent names the folder."""

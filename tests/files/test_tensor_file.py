@@ -101,6 +101,16 @@ def test_tensors_are_written_in_any_order(tmp_path):
     assert {name: bits(tensor) for name, tensor in found.items()} == {n: bits(one) for n, one in tensors.items()}
 
 
+def test_words_about_the_tensors_stand_beside_them(tmp_path):
+    with tensor_file.TensorWriter(tmp_path / "file", {"a": (torch.float32, (2,))}, {"step": "7", "ä": '"'}) as file:
+        file.write("a", torch.ones(2))
+    with safetensors.safe_open(tmp_path / "file", "pt") as found:
+        assert found.metadata() == {"step": "7", "ä": '"'}
+        assert found.get_tensor("a").tolist() == [1.0, 1.0]
+    read = TensorFile(tmp_path / "file")
+    assert (read.metadata, [*read.entries]) == ({"step": "7", "ä": '"'}, ["a"])
+
+
 def test_a_tensor_that_is_missing_or_another_is_refused(tmp_path):
     kinds = {"a": (torch.float32, (2,)), "b": (torch.float32, (2,))}
     file = tensor_file.TensorWriter(tmp_path / "file", kinds)

@@ -49,7 +49,7 @@ def test_two_hundred_faults(tmp_path, model, layout, seed):
 def test_a_plan_has_every_kind_and_depends_on_its_seed_alone():
     first = chaos.plan(5, 12, 100, 4)
     assert first == chaos.plan(5, 12, 100, 4) != chaos.plan(6, 12, 100, 4)
-    assert {fault.kind for fault in first[:6]} == {*chaos.KINDS}
+    assert {fault.kind for fault in first[: len(chaos.KINDS)]} == {*chaos.KINDS}
     assert [fault.step for fault in first] == sorted(fault.step for fault in first)
 
 

@@ -254,7 +254,8 @@ def remove_the_folder(step, folder):
 
 def test_a_folder_that_is_removed_is_made_again(pool, tmp_path):
     out = tmp_path / "run"
-    _, warnings = pool.run(trains_while, 2, configuration(out, save_every=2), remove_the_folder, timeout=50)[0]
+    config = configuration(out, save_every=2, wait_for_saves=True)  # nothing is being written while it is removed
+    _, warnings = pool.run(trains_while, 2, config, remove_the_folder, timeout=50)[0]
     assert warnings == [f"{out} was removed while the run goes on; it is made again"]
     assert {path.name for path in out.iterdir()} == {"config.toml", "metrics.jsonl", "summary.json", "checkpoints"}
     assert saved(out)[-1] == "step-00000006"

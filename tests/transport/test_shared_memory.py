@@ -1,5 +1,6 @@
 """Shared memory between ranks that are threads here: they need no processes to read each other's segments."""
 
+import errno
 import gc
 import os
 import threading
@@ -154,6 +155,7 @@ def test_copies_are_given_back():
 
 def test_tensors_give_their_memory_back():
     def fill(transport):
+        transport._arena.give_back(transport._arena.take(64), 64)
         before = list(transport._arena._free)
         tensor = transport.empty((10, 100), torch.float64)
         view = tensor[3]
@@ -175,14 +177,14 @@ def test_empty_shapes():
 
 
 def test_the_arena_joins_free_neighbours():
-    descriptor, segment = create_segment(2**20)
+    descriptor, segment = create_segment(4096)
     os.close(descriptor)
-    pieces = Arena(segment.map, 0, 2**20)
+    pieces = Arena(segment)
     places = [pieces.take(1000) for _ in range(5)]
     assert places == sorted(set(places)) and all(place % 64 == 0 for place in places)
     for index in (1, 3, 0, 4, 2):
         pieces.give_back(places[index], 1000)
-    assert pieces._free == [(0, 2**20)]
+    assert pieces._free == [(places[0], places[0] + 2**24)]
 
 
 def test_too_little_memory_is_said_before_it_is_touched(monkeypatch):
@@ -196,6 +198,83 @@ def test_too_little_memory_is_said_before_it_is_touched(monkeypatch):
         return transport.empty((10,), torch.uint8).numel()
 
     assert everywhere(1, ask) == [10]
+
+
+def addresses():
+    return sum(
+        int(stop, 16) - int(start, 16)
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "memfd:microparallel" in line
+        for start, stop in [line.split()[0].split("-")]
+    )
+
+
+def test_a_rank_has_addresses_for_what_is_sent_and_not_for_all_memory():
+    def talk(transport):
+        return addresses()
+
+    assert max(everywhere(3, talk)) < 64 * 2**20
+
+
+def test_a_segment_grows_by_parts_that_the_peers_map_when_they_read():
+    sizes = [1000, 20 * 2**20, 30 * 2**20, 100 * 2**20]  # more than one part
+
+    def talk(transport):
+        if transport.rank == 0:
+            tensors = [transport.empty((size,), torch.uint8).fill_(number) for number, size in enumerate(sizes)]
+            for tensor in tensors:
+                assert not transport.offer(tensor, 1).copied
+            for tensor in tensors:
+                transport.isend(tensor, 1).wait()
+            return len(transport._segment._extents)
+        for number, size in enumerate(sizes):
+            borrowed = transport.borrow(0)
+            assert borrowed.bytes.numel() == size and borrowed.bytes.eq(number).all()
+            borrowed.give_back()
+        for number, size in enumerate(sizes):
+            into = torch.empty(size, dtype=torch.uint8)
+            transport.irecv(into, 0).wait()
+            assert into.eq(number).all()
+        return len(transport._segments[0]._extents)
+
+    parts = everywhere(2, talk)
+    assert parts[0] == parts[1] > 1
+
+
+def test_parts_are_never_joined_and_are_used_again():
+    descriptor, segment = create_segment(4096)
+    os.close(descriptor)
+    pieces = Arena(segment)
+    sizes = [16 * 2**20, 16 * 2**20, 40 * 2**20]
+    places = [pieces.take(size) for size in sizes]
+    for place, size in zip(places, sizes, strict=True):
+        pieces.give_back(place, size)
+    assert len(pieces._free) == len(segment._extents) == 3
+    assert [pieces.take(size) for size in sizes] == places
+
+
+def test_memory_that_was_not_handed_over():
+    descriptor, segment = create_segment(4096)
+    os.close(descriptor)
+    with pytest.raises(mp.errors.CommsError, match="has not handed over"):
+        segment.view(2**20, 10)
+
+
+def test_few_addresses_are_enough_for_a_part_of_just_the_size(monkeypatch):
+    real = arena.mapped
+
+    def few(descriptor, size, *arguments, **options):
+        if size > 2**20:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return real(descriptor, size, *arguments, **options)
+
+    monkeypatch.setattr(arena, "mapped", few)
+    descriptor, segment = create_segment(4096)
+    os.close(descriptor)
+    pieces = Arena(segment)
+    assert [pieces.take(900_000) for _ in range(3)] and len(segment._extents) == 3
+    with pytest.raises(mp.errors.CommsError, match="2,097,152 bytes of shared memory cannot be mapped"):
+        pieces.take(2**21)
 
 
 def descriptors():
@@ -240,23 +319,25 @@ def test_tags_taken_early_around_the_row_of_slots():
 class Garbage:
     """A list element whose comparison collects garbage: a piece of memory is given up while another is being taken."""
 
-    def __init__(self, arena, piece):
-        self._arena, self._piece = arena, piece
+    def __init__(self, arena, piece, free):
+        self._arena, self._piece, self._free = arena, piece, free
 
     def __iter__(self):
         if self._piece is not None:
             self._arena.leave(*self._piece)
             self._piece = None
-        return iter((0, 2**20))
+        return iter(self._free)
 
 
 def test_garbage_may_be_collected_while_memory_is_taken():
-    _, segment = create_segment(2**20)
-    pieces = Arena(segment.map, 0, 2**20)
+    descriptor, segment = create_segment(4096)
+    os.close(descriptor)
+    pieces = Arena(segment)
     start = pieces.take(4096)
-    pieces._free[0] = Garbage(pieces, (start, 4096))  # looking through the free pieces triggers it
+    free = pieces._free[0]
+    pieces._free[0] = Garbage(pieces, (start, 4096), free)  # looking through the free pieces triggers it
     with ThreadPoolExecutor(1) as thread:
-        assert thread.submit(pieces.take, 64).result(timeout=10) == 0
+        assert thread.submit(pieces.take, 64).result(timeout=10) == free[0]
 
 
 def test_a_rank_that_only_offers_waits_for_ranks_that_read(monkeypatch):

@@ -15,6 +15,7 @@ from microparallel import __version__
 from microparallel.broken_pipe import quiet_broken_pipe
 from microparallel.errors import MicroparallelError, RankFailed, UsageError
 from microparallel.topology import DO_NOT_SPIN
+from microparallel.topology.limits import limit_behind
 
 # Each verb is a module of this package, and its line in the help the first one of the verb's own help.
 VERBS = {
@@ -26,6 +27,7 @@ VERBS = {
     "simulate": "Walk through programs with a clock for every rank, and say what they would cost.",
     "verify": "Check a program: messages match, no rank waits for ever, and its goal is reached.",
     "doctor": "Examine this machine: versions, cores, GPUs, which transports work and how fast, and what is wrong.",
+    "checkpoints": "List a run's checkpoints, verify them, take weights out as one plain file or put them in.",
     "chaos": "Break a training run on purpose, by a seed, and compare it with one that was left alone.",
     "why": "Say why ranks hang, died or disagree: which rank, in which call, at which line of your code.",
     "bench": "Measure this machine, side by side with torch.",
@@ -114,9 +116,12 @@ def main() -> NoReturn:
     except MicroparallelError as error:
         code = _fail(str(error), 1)
     except Exception as error:
-        if not hasattr(error, "format_message"):
+        if hasattr(error, "format_message"):
+            code = _wrong_call(error)
+        elif (limit := limit_behind(error)) is not None:
+            code = _fail(limit, 1)
+        else:
             raise
-        code = _wrong_call(error)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -36,7 +36,8 @@ def chaos(
         typer.Option(
             metavar="NAMES",
             help="kill-rank, kill-saving (while a checkpoint is written), kill-launcher, stop-rank, full-disk, corrupt "
-            "(the newest checkpoint), with commas between them.",
+            "(the newest checkpoint, and the launcher is killed), kill-writer (the process that writes checkpoints); "
+            "with commas between them.",
             show_default="all of them",
         ),
     ] = None,

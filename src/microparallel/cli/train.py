@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -18,13 +18,17 @@ import typer
 
 from microparallel.cli import flags
 from microparallel.cli.flags import takes
-from microparallel.errors import ConfigError, Interrupted, MicroparallelError, RankFailed
+from microparallel.errors import CheckpointError, ConfigError, Interrupted, LaunchError, MicroparallelError, RankFailed
 from microparallel.observe.processes import start_ticks
 from microparallel.settings import declared
 from microparallel.text import count, without_nan
 from microparallel.topology import ALONE, find_placement
+from microparallel.topology.limits import require_addresses
+from microparallel.train.checkpoint_folder import checkpoints
+from microparallel.train.checkpoint_writer import write_from_memory
 from microparallel.train.config import OF_PARAMETERS, OF_PIPELINES, TrainConfig, merge, read_config
 from microparallel.train.run_folder import AUTO, RunFolder, check_new
+from microparallel.train.state_memory import Slot, StateMemory, can_hold, newest
 
 if TYPE_CHECKING:
     from microparallel.comms import Comms
@@ -150,6 +154,7 @@ def _run(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[st
         check_new(Path(config.out))
     if resume == AUTO and config.out is not None and not (Path(config.out) / "config.toml").exists():
         check_new(Path(config.out))
+    require_addresses()  # before torch takes them
     from microparallel.train.build import check
     from microparallel.train.loop import train_on_rank
     from microparallel.world.connect import DEFAULT_TIMEOUT, connect
@@ -178,35 +183,62 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    if config.restarts and resume is None:
-        # Each attempt is told the same, and finds in this folder what there is to go on from.
+    if resume is None:
         config = replace(config, out=config.out or str(RunFolder.default_path(config, datetime.now())))
-        resume = AUTO
+        if config.restarts:  # each attempt is told the same, and finds in this folder what there is to go on from
+            resume = AUTO
+    run = Path(config.out) if resume in (None, AUTO) and config.out else Path(resume or "")
     options: dict[str, Any] = {"transport": config.transport, "device": config.device, "call_timeout": config.timeout}
     options |= {"restarts": config.restarts, "min_ranks": config.min_ranks}
     with ExitStack() as stack:
         quick = None
         if config.restarts and can_fork():  # ranks that are there at once
             quick = stack.enter_context(ForkServer([*NEEDED, "microparallel.train.loop"]))
+        held = stack.enter_context(StateMemory(config.ranks)) if can_hold() and not config.wait_for_saves else None
+        slots = None if held is None else held.slots
         pool = stack.enter_context(Pool(quick))
         try:
-            results = pool.run(train_on_rank, config.ranks, config, resume, quiet, **options)
+            results = pool.run(train_on_rank, config.ranks, config, resume, quiet, slots, **options)
         except Interrupted as interrupt:
             results = interrupt.results
+        except LaunchError:
+            if slots is not None:
+                _save_what_is_in_memory(slots, run / "checkpoints", config)
+            raise
         except KeyboardInterrupt:
-            _say_what_is_lost(Path(config.out) if resume in (None, AUTO) and config.out else resume)
+            _say_what_is_lost(run)
             raise
     first: dict[str, Any] = results[0]
     return first
 
 
-def _say_what_is_lost(run: Path | str | None) -> None:
-    """After a second Ctrl-C, which has ended the ranks at once: what was done, and what is saved of it."""
-    if run is None:  # rank 0 chose the folder, and is gone
-        print("ended at once; what was done since the last checkpoint in runs/ is lost", file=sys.stderr)
+def _save_what_is_in_memory(slots: Sequence[Slot], folder: Path, config: TrainConfig) -> None:
+    """After a failure from which there is no restart: bring the newest state to the disk, if it is good."""
+    from microparallel.train.checkpoint_reader import open_memory
+    from microparallel.train.guard import not_finite
+
+    number = newest(slots)
+    step = None if number is None else slots[number].step
+    if number is None or step is None or step <= max(checkpoints(folder), default=-1):
         return
-    steps = sorted(int(path.name[5:]) for path in (Path(run) / "checkpoints").glob("step-*"))
-    kept = f"what was done after step {steps[-1]}" if steps else "everything"
+    try:
+        found = open_memory(slots[number])
+        if not_finite((name, stored.whole()) for name, stored in found.stored_model.items()):
+            return
+        write_from_memory(slots[number], folder, config.keep, config.keep_every)
+    except CheckpointError as error:
+        print(f"step {step} is in memory, and could not be saved: {error}", file=sys.stderr)
+        return
+    print(
+        f"step {step}, which was in memory, is saved; go on with: microparallel train --resume {folder.parent}",
+        file=sys.stderr,
+    )
+
+
+def _say_what_is_lost(run: Path) -> None:
+    """After a second Ctrl-C, which has ended the ranks at once: what was done, and what is saved of it."""
+    steps = checkpoints(run / "checkpoints")
+    kept = f"what was done after step {max(steps)}" if steps else "everything"
     print(f"ended at once; {kept} is lost; go on with: microparallel train --resume {run}", file=sys.stderr)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +18,14 @@ class Checksum:
     sha256: str
 
 
-def checksum(path: Path) -> Checksum:
-    """Read a file from its beginning to its end, a block at a time."""
+def checksum(path: Path, tell: Callable[[int], None] = lambda _: None) -> Checksum:
+    """Read a file from its beginning to its end, a block at a time; `tell` is told how many bytes each has."""
     size, hashed = 0, hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
             hashed.update(block)
             size += len(block)
+            tell(len(block))
     return Checksum(size, hashed.hexdigest())
 
 

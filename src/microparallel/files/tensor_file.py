@@ -2,7 +2,8 @@
 
 ```
 8 bytes      the length of the header
-header       JSON: {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "b": …}, then blanks
+header       JSON: {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, "b": …}, then blanks;
+             "__metadata__", if it is there, is no tensor but words about them
 tensors      one after another, as they lie in memory
 ```
 
@@ -20,14 +21,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
 
 from microparallel.files.checksum import Checksum, checksum, checksum_of
 
-__all__ = ["Checksum", "Piece", "TensorFile", "TensorWriter", "checksum", "checksum_of", "write"]
+__all__ = ["Checksum", "Piece", "TensorFile", "TensorWriter", "checksum", "checksum_of", "write", "write_into_memory"]
 
 _CODES = {
     torch.float64: "F64",
@@ -79,6 +80,16 @@ def write(path: Path, pieces: Mapping[str, Piece]) -> Checksum:
     return Checksum(size, hashed.hexdigest())
 
 
+def write_into_memory(path: Path, pieces: Mapping[str, Piece]) -> None:
+    """Write a file that lies in memory, over what is there: the pages that it has are used again."""
+    with path.open("r+b", buffering=0) as file:
+        for data in _contents(pieces) if pieces else ():
+            rest = memoryview(data)
+            while rest:
+                rest = rest[file.write(rest) :]
+        file.truncate()
+
+
 def _contents(pieces: Mapping[str, Piece]) -> Iterator[bytes | memoryview]:
     """The bytes of a file: its header, then one tensor after another."""
     header, begins = _header({name: (piece.tensor.dtype, piece.shape) for name, piece in pieces.items()})
@@ -89,11 +100,12 @@ def _contents(pieces: Mapping[str, Piece]) -> Iterator[bytes | memoryview]:
         yield _memory(flat.cpu().contiguous())
 
 
-def _header(kinds: Mapping[str, Kind]) -> tuple[bytes, dict[str, int]]:
+def _header(kinds: Mapping[str, Kind], metadata: Mapping[str, str] | None = None) -> tuple[bytes, dict[str, int]]:
     """The header of a file with these tensors, and where the bytes of each begin, in the order of the file."""
     # Tensors with larger elements come first, so that each one begins at a multiple of its elements' size.
     ordered = sorted(kinds.items(), key=lambda item: -item[1][0].itemsize)
-    entries, begins, end = {}, {}, 0
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    begins, end = {}, 0
     for name, (dtype, shape) in ordered:
         begins[name], end = end, end + math.prod(shape) * dtype.itemsize
         entries[name] = {"dtype": _CODES[dtype], "shape": shape, "data_offsets": [begins[name], end]}
@@ -109,10 +121,11 @@ class TensorWriter:
     Args:
         path: where it is; what was there is overwritten.
         kinds: dtype and shape of each tensor, by name.
+        metadata: words about them, by name.
     """
 
-    def __init__(self, path: Path, kinds: Mapping[str, Kind]) -> None:
-        header, self._begins = _header(kinds)
+    def __init__(self, path: Path, kinds: Mapping[str, Kind], metadata: Mapping[str, str] | None = None) -> None:
+        header, self._begins = _header(kinds, metadata)
         self._kinds = kinds
         self._missing = set(kinds)
         self._file = path.open("wb")
@@ -170,6 +183,7 @@ class TensorFile:
     Attributes:
         path: where it is.
         entries: its tensors, by name.
+        metadata: words about them, by name.
 
     Raises:
         ValueError: the file is not a safetensors file, or does not have the bytes that its header promises.
@@ -179,7 +193,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with path.open("rb") as file:
-            self.entries = _read_header(file)
+            self.entries, self.metadata = _read_header(file)
 
     def read(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out`, which has one dimension, with the elements of a tensor from `start` on."""
@@ -197,18 +211,18 @@ class TensorFile:
                 rest = rest[count:]
 
 
-def _read_header(file: BinaryIO) -> dict[str, Entry]:
+def _read_header(file: BinaryIO) -> tuple[dict[str, Entry], dict[str, str]]:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if 8 + length > size:
         raise ValueError(f"its header would have {length} bytes, and the file has {size}")
     entries = {}
-    for name, about in json.loads(file.read(length)).items():
-        if name == "__metadata__":
-            continue
+    header = json.loads(file.read(length))
+    metadata = header.pop("__metadata__", {})
+    for name, about in header.items():
         begin, end = about["data_offsets"]
         entry = Entry(_BY_CODE[about["dtype"]], tuple(about["shape"]), 8 + length + begin)
         if not (0 <= begin <= end <= size - 8 - length and end - begin == entry.numel * entry.dtype.itemsize):
             raise ValueError(f"{name} would have the bytes {begin} to {end}")
         entries[name] = entry
-    return entries
+    return entries, metadata

@@ -30,6 +30,7 @@ class Decision:
 
     stop: bool = False
     save: bool = False
+    copy: bool = False  # into memory
 
 
 class Agreement:
@@ -40,11 +41,18 @@ class Agreement:
     Args:
         comms: the ranks.
         save_due: asked on rank 0 alone, whether it is time to save.
+        copy_every: asked on rank 0 alone, after how many steps the state is copied into memory; 0 for never. It is told
+            how many seconds a step takes.
     """
 
-    def __init__(self, comms: Comms, save_due: Callable[[], bool]) -> None:
+    def __init__(
+        self, comms: Comms, save_due: Callable[[], bool], copy_every: Callable[[float], int] = lambda _seconds: 0
+    ) -> None:
         self._comms = comms
         self._save_due = save_due
+        self._ask_copy_every = copy_every
+        self._copy_every = 0
+        self._since_copy = 0  # steps
         self._stop_wanted = False
         self._steps_until_question = 1
         self._asked = time.monotonic()
@@ -66,15 +74,25 @@ class Agreement:
     def after_step(self) -> Decision:
         """What to do after this step: the same answer on every rank, all of which ask."""
         self._steps_since += 1
-        if self._steps_since < self._steps_until_question:
-            return Decision()
+        stop = save = False
+        if self._steps_since >= self._steps_until_question:
+            stop, save = self._ask()
+        self._since_copy += 1
+        copy = 0 < self._copy_every <= self._since_copy
+        if copy or save:
+            self._since_copy = 0
+        return Decision(stop, save, copy)
+
+    def _ask(self) -> tuple[bool, bool]:
+        """Whether to stop, and to save; also agree when the next question is, and how often to copy."""
         seconds_a_step = (time.monotonic() - self._asked) / self._steps_since
         moment = min(_MOST_STEPS_BETWEEN_QUESTIONS, max(1, int(_SECONDS_BETWEEN_QUESTIONS / max(seconds_a_step, 1e-6))))
         first = self._comms.rank == 0
-        ours = torch.tensor([int(self._stop_wanted), int(first and self._save_due()), moment if first else 0])
-        stop, save, self._steps_until_question = (int(number) for number in self._comms.all_reduce(ours, op="max"))
+        said_by_first = [int(self._save_due()), moment, self._ask_copy_every(seconds_a_step)] if first else [0, 0, 0]
+        told = self._comms.all_reduce(torch.tensor([int(self._stop_wanted), *said_by_first]), op="max").tolist()
+        stop, save, self._steps_until_question, self._copy_every = told
         self._asked, self._steps_since = time.monotonic(), 0
-        return Decision(bool(stop), bool(save))
+        return bool(stop), bool(save)
 
     def _want_stop(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self._stop_wanted = True

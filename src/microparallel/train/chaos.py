@@ -36,7 +36,7 @@ from microparallel.train import checkpoint
 from microparallel.train.checkpoint_folder import checkpoints
 from microparallel.train.checkpoint_reader import Checkpoint, read_whole
 
-KINDS = ("kill-rank", "kill-saving", "kill-launcher", "stop-rank", "full-disk", "corrupt")
+KINDS = ("kill-rank", "kill-saving", "kill-launcher", "stop-rank", "full-disk", "corrupt", "kill-writer")
 _MARK = "MICROPARALLEL_CHAOS"  # in the environment of all that is started here, to find what is left of it
 _LOOK = 0.005  # seconds between two looks at the run
 _GONE_AFTER = 5.0  # seconds in which a world ends whose launcher was killed
@@ -150,6 +150,7 @@ class _Open:
 
     fault: Fault
     since: float
+    reached: int  # the step that the run had come to
     ranks: set[int]  # processes that ran then
     step: int | None = None  # the last that was seen since there are others
 
@@ -158,6 +159,7 @@ class _Open:
             return False
         if self.step is not None and step > self.step:
             self.fault.seconds = time.monotonic() - self.since
+            self.fault.lost = max(0, self.reached - self.step)
             return True
         self.step = step
         return False
@@ -215,9 +217,10 @@ class _Disturbed:
             undo()
         if due:
             fault = waiting[0]
-            if self._do(fault, process, step, ranks):
+            if self._do(fault, process, ranks):
                 waiting.pop(0)
-                self._open += [] if fault.kind == "full-disk" else [_Open(fault, time.monotonic(), {*ranks.values()})]
+                if fault.kind not in ("full-disk", "kill-writer"):  # which end no rank
+                    self._open.append(_Open(fault, time.monotonic(), step, {*ranks.values()}))
                 self._tell(f"step {step}: {fault.done}")
 
     def _step(self) -> int:
@@ -238,7 +241,7 @@ class _Disturbed:
             return checkpoints(self._folder / "checkpoints")
         return {}
 
-    def _do(self, fault: Fault, process: subprocess.Popen[bytes], step: int, ranks: dict[int, int]) -> bool:
+    def _do(self, fault: Fault, process: subprocess.Popen[bytes], ranks: dict[int, int]) -> bool:
         """Let something go wrong; returns whether there was an occasion."""
         if fault.rank not in ranks:
             return False
@@ -248,30 +251,36 @@ class _Disturbed:
             return False
         if fault.kind == "corrupt" and len(saved) < 2:
             return False
-        fault.lost = max(0, step - max(saved, default=0))
+        writers = _writers(ranks.get(0))
+        if fault.kind == "kill-writer" and not writers:
+            return False
         if fault.kind == "kill-launcher":
             os.kill(process.pid, signal.SIGKILL)
             fault.done = "the launcher was killed"
+        elif fault.kind == "corrupt":  # with the launcher goes what is in memory, so the disk is needed
+            _flip_a_byte(saved[max(saved)])
+            os.kill(process.pid, signal.SIGKILL)
+            fault.done = "the newest checkpoint was damaged and the launcher was killed"
+        elif fault.kind == "kill-writer":
+            for writer in writers:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(writer, signal.SIGKILL)
+            fault.done = "the process that writes checkpoints was killed"
         elif fault.kind == "stop-rank":
             os.kill(pid, signal.SIGSTOP)
             fault.done = f"rank {fault.rank} was stopped"
         elif fault.kind == "full-disk":
             self._fill_disk(ranks)
             fault.done = "the disk was full for a moment"
-            fault.lost = 0
         else:
-            if fault.kind == "corrupt":
-                _flip_a_byte(saved[max(saved)])
-                fault.lost = max(0, step - sorted(saved)[-2])
             os.kill(pid, signal.SIGKILL)
-            what = {"corrupt": "the newest checkpoint was damaged and ", "kill-saving": "in saving, "}
-            fault.done = f"{what.get(fault.kind, '')}rank {fault.rank} was killed"
+            fault.done = f"{'in saving, ' if fault.kind == 'kill-saving' else ''}rank {fault.rank} was killed"
         return True
 
     def _fill_disk(self, ranks: dict[int, int]) -> None:
         """Let every write of the ranks to a file fail, as on a full disk, for a while."""
         limits = {}
-        for pid in ranks.values():
+        for pid in (*ranks.values(), *_writers(ranks.get(0))):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 limits[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, limits[pid][1]))
@@ -282,6 +291,14 @@ class _Disturbed:
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
 
         self._undo = time.monotonic() + _FULL_FOR, undo
+
+
+def _writers(first: int | None) -> list[int]:
+    """The processes that write checkpoints for rank 0."""
+    with contextlib.suppress(OSError):
+        children = Path(f"/proc/{first}/task/{first}/children").read_text(encoding="ascii").split()
+        return [int(pid) for pid in children if b"checkpoint_writer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return []
 
 
 def _flip_a_byte(folder: Path) -> None:

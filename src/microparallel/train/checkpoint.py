@@ -43,6 +43,7 @@ from microparallel.errors import CheckpointError
 from microparallel.files import tensor_file
 from microparallel.files.checksum import Checksum
 from microparallel.files.tensor_file import DTYPES, Piece
+from microparallel.topology import available_memory
 from microparallel.train.checkpoint_folder import (
     check_keep,
     clear_leftovers,
@@ -56,6 +57,7 @@ from microparallel.train.checkpoint_folder import (
 )
 from microparallel.train.checkpoint_reader import Checkpoint, open_checkpoint, verify
 from microparallel.train.checkpoint_values import Reference, TensorTable, decode, encode, merge
+from microparallel.train.state_memory import Slot
 
 Value = TypeVar("Value")
 
@@ -113,6 +115,70 @@ def save(
         raise
     ranks.on_first(lambda: remove_all_but(keep, folder, step, keep_every))
     return path
+
+
+def copy(
+    slots: Sequence[Slot],
+    choose: Callable[[], int],
+    step: int,
+    model: Mapping[str, Tensor | Part],
+    optimizer_state: dict[str, Any],
+    state: dict[str, Any],
+    *,
+    comms: Comms | None = None,
+    first_names: Mapping[str, str] | None = None,
+    by_rank: dict[str, Any] | None = None,
+    finite: bool = True,
+) -> int:
+    """Copy into one of the slots in memory what `save` would write; returns its number.
+
+    Every rank calls it, and copies its own part. `choose` says which slot, on rank 0 alone. A rank that is killed in
+    between leaves that slot without a record.
+
+    Raises:
+        CheckpointError: something cannot be stored, or there is not enough memory; the same on every rank.
+    """
+    ranks, tensors = Ranks(comms), TensorTable()
+    own_state: list[Any] = []
+
+    def describe() -> dict[str, Any]:
+        offer = _offer(model, optimizer_state, by_rank or {}, first_names or {}, tensors)
+        if ranks.rank == 0:
+            own_state.append(encode(state, "state", None))
+            slots[number := choose()].clear()
+            offer |= {"slot": number, "room": _room(slots[number])}
+        return offer
+
+    offers = ranks.do(describe)
+    slot = slots[offers[0]["slot"]]
+    together = _put_together(offers)
+    needed, room = _bytes(together["tensors"]), offers[0]["room"]
+    if room is not None and needed > room:
+        raise CheckpointError(f"a copy of the state in memory takes {needed:,} bytes, and {room:,} are to be had")
+    ranks.do(lambda: _copy_part(slot, ranks.rank, tensors, together["tensors"]))
+    if ranks.rank == 0:
+        record = {"step": step, "finite": finite, **together, "state": own_state[0]}
+        Path(slot.record).write_bytes(json.dumps(record).encode("ascii"))
+    number: int = offers[0]["slot"]
+    return number
+
+
+def _room(slot: Slot) -> int | None:
+    """The bytes that a slot may take: what it has, and half of the memory that nobody uses."""
+    free = available_memory()
+    return None if free is None else slot.bytes + free // 2
+
+
+def _bytes(index: Mapping[str, Any]) -> int:
+    return sum(math.prod(about["shape"]) * DTYPES[about["dtype"]].itemsize for about in index.values())
+
+
+def _copy_part(slot: Slot, rank: int, tensors: TensorTable, index: Mapping[str, Any]) -> None:
+    file = part_name(rank)
+    try:
+        tensor_file.write_into_memory(slot.file(file), _pieces(file, tensors, index))
+    except OSError as error:
+        raise CheckpointError(f"rank {rank} cannot copy its state into memory: {error.strerror or error}") from error
 
 
 def load(path: Path, comms: Comms | None = None) -> Checkpoint:

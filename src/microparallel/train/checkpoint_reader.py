@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +28,7 @@ from microparallel.errors import CheckpointError
 from microparallel.files.tensor_file import DTYPES, Checksum, TensorFile, checksum
 from microparallel.train.checkpoint_folder import FORMAT, MANIFEST, STATE, manifest
 from microparallel.train.checkpoint_values import decode
+from microparallel.train.state_memory import Slot
 
 _OF_MODEL, _OF_OPTIMIZER = "model.safetensors", "optimizer.safetensors"  # of format 1
 _PART = re.compile(r"part-\d{5,}\.safetensors")
@@ -177,28 +178,41 @@ def open_checkpoint(path: Path) -> Checkpoint:
     with _in_one_line(path, STATE):
         text = (path / STATE).read_bytes()
     try:
-        format, files = _read_manifest(path)
+        format, files = read_manifest(path)
         record = json.loads(text)
-        model, optimizer = (_tensors_of_format_1 if format == 1 else _tensors)(path, record)
-        return Checkpoint(
-            step=record["step"],
-            state=decode(record["state"], _no_tensor),
-            stored_model={name: model[stored] for name, stored in record["model"].items()},
-            stored_optimizer=decode(record["optimizer"], optimizer.__getitem__),
-            files={name: written.bytes for name, written in files.items()},
-            stored_by_rank=decode(record.get("by_rank", {}), optimizer.__getitem__),
-        )
+        tensors = _tensors_of_format_1(path) if format == 1 else _tensors(record, path.__truediv__)
+        return _described(record, *tensors, {name: written.bytes for name, written in files.items()})
     except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
         raise CheckpointError(f"{path} is whole, but not a checkpoint of this library ({error!r})") from error
+
+
+def open_memory(slot: Slot) -> Checkpoint:
+    """Read everything but the tensors of a state in memory."""
+    record = slot.read_record()
+    try:
+        return _described(record, *_tensors(record, slot.file), {})
+    except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+        raise CheckpointError(f"the state in memory cannot be read ({error!r})") from error
 
 
 Tensors = Mapping[str, StoredTensor]
 
 
-def _tensors(path: Path, record: Any) -> tuple[Tensors, Tensors]:
+def _described(record: Any, model: Tensors, others: Tensors, files: dict[str, int]) -> Checkpoint:
+    return Checkpoint(
+        step=record["step"],
+        state=decode(record["state"], _no_tensor),
+        stored_model={name: model[stored] for name, stored in record["model"].items()},
+        stored_optimizer=decode(record["optimizer"], others.__getitem__),
+        files=files,
+        stored_by_rank=decode(record.get("by_rank", {}), others.__getitem__),
+    )
+
+
+def _tensors(record: Any, file_of: Callable[[str], Path]) -> tuple[Tensors, Tensors]:
     """The tensors that the index in `state.json` describes."""
     names = {file for about in record["tensors"].values() for file, *_ in about["parts"]}
-    files = {name: TensorFile(path / name) for name in names if _PART.fullmatch(name)}
+    files = {name: TensorFile(file_of(name)) for name in names if _PART.fullmatch(name)}
     tensors = {
         name: StoredTensor(
             name,
@@ -211,7 +225,7 @@ def _tensors(path: Path, record: Any) -> tuple[Tensors, Tensors]:
     return tensors, tensors
 
 
-def _tensors_of_format_1(path: Path, record: Any) -> tuple[Tensors, Tensors]:  # noqa: ARG001
+def _tensors_of_format_1(path: Path) -> tuple[Tensors, Tensors]:
     """The tensors of the model, and those of the optimizer: each has a file of its own, without an index."""
     model, optimizer = (TensorFile(path / name) for name in (_OF_MODEL, _OF_OPTIMIZER))
     return _all_of(model), _all_of(optimizer)
@@ -231,14 +245,17 @@ def _no_tensor(name: str) -> Any:
 # ── whether the bytes are those that were written ─────────────────────────────────────────────────────────────────────
 
 
-def verify(path: Path, share: int = 0, shares: int = 1) -> None:
-    """Compare a checkpoint with its manifest, or this rank's share of its files; a file is read a block at a time."""
+def verify(path: Path, share: int = 0, shares: int = 1, tell: Callable[[int], None] = lambda _: None) -> None:
+    """Compare a checkpoint with its manifest, or this rank's share of its files; a file is read a block at a time.
+
+    `tell` is told how many bytes each block has.
+    """
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint {path}; its name looks like checkpoints/step-00000100")
-    _, files = _read_manifest(path)
+    _, files = read_manifest(path)
     for name, written in list(files.items())[share::shares]:
         with _in_one_line(path, name):
-            found = checksum(path / name)
+            found = checksum(path / name, tell)
         if found.bytes != written.bytes:
             raise CheckpointError(
                 f"{path} is damaged: {name} has {found.bytes} bytes, and {written.bytes} were written"
@@ -249,7 +266,7 @@ def verify(path: Path, share: int = 0, shares: int = 1) -> None:
             )
 
 
-def _read_manifest(path: Path) -> tuple[int, dict[str, Checksum]]:
+def read_manifest(path: Path) -> tuple[int, dict[str, Checksum]]:
     """The format of a checkpoint, and what each of its files must have."""
     with _in_one_line(path, MANIFEST):
         text = (path / MANIFEST).read_bytes()

@@ -465,6 +465,12 @@ class TrainConfig:
     keep: int = setting(
         3, "Checkpoints to keep, and the best by validation.", SURVIVAL, within=AT_LEAST_ONE, may_change=True
     )
+    wait_for_saves: bool | None = setting(
+        None,
+        "Let the steps wait until a checkpoint is on the disk, without copies of the state in memory.",
+        SURVIVAL,
+        may_change=True,
+    )
     restarts: int = setting(
         0,
         "How often ranks are started again after one has died, hung or raised; they go on from the last checkpoint.",

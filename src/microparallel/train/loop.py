@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,22 @@ import torch
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
-from microparallel.errors import ConfigError, MicroparallelError
+from microparallel.errors import ConfigError, GradientError, MicroparallelError
 from microparallel.settings import declared
 from microparallel.text import count
 from microparallel.train import checkpoint
 from microparallel.train.agreement import Agreement, Decision
 from microparallel.train.build import build
+from microparallel.train.checkpoint_folder import checkpoints as checkpoint_steps
+from microparallel.train.checkpoint_reader import open_memory
 from microparallel.train.config import TrainConfig, read_config
+from microparallel.train.copies import Copies
 from microparallel.train.logs import Logs
 from microparallel.train.metrics import Validation
 from microparallel.train.progress import Display, display_for
 from microparallel.train.run_folder import AUTO, RunFolder
 from microparallel.train.saving import Saving
+from microparallel.train.state_memory import Slot, newest
 from microparallel.train.tracing import Tracing
 from microparallel.train.training import Training
 
@@ -37,12 +41,17 @@ _IN_PARTS = {
 
 
 def train_on_rank(
-    comms: Comms, config: TrainConfig, resume: Path | str | None = None, quiet: bool = False
+    comms: Comms,
+    config: TrainConfig,
+    resume: Path | str | None = None,
+    quiet: bool = False,
+    memory: Sequence[Slot] | None = None,
 ) -> dict[str, Any]:
     """Run one rank of a training run, and return its summary (the same on every rank, but for the folder).
 
     Rank 0 writes the run's folder: `config.out`, or the folder that `resume` names. With `resume="auto"` the run in
-    `config.out` goes on if there is one, and otherwise begins.
+    `config.out` goes on if there is one, and otherwise begins. `memory` outlives the ranks: if an earlier attempt has
+    left a state there that is newer than the checkpoints, the run goes on from that.
     """
     config = config.resolved()
     if comms.world_size < config.world_size:  # not as many processes as before could be started
@@ -57,15 +66,19 @@ def train_on_rank(
         checkpoints, goes_on = _told_by_first(comms, folder, resume)
         training = build(config, comms)
         stack.callback(training.close)
+        copies = None
+        if not config.wait_for_saves:
+            copies = Copies.in_own_memory(training) if memory is None else Copies(training, memory)
         if goes_on:
-            _go_on_from_latest(training, checkpoints, display)
+            _go_on_from_latest(training, checkpoints, memory or (), display)
             if folder is not None:
                 folder.truncate_metrics(after_step=training.steps_done)
                 folder.write_config(config)  # it may go on with more steps, or other ranks
         logs = None
         if folder is not None:
             logs = stack.enter_context(contextlib.closing(Logs(folder.path, config, training.steps_done, display.note)))
-        return _Run(training, config, folder, checkpoints, display, logs).to_the_end()
+        saving = stack.enter_context(contextlib.closing(Saving(training, config, checkpoints, display, copies)))
+        return _Run(training, config, folder, saving, display, logs).to_the_end()
 
 
 def _open(config: TrainConfig, resume: Path | str | None) -> RunFolder:
@@ -115,7 +128,7 @@ class _Run:
         training: Training,
         config: TrainConfig,
         folder: RunFolder | None,
-        checkpoints: Path,
+        saving: Saving,
         display: Display,
         logs: Logs | None = None,
     ) -> None:
@@ -130,7 +143,7 @@ class _Run:
         self._validation: Validation | None = None
         self._samples = 0
         self._warned: set[str] = set()  # of what there was a warning
-        self._saving = Saving(training, config, checkpoints, display)
+        self._saving = saving
 
     def to_the_end(self) -> dict[str, Any]:
         training = self._training
@@ -138,7 +151,7 @@ class _Run:
         self._saving.at_start()
         started, first_step = time.monotonic(), training.steps_done
         decision = Decision()
-        agreement = Agreement(training.comms, self._saving.due)
+        agreement = Agreement(training.comms, self._saving.due, self._saving.copy_every)
         with agreement, Tracing(self._config, training, self._folder, self._total) as trace:
             while training.steps_done < self._total and not decision.stop:
                 trace.before_step()
@@ -148,8 +161,11 @@ class _Run:
                     decision = agreement.after_step()
                     if decision.save and not decision.stop:
                         self._save()
+                    elif decision.copy and not decision.stop:
+                        self._saving.copy()
             training.come_together()
             self._save(must_work=True)
+            self._saving.finish()
         seconds = time.monotonic() - started
         self._display.close()
         if training.steps_done == first_step:
@@ -167,7 +183,11 @@ class _Run:
     def _step(self) -> None:
         training = self._training
         begun = time.monotonic()
-        loss = training.step()
+        try:
+            loss = training.step()
+        except GradientError:
+            self._saving.forget_copies()  # there may be weights in memory that are no numbers
+            raise
         seconds = time.monotonic() - begun
         done = training.steps_done
         self._samples += training.last_samples
@@ -219,7 +239,8 @@ class _Run:
         """Save a checkpoint, to which every rank contributes, if there is anything new and good to save."""
         if self._saving.newest == self._training.steps_done:
             return
-        if self._config.on_nan != "ignore":
+        if self._config.on_nan != "ignore" and not self._training.has_finite_weights():
+            self._saving.forget_copies()
             self._training.require_finite_weights()
         if self._config.check_replicas is not None:
             self._compare_replicas()
@@ -229,6 +250,7 @@ class _Run:
     def _compare_replicas(self) -> None:
         difference = self._training.find_difference()
         if difference is not None:
+            self._saving.forget_copies()
             raise MicroparallelError(
                 f"after step {self._training.steps_done} the weights of {difference} are not what the other ranks "
                 "have: a bit may have flipped in memory; the last checkpoint is from before, so go on with --resume"
@@ -293,13 +315,32 @@ def require_same_run(config: TrainConfig, folder: RunFolder) -> None:
             )
 
 
-def _go_on_from_latest(training: Training, checkpoints: Path, display: Display) -> None:
-    """Load the newest checkpoint that is whole: the same on every rank."""
-    found, warnings = checkpoint.latest(checkpoints, training.comms)
+def _go_on_from_latest(training: Training, checkpoints: Path, memory: Sequence[Slot], display: Display) -> None:
+    """Load the newest state that is whole, in memory or on the disk: the same on every rank."""
+    warnings: list[str] = []
+    slot = _newer_in_memory(training.comms, checkpoints, memory)
+    if slot is not None:
+        found = open_memory(memory[slot])
+    else:
+        found, warnings = checkpoint.latest(checkpoints, training.comms)
     for warning in warnings:
         display.warn(warning)
     if remark := training.load(found):
         display.note(remark)
+
+
+def _newer_in_memory(comms: Comms, checkpoints: Path, memory: Sequence[Slot]) -> int | None:
+    """The slot with the newest state, if there is none newer on the disk; rank 0 tells. Older copies are cleared."""
+    slot = None
+    if comms.rank == 0 and (slot := newest(memory)) is not None:
+        on_disk = max(checkpoint_steps(checkpoints), default=-1)
+        step = memory[slot].step
+        slot = slot if step is not None and step >= on_disk else None
+        for number, other in enumerate(memory):
+            if number != slot:
+                other.clear()
+    told: int | None = gather_json(slot, comms)[0]
+    return told
 
 
 def _description(training: Training, config: TrainConfig) -> str:

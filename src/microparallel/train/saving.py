@@ -9,6 +9,11 @@ begin ─▶ save 0 ─▶ steps … ─▶ save ─▶ steps … ─▶ save �
 A checkpoint costs C seconds every T seconds, and a failure costs the work since the last one, T/2 on average. With M
 seconds between failures, a run loses C/T + T/(2M) of its time, which is least at T = √(2CM) (J. W. Young, 1974). Here T
 is that, but at least so long that saving takes 2 % of the time at the most.
+
+The steps wait for a copy in memory alone, and a process of its own writes (`copies.py`), as long as there is memory for
+two copies and all ranks are on one machine. Where a launcher holds that memory there are copies between the saves, too,
+as many as take 5 % of the time (1 % in a run that is not started again): after a failure, ranks that are started again
+go on from the newest.
 """
 
 from __future__ import annotations
@@ -19,14 +24,17 @@ from pathlib import Path
 
 from microparallel.comms.wire import gather_json
 from microparallel.errors import CheckpointError
-from microparallel.text import show_seconds
+from microparallel.text import count, show_seconds
+from microparallel.train.checkpoint import Ranks
 from microparallel.train.checkpoint_folder import best_of, mark_best, remove_all_but
 from microparallel.train.config import TrainConfig
+from microparallel.train.copies import Copies
 from microparallel.train.progress import Display
 from microparallel.train.training import Training
 
 _MOST_TIME = 0.02  # the part of a run's time that saving may take
 _TRY_AGAIN = 10.0  # seconds after a save that failed
+_MOST_TIME_FOR_COPIES = {True: 0.05, False: 0.01}  # whether ranks are started again → the part of a run's time
 _FIRST_OF_RESUMED = 10.0  # seconds after which a run that goes on saves for the first time: then it knows the cost
 
 
@@ -43,9 +51,21 @@ class Saving:
         config: how often, and how many are kept.
         checkpoints: the folder, which all ranks see.
         display: where rank 0 says what it does.
+        copies: in memory, from which checkpoints are written; None to write them while the steps wait.
     """
 
-    def __init__(self, training: Training, config: TrainConfig, checkpoints: Path, display: Display) -> None:
+    def __init__(
+        self,
+        training: Training,
+        config: TrainConfig,
+        checkpoints: Path,
+        display: Display,
+        copies: Copies | None = None,
+    ) -> None:
+        self._copies = copies
+        self._copy_cost = 0.0  # seconds, of the last few
+        self._copy_every: int | None = None  # steps, as last said
+        self._on_its_way = False  # to the disk: whether the writer may be busy with the last save
         self._training = training
         self._config = config
         self._checkpoints = checkpoints
@@ -61,14 +81,20 @@ class Saving:
     def at_start(self) -> None:
         """Save before the first step: a model that cannot be stored is known at once, and what a save costs, too."""
         if self.newest is None:
-            self._choose_interval(self._write())
+            held_up = self._write()
+            self._settle()
+            self._choose_interval(held_up)
 
     def due(self) -> bool:
         """Whether it is time, by this process's clock; the ranks agree by asking rank 0."""
+        self._hear_from_writer()
         return time.monotonic() >= self._next
 
     def save(self, *, must_work: bool = False) -> None:
-        """Save if there is anything new; a save that fails is a warning, and is tried again, unless it must work."""
+        """Save if there is anything new; a save that fails is a warning, and is tried again, unless it must work.
+
+        A state that is handed to the writer counts as saved; whether it was is known later.
+        """
         if self._training.steps_done == self.newest:
             return
         try:
@@ -76,16 +102,36 @@ class Saving:
         except CheckpointError as error:
             if must_work:
                 raise
-            if self.failure is None:
-                self._display.warn(f"{error}; training goes on, and the save is tried again")
-            self.failure = str(error)
-            if self._by_the_clock:
-                self._next = time.monotonic() + _TRY_AGAIN
+            self._has_failed(str(error))
             return
+        if self._copies is None:
+            self._has_worked()
+        self._choose_interval(cost)
+
+    def _has_failed(self, error: str) -> None:
+        if self.failure is None:
+            self._display.warn(f"{error}; training goes on, and the save is tried again")
+        self.failure = error
+        if self._by_the_clock:
+            self._next = time.monotonic() + _TRY_AGAIN
+
+    def _has_worked(self) -> None:
         if self.failure is not None:
             self._display.note(f"step {self.newest} is saved, after saves that had failed")
             self.failure = None
-        self._choose_interval(cost)
+
+    def finish(self) -> None:
+        """Return when the state after the last step is on the disk; raise, on every rank, if it cannot be."""
+        self.save(must_work=True)
+        try:
+            self._settle()
+        except CheckpointError:  # once more, from the ranks themselves
+            self._write_from_ranks()
+
+    def close(self) -> None:
+        """Let what is being written come to its end."""
+        if self._copies is not None:
+            self._copies.close()
 
     def is_best(self, loss: float | None) -> bool:
         """Whether the validation has never been as good."""
@@ -96,24 +142,98 @@ class Saving:
         if self.newest != self._training.steps_done:
             return
         self._best = loss
-        if self._training.comms.rank == 0:
+        config = self._config
+        if self._training.comms.rank == 0 and self._copies is not None:
+            path = self._checkpoints / f"step-{self.newest:08d}"
+            self._copies.writer.keep_best(path, loss, config.keep, config.keep_every)
+        elif self._training.comms.rank == 0:
             try:
                 mark_best(self._checkpoints / f"step-{self.newest:08d}", loss)
-                remove_all_but(self._config.keep, self._checkpoints, self.newest, self._config.keep_every)
+                remove_all_but(config.keep, self._checkpoints, self.newest, config.keep_every)
             except CheckpointError as error:
                 self._display.warn(str(error))
 
     def _write(self) -> float:
         """Save, and return the seconds for which that has held up the steps."""
         begun = time.monotonic()
-        config = self._config
-        finite = config.on_nan != "ignore" or self._training.has_finite_weights()  # otherwise the loop has looked
-        keeping = {"keep": config.keep, "keep_every": config.keep_every, "finite": finite}
-        self._training.save(self._checkpoints, **keeping)
+        if self._copies is not None:
+            self._copies.writer.wait()
+            self._hear_from_writer()
+        # Where a step is not taken whose loss is not finite, the loop has looked.
+        finite = self._config.on_nan != "ignore" or self._training.has_finite_weights()
+        if self._copied(finite) and self._copies is not None:
+            self._copies.write(self._checkpoints, self._config.keep, self._config.keep_every)
+            self._on_its_way = True
+        else:
+            self._write_from_ranks(finite)
         self.newest = self._training.steps_done
         seconds = time.monotonic() - begun
         self._spent += seconds
         return seconds
+
+    def _write_from_ranks(self, finite: bool = True) -> None:
+        """Let each rank write its part, while all of them wait."""
+        config = self._config
+        self._training.save(self._checkpoints, keep=config.keep, keep_every=config.keep_every, finite=finite)
+
+    # ── copies in memory ────────────────────────────────────────────────────────────────────────────────────────
+
+    def copy(self) -> None:
+        """Copy the state into memory, for ranks that are started again."""
+        self._copied(finite=True)
+
+    def copy_every(self, seconds_a_step: float) -> int:
+        """After how many steps there is time for a copy, asked on rank 0; 0 where copies are of no use."""
+        if self._copies is None or not self._copies.outlives_ranks:
+            return 0
+        restarts = self._config.restarts > 0
+        steps = max(1, math.ceil(self._copy_cost / (_MOST_TIME_FOR_COPIES[restarts] * max(seconds_a_step, 1e-6))))
+        if restarts and self._copy_cost and (self._copy_every is None or not 0.3 < steps / self._copy_every < 3):
+            self._copy_every = steps
+            self._display.note(
+                f"copying the state into memory every {count(steps, 'step')}, as a copy takes "
+                f"{show_seconds(self._copy_cost)}: a restart goes on from there"
+            )
+        return steps
+
+    def forget_copies(self) -> None:
+        """What is in memory is wrong, so go on from the disk."""
+        if self._copies is not None:
+            self._copies.forget()
+
+    def _copied(self, finite: bool) -> bool:
+        """Copy the state into memory; if that is not possible, there are no more copies from now on."""
+        if self._copies is None:
+            return False
+        begun = time.monotonic()
+        try:
+            self._copies.copy(finite=finite)
+        except CheckpointError as error:
+            self._copies.give_up()
+            self._copies = None
+            self._display.note(f"{error}; steps wait from now on until a save is on the disk")
+            return False
+        seconds = time.monotonic() - begun
+        self._copy_cost = (self._copy_cost + seconds) / 2 if self._copy_cost else seconds
+        return True
+
+    def _hear_from_writer(self) -> None:
+        """Learn, on rank 0, what became of the state that was handed over last."""
+        if self._copies is None:
+            return
+        if (failure := self._copies.writer.take_failure()) is not None:
+            self._on_its_way = False
+            self._has_failed(failure)
+        elif self._on_its_way and self._copies.writer.reading is None:
+            self._on_its_way = False
+            self._has_worked()
+
+    def _settle(self) -> None:
+        """Wait for the writer; every rank raises if a state could not be written."""
+        if self._copies is not None:
+            Ranks(self._training.comms).on_first(self._copies.settle)
+            self._on_its_way = False
+            self._has_worked()
 
     def affordable(self) -> bool:
         """Whether one more save than is due stays within 2 % of the time; rank 0 decides, and every rank asks."""

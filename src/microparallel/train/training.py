@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,8 +22,8 @@ from microparallel.data_parallel import DataParallel, LossScale, replicas_are_id
 from microparallel.data_parallel.layout import Part
 from microparallel.errors import CheckpointError, ConfigError, GradientError
 from microparallel.pipeline import Pipeline
+from microparallel.train import checkpoint
 from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, placed
-from microparallel.train.checkpoint import save
 from microparallel.train.checkpoint_reader import Checkpoint, StateReader, StoredTensor, read_whole
 from microparallel.train.data import Split
 from microparallel.train.fingerprint import changes
@@ -35,6 +35,7 @@ from microparallel.train.optimizer import LearningRate
 from microparallel.train.random_state import own_randomness, restore_random_state
 from microparallel.train.replica_check import find_difference
 from microparallel.train.shares import Shares
+from microparallel.train.state_memory import Slot
 from microparallel.train.strategies import Step
 
 
@@ -299,17 +300,23 @@ class Training:
 
         `keeping` says what is kept beside it (see `checkpoint.save`).
         """
-        save(
-            folder,
-            self.steps_done,
-            self.model_parts(),
-            self.optimizer_parts(),
-            self.state(),
-            comms=self.comms,
-            first_names=self.first_names,
-            by_rank=self.parts_by_rank(),
-            **keeping,
-        )
+        checkpoint.save(folder, **self._contents(), **keeping)
+
+    def copy(self, slots: Sequence[Slot], choose: Callable[[], int], finite: bool = True) -> int:
+        """Copy into memory what `save` would write (see `checkpoint.copy`); every rank must call it."""
+        return checkpoint.copy(slots, choose, **self._contents(), finite=finite)
+
+    def _contents(self) -> dict[str, Any]:
+        """All that a checkpoint is made of; every rank must call it."""
+        return {
+            "step": self.steps_done,
+            "model": self.model_parts(),
+            "optimizer_state": self.optimizer_parts(),
+            "state": self.state(),
+            "comms": self.comms,
+            "first_names": self.first_names,
+            "by_rank": self.parts_by_rank(),
+        }
 
     @property
     def first_names(self) -> Mapping[str, str]:
@@ -380,23 +387,23 @@ class Training:
                 residuals[name] = residual.whole() + residuals.get(name, 0.0)
         return residuals
 
-    def load(self, checkpoint: Checkpoint) -> str | None:
+    def load(self, saved: Checkpoint) -> str | None:
         """Go on from a checkpoint, bit for bit when the world has the size it had then; returns a remark, if any."""
-        then = checkpoint.state.get("made_of")
+        then = saved.state.get("made_of")
         changed = [] if then is None or self.made_of is None else changes(then, self.made_of)
         try:
-            self._load_states(checkpoint)
-            self._load_compression(checkpoint.stored_by_rank)
+            self._load_states(saved)
+            self._load_compression(saved.stored_by_rank)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
-        remark = self.loader.load_state_dict(checkpoint.state["sampler"])
-        self.steps_done = checkpoint.step
-        self.last_loss = checkpoint.state["loss"]
+        remark = self.loader.load_state_dict(saved.state["sampler"])
+        self.steps_done = saved.step
+        self.last_loss = saved.state["loss"]
         if self.loss_scale is not None:
-            self.loss_scale.load_state_dict(checkpoint.state["loss_scale"])
+            self.loss_scale.load_state_dict(saved.state["loss_scale"])
         if self.averaging is not None:
-            self.averaging.steps = checkpoint.step
-        self._restore_random(checkpoint.state["random"])
+            self.averaging.steps = saved.step
+        self._restore_random(saved.state["random"])
         if changed:
             warning = f"warning: the run goes on with something else than it was saved with: {'; '.join(changed)}"
             remark = warning if remark is None else f"{remark}\n{warning}"

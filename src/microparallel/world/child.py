@@ -151,14 +151,19 @@ class _Rank:
 
 
 def _raised(error: BaseException) -> Raised:
-    from microparallel.errors import CheckpointError, PeerGone, PeerLost, UsageError
+    from microparallel.errors import CheckpointError, MicroparallelError, PeerGone, PeerLost, UsageError
+    from microparallel.topology.limits import limit_behind
     from microparallel.world.carried_error import dumps_error
 
     if isinstance(error, BdbQuit):
         return Raised("was ended in its debugger", "")
+    limit = limit_behind(error)
+    said = f"{type(error).__name__}: {_text(error)}"
+    if limit is not None and not isinstance(error, MicroparallelError):  # whose own text says which, and for what
+        said = f"{type(error).__name__}: {limit}"
     return Raised(
-        f"raised {type(error).__name__}: {_text(error)}",
-        "" if isinstance(error, CheckpointError) else traceback.format_exc(),
+        f"raised {said}",
+        "" if isinstance(error, CheckpointError) or limit is not None else traceback.format_exc(),
         secondary=isinstance(error, PeerLost | PeerGone),
         refusal=str(error) if isinstance(error, UsageError) else None,
         lost=error.ranks if isinstance(error, PeerLost | PeerGone) else (),

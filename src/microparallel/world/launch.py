@@ -33,6 +33,7 @@ from microparallel.observe.folders import flight_file, flight_files, gather, rem
 from microparallel.observe.processes import ENDED_STATUS
 from microparallel.text import show_ranks
 from microparallel.topology import Placement, require_cores
+from microparallel.topology.limits import require_addresses, require_files
 from microparallel.world import logs
 from microparallel.world.carried_error import loads_error
 from microparallel.world.child import AllDone, Job, Raised
@@ -54,6 +55,7 @@ _GRACE_FOR_FIRST_CAUSE = 1.5  # seconds
 _SAY_WHO_IS_BUSY = 10.0  # seconds after Ctrl-C, and again
 _LOOK_AROUND = 0.1
 _LOOK_FOR_STOPPED = 0.5
+_FILES, _FILES_A_RANK = 16, 4  # that this process opens: for the store, the screen and for a moment; and for each rank
 
 
 def launch(
@@ -150,6 +152,8 @@ class Pool:
     """
 
     def __init__(self, fork_server: ForkServer | None = None) -> None:
+        require_files(_FILES)
+        require_addresses()
         self._fork_server = fork_server
         self._store, self._port = _open_store()
         self._processes: list[RankProcess] = []
@@ -263,6 +267,7 @@ class Pool:
         if debug != self._debug or not all(process.alive for process in self._processes):
             self._end_processes()
         self._debug = debug
+        require_files(_FILES + _FILES_A_RANK * (ranks - len(self._processes)))
         while len(self._processes) < ranks:
             process = RankProcess(
                 self._lifeline_read, self._screen_file.fileno(), ranks, self._fork_server, debug=debug

@@ -18,11 +18,14 @@ from typing import Any
 from microparallel.observe.flight import AFTER_VARIABLE
 from microparallel.observe.place import Place, most_relevant
 from microparallel.observe.processes import dumped_stack, state_of
+from microparallel.text import show_size
 from microparallel.topology import DO_NOT_SPIN, threads_per_rank
+from microparallel.topology.limits import address_limit
 from microparallel.world.fork_server import ForkServer
 from microparallel.world.output import Unfinished
 
 _SIGNAL = signal.SIGUSR2  # on which a rank dumps its stack; the flight recorder's, SIGUSR1, may be turned off
+_OUT_OF_ADDRESSES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)  # how C and C++ end when they get no memory
 _COMMS = str(Path(__file__).parent.parent / "comms" / "comms.py")
 
 
@@ -109,6 +112,8 @@ class RankProcess:
             signal.SIGKILL: " (was the machine out of memory?)",
             signal.SIGABRT: " (a message of another size than was expected? check=True names it)",
         }.get(signal.Signals(-code), "")
+        if code in _OUT_OF_ADDRESSES and (most := address_limit()) is not None:
+            hint = f" (out of addresses? a process may have {show_size(most)} of them: ulimit -v {most // 1024})"
         return f"was killed by {name}{hint}"
 
     def wait(self, timeout: float) -> None:

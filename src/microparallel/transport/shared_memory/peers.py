@@ -83,7 +83,7 @@ class RankStatus:
         """What went wrong on the rank; None if it has written no failure."""
         if self._segment.words[0] != _FAILED:
             return None
-        text = self._segment.map[_TEXT : _TEXT + self._segment.words[1]]
+        text = bytes(self._segment.map[_TEXT : _TEXT + self._segment.words[1]])
         try:
             failure = json.loads(text)
         except ValueError:  # cut off, or half-written by a rank that died meanwhile

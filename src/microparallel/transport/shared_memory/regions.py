@@ -13,8 +13,6 @@ moved: torch marks it.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import socket
 import struct
@@ -26,7 +24,9 @@ import torch
 
 from microparallel.errors import CommsError, PeerGone
 from microparallel.topology import available_memory
+from microparallel.topology.limits import limit_behind
 from microparallel.torch_private import share_by_descriptor
+from microparallel.transport.shared_memory.mapping import mapped
 from microparallel.transport.shared_memory.peers import RankStatus
 from microparallel.transport.shared_memory.segment import MARGIN
 
@@ -35,12 +35,6 @@ _LEAST = 2**20  # bytes; copying less costs next to nothing
 _MOST_REGIONS = 256  # at a time: each takes a descriptor
 _FOLDER = "/dev/shm"  # where torch's anonymous files take their memory from
 _NOTICE = struct.Struct("QQ")  # a region's number and size, with its descriptor; or its number and 0, when it is gone
-
-_library = ctypes.CDLL(None, use_errno=True)
-_library.mmap.restype = ctypes.c_void_p
-_library.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *3 * (ctypes.c_int,), ctypes.c_long)
-_library.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_FAILED = ctypes.c_void_p(-1).value
 
 
 class OwnRegions:
@@ -150,16 +144,14 @@ class TheirRegions:
 
 
 def _mapped(descriptor: int, size: int) -> torch.Tensor:
-    """A file's memory, read-only. Unlike Python's `mmap`, this keeps no descriptor."""
+    """A file's memory, read-only."""
     try:
-        address = _library.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+        return torch.frombuffer(mapped(descriptor, size), dtype=torch.uint8)
+    except OSError as error:
+        needed = f"{size:,} bytes of a peer's memory"
+        raise CommsError(limit_behind(error, needed) or f"{needed} cannot be mapped: {error.strerror}") from error
     finally:
         os.close(descriptor)
-    if address == _FAILED:
-        raise CommsError(f"{size:,} bytes of a peer's memory cannot be mapped: {os.strerror(ctypes.get_errno())}")
-    memory = (ctypes.c_char * size).from_address(address)
-    weakref.finalize(memory, _library.munmap, address, size).atexit = False
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _movable(tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:

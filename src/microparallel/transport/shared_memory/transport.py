@@ -9,6 +9,7 @@ that lies neither in its rank's segment nor in memory that was moved (`regions.p
     peers.py       which ranks are gone, and which made another call
     call_log.py    the last calls of each rank, to say which one differs
     segment.py     the memory itself, and its pieces
+    mapping.py     a part of a file as memory
     regions.py     tensors that were moved to where peers can read them
     rendezvous.py  how the ranks get each other's segments
 """
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from microparallel.errors import CommsError, TransportTimeout
-from microparallel.topology import available_cores, total_memory
+from microparallel.topology import available_cores
 from microparallel.transport.shared_memory import futex
 from microparallel.transport.shared_memory.channel import CHANNEL_BYTES, COPY, LANES, POSTED, SEGMENT, SLOTS, Channel
 from microparallel.transport.shared_memory.peers import STATUS_BYTES, Peers, RankStatus
@@ -44,7 +45,6 @@ from microparallel.transport.shared_memory.works import (
 )
 
 _SPINS = 300  # reads before a thread sleeps, some microseconds; only where every rank has a core
-_MOST = 2**38  # bytes of addresses where the machine does not say how much memory it has
 _MOST_STAGED = 64 * 2**20  # bytes of copies for collectives that others have not read
 _POLL_INTERVAL = 0.0002  # seconds between two looks at all ranks
 _LIVENESS_INTERVAL = 0.05  # seconds of sleep between two looks whether the peer is still there
@@ -60,17 +60,16 @@ class SharedMemoryTransport:
         self.world_ranks = tuple(world_ranks)
         self.world_size = ranks = len(world_ranks)
         self.timeout = timeout
-        control = -(-(STATUS_BYTES + ranks * LANES * CHANNEL_BYTES) // 4096) * 4096
-        size = control + (total_memory() or _MOST)  # of addresses: memory is taken as it is touched
-        descriptor, self._segment = create_segment(size)
+        control = STATUS_BYTES + ranks * LANES * CHANNEL_BYTES
+        descriptor, self._segment = create_segment(control)
         try:
             found = exchange_descriptors(store, rank, ranks, descriptor, timeout)
         finally:
             os.close(descriptor)
-        self._arena = Arena(self._segment.map, control, size)
+        self._arena = Arena(self._segment)
         self._segments = {rank: self._segment}
         for peer, (_, theirs) in found.items():
-            self._segments[peer] = Segment(theirs, size)
+            self._segments[peer] = Segment(theirs, control)
             os.close(theirs)
         connections = {peer: connection for peer, (connection, _) in found.items()}
         self.peers = Peers(rank, self.world_ranks, self._segments, connections)
@@ -89,7 +88,8 @@ class SharedMemoryTransport:
         size = math.prod(shape) * dtype.itemsize
         start = self._arena.take(size)
         # torch keeps the buffer alive as long as the tensor, or a view of it.
-        buffer = memoryview(self._segment.map)[start : start + max(1, size)]
+        extent = self._segment.extent_of(start)
+        buffer = memoryview(extent.memory)[start - extent.start : start - extent.start + max(1, size)]
         weakref.finalize(buffer, self._arena.leave, start, size)
         return torch.frombuffer(buffer, dtype=torch.uint8)[:size].view(dtype).view(tuple(shape))
 
@@ -117,10 +117,11 @@ class SharedMemoryTransport:
         slot = number % SLOTS
         place, offset, size, signature = channel.read(slot)
         channel.count = number + 1
-        memory = self._segments[source].bytes
         if place > SEGMENT:
-            memory = self._their_regions[source].bytes_of(place - SEGMENT)
-        return Borrowed(memory[offset : offset + size], place == COPY, signature, channel, slot)
+            content = self._their_regions[source].bytes_of(place - SEGMENT)[offset : offset + size]
+        else:
+            content = self._segments[source].view(offset, size)
+        return Borrowed(content, place == COPY, signature, channel, slot)
 
     # ── messages between two ranks, by tag ──────────────────────────────────────────────────────────────────────
 
@@ -181,7 +182,7 @@ class SharedMemoryTransport:
         room = into.numel() * into.element_size()
         fits = size == room or (allow_less and size < room)
         if fits:
-            _as_bytes(into)[:size].copy_(self._segments[source].bytes[offset : offset + size])
+            _as_bytes(into)[:size].copy_(self._segments[source].view(offset, size))
         channel.take_number(number)
         if not fits:
             raise CommsError(
@@ -200,7 +201,7 @@ class SharedMemoryTransport:
             return None
         self._reclaim(lane)
         copy = Copy(self._arena, size)
-        _view(self._segment.bytes, copy.start, tensor).copy_(tensor.view(-1))
+        self._segment.view(copy.start, size).view(tensor.dtype).copy_(tensor.view(-1))
         return copy
 
     def let_others_catch_up(self) -> None:
@@ -296,7 +297,3 @@ def _channel(segment: Segment, peer: int, lane: int) -> Channel:
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(torch.uint8)
-
-
-def _view(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    return memory[offset : offset + like.numel() * like.element_size()].view(like.dtype)

@@ -1,0 +1,121 @@
+"""Copies of a run's state in memory: quickly taken, then written to the disk by a process of its own.
+
+```
+step 40   copy ─▶ slot 0 ─▶ writer ─▶ disk          a save: the steps wait for the copy alone
+step 41   copy ─▶ slot 1                            a copy: what a run that is started again goes on from
+step 42   copy ─▶ slot 1                            slot 0 is still being read by the writer
+step 43   copy ─▶ slot 0                            slot 1 has the newest
+```
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from microparallel.comms import Comms
+from microparallel.comms.wire import gather_json
+from microparallel.errors import CheckpointError
+from microparallel.train.checkpoint_writer import Writer
+from microparallel.train.state_memory import Slot, StateMemory, can_hold, newest
+from microparallel.train.training import Training
+
+
+class Copies:
+    """One rank's part in copying a run's state into memory; every rank calls `copy` after the same steps.
+
+    Args:
+        training: what is copied.
+        slots: where to.
+        held: the memory, if this process holds it; otherwise it outlives this rank.
+    """
+
+    def __init__(self, training: Training, slots: Sequence[Slot], held: StateMemory | None = None) -> None:
+        self._training = training
+        self._slots = slots
+        self._held = held
+        self._first = training.comms.rank == 0
+        self._newest = newest(slots) if self._first else None
+        self.writer = Writer()  # rank 0 alone asks it for something
+
+    @classmethod
+    def in_own_memory(cls, training: Training) -> Copies | None:
+        """Copy into memory that rank 0 holds; None where not all ranks can see it, on several machines say."""
+        comms = training.comms
+        held = StateMemory(comms.world_size) if comms.rank == 0 and can_hold() else None
+        told = gather_json(None if held is None else [asdict(slot) for slot in held.slots], comms)[0]
+        if told is None:
+            return None
+        slots = [Slot(tuple(slot["parts"]), slot["record"]) for slot in told]
+        if not _all_see(Path(slots[0].record), comms):
+            if held is not None:
+                held.close()
+            return None
+        return cls(training, slots, held)
+
+    @property
+    def outlives_ranks(self) -> bool:
+        """Whether ranks that are started again find the copies; asked on rank 0."""
+        return self._held is None
+
+    def copy(self, *, finite: bool = True) -> None:
+        """Copy the state; a CheckpointError on every rank if that is not possible."""
+        self._newest = self._training.copy(self._slots, self._choose, finite)
+
+    def _choose(self) -> int:
+        """The slot that is neither read nor the newest; if that is not to be had, the newest: the other stays whole."""
+        numbers = [number for number in range(len(self._slots)) if number != self.writer.reading]
+        return next((number for number in numbers if number != self._newest), numbers[0])
+
+    def write(self, folder: Path, keep: int, keep_every: int | None) -> None:
+        """Let the newest copy be written to the disk."""
+        if self._first:
+            assert self._newest is not None
+            self.writer.save(self._newest, self._slots[self._newest], folder, keep, keep_every)
+
+    def settle(self) -> None:
+        """Wait until all is on the disk; a CheckpointError says what could not be written."""
+        self.writer.wait()
+        if (failure := self.writer.take_failure()) is not None:
+            raise CheckpointError(failure)
+
+    def forget(self) -> None:
+        """Let nobody go on from these copies: what is in them is wrong."""
+        if self._first:
+            self.writer.wait()
+            for slot in self._slots:
+                slot.clear()
+
+    def close(self) -> None:
+        """Let the writer come to its end, and give back memory that is this process's."""
+        self.writer.close()
+        if self._held is not None:
+            self._held.close()
+
+    def give_up(self) -> None:
+        """There is too little memory for copies: give back what they took."""
+        if self._first:
+            self.writer.wait()
+            with suppress(OSError):
+                for slot in self._slots:
+                    slot.free()
+        self.close()
+
+
+def _all_see(file: Path, comms: Comms) -> bool:
+    """Whether every rank finds in this file what rank 0 writes into it; then it is emptied again."""
+    word = gather_json(os.urandom(16).hex(), comms)[0]
+    if comms.rank == 0:
+        file.write_text(word)
+    gather_json(None, comms)
+    try:
+        sees = file.read_text() == word
+    except (OSError, ValueError):
+        sees = False
+    everybody = all(gather_json(sees, comms))
+    if comms.rank == 0:
+        os.truncate(file, 0)
+    return everybody

@@ -1,0 +1,183 @@
+"""Copies of a run's state in memory: what they hold, who goes on from them, and the process that writes them."""
+
+import contextlib
+import os
+import select
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from tests.train.test_surviving import configuration, saved, trains_while
+
+from microparallel.errors import CheckpointError, RankFailed
+from microparallel.train import checkpoint
+from microparallel.train.checkpoint_reader import open_memory
+from microparallel.train.checkpoint_writer import Writer, write_from_memory
+from microparallel.train.loop import train_on_rank as train
+from microparallel.train.state_memory import StateMemory, newest
+
+
+@pytest.fixture
+def memory():
+    with StateMemory(2) as held:
+        yield held
+
+
+def copy_one_rank(memory, slot, step, values):
+    tensors = {"w": torch.arange(values, dtype=torch.float64), "b": torch.tensor([1, 2], dtype=torch.int64)}
+    optimizer = {"state": {0: {"step": torch.tensor(step)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    return checkpoint.copy(memory.slots, lambda: slot, step, tensors, optimizer, {"loss": 0.5}), tensors
+
+
+def test_a_copy_is_read_as_a_checkpoint_is(memory):
+    number, tensors = copy_one_rank(memory, 1, 7, 10)
+    assert number == 1 and newest(memory.slots) == 1 and memory.slots[0].step is None
+    found = open_memory(memory.slots[1])
+    assert found.step == 7 and found.state == {"loss": 0.5}
+    assert all(torch.equal(found.model[name], tensor) for name, tensor in tensors.items())
+    assert found.optimizer_state["state"][0]["step"].item() == 7
+
+
+def test_a_smaller_state_over_a_larger_one(memory):
+    copy_one_rank(memory, 0, 1, 1000)
+    _, tensors = copy_one_rank(memory, 0, 2, 3)
+    assert torch.equal(open_memory(memory.slots[0]).model["w"], tensors["w"])
+
+
+def test_what_is_cut_off_is_no_state(memory):
+    copy_one_rank(memory, 0, 1, 5)
+    copy_one_rank(memory, 1, 2, 5)
+    record = Path(memory.slots[1].record)
+    text = record.read_bytes()
+    for length in (0, 1, len(text) // 2, len(text) - 1):
+        record.write_bytes(text[:length])
+        assert newest(memory.slots) == 0
+
+
+def test_what_the_writer_writes_is_what_save_writes(memory, tmp_path):
+    _, tensors = copy_one_rank(memory, 0, 4, 10)
+    written = write_from_memory(memory.slots[0], tmp_path / "memory", keep=3)
+    found = open_memory(memory.slots[0])
+    saved = checkpoint.save(tmp_path / "disk", 4, tensors, found.optimizer_state, {"loss": 0.5})
+    files = {path.name: path.read_bytes() for path in saved.iterdir()}
+    assert files == {path.name: path.read_bytes() for path in written.iterdir()}
+    checkpoint.load(written)
+
+
+def test_memory_is_gone_with_its_holder():
+    with StateMemory(1) as held:
+        path = held.slots[0].record
+        assert Path(path).exists()
+    assert not Path(path).exists()
+
+
+def test_no_room_is_an_error_that_names_the_bytes(memory, monkeypatch):
+    monkeypatch.setattr(checkpoint, "available_memory", lambda: 100)
+    with pytest.raises(CheckpointError, match=r"takes 100,0\d\d bytes, and 50 are to be had"):
+        copy_one_rank(memory, 0, 1, 12_500)
+    assert newest(memory.slots) is None
+
+
+# ── the writer ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def writer():
+    with contextlib.closing(Writer()) as one:
+        yield one
+
+
+def test_the_writer_says_what_it_could_not_write(writer, memory, tmp_path):
+    copy_one_rank(memory, 0, 1, 5)
+    (tmp_path / "file").touch()
+    writer.save(0, memory.slots[0], tmp_path / "file" / "checkpoints", 3, None)
+    assert writer.reading in (0, None)  # it may have been quick
+    writer.wait()
+    assert "Not a directory" in writer.take_failure()
+    assert writer.take_failure() is None and writer.reading is None
+
+
+def test_a_killed_writer_is_followed_by_another(writer, memory, tmp_path):
+    copy_one_rank(memory, 0, 1, 5)
+    writer.save(0, memory.slots[0], tmp_path, 3, None)
+    writer.wait()
+    first = writer.pid
+    os.kill(first, signal.SIGSTOP)  # so that it dies with something to do
+    writer.save(0, memory.slots[0], tmp_path, 3, None)
+    os.kill(first, signal.SIGKILL)
+    writer.wait()
+    assert writer.take_failure() == "the process that writes checkpoints has ended (exit status -9)"
+    writer.save(0, memory.slots[0], tmp_path, 3, None)
+    writer.wait()
+    assert writer.take_failure() is None and writer.pid != first
+    assert checkpoint.load(tmp_path / "step-00000001").step == 1
+
+
+def test_the_writer_ends_with_its_rank(memory, tmp_path, pool):
+    """Also when the rank is killed, and a process that it has forked holds the pipe open."""
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        pool.run(dies_with_a_writer, 1, memory.slots, tmp_path, timeout=30)
+    with contextlib.suppress(ProcessLookupError):
+        ended = os.pidfd_open(int((tmp_path / "pid").read_text()))
+        assert select.select([ended], [], [], 10)[0]
+        os.close(ended)
+
+
+def dies_with_a_writer(comms, slots, folder):
+    checkpoint.copy(slots, lambda: 0, 1, {"w": torch.zeros(3)}, {}, {})
+    writer = Writer()
+    writer.save(0, slots[0], folder, 3, None)
+    writer.wait()
+    assert checkpoint.load(folder / "step-00000001").step == 1
+    (folder / "pid").write_text(str(writer.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ── runs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def kill_the_writer(step, _folder):
+    """Every process that this rank has started is one that writes."""
+    if step == 3:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        writers = [pid for pid in children if b"checkpoint_writer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        assert writers
+        for pid in writers:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def test_a_run_goes_on_when_its_writer_is_killed(pool, tmp_path):
+    config = configuration(tmp_path / "run", save_every=1, keep=10)
+    summary, _ = pool.run(trains_while, 2, config, kill_the_writer, timeout=50)[0]
+    assert summary["steps"] == 6
+    assert saved(tmp_path / "run")[-3:] == ["step-00000004", "step-00000005", "step-00000006"]
+    for name in saved(tmp_path / "run"):
+        checkpoint.load(tmp_path / "run" / "checkpoints" / name)
+
+
+def trains_without_room(comms, config):
+    from microparallel.train import checkpoint
+
+    checkpoint.available_memory, before = lambda: 0, checkpoint.available_memory
+    try:
+        return train(comms, config, None, True)
+    finally:
+        checkpoint.available_memory = before
+
+
+def test_without_memory_for_copies_the_ranks_write(pool, tmp_path):
+    summary = pool.run(trains_without_room, 2, configuration(tmp_path / "run", save_every=2), timeout=50)[0]
+    assert summary["steps"] == 6 and saved(tmp_path / "run") == [f"step-0000000{step}" for step in (2, 4, 6)]
+
+
+def test_copies_or_not_the_checkpoints_are_the_same(pool, tmp_path):
+    """And a run that waits for its saves holds no copies."""
+    for name, wait in (("copied", None), ("waited", True)):
+        pool.run(train, 2, configuration(tmp_path / name, save_every=3, wait_for_saves=wait), None, True, timeout=50)
+    for step in (3, 6):
+        one, other = (
+            checkpoint.load(tmp_path / name / "checkpoints" / f"step-{step:08d}") for name in ("copied", "waited")
+        )
+        assert all(torch.equal(one.model[name], other.model[name]) for name in other.model)
+        assert one.state["random"] == other.state["random"] and one.state["sampler"] == other.state["sampler"]
