@@ -68,12 +68,14 @@ def steps_done(folder):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_the_ranks_save_first_however_long_that_takes(tmp_path, training, number):
     process = training(2.0)
+    begun = time.monotonic()
     os.kill(process.pid, number)
     assert process.wait(20) == 130
+    seconds = time.monotonic() - begun
     assert (tmp_path / "saved-slowly").exists()
     assert steps_saved(tmp_path)[-1] == steps_done(tmp_path)
     told = [line for line in process.errors.splitlines() if line.startswith("waiting for rank")]
-    assert 2 <= len(told) <= 5, process.errors
+    assert 2 <= len(told) <= seconds / 0.5, process.errors  # each half second: a copy may have begun before the save
     assert told[0] == "waiting for ranks 0, 1 to stop; Ctrl-C again ends them at once"
     assert "Traceback" not in process.errors and "kept in run" in process.output
 

@@ -374,6 +374,26 @@ def test_what_is_in_memory_is_saved_when_there_is_no_restart(tmp_path, micropara
     assert json.loads(resumed.stdout)["loss"] == json.loads(whole.stdout)["loss"]
 
 
+FAILS_ON_ONE_RANK = """
+import threading
+import torch
+
+def make_model():
+    if torch.distributed.get_rank() == 0:
+        threading.Event().wait()
+    raise ValueError("no model today")
+"""
+
+
+def test_nothing_is_left_behind_when_the_build_fails(tmp_path, microparallel):
+    """Also if rank 0, which has made the folder, is ended while it builds."""
+    (tmp_path / "fails.py").write_text(FAILS_ON_ONE_RANK)
+    model = ["--model", "fails:make_model", "--data", "digits"]
+    result = microparallel("train", *model, "--ranks", 2, "--steps", 2, "--out", "run")
+    assert result.returncode == 2 and "no model today" in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_torchrun_restarts_and_the_run_goes_on(tmp_path):
     """Without --resume, which is then automatic; and without --out, where torchrun's agent names the folder."""

@@ -30,12 +30,11 @@ def test_others_wait_for_a_slow_rank(pool, tmp_path, layout):
     assert losses(tmp_path / "slow") == losses(tmp_path / "plain")
     trace = Trace.from_json((tmp_path / "slow" / "trace.json").read_text())
     assert trace.ranks == 2 and trace.about["model"] == "mlp"
-    quick = slow = 0.0
+    quick = 0
     for step in trace.steps:
         first, second = parts(trace.step(step))
-        quick += first.waiting
-        slow += second.waiting
-    assert quick > slow  # seen over all steps: it is rank 0 that waits
+        quick += first.waiting > second.waiting
+    assert quick > len(trace.steps) / 2  # it is rank 0 that waits, but in a step in which the machine did other things
     assert json.loads((tmp_path / "slow" / "trace-chrome.json").read_text())["traceEvents"]
 
 

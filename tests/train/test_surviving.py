@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from microparallel.train.checkpoint_folder import best_of
 from microparallel.train.config import TrainConfig
 from microparallel.train.loop import train_on_rank as train
 from microparallel.train.run_folder import RunFolder
-from microparallel.train.saving import young_interval
+from microparallel.train.saving import Saving, young_interval
 
 
 def configuration(out, **changes):
@@ -46,6 +47,18 @@ def losses(out):
 def test_the_interval_is_youngs_and_saving_takes_a_fiftieth_at_the_most():
     assert young_interval(0.5, 3600) == pytest.approx(60)  # √(2 · 0.5 · 3600)
     assert young_interval(100, 3600) == pytest.approx(5000)  # √(2 · 100 · 3600) would be 849: 12 % of the time
+
+
+def test_the_interval_is_said_again_only_when_it_has_changed_much():
+    said = []
+    display = SimpleNamespace(note=said.append)
+    saving = Saving(SimpleNamespace(steps_done=0), configuration("run", mtbf=24), Path("checkpoints"), display)
+    for cost in (0.02, 0.001, 0.03, 0.002):  # the first save takes fresh memory
+        saving._choose_interval(cost)
+    assert len(said) == 1
+    for _ in range(9):
+        saving._choose_interval(1.0)
+    assert len(said) == 2 and "a save costs C = 506 ms" in said[1]
 
 
 def saves_by_the_clock(comms, config):
@@ -266,14 +279,17 @@ def put_a_file_in_the_way(step, folder):
     if step == 1:
         shutil.rmtree(folder / "checkpoints")
         (folder / "checkpoints").write_text("in the way")
-    if step == 3:
+    if step == 5:  # the save of step 2 has ended, since that of step 4 has waited for it
         (folder / "checkpoints").unlink()
 
 
-def test_a_save_that_fails_does_not_end_the_run(pool, tmp_path):
-    config = configuration(tmp_path / "run", save_every=2)
+@pytest.mark.parametrize("wait", [None, True], ids=["copied", "waited"])
+def test_a_save_that_fails_does_not_end_the_run(pool, tmp_path, wait):
+    config = configuration(tmp_path / "run", save_every=2, wait_for_saves=wait)
     summary, warnings = pool.run(trains_while, 2, config, put_a_file_in_the_way, timeout=50)[0]
-    assert summary["steps"] == 6 and saved(tmp_path / "run") == ["step-00000004", "step-00000006"]
+    assert summary["steps"] == 6
+    names = saved(tmp_path / "run")
+    assert names[-1] == "step-00000006" and "step-00000002" not in names
     [warning] = warnings
     assert warning.startswith("cannot write the checkpoint") and "training goes on" in warning
 

@@ -204,6 +204,7 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
         except LaunchError:
             if slots is not None:
                 _save_what_is_in_memory(slots, run / "checkpoints", config)
+            RunFolder.clear_if_nothing_happened(run)  # rank 0 may have been ended before it could do so
             raise
         except KeyboardInterrupt:
             _say_what_is_lost(run)

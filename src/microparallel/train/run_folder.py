@@ -175,11 +175,22 @@ class RunFolder:
         with _failing_in_one_line(self.summary_file):
             write_atomically(self.summary_file, text.encode("utf-8"))
 
+    @classmethod
+    def clear_if_nothing_happened(cls, path: Path) -> None:
+        """Do what `remove_if_nothing_happened` does, from another process, unless the folder is in use."""
+        folder = cls(path)
+        if folder.config_file.is_file():
+            with suppress(ConfigError, OSError):
+                folder.take()
+                folder.remove_if_nothing_happened()
+                folder.close()
+
     def remove_if_nothing_happened(self) -> None:
         """Leave no folder behind of a run that failed in its first step, or before it."""
         saved = {path.name for path in self.checkpoints.glob("step-*")}
         if not self.metrics_file.exists() and not self.summary_file.exists() and saved <= {"step-00000000"}:
             self.close()
+            (self.path / "flight").unlink(missing_ok=True)
             self.config_file.unlink(missing_ok=True)
             shutil.rmtree(self.checkpoints, ignore_errors=True)
             with suppress(OSError):  # not empty: these files are not ours

@@ -71,6 +71,7 @@ class Saving:
         self._checkpoints = checkpoints
         self._display = display
         self._by_the_clock = config.save_every is None  # otherwise the loop counts steps
+        self._cost = 0.0  # seconds for which a save holds up the steps, of the last few
         self._interval: float | None = None  # seconds from save to save
         self._next = time.monotonic() + _FIRST_OF_RESUMED if self._by_the_clock else math.inf
         self.newest: int | None = None if training.steps_done == 0 else training.steps_done  # the step saved last
@@ -241,9 +242,10 @@ class Saving:
         return bool(gather_json(mine, self._training.comms)[0])
 
     def _choose_interval(self, cost: float) -> None:
-        """Go by what the last save has cost; rank 0 says so at first, and when that changes much."""
+        """Go by what the last few saves have cost; rank 0 says so at first, and when that changes much."""
         if not self._by_the_clock:
             return
+        self._cost = cost = (self._cost + cost) / 2 if self._cost else cost
         interval = young_interval(cost, self._config.mtbf * 3600)
         if self._interval is None or not 0.3 < interval / self._interval < 3:
             self._interval = interval
