@@ -37,7 +37,7 @@ from microparallel.train.checkpoint_folder import checkpoints
 from microparallel.train.checkpoint_reader import Checkpoint, read_whole
 
 KINDS = ("kill-rank", "kill-saving", "kill-launcher", "stop-rank", "full-disk", "corrupt", "kill-writer")
-_MARK = "MICROPARALLEL_CHAOS"  # in the environment of all that is started here, to find what is left of it
+MARK = "MICROPARALLEL_CHAOS"  # in the environment of all that is started here, to find what is left of it
 _LOOK = 0.005  # seconds between two looks at the run
 _GONE_AFTER = 5.0  # seconds in which a world ends whose launcher was killed
 _FULL_FOR = 0.5  # seconds that the disk is full, or until the next fault
@@ -113,15 +113,16 @@ def chaos(
     folder.mkdir(parents=True, exist_ok=True)
     tell("training undisturbed")
     whole, broken = folder / "undisturbed", folder / "disturbed"
-    environment = os.environ | {_MARK: f"{os.getpid()}-{time.monotonic_ns()}"}
+    environment = os.environ | {MARK: f"{os.getpid()}-{time.monotonic_ns()}"}
     shared_before = _shared_memory()
     summary = _undisturbed([*arguments, "--out", str(whole)], environment)
     planned = plan(seed, faults, summary["steps"], summary["ranks"], kinds)
     given = ["--out", str(broken), "--resume", "auto", "--restarts", str(len(planned) + 3)]
-    run = _Disturbed([*arguments, *given, "--timeout", f"{timeout:g}"], broken, planned, environment, tell)
+    command = _command([*arguments, *given, "--timeout", f"{timeout:g}"])
+    run = Disturbed(command, broken, planned, environment, tell)
     starts = run.to_the_end()
     outcome = _compared(whole, broken, planned, starts, summary["steps"])
-    outcome.left += _processes_left(environment[_MARK])
+    outcome.left += _processes_left(environment[MARK])
     outcome.left += [f"/dev/shm/{name}" for name in sorted(_shared_memory() - shared_before)]
     outcome.left += [str(path) for path in broken.rglob(".*") if path.name != ".gitignore"]
     return outcome
@@ -165,13 +166,21 @@ class _Open:
         return False
 
 
-class _Disturbed:
-    """A run that is disturbed, and started again as often as need be."""
+class Disturbed:
+    """A run that is disturbed, and started again as often as need be.
+
+    Args:
+        command: which trains, and goes on with the run in the folder if there is one.
+        folder: the run's.
+        faults: in the order of their steps; what was done, and what it cost, is written into them.
+        environment: of the command; what it holds under `MARK` tells its processes from others.
+        tell: shown to people while it goes on.
+    """
 
     def __init__(
-        self, arguments: list[str], folder: Path, faults: list[Fault], environment: dict[str, str], tell: Progress
+        self, command: list[str], folder: Path, faults: list[Fault], environment: dict[str, str], tell: Progress
     ) -> None:
-        self._command = _command(arguments)
+        self._command = command
         self._folder = folder
         self._faults = faults
         self._environment = environment
@@ -194,7 +203,7 @@ class _Disturbed:
                         self._look(waiting, process, deadline)
                         time.sleep(_LOOK)
                 finally:
-                    _end(process, self._environment[_MARK])
+                    _end(process, self._environment[MARK])
                 if process.returncode == 0:
                     return start
                 if start > len(self._faults) + 3:
@@ -363,7 +372,7 @@ def _losses(run: Path) -> list[tuple[int, float]]:
 
 def _processes_left(mark: str) -> list[str]:
     """The processes that still have this run's mark in their environment."""
-    wanted = f"{_MARK}={mark}".encode()
+    wanted = f"{MARK}={mark}".encode()
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
