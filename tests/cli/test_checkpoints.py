@@ -89,8 +89,7 @@ def test_weights_go_out_and_come_back(run, checkpoints, microparallel):
     assert len(safetensors.torch.load_file("out.safetensors")) == 6
     words = checkpoints("run", "--import", "out.safetensors").splitlines()
     assert words == [
-        "made run/checkpoints/step-00000006: the weights of out.safetensors, everything else as it was (6 tensors of "
-        "the model)",
+        "made run/checkpoints/step-00000006: the weights of out.safetensors (6 tensors), everything else as it was",
         "what was there is kept as run/checkpoints/before-import-step-00000006; remove it if you do not need it",
         "it was the best by validation; these weights are yet to be measured, so none is marked as the best",
         "go on with: microparallel train --resume run",
@@ -106,7 +105,7 @@ def test_all_goes_out_and_comes_back(run, checkpoints):
     about = json.loads(checkpoints("run", "--export", "all.safetensors", "--whole", "--step", 4, "--json"))
     assert (about["step"], about["whole"], about["checkpoint"]) == (4, True, "run/checkpoints/step-00000004")
     words = checkpoints("run", "--import", "all.safetensors")
-    assert words.startswith("made run/checkpoints/step-00000004: all of all.safetensors (6 tensors of the model)\n")
+    assert words.startswith("made run/checkpoints/step-00000004: all of all.safetensors\n")
     assert "a run goes on from the newest: remove the checkpoints of later steps (6) to go on from this one" in words
 
 

@@ -271,7 +271,7 @@ def put_a_file_in_the_way(step, folder):
 
 
 def test_a_save_that_fails_does_not_end_the_run(pool, tmp_path):
-    config = configuration(tmp_path / "run", save_every=2)
+    config = configuration(tmp_path / "run", save_every=2, wait_for_saves=True)  # it fails before the file is gone
     summary, warnings = pool.run(trains_while, 2, config, put_a_file_in_the_way, timeout=50)[0]
     assert summary["steps"] == 6 and saved(tmp_path / "run") == ["step-00000004", "step-00000006"]
     [warning] = warnings

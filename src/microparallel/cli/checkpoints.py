@@ -213,8 +213,9 @@ def _import(place: Place, file: Path, step: str | None, begin: Begin, json: bool
 
 
 def _words_of_import(place: Place, file: Path, done: Imported) -> str:
-    what = f"all of {file}" if done.whole else f"the weights of {file}, everything else as it was"
-    lines = [f"made {done.path}: {what} ({count(done.tensors, 'tensor')} of the model)"]
+    tensors = count(done.tensors, "tensor")
+    what = f"all of {file}" if done.whole else f"the weights of {file} ({tensors}), everything else as it was"
+    lines = [f"made {done.path}: {what}"]
     if done.kept is not None:
         lines.append(f"what was there is kept as {done.kept}; remove it if you do not need it")
     if done.was_best:
