@@ -68,6 +68,12 @@ TOO_LONG = {
     "microparallel compare --compress topk:0.01": Instead(
         LONG, "microparallel compare --compress topk:0.01 --steps 3 --seeds 1"
     ),
+    "microparallel train --ranks 2 --shard parameters --clip 1": Instead(
+        LONG, "microparallel train --ranks 2 --shard parameters --clip 1 --steps 3"
+    ),
+    "microparallel chaos --faults 1 --kinds kill-rank -- train --ranks 2 --steps 100": Instead(
+        "tests/train/test_chaos.py runs it"
+    ),
     "microparallel train --ranks 2 --compress topk:0.01": Instead(
         LONG, "microparallel train --ranks 2 --compress topk:0.01 --steps 3"
     ),

@@ -75,7 +75,7 @@ def test_a_file_that_has_become_shorter_is_named(tmp_path, across):
     path.write_bytes(across.path.read_bytes())
     file = TensorFile(path)
     path.write_bytes(across.path.read_bytes()[:-30])
-    with pytest.raises(ValueError, match="file ends within t"):
+    with pytest.raises(ValueError, match="it was written again"):
         file.read("t", 0, torch.empty(14))
     with pytest.raises(ValueError, match="t would have the bytes"):
         TensorFile(path)
@@ -119,3 +119,14 @@ def test_a_tensor_that_is_missing_or_another_is_refused(tmp_path):
     file = tensor_file.TensorWriter(tmp_path / "file", kinds)
     with pytest.raises(ValueError, match=r"a is torch\.float64 of shape"), file:
         file.write("a", torch.zeros(2).double())
+
+
+def test_a_file_that_was_replaced_since_is_not_read(tmp_path):
+    """Where its tensors begin is known of the one that was opened."""
+    path, tensor = tmp_path / "file", torch.arange(4.0)
+    tensor_file.write(path, {"w": piece(tensor)})
+    file = TensorFile(path)
+    tensor_file.write(tmp_path / "other", {"v": piece(tensor), "w": piece(tensor)})
+    (tmp_path / "other").replace(path)
+    with pytest.raises(ValueError, match="another file has its place now"):
+        file.read("w", 0, torch.empty(4))

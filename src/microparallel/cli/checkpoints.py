@@ -105,11 +105,11 @@ def checkpoints(
         found = listing.list_checkpoints(chosen_place, thoroughly=verify, begin=begin)
         others = listing.left_over(chosen_place)
     if json:
-        about = [asdict(one) | {"path": str(one.path), "saved": _iso(one.saved)} for one in found]
-        left = [asdict(one) | {"path": str(one.path), "since": _iso(one.since)} for one in others]
-        print(_as_json({"folder": str(place.folder), "checkpoints": about, "left_over": left}))
+        about = [asdict(one) | {"saved": _iso(one.saved)} for one in found]
+        left = [asdict(one) for one in others]
+        print(_as_json({"folder": place.folder, "verified": verify, "checkpoints": about, "left_over": left}))
     else:
-        _show(place, found, others)
+        _show(place, found, others, verify)
     if verify and not found:
         raise CheckpointError(f"{place.folder} holds no checkpoint to verify")
     return 1 if verify and any(one.damage for one in found) else 0
@@ -126,46 +126,42 @@ def _iso(seconds: float) -> str:
 # ── a list ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _show(place: Place, found: Sequence[Listed], others: Sequence[LeftOver]) -> None:
-    console = Console(highlight=False)
+def _show(place: Place, found: Sequence[Listed], others: Sequence[LeftOver], verified: bool) -> None:
     if not found:
         print(f"no checkpoints in {place.folder}")
     else:
-        console.print(_table(found))
+        Console(highlight=False).print(_table(found, verified))
         whole = [one for one in found if one.damage is None]
-        checked = ", every byte is as it was written" if whole and whole[0].verified else ""
+        checked = ", every byte is as it was written" if whole and verified else ""
         size = show_size(sum(one.bytes or 0 for one in whole))
         print(f"{count(len(whole), 'checkpoint')} in {place.folder}, {size}{checked}")
-        for one in found:
-            if one.best:
-                print(f"best by validation: step {one.step}, loss {one.loss:.4f}")
+    for one in found:
+        if one.best:
+            print(f"best by validation: step {one.step}, loss {one.loss:.4f}")
     for one in found:
         if one.damage is not None:
             print(f"damaged: {one.damage}")
     for other in others:
-        size, age = show_size(other.bytes), show_age(time.time() - other.since)
-        print(f"left over: {other.path.name} ({size}, {age} old): {other.what}")
+        print(f"left over: {other.path.name} ({show_size(other.bytes)}): {other.what}")
 
 
-def _table(found: Sequence[Listed]) -> Table:
-    right = [Column(name, justify="right") for name in ("step", "size")]
-    table = Table(*right, "saved", "age", Column("ranks", justify="right"), "weights", "", box=None, pad_edge=False)
+def _table(found: Sequence[Listed], verified: bool) -> Table:
+    numbers = [Column(name, justify="right", no_wrap=True) for name in ("step", "size", "age", "ranks")]
+    table = Table(*numbers, "", box=None, pad_edge=False)
     for one in found:
-        marks = ["newest"] if one.newest else []
-        if one.best:
-            marks.append("best")
-        if one.damage is not None:
-            marks.append("damaged")
-        elif one.verified:
-            marks.append("whole")
+        marks = {
+            "newest": one.newest,
+            "best": one.best,
+            "not finite": not one.finite,
+            "damaged": one.damage is not None,
+            "whole": verified and one.damage is None,
+        }
         table.add_row(
             str(one.step),
             "?" if one.bytes is None else show_size(one.bytes),
-            f"{datetime.fromtimestamp(one.saved):%Y-%m-%d %H:%M:%S}",
             show_age(time.time() - one.saved),
             "?" if one.ranks is None else str(one.ranks),
-            "finite" if one.finite else "not finite",
-            ", ".join(marks),
+            ", ".join(mark for mark, true in marks.items() if true),
         )
     return table
 
@@ -186,7 +182,7 @@ def _export(place: Place, file: Path, whole: bool, begin: Begin, json: bool) -> 
     written = export(checkpoint, file, whole=whole, finite=finite, begin=begin)
     _warn(warnings if finite else [*warnings, f"the weights of {path} are not finite"])
     if json:
-        about = asdict(written) | {"checkpoint": str(path), "step": checkpoint.step, "whole": whole, "finite": finite}
+        about = asdict(written) | {"checkpoint": path, "step": checkpoint.step, "whole": whole, "finite": finite}
         print(_as_json(about))
     else:
         print(_words_of_export(written, checkpoint.step, whole))
@@ -217,13 +213,9 @@ def _import(place: Place, file: Path, step: str | None, begin: Begin, json: bool
 
 
 def _words_of_import(place: Place, file: Path, done: Imported) -> str:
-    if done.rest is not None and not done.changed:
-        return f"{done.path} has the weights of {file} already; nothing was changed"
-    weights = count(done.tensors, "tensor")
-    if done.changed is not None:
-        weights = f"{done.changed} of {weights} {'has' if done.changed == 1 else 'have'} new values"
-    rest = "everything from the file" if done.rest is None else "everything else as it was"
-    lines = [f"made {done.path}: {weights}, {rest}"]
+    tensors = count(done.tensors, "tensor")
+    what = f"all of {file}" if done.whole else f"the weights of {file} ({tensors}), everything else as it was"
+    lines = [f"made {done.path}: {what}"]
     if done.kept is not None:
         lines.append(f"what was there is kept as {done.kept}; remove it if you do not need it")
     if done.was_best:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import IO, Any, Self
 
 import torch
 from torch import Tensor
@@ -194,6 +194,7 @@ class TensorFile:
         self.path = path
         with path.open("rb") as file:
             self.entries, self.metadata = _read_header(file)
+            self._version = _version(file)
 
     def read(self, name: str, start: int, out: Tensor) -> None:
         """Fill `out`, which has one dimension, with the elements of a tensor from `start` on."""
@@ -203,6 +204,8 @@ class TensorFile:
         if not out.numel():
             return
         with self.path.open("rb", buffering=0) as file:
+            if _version(file) != self._version:
+                raise ValueError("another file has its place now, or it was written again")
             file.seek(entry.begin + start * entry.dtype.itemsize)
             rest = _memory(out)
             while rest:
@@ -211,7 +214,13 @@ class TensorFile:
                 rest = rest[count:]
 
 
-def _read_header(file: BinaryIO) -> tuple[dict[str, Entry], dict[str, str]]:
+def _version(file: IO[bytes]) -> tuple[int, ...]:
+    """What changes when a file is written, or another gets its name."""
+    about = os.fstat(file.fileno())
+    return about.st_ino, about.st_size, about.st_mtime_ns
+
+
+def _read_header(file: IO[bytes]) -> tuple[dict[str, Entry], dict[str, str]]:
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
     if 8 + length > size:
@@ -222,6 +231,8 @@ def _read_header(file: BinaryIO) -> tuple[dict[str, Entry], dict[str, str]]:
     for name, about in header.items():
         begin, end = about["data_offsets"]
         entry = Entry(_BY_CODE[about["dtype"]], tuple(about["shape"]), 8 + length + begin)
+        if not all(isinstance(one, int) and one >= 0 for one in entry.shape):
+            raise ValueError(f"{name} would have the shape {about['shape']}")
         if not (0 <= begin <= end <= size - 8 - length and end - begin == entry.numel * entry.dtype.itemsize):
             raise ValueError(f"{name} would have the bytes {begin} to {end}")
         entries[name] = entry

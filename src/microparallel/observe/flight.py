@@ -110,6 +110,11 @@ class Flight:
         """Where the flight files of this world are."""
         return None if self.recorder is None else self.recorder.path.parent
 
+    @property
+    def waited(self) -> float:
+        """For how many seconds the main thread has waited in calls; without a recorder, nobody counts."""
+        return 0.0 if self.recorder is None else self.recorder.waited
+
     # ── what the rank does ──────────────────────────────────────────────────────────────────────────────────────
 
     def group(self, world_ranks: Sequence[int]) -> GroupLog | NoLog:

@@ -60,6 +60,8 @@ class FlightRecorder:
         self._groups = itertools.count(0)
         self._groups_of: Counter[tuple[int, ...]] = Counter()  # how many groups of the same ranks there were
         self._main = threading.main_thread().ident
+        self.waited = 0.0  # seconds for which the main thread has waited in calls that have ended
+        self._waited_until = 0.0
         self.every_few_calls: Callable[[], None] = _nothing  # called for every 16th call that is recorded
         host, named = _cut(socket.gethostname(), 64), _cut(world, 128)
         head = (self.pid, rank, world_size, os.getppid(), start_ticks(self.pid), time.time(), _now(), 0, host, named)
@@ -147,7 +149,7 @@ class GroupLog:
 class Entry:
     """One call in the file. `Comms` calls its methods as the call goes on."""
 
-    __slots__ = ("_at", "_content", "_number", "_recorder")
+    __slots__ = ("_at", "_content", "_number", "_recorder", "_waits_since")
 
     def __init__(
         self, recorder: FlightRecorder, what: tuple[int, ...], text: str, agreement: str, size: int, frame: FrameType
@@ -155,6 +157,7 @@ class Entry:
         self._recorder = recorder
         file, line = caller(frame)
         self._content = what, text, agreement, size, file, line, _now()
+        self._waits_since: float | None = None
         self._write(_thread() == recorder._main)
 
     def _write(self, in_main: bool) -> None:
@@ -187,8 +190,11 @@ class Entry:
         in_main = _thread() == recorder._main
         if _read_number(recorder._memory, self._at)[0] != self._number:
             self._write(in_main)  # its place in the file holds a later call by now
+        now = _now()
+        if in_main:
+            self._waits_since = now
         _write_byte(recorder._memory, self._at + flight_file.WAITS_IN_MAIN_AT, in_main)
-        _write_time(recorder._memory, self._at + flight_file.WAIT_AT, _now())
+        _write_time(recorder._memory, self._at + flight_file.WAIT_AT, now)
 
     def ends(self) -> None:
         """The call has ended well."""
@@ -199,10 +205,14 @@ class Entry:
         self._end(_TIMED_OUT if timed_out else _FAILED)
 
     def _end(self, outcome: int) -> None:
-        memory = self._recorder._memory
+        recorder, now = self._recorder, _now()
+        if self._waits_since is not None:  # several calls may be waited for at once: no second counts twice
+            recorder.waited += now - max(self._waits_since, recorder._waited_until)
+            recorder._waited_until = now
+        memory = recorder._memory
         if _read_number(memory, self._at)[0] == self._number:
             _write_byte(memory, self._at + flight_file.OUTCOME_AT, outcome)
-            _write_time(memory, self._at + flight_file.END_TIME_AT, _now())
+            _write_time(memory, self._at + flight_file.END_TIME_AT, now)
 
 
 class NoLog:

@@ -43,14 +43,23 @@ class Agreement:
         save_due: asked on rank 0 alone, whether it is time to save.
         copy_every: asked on rank 0 alone, after how many steps the state is copied into memory; 0 for never. It is told
             how many seconds a step takes.
+        answer: some numbers of this rank, none of them negative and on each rank as many, that all ranks are told with
+            each question.
+        hear: told what all ranks have answered, by rank.
     """
 
     def __init__(
-        self, comms: Comms, save_due: Callable[[], bool], copy_every: Callable[[float], int] = lambda _seconds: 0
+        self,
+        comms: Comms,
+        save_due: Callable[[], bool],
+        copy_every: Callable[[float], int] = lambda _seconds: 0,
+        answer: Callable[[], list[int]] = list,
+        hear: Callable[[list[list[int]]], None] = lambda _answers: None,
     ) -> None:
         self._comms = comms
         self._save_due = save_due
         self._ask_copy_every = copy_every
+        self._answer, self._hear = answer, hear
         self._copy_every = 0
         self._since_copy = 0  # steps
         self._stop_wanted = False
@@ -89,8 +98,12 @@ class Agreement:
         moment = min(_MOST_STEPS_BETWEEN_QUESTIONS, max(1, int(_SECONDS_BETWEEN_QUESTIONS / max(seconds_a_step, 1e-6))))
         first = self._comms.rank == 0
         said_by_first = [int(self._save_due()), moment, self._ask_copy_every(seconds_a_step)] if first else [0, 0, 0]
-        told = self._comms.all_reduce(torch.tensor([int(self._stop_wanted), *said_by_first]), op="max").tolist()
-        stop, save, self._steps_until_question, self._copy_every = told
+        own = self._answer()
+        before, after = self._comms.rank * len(own), (self._comms.world_size - 1 - self._comms.rank) * len(own)
+        said = [int(self._stop_wanted), *said_by_first, *[0] * before, *own, *[0] * after]
+        told = self._comms.all_reduce(torch.tensor(said), op="max").tolist()
+        stop, save, self._steps_until_question, self._copy_every, *answers = told
+        self._hear([answers[len(own) * rank : len(own) * (rank + 1)] for rank in range(self._comms.world_size)])
         self._asked, self._steps_since = time.monotonic(), 0
         return bool(stop), bool(save)
 

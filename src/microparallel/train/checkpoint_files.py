@@ -8,8 +8,9 @@ step-00000100/                            weights.safetensors    embed.weight, h
 ```
 
 Plain means that `safetensors.torch.load_file` reads it, and `load_state_dict` takes what that returns: tied weights
-stand in the file under each of their names, since the format cannot have two names for the same bytes. The metadata
-says which of them are tied. One tensor at a time is in memory.
+stand in the file under each of their names, since the format cannot have two names for the same bytes. Names are in
+order, so the same weights make the same bytes, however many ranks wrote the checkpoint. One tensor at a time is in
+memory.
 
 The way back: the weights come from the file, and everything else (optimizer, random numbers, position in the data) from
 a checkpoint of the run, whose place the new one takes. What was there is kept under another name.
@@ -19,8 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,11 +32,10 @@ from microparallel.errors import CheckpointError, ConfigError, DataError
 from microparallel.files.atomic import written_aside
 from microparallel.files.checksum import checksum
 from microparallel.files.lock import FolderLock
-from microparallel.files.tensor_file import Kind, TensorFile, TensorWriter
+from microparallel.files.tensor_file import Entry, TensorFile, TensorWriter
 from microparallel.text import nearest
 from microparallel.train.checkpoint_folder import (
     BEST,
-    MANIFEST,
     best_of,
     checkpoints,
     clear_leftovers,
@@ -49,12 +47,12 @@ from microparallel.train.checkpoint_folder import (
     part_name,
 )
 from microparallel.train.checkpoint_listing import Begin, Place, in_silence, name_before, open_newest, select
-from microparallel.train.checkpoint_reader import Checkpoint, StoredRange, StoredTensor
-from microparallel.train.checkpoint_values import Reference, decode, encode
+from microparallel.train.checkpoint_reader import Checkpoint, StoredTensor, all_of, described, replace_tensors
+from microparallel.train.checkpoint_values import Reference, encode
 from microparallel.train.guard import is_finite as all_finite
 
 _WHOLE = "checkpoint"  # in the metadata of a file: all of a checkpoint that is not a tensor
-_BROKEN = (KeyError, TypeError, ValueError, AttributeError)  # what reading a file of another making may raise
+_BROKEN = (KeyError, TypeError, ValueError, AttributeError, RecursionError)  # what a file of another making may raise
 
 
 # ── a file from a checkpoint ──────────────────────────────────────────────────────────────────────────────────────────
@@ -74,10 +72,10 @@ def export(
     checkpoint: Checkpoint, path: Path, *, whole: bool = False, finite: bool = True, begin: Begin = in_silence
 ) -> Exported:
     """Write the model of a checkpoint, or `whole` all of it, into one file; after an error, there is no new file."""
-    tied = _tied(checkpoint.stored_model)
+    tied = {name: first for first, *others in _names(checkpoint.stored_model).values() for name in others}
     metadata = {"format": "pt", "step": str(checkpoint.step)}  # transformers reads files of this format alone
     if whole:
-        tensors, record = _described(checkpoint, finite)
+        tensors, record = _named(checkpoint, finite)
         metadata[_WHOLE] = json.dumps(record)
     else:
         tensors = checkpoint.stored_model
@@ -94,13 +92,15 @@ def export(
     return Exported(path, len(tensors), size, tied)
 
 
-def _tied(model: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """For each further name of a tensor, the first of its names."""
-    first: dict[StoredTensor, str] = {}
-    return {name: first[stored] for name, stored in model.items() if first.setdefault(stored, name) != name}
+def _names(model: Mapping[str, StoredTensor]) -> dict[StoredTensor, list[str]]:
+    """All names of each tensor, in order: tied weights have several."""
+    names: dict[StoredTensor, list[str]] = {}
+    for name, stored in sorted(model.items()):
+        names.setdefault(stored, []).append(name)
+    return names
 
 
-def _described(checkpoint: Checkpoint, finite: bool) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
+def _named(checkpoint: Checkpoint, finite: bool) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
     """Give every tensor of a checkpoint a name of its own; the rest is what JSON can hold, with these names in it."""
     named: dict[str, StoredTensor] = {}
     names: dict[StoredTensor, str] = {}
@@ -112,19 +112,15 @@ def _described(checkpoint: Checkpoint, finite: bool) -> tuple[dict[str, StoredTe
             names[stored], named[name] = name, stored
         return Reference(names[stored])
 
-    def referring(value: Any) -> Any:
-        if isinstance(value, StoredTensor):
-            return reference(value, value.name)
-        if isinstance(value, dict):
-            return {key: referring(part) for key, part in value.items()}
-        return type(value)(map(referring, value)) if isinstance(value, list | tuple) else value
+    def encoded(value: Any, place: str) -> Any:
+        return encode(replace_tensors(value, lambda stored: reference(stored, stored.name)), place, None)
 
     record = {
         "step": checkpoint.step,
         "finite": finite,
         "model": {name: reference(one, f"model.{name}").name for name, one in checkpoint.stored_model.items()},
-        "optimizer": encode(referring(checkpoint.stored_optimizer), "optimizer", None),
-        "by_rank": encode(referring(checkpoint.stored_by_rank), "by_rank", None),
+        "optimizer": encoded(checkpoint.stored_optimizer, "optimizer"),
+        "by_rank": encoded(checkpoint.stored_by_rank, "by_rank"),
         "state": encode(checkpoint.state, "state", None),
     }
     return named, record
@@ -134,14 +130,11 @@ def _write(
     path: Path, tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str], tell: Callable[[int], None]
 ) -> None:
     """Write a file, reading each tensor once, whatever its names are."""
-    names: dict[StoredTensor, list[str]] = {}
-    for name, stored in tensors.items():
-        names.setdefault(stored, []).append(name)
-    kinds = {name: (stored.dtype, stored.shape) for name, stored in tensors.items()}
+    kinds = {name: (stored.dtype, stored.shape) for name, stored in sorted(tensors.items())}
     with TensorWriter(path, kinds, metadata) as file:
-        for stored, own in names.items():
+        for stored, names in _names(tensors).items():
             tensor = stored.whole()
-            for name in own:
+            for name in names:
                 file.write(name, tensor)
                 tell(tensor.nbytes)
 
@@ -160,10 +153,9 @@ class Imported:
     Attributes:
         path: the checkpoint that is new.
         step: its step.
-        rest: where what is not weights comes from; None if all comes from the file.
         tensors: how many the model has; tied ones count once.
-        changed: how many of them have other values than before; None if there was no checkpoint of that step.
-        kept: what was there before, under its new name.
+        whole: whether everything came from the file; otherwise weights alone.
+        kept: what was there before, under its new name; None if nothing was.
         newer: steps of later checkpoints, which a run would rather go on from.
         was_best: whether the checkpoint it replaces was the best by validation; then none is marked now.
         warnings: one for each checkpoint that was damaged and therefore skipped.
@@ -171,9 +163,8 @@ class Imported:
 
     path: Path
     step: int
-    rest: Path | None
     tensors: int
-    changed: int | None
+    whole: bool
     kept: Path | None
     newer: list[int]
     was_best: bool
@@ -197,7 +188,7 @@ def import_file(place: Place, path: Path, step: str | None = None, begin: Begin 
             return _import_weights(select(place, step), file, begin)
         if step is not None:
             raise ConfigError(f"--step {step}: {path} holds a whole checkpoint, with its own step; leave --step out")
-        return _import_all(place, file, begin)
+        return _import_all(place.folder, file, begin)
     finally:
         lock.release()
 
@@ -205,46 +196,30 @@ def import_file(place: Place, path: Path, step: str | None = None, begin: Begin 
 def _import_weights(place: Place, file: TensorFile, begin: Begin) -> Imported:
     """Put the weights of a file in the place of a checkpoint's."""
     path, base, warnings = open_newest(place, begin)
-    _require_fit({name: (one.dtype, one.shape) for name, one in file.entries.items()}, file, base, path)
-    new = replace(base, stored_model=_model_of(file, base))
-    _require_sound(file, new, base)
-    changed = _count_changes(new, base)
-    result = _imported(place, path, new, changed, path, warnings)
-    return _put(result, new, is_finite(path), begin) if changed else result
-
-
-def _import_all(place: Place, file: TensorFile, begin: Begin) -> Imported:
-    """Put all of a file in the place of the checkpoint of its step, if there is one."""
-    new, finite = _checkpoint_in(file)
-    with contextlib.suppress(CheckpointError):  # there is none that is whole: then anything fits
-        path, newest, _ = open_newest(Place(place.folder), begin)
-        _require_fit({name: (one.dtype, one.shape) for name, one in new.stored_model.items()}, file, newest, path)
-    target, changed = place.folder / f"step-{new.step:08d}", None
-    with contextlib.suppress(CheckpointError):
-        changed = _count_changes(new, open_newest(Place(place.folder, target), begin)[1])
-    return _put(_imported(place, target, new, changed, None, []), new, finite, begin)
-
-
-def _imported(
-    place: Place, path: Path, new: Checkpoint, changed: int | None, rest: Path | None, warnings: list[str]
-) -> Imported:
-    """What is to be done, before it is done."""
-    if path.name != f"step-{new.step:08d}":
+    if path.name != f"step-{base.step:08d}":
         raise ConfigError(f"{path} is not a checkpoint that a run goes on from; name the run")
-    return Imported(
-        path=path,
-        step=new.step,
-        rest=rest,
-        tensors=len({*new.stored_model.values()}),
-        changed=changed,
-        kept=None,
-        newer=sorted(step for step in checkpoints(place.folder) if step > new.step),
-        was_best=best_of(place.folder)[0] == new.step and changed != 0,
-        warnings=warnings,
-    )
+    _require_fit(file.entries, file, base, path)
+    model, finite = _model_of(file, base)
+    done = _put(place.folder, replace(base, stored_model=model), finite or is_finite(path), begin)
+    return replace(done, whole=False, warnings=warnings)
 
 
-# ── whether it fits ───────────────────────────────────────────────────────────────────────────────────────────────────
+def _import_all(folder: Path, file: TensorFile, begin: Begin) -> Imported:
+    """Put all of a file in the place of the checkpoint of its step, if there is one."""
+    tensors = all_of(file)
+    try:
+        record = json.loads(file.metadata[_WHOLE])
+        new = described(record, tensors, tensors, {})
+        if not isinstance(new.step, int) or new.step < 0:
+            raise ValueError(f"step {new.step}")
+    except _BROKEN as error:
+        raise DataError(
+            f"--import {file.path}: what it says about its checkpoint cannot be understood ({error!r}); export it again"
+        ) from error
+    with contextlib.suppress(CheckpointError):  # where none is whole, any model fits
+        path, newest, _ = open_newest(Place(folder), begin)
+        _require_fit(new.stored_model, file, newest, path)
+    return _put(folder, new, record.get("finite") is not False, begin)
 
 
 def _open(path: Path) -> TensorFile:
@@ -259,95 +234,60 @@ def _open(path: Path) -> TensorFile:
     return file
 
 
-def _stored(file: TensorFile, name: str) -> StoredTensor:
-    """A tensor of a file, to be read later."""
-    entry = file.entries[name]
-    ranges = (StoredRange(file, name, 0, entry.numel),) if entry.numel else ()
-    return StoredTensor(name, entry.dtype, entry.shape, ranges)
+# ── whether it fits ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _checkpoint_in(file: TensorFile) -> tuple[Checkpoint, bool]:
-    """The checkpoint that was exported whole into this file, and whether its weights are finite."""
-    tensors = {name: _stored(file, name) for name in file.entries}
-    try:
-        record = json.loads(file.metadata[_WHOLE])
-        checkpoint = Checkpoint(
-            step=int(record["step"]),
-            state=dict(decode(record["state"], _no_tensor)),
-            stored_model={name: tensors[stored] for name, stored in record["model"].items()},
-            stored_optimizer=dict(decode(record["optimizer"], tensors.__getitem__)),
-            files={},
-            stored_by_rank=dict(decode(record["by_rank"], tensors.__getitem__)),
-        )
-        if checkpoint.step < 0:
-            raise ValueError(f"step {checkpoint.step}")
-        return checkpoint, record["finite"] is not False
-    except _BROKEN as error:
-        raise DataError(
-            f"--import {file.path}: what it says about its checkpoint cannot be understood ({error!r}); export it again"
-        ) from error
-
-
-def _no_tensor(name: str) -> Any:
-    raise ValueError(f"a tensor, {name}, where there can be none")
-
-
-def _require_fit(found: Mapping[str, Kind], file: TensorFile, base: Checkpoint, path: Path) -> None:
+def _require_fit(
+    found: Mapping[str, StoredTensor] | Mapping[str, Entry], file: TensorFile, base: Checkpoint, path: Path
+) -> None:
     """Refuse a file whose names, shapes or dtypes are not those of the run's model; names the first that differs."""
-    model = base.stored_model
-    names = _names(model)
-    others = [name for name in found if name not in model]
     start = f"--import {file.path} does not fit the model of {path}:"
-    for name, stored in model.items():
-        if name in found:
-            wanted: Kind = (stored.dtype, stored.shape)
-            if found[name] != wanted:
-                fix = "convert it" if found[name][1] == wanted[1] else "import it into a run of such a model"
-                raise DataError(f"{start} {name} is {_kind(found[name])}, and the model's is {_kind(wanted)}; {fix}")
-        elif not any(other in found for other in names[stored]):  # of tied weights, one name is enough
-            near = nearest(name, others)
+    others = [name for name in found if name not in base.stored_model]
+    for stored, names in _names(base.stored_model).items():
+        given = [name for name in names if name in found]
+        if not given:  # of tied weights, one name is enough
+            near = nearest(names[0], others)
             fix = "" if near is None else f", but {near}; rename that if it is the same"
-            raise DataError(f"{start} it has no {name}{fix}")
+            raise DataError(f"{start} it has no {names[0]}{fix}")
+        for name in given:
+            if (kind := _kind(found[name])) != (wanted := _kind(stored)):
+                fix = "convert it" if found[name].shape == stored.shape else "import it into a run of such a model"
+                raise DataError(f"{start} {name} is {kind}, and the model's is {wanted}; {fix}")
     if others:
         raise DataError(f"{start} {others[0]} is no tensor of the model; leave it out of the file")
 
 
-def _names(model: Mapping[str, StoredTensor]) -> dict[StoredTensor, list[str]]:
-    """All names of each tensor."""
-    names: dict[StoredTensor, list[str]] = {}
-    for name, stored in model.items():
-        names.setdefault(stored, []).append(name)
-    return names
+def _kind(one: StoredTensor | Entry) -> str:
+    return f"{str(one.dtype).removeprefix('torch.')} of shape {list(one.shape)}"
 
 
-def _kind(kind: Kind) -> str:
-    dtype, shape = kind
-    return f"{str(dtype).removeprefix('torch.')} of shape {list(shape)}"
+def _model_of(file: TensorFile, base: Checkpoint) -> tuple[dict[str, StoredTensor], bool]:
+    """The tensors of a file by all names that the model has for each, and whether all of them are finite.
 
-
-def _model_of(file: TensorFile, base: Checkpoint) -> dict[str, StoredTensor]:
-    """The tensors of a file by all names that the model has for each: what was tied is tied."""
+    Refuses tied weights that differ, and numbers that are not finite where the run's own are.
+    """
+    there, finite = all_of(file), True
     model: dict[str, StoredTensor] = {}
-    for names in _names(base.stored_model).values():
-        stored = _stored(file, next(name for name in names if name in file.entries))
-        model |= dict.fromkeys(names, stored)
-    return {name: model[name] for name in base.stored_model}
+    for before, names in _names(base.stored_model).items():
+        first, *others = [name for name in names if name in there]
+        tensor = there[first].whole()
+        for other in others:
+            if not torch.equal(_bits(tensor), _bits(there[other].whole())):
+                raise DataError(
+                    f"--import {file.path}: {first} and {other} are one tensor in the model, and differ in the file; "
+                    "leave one of them out"
+                )
+        if not _finite(tensor):
+            # A buffer may be infinite for good reasons (a mask): then it is so in the run as well.
+            if _finite(before.whole()):
+                raise DataError(f"--import {file.path}: {first} is not finite, so a run could not go on from it")
+            finite = False
+        model |= dict.fromkeys(names, there[first])
+    return {name: model[name] for name in base.stored_model}, finite
 
 
-def _require_sound(file: TensorFile, new: Checkpoint, base: Checkpoint) -> None:
-    """Refuse tied weights that differ, and numbers that are not finite where the run's own are."""
-    for name, stored in new.stored_model.items():
-        if name not in file.entries:
-            continue
-        tensor = stored.whole()
-        if stored.name != name and not _same_bits(tensor, _stored(file, name).whole()):
-            raise DataError(
-                f"--import {file.path}: {stored.name} and {name} are one tensor in the model, and differ in the file; "
-                "leave one of them out"
-            )
-        # A buffer may be infinite for good reasons (a mask): then it is so in the run as well.
-        if not _finite(tensor) and _finite(base.stored_model[name].whole()):
-            raise DataError(f"--import {file.path}: {name} is not finite everywhere, so a run could not go on from it")
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _finite(tensor: Tensor) -> bool:
@@ -356,25 +296,13 @@ def _finite(tensor: Tensor) -> bool:
     return all_finite(tensor.float() if tensor.dtype.itemsize == 1 else tensor)  # torch cannot sum 8-bit numbers
 
 
-def _count_changes(new: Checkpoint, before: Checkpoint) -> int:
-    """How many of the model's tensors have other bits than before."""
-    pairs = {(stored, before.stored_model.get(name)) for name, stored in new.stored_model.items()}
-    return sum(old is None or not _same_bits(one.whole(), old.whole()) for one, old in pairs)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (one, other)))
-
-
 # ── writing it ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _put(result: Imported, checkpoint: Checkpoint, finite: bool, begin: Begin) -> Imported:
+def _put(folder: Path, checkpoint: Checkpoint, finite: bool, begin: Begin) -> Imported:
     """Write a checkpoint as one rank would; one that has its place is kept under another name."""
-    path, file = result.path, part_name(0)
-    tensors, record = _described(checkpoint, finite)
+    path, file = folder / f"step-{checkpoint.step:08d}", part_name(0)
+    tensors, record = _named(checkpoint, finite)
     index = {
         name: {
             "dtype": str(one.dtype).removeprefix("torch."),
@@ -384,45 +312,22 @@ def _put(result: Imported, checkpoint: Checkpoint, finite: bool, begin: Begin) -
         for name, one in tensors.items()
     }
     text = json.dumps({**record, "tensors": index}).encode("ascii")
-    kept = name_before(path.parent, result.step) if path.exists() else None
+    stored = {name: one for name, one in tensors.items() if one.numel}
+    kept = name_before(path) if path.exists() else None
+    was_best = best_of(folder)[0] == checkpoint.step
     try:
         make_folder(path)
         with failing_in_one_line(path):
-            written = hidden(path, "writing") / file
-            _write(
-                written,
-                {name: one for name, one in tensors.items() if one.numel},
-                {},
-                begin(f"writing {path.name}", _bytes_of(tensors)),
-            )
-            sums = {file: checksum(written)}
-            if kept is not None:
-                _link(path, kept)
-        complete(path, text, sums)
+            part = hidden(path, "writing") / file
+            _write(part, stored, {}, begin(f"writing {path.name}", _bytes_of(stored)))
+            sums = {file: checksum(part)}
+        complete(path, text, sums, keep_old_as=kept)
+        if was_best:  # the validation has not seen these weights
+            with failing_in_one_line(path):
+                (folder / BEST).unlink()
     except BaseException:
         with contextlib.suppress(OSError):
-            clear_leftovers(path.parent)
-        if kept is not None and _same_manifest(path, kept):  # the new one did not come into its place
-            shutil.rmtree(kept, ignore_errors=True)
+            clear_leftovers(folder)
         raise
-    if result.was_best:  # the validation has not seen these weights
-        (path.parent / BEST).unlink(missing_ok=True)
-    return replace(result, kept=kept)
-
-
-def _link(path: Path, other: Path) -> None:
-    """Give the files of a checkpoint second names in another folder, so that it can be replaced at once."""
-    other.mkdir()
-    # The manifest last: what has none is no checkpoint.
-    for file in sorted(path.iterdir(), key=lambda file: file.name == MANIFEST):
-        try:
-            os.link(file, other / file.name)
-        except OSError:  # not every file system knows links
-            shutil.copy2(file, other / file.name)
-
-
-def _same_manifest(one: Path, other: Path) -> bool:
-    try:
-        return (one / MANIFEST).read_bytes() == (other / MANIFEST).read_bytes()
-    except OSError:
-        return (one / MANIFEST).exists()
+    newer = sorted(step for step in checkpoints(folder) if step > checkpoint.step)
+    return Imported(path, checkpoint.step, len(_names(checkpoint.stored_model)), True, kept, newer, was_best, [])

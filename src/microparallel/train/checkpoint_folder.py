@@ -47,8 +47,11 @@ def make_folder(path: Path) -> None:
         hidden(path, "writing").mkdir()
 
 
-def complete(path: Path, text: bytes, files: dict[str, Checksum]) -> None:
-    """Add what rank 0 alone writes, wait until all names are on the disk, and only then give the folder its name."""
+def complete(path: Path, text: bytes, files: dict[str, Checksum], keep_old_as: Path | None = None) -> None:
+    """Add what rank 0 alone writes, wait until all names are on the disk, and only then give the folder its name.
+
+    A checkpoint that had this name is removed, unless it is to be kept under another.
+    """
     writing, replaced = hidden(path, "writing"), hidden(path, "replaced")
     with failing_in_one_line(path):
         write_durably(writing / STATE, text)
@@ -58,7 +61,10 @@ def complete(path: Path, text: bytes, files: dict[str, Checksum]) -> None:
             path.rename(replaced)  # a folder cannot be renamed over another; `latest` reads this one in between
         writing.rename(path)
         sync_folder(path.parent)
-        if replaced.exists():
+        if replaced.exists() and keep_old_as is not None:
+            replaced.rename(keep_old_as)
+            sync_folder(path.parent)
+        elif replaced.exists():
             shutil.rmtree(replaced)
 
 

@@ -11,6 +11,7 @@ A look at a checkpoint reads its manifest and compares the sizes of its files; `
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,9 +33,7 @@ from microparallel.train.checkpoint_reader import Checkpoint, open_checkpoint, r
 # Called with what is done next, and with how many bytes; what it returns is told how many bytes of it were done.
 Begin = Callable[[str, int], Callable[[int], None]]
 
-BEST = "best"  # in place of the number of a step
-
-# What an import has replaced stays beside the checkpoints, under a name by which no run takes it for one.
+# What an import has replaced stays beside the checkpoints, under a name that no run takes for one of its own.
 _BEFORE = "before-import-"
 _CHECKPOINT = re.compile(rf"(?:{_BEFORE})?step-(?P<step>\d{{8,}})(?:-\d+)?")
 
@@ -108,7 +107,7 @@ def select(place: Place, wanted: str | None) -> Place:
     if wanted is None:
         return place
     there = place.steps()
-    if wanted == BEST:
+    if wanted == "best":
         step, _ = best_of(place.folder)
         if step is None:
             raise ConfigError(
@@ -174,7 +173,6 @@ class Listed:
         best: whether it was the best by validation.
         loss: of the validation, if it was the best.
         damage: what is wrong with it, in a line; None if nothing was found.
-        verified: whether every byte was compared; otherwise the sizes of its files were.
     """
 
     step: int
@@ -187,7 +185,6 @@ class Listed:
     best: bool
     loss: float | None
     damage: str | None
-    verified: bool
 
 
 @dataclass(frozen=True)
@@ -196,7 +193,6 @@ class LeftOver:
 
     path: Path
     bytes: int
-    since: float
     what: str
 
 
@@ -216,6 +212,7 @@ def list_checkpoints(place: Place, *, thoroughly: bool = False, begin: Begin = i
                 continue
             damage = str(error)
         kept = path.name.startswith(_BEFORE)
+        is_best = step == best and not kept
         found.append(
             Listed(
                 step=step,
@@ -225,10 +222,9 @@ def list_checkpoints(place: Place, *, thoroughly: bool = False, begin: Begin = i
                 saved=_time_of(path),
                 finite=is_finite(path),
                 newest=step == newest and not kept,
-                best=step == best and not kept,
-                loss=loss if step == best and not kept else None,
+                best=is_best,
+                loss=loss if is_best else None,
                 damage=damage,
-                verified=thoroughly,
             )
         )
     return found
@@ -241,17 +237,15 @@ def left_over(place: Place) -> list[LeftOver]:
     used = {*place.steps().values()}
     others = {path: kind for path, _, kind in folders(place.folder) if kind and path not in used}
     others |= {path: "" for path in sorted(place.folder.glob(f"{_BEFORE}*")) if _CHECKPOINT.fullmatch(path.name)}
-    return [LeftOver(path, _size_of(path), _time_of(path), _LEFT_OVER[kind]) for path, kind in others.items()]
+    return [LeftOver(path, _size_of(path), _LEFT_OVER[kind]) for path, kind in others.items()]
 
 
-def name_before(folder: Path, step: int) -> Path:
-    """A free name for the checkpoint that an import is about to replace."""
-    base = folder / f"{_BEFORE}step-{step:08d}"
-    number, path = 1, base
-    while path.exists():
-        number += 1
-        path = base.with_name(f"{base.name}-{number}")
-    return path
+def name_before(path: Path) -> Path:
+    """A free name for a checkpoint that an import is about to replace."""
+    names = (
+        f"{_BEFORE}{path.name}{end}" for end in itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    )
+    return next(other for name in names if not (other := path.with_name(name)).exists())
 
 
 def _look(path: Path) -> tuple[int, int]:
@@ -283,7 +277,7 @@ def _size_of(path: Path) -> int:
 
 
 def _time_of(path: Path) -> float:
-    """When a checkpoint was complete: then its manifest was written. Of other folders, when they last changed."""
+    """When a checkpoint was complete: then its manifest was written, which may be missing now."""
     for file in (path / MANIFEST, path):
         try:
             return file.stat().st_mtime

@@ -102,22 +102,27 @@ class StoredTensor:
         return self.read().view(self.shape)
 
 
+def replace_tensors(value: Any, replace: Callable[[StoredTensor], Any]) -> Any:
+    """A copy of a nested value, with what `replace` returns in place of each stored tensor."""
+    if isinstance(value, StoredTensor):
+        return replace(value)
+    if isinstance(value, dict):
+        return {key: replace_tensors(part, replace) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(replace_tensors(part, replace) for part in value)
+    return value
+
+
 def read_whole(value: Any) -> Any:
     """The value with its stored tensors read; what was stored once (tied weights) is one tensor again."""
     tensors: dict[StoredTensor, Tensor] = {}
 
-    def read(value: Any) -> Any:
-        if isinstance(value, StoredTensor):
-            if value not in tensors:
-                tensors[value] = value.whole()
-            return tensors[value]
-        if isinstance(value, dict):
-            return {key: read(part) for key, part in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(map(read, value))
-        return value
+    def read(stored: StoredTensor) -> Tensor:
+        if stored not in tensors:
+            tensors[stored] = stored.whole()
+        return tensors[stored]
 
-    return read(value)
+    return replace_tensors(value, read)
 
 
 class StateReader:
@@ -181,7 +186,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         format, files = read_manifest(path)
         record = json.loads(text)
         tensors = _tensors_of_format_1(path) if format == 1 else _tensors(record, path.__truediv__)
-        return _described(record, *tensors, {name: written.bytes for name, written in files.items()})
+        return described(record, *tensors, {name: written.bytes for name, written in files.items()})
     except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
         raise CheckpointError(f"{path} is whole, but not a checkpoint of this library ({error!r})") from error
 
@@ -190,7 +195,7 @@ def open_memory(slot: Slot) -> Checkpoint:
     """Read everything but the tensors of a state in memory."""
     record = slot.read_record()
     try:
-        return _described(record, *_tensors(record, slot.file), {})
+        return described(record, *_tensors(record, slot.file), {})
     except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
         raise CheckpointError(f"the state in memory cannot be read ({error!r})") from error
 
@@ -198,7 +203,8 @@ def open_memory(slot: Slot) -> Checkpoint:
 Tensors = Mapping[str, StoredTensor]
 
 
-def _described(record: Any, model: Tensors, others: Tensors, files: dict[str, int]) -> Checkpoint:
+def described(record: Any, model: Tensors, others: Tensors, files: dict[str, int]) -> Checkpoint:
+    """The checkpoint that a `state.json` describes, with the model's tensors and all others by their stored names."""
     return Checkpoint(
         step=record["step"],
         state=decode(record["state"], _no_tensor),
@@ -228,10 +234,11 @@ def _tensors(record: Any, file_of: Callable[[str], Path]) -> tuple[Tensors, Tens
 def _tensors_of_format_1(path: Path) -> tuple[Tensors, Tensors]:
     """The tensors of the model, and those of the optimizer: each has a file of its own, without an index."""
     model, optimizer = (TensorFile(path / name) for name in (_OF_MODEL, _OF_OPTIMIZER))
-    return _all_of(model), _all_of(optimizer)
+    return all_of(model), all_of(optimizer)
 
 
-def _all_of(file: TensorFile) -> Tensors:
+def all_of(file: TensorFile) -> dict[str, StoredTensor]:
+    """Every tensor of a file, to be read later."""
     return {
         name: StoredTensor(name, one.dtype, one.shape, (StoredRange(file, name, 0, one.numel),) if one.numel else ())
         for name, one in file.entries.items()

@@ -30,6 +30,7 @@ from microparallel.train.progress import Display, display_for
 from microparallel.train.run_folder import AUTO, RunFolder
 from microparallel.train.saving import Saving
 from microparallel.train.state_memory import Slot, newest
+from microparallel.train.stragglers import Slow, Stragglers, columns_of
 from microparallel.train.tracing import Tracing
 from microparallel.train.training import Training
 
@@ -144,6 +145,8 @@ class _Run:
         self._samples = 0
         self._warned: set[str] = set()  # of what there was a warning
         self._saving = saving
+        columns = columns_of(training.comms.world_size, config.pp or 1)
+        self._stragglers = Stragglers(columns, self._say_who_is_slow)
 
     def to_the_end(self) -> dict[str, Any]:
         training = self._training
@@ -151,7 +154,9 @@ class _Run:
         self._saving.at_start()
         started, first_step = time.monotonic(), training.steps_done
         decision = Decision()
-        agreement = Agreement(training.comms, self._saving.due, self._saving.copy_every)
+        agreement = Agreement(
+            training.comms, self._saving.due, self._saving.copy_every, self._stragglers.answer, self._stragglers.hear
+        )
         with agreement, Tracing(self._config, training, self._folder, self._total) as trace:
             while training.steps_done < self._total and not decision.stop:
                 trace.before_step()
@@ -182,13 +187,14 @@ class _Run:
 
     def _step(self) -> None:
         training = self._training
-        begun = time.monotonic()
+        begun, waited = time.monotonic(), training.comms.flight.waited
         try:
             loss = training.step()
         except GradientError:
             self._saving.forget_copies()  # there may be weights in memory that are no numbers
             raise
         seconds = time.monotonic() - begun
+        self._stragglers.after_step(seconds, training.comms.flight.waited - waited, training.own_samples)
         done = training.steps_done
         self._samples += training.last_samples
         speed = training.last_samples / seconds
@@ -204,6 +210,17 @@ class _Run:
             self._save()
         if self._due(self._validate_every) and done < self._total:
             self._validate()
+
+    def _say_who_is_slow(self, slow: list[Slow], before: list[int], work: list[float]) -> None:
+        """Warn of ranks that the others wait for, and say when they do so no longer."""
+        for one in slow:
+            if one.rank not in before:
+                self._display.warn(str(one))
+        ranks = [one.rank for one in slow]
+        for rank in before:
+            if rank not in ranks:
+                self._display.note(f"rank {rank} is no longer slow")
+        self._record({"step": self._training.steps_done, "slow_ranks": ranks, "own_work": [round(t, 6) for t in work]})
 
     def _warn(self, about: str, text: str) -> None:
         """Show a warning, unless there was one about the same before."""

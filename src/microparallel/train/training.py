@@ -125,6 +125,7 @@ class Training:
         self.steps_done = 0
         self.last_loss: float | None = None
         self.last_samples = 0  # of all ranks together, in the last step
+        self.own_samples = 0  # of this rank, in the last step
         self.made_of: dict[str, Any] | None = None  # the fingerprint of code, data and parameters
         self.left_out = 0  # steps whose loss or gradients were not finite, and which changed nothing
         self._signature = signature
@@ -165,7 +166,7 @@ class Training:
         if self.averaging is not None:
             self.averaging.after_step(samples=sum(map(len, batches)))
         self.steps_done += 1
-        self.last_samples = samples
+        self.last_samples, self.own_samples = samples, sum(map(len, batches))
         self.last_loss = loss
         return loss
 
