@@ -86,7 +86,7 @@ def save(training: Training, comms: mp.Comms, folder: Path) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())  # first the bytes …
-        aside.replace(folder / "checkpoint.pt")  # … then the name: whoever looks sees the old one or the new one
+        aside.replace(folder / "checkpoint.pt")  # … then the name: one sees the old one or the new one
         names = os.open(folder, os.O_RDONLY)
         os.fsync(names)  # the new name is on the disk, too
         os.close(names)

@@ -10,6 +10,7 @@ grader          exam.run(body, ranks, …)                        in the referee
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import tokenize
@@ -30,11 +31,14 @@ from microparallel.learn.sandbox import Sandbox, trusted
 from microparallel.learn.verdict import NotAllowed, Step, Wrong
 from microparallel.program.walk import Wait
 from microparallel.world import Pool
+from microparallel.world.fork_server import NEEDED, ForkServer, hidden_gpus
 
 _SECONDS = 12.0  # for one run
 _GRACE = 5.0  # seconds more for a process that does not even notice that its time is up
 _GRACE_OF_RANKS = 0.5  # seconds for a rank to fail after another
 _NOT_PYTHON = ("SyntaxError", "IndentationError", "TabError")
+# What ranks of an exam import, and need not look for in each attempt.
+QUICK = (*NEEDED, "microparallel.learn.exam", "microparallel.learn.sandbox:load")
 _KILLED_BY = ("SIGKILL", "SIGXFSZ")  # the latter comes to a process that writes more into a file than it may
 _LET_RETURN = "let your function return, and do not end the process"
 
@@ -58,6 +62,7 @@ class Exam:
         self.source = _read(file)
         self.rows: list[Row] = []  # what each rank did in the last run
         self._pool = pool
+        self._own = contextlib.ExitStack()
         self._on_step = on_step
 
     @contextlib.contextmanager
@@ -118,7 +123,7 @@ class Exam:
         """
         named = (body, str(self.file), *arguments)
         try:
-            return self._pool.run(run_in_process, ranks, *named, device="cpu", timeout=timeout, check=True)
+            return self._pool_of_processes.run(run_in_process, ranks, *named, device="cpu", timeout=timeout, check=True)
         except RankFailed as failure:
             if isinstance(failure.__cause__, LearnerFailed):
                 raise self._failed(failure.__cause__.failure, timeout) from None
@@ -129,6 +134,19 @@ class Exam:
         except RanksTimedOut as late:
             places = "\n".join(f"  rank {rank}: {place}" for rank, place in sorted(late.places.items()))
             raise Wrong(f"your ranks had not come to their end after {timeout:g} s\n{places}") from None
+
+    @functools.cached_property
+    def _pool_of_processes(self) -> Pool:
+        """Where ranks are there at once: where there is a GPU, forked from a process that does not see it."""
+        if self._pool.forks or sys.platform != "linux":
+            return self._pool
+        with hidden_gpus():
+            server = self._own.enter_context(ForkServer(QUICK))
+        return self._own.enter_context(Pool(server))
+
+    def close(self) -> None:
+        """End the processes that this exam has started itself."""
+        self._own.close()
 
     def run_on_processes(self, body: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
         """Run a grader's own `body(comms, *arguments)` on real ranks; nothing of the learner's runs there."""

@@ -95,7 +95,8 @@ def judge(name: str, file: Path, pool: Any, on_step: Callable[[Step], None] = la
     try:
         exercise = find_exercise(name)
         check = importlib.import_module(exercise.grader).check
-        check(Exam(file, pool, note, exercise.on_deadlocks))
+        with contextlib.closing(Exam(file, pool, note, exercise.on_deadlocks)) as exam:
+            check(exam)
         verdict.passed = True
     except Wrong as wrong:
         verdict.message = _cut(str(wrong))

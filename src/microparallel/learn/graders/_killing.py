@@ -123,7 +123,7 @@ class _Watch:
             self.write(draw=chosen)
             inputs, targets = self._inputs[chosen], self._targets[chosen]
             if self._kill is not None and self._kill.when == "backward" and self._draws == self._kill.number:
-                inputs.requires_grad_().register_hook(lambda _: self._die(draws=0))
+                inputs.requires_grad_().register_hook(lambda _: self._die(draws=0))  # type: ignore[no-untyped-call]
             return inputs, targets
 
     def report(self, step: int, loss: float) -> None:
@@ -141,7 +141,7 @@ class _Watch:
     # ── files ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in _FILE_EVENTS and event != "open" or self._busy or not self._draws:
+        if (event not in _FILE_EVENTS and event != "open") or self._busy or not self._draws:
             return
         if not isinstance(arguments[0], str | bytes | os.PathLike):
             return  # a file that is open already
@@ -277,12 +277,13 @@ def read_log(path: str, rank: int) -> Log:
     return log
 
 
-def cut_power(folder: Path, synced: set[tuple[int, ...]]) -> list[str]:
-    """Empty all files whose bytes were not brought to the disk; returns their names."""
-    lost = []
+def cut_power(folder: Path, synced: set[tuple[int, ...]]) -> dict[str, bool]:
+    """Empty all files whose bytes were not brought to the disk; for each, whether a part of them was."""
+    lost = {}
+    in_part = {(device, number) for device, number, _ in synced}
     for file in sorted(folder.rglob("*")):
         found = file.stat()
         if file.is_file() and found.st_size and (found.st_dev, found.st_ino, found.st_size) not in synced:
             os.truncate(file, 0)
-            lost.append(file.name)
+            lost[file.name] = (found.st_dev, found.st_ino) in in_part
     return lost

@@ -30,8 +30,8 @@ _MEANING = {
     "weights": "the weights",
 }
 _CONSEQUENCE = {
-    "random": "dropout draws other numbers than it would have drawn. Each rank's torch.get_rng_state() belongs into the "
-    "checkpoint",
+    "random": "dropout draws other numbers than it would have drawn. Each rank's torch.get_rng_state() belongs into "
+    "the checkpoint",
     "order": "the order of samples begins anew, so some are used twice in an epoch, and others not at all",
     "optimizer": "Adam begins without its moments. optimizer.state_dict() belongs into the checkpoint",
     "schedule": "the learning rate begins where it began at step 1. schedule.state_dict() belongs into the checkpoint",
@@ -163,7 +163,7 @@ class TrueRun:
         ranks = self._loaded(self.states[saved])
         for rank in ranks:
             rank.epoch = 0
-        words = "it goes on at the right place, but in the order of the first epoch: the number of the epoch is forgotten"
+        words = "it is at the right place, but in the order of the first epoch: the number of the epoch is forgotten"
         yield words, ranks, saved + 1
 
     def _of_one_rank(self, saved: int) -> Iterator[tuple[str, list[_Rank], int]]:
@@ -171,8 +171,8 @@ class TrueRun:
         for rank in ranks:
             rank.random = ranks[0].random.clone()
         words = (
-            "all ranks go on with the random numbers of rank 0: each rank has a state of its own, and all of them belong "
-            "into the checkpoint"
+            "all ranks go on with the random numbers of rank 0: each rank has a state of its own, and all of them "
+            "belong into the checkpoint"
         )
         yield words, ranks, saved + 1
         for missing in itertools.chain(*(itertools.combinations(_MEANING, count) for count in (5, 4, 3, 2, 1))):
@@ -186,18 +186,22 @@ class TrueRun:
         if saved == 0:
             return
         again = (
-            f"step {saved} is counted twice: its update is in the weights of the checkpoint, and then a step {saved} is "
-            f"done once more. Go on with step {saved + 1}"
+            f"step {saved} is counted twice: its update is in the weights of the checkpoint, and then a step {saved} "
+            f"is done once more. Go on with step {saved + 1}"
         )
         yield again, self._loaded(self.states[saved]), saved
         ranks = self._loaded(self.states[saved])
         for rank in ranks:
             rank.epoch, rank.place = (self.states[saved - 1][0][name] for name in ("epoch", "place"))
         yield again, ranks, saved
-        yield f"step {saved + 1} is left out: step {saved} is followed by it", self._loaded(self.states[saved]), saved + 2
+        yield (
+            f"step {saved + 1} is left out: after the kill it begins with {saved + 2}",
+            self._loaded(self.states[saved]),
+            saved + 2,
+        )
         early = (
-            f"the checkpoint is that of step {saved} before optimizer.step(), and counts this step as done: its update is "
-            "lost"
+            f"the checkpoint is that of step {saved} before optimizer.step(), and counts this step as done: its update "
+            "is lost"
         )
         yield early, self._loaded(self.before_update[saved]), saved + 1
         ranks = self._loaded(self.before_update[saved])
@@ -211,9 +215,7 @@ class TrueRun:
         words = "the schedule is one step behind: the checkpoint is taken between optimizer.step() and schedule.step()"
         yield words, self._loaded(behind), saved + 1
 
-    def _loaded(
-        self, states: Sequence[State], without: Sequence[str] = (), schedule_last: bool = False
-    ) -> list[_Rank]:
+    def _loaded(self, states: Sequence[State], without: Sequence[str] = (), schedule_last: bool = False) -> list[_Rank]:
         ranks = _ranks()
         for rank, state in zip(ranks, states, strict=True):
             rank.load(state, without, schedule_last)
@@ -231,7 +233,7 @@ def _forgotten(missing: Sequence[str]) -> str:
     if len(missing) == len(_MEANING):
         return "nothing but the number of the step is restored: it goes on with a new model. Load the checkpoint"
     what = " and ".join(_MEANING[name] for name in missing)
-    verb = "is" if len(missing) == 1 else "are"
+    verb = "is" if len(missing) == 1 and missing[0] != "weights" else "are"
     return f"{what} {verb} forgotten: {'; '.join(_CONSEQUENCE[name] for name in missing)}"
 
 

@@ -24,27 +24,29 @@ _STEPS, _SAVE_EVERY, _NEVER = 60, 4, 10**6
 _TEMPLATE = 3 * _SAVE_EVERY  # the step whose save shows what a save does: there are older checkpoints then
 _MOST_OPERATIONS = 10  # of a rank's save, before each of which it is killed
 _SECONDS = 6.0  # for an attempt
+_BETWEEN_SAVES = (Kill(0, "draw", 2), Kill(0, "draw", 7), Kill(1, "backward", 7), Kill(0, "report", 7))
 _REMOVALS = ("os.remove", "os.rmdir")
 _TRUE = f"as in the undisturbed run of {count(_STEPS, 'step')}"
 
 
 def check(exam: Exam) -> None:
-    """The undisturbed run; kills between saves; kills in a save; a power cut; the weights at the end."""
+    """The undisturbed run; kills between saves and in a save; a power cut, and the weights at the end."""
     with tempfile.TemporaryDirectory(prefix="kill-and-resume-") as name:
         history = _History(exam, Path(name))
         with exam.step("undisturbed: each sample is used exactly once an epoch, and saving changes nothing"):
             history.learn_what_is_right()
+        saves = [*history.kills_in_a_save()]
+        # What a kill has spoiled is seen in the attempt after it, which ends with the next kill.
         with exam.step("killed between two saves, four times: the same samples and losses, bit for bit") as notes:
-            for kill in (Kill(0, "draw", 2), Kill(0, "draw", 7), Kill(1, "backward", 7), Kill(0, "report", 7)):
+            for kill in (*_BETWEEN_SAVES, saves[0]):
                 history.attempt(kill)
-            notes.append(history.in_short())
+            notes.append(history.in_short(len(_BETWEEN_SAVES)))
         with exam.step("killed while it saves: the checkpoint before is still there") as notes:
-            for kill in history.kills_in_a_save():
+            for kill in saves[1:]:
                 history.attempt(kill)
-            notes.append(history.in_short())
-        with exam.step("a power cut just after a save: what has a name has its bytes"):
             history.attempt(Kill(0, "draw", _SAVE_EVERY + 1), power_cut=True)
-        with exam.step("the weights at the end are those of the undisturbed run") as notes:
+            notes.append(history.in_short(len(saves)))
+        with exam.step("after a power cut, too; and at the end the weights are those of the undisturbed run") as notes:
             history.to_the_end()
             notes.append(f"{count(history.kills, 'kill')}, {count(_STEPS, 'step')}, bit for bit")
 
@@ -60,7 +62,7 @@ class _History:
     _saved: int = 0  # a checkpoint of this step is complete: no attempt may begin before it
     _last: Kill | None = None  # what has ended the last attempt
     _last_logs: list[Log] = field(default_factory=list)
-    _power_lost: list[str] = field(default_factory=list)  # files that the power cut has emptied
+    _power_lost: dict[str, bool] = field(default_factory=dict)  # files that the power cut has emptied
     _synced: set[tuple[int, ...]] = field(default_factory=set)
     _right: list[list[Row]] = field(default_factory=list)
     _weights: list[torch.Tensor] = field(default_factory=list)
@@ -120,7 +122,7 @@ class _History:
     def attempt(self, kill: Kill, power_cut: bool = False) -> None:
         """Call `train` until this kill, and look at what it has done."""
         self._run(kill)
-        self._last, self._power_lost = kill, []
+        self._last, self._power_lost = kill, {}
         if power_cut:
             self._power_lost = cut_power(self.place / "killed", self._synced)
 
@@ -132,9 +134,10 @@ class _History:
                 if not _equal(found, right):
                     raise Wrong(f"the weights of rank {rank} at the end are not {_TRUE}: {_apart(found, right)}")
 
-    def in_short(self) -> str:
-        """What has happened so far."""
-        return f"{count(self.kills, 'kill')}, {count(self.done_twice, 'step')} done once more"
+    def in_short(self, kills: int) -> str:
+        """What has happened since this was last asked, in which there were so many kills."""
+        steps, self.done_twice = self.done_twice, 0
+        return f"{count(kills, 'kill')}, {count(steps, 'step')} done once more"
 
     def _run(self, kill: Kill | None) -> list[list[torch.Tensor]] | None:
         number = self.kills
@@ -219,7 +222,9 @@ class _History:
     def _cannot_go_on(self, trouble: Wrong) -> Wrong:
         if self._last is None or (not self._power_lost and self._last.when not in ("operation", "bytes")):
             return Wrong(f"{self._after()} {trouble}")
-        words = f"{_in_words(self._last, bool(self._power_lost))}, and the next attempt cannot go on: {self._why_lost()}"
+        words = (
+            f"{_in_words(self._last, bool(self._power_lost))}, and the next attempt cannot go on: {self._why_lost()}"
+        )
         return Wrong(f"{words}\n  {trouble}")
 
     def _why_lost(self) -> str:
@@ -232,8 +237,8 @@ class _History:
         done = [what for what, _, draws in self._last_logs[self._last.rank].operations if draws % _SAVE_EVERY == 0]
         if any(what in _REMOVALS for what in done[: None if self._last.when == "bytes" else -1]):
             return (
-                "the old checkpoint is deleted before the new one is complete. Keep the old one until the new one has its "
-                "name; os.replace needs no deletion"
+                "the old checkpoint is deleted before the new one is complete. Keep the old one until the new one has "
+                "its name; os.replace needs no deletion"
             )
         if self._last.when == "bytes" or self._last.opened:
             return (
@@ -241,14 +246,14 @@ class _History:
                 "under another name, and give it its name with os.replace when it is complete"
             )
         return (
-            "at this moment no complete checkpoint has the name that restore looks for. os.replace changes from the old "
-            "to the new one in a single operation"
+            "at this moment no complete checkpoint has the name that restore looks for. os.replace changes from the "
+            "old to the new one in a single operation"
         )
 
     def _not_synced(self) -> str:
-        names = ", ".join(self._power_lost[:3])
-        flushed = any(log.synced for log in self._last_logs)
-        but = " os.fsync was called before file.flush(), or on another file." if flushed else ""
+        names = ", ".join([*self._power_lost][:3])
+        early = any(self._power_lost.values())
+        but = " os.fsync was called before all was written: file.flush() comes first." if early else ""
         return (
             f"of {names} there is the name and no bytes, as nothing had brought these to the disk.{but} Write, flush, "
             "os.fsync(file.fileno()), and only then rename"
@@ -312,8 +317,8 @@ def _require_whole_run(logs: Sequence[Log]) -> None:
             missing = sorted(set(range(SAMPLES)) - {*used})
             twice = sorted({sample for sample in used if used.count(sample) > 1})
             raise Wrong(
-                f"without any kill, steps {first + 1} to {epoch[-1] + 1} are an epoch, and both ranks together should use "
-                f"each sample once: not used {missing}, used more than once {twice}"
+                f"without any kill, steps {first + 1} to {epoch[-1] + 1} are an epoch, and both ranks together should "
+                f"use each sample once: not used {missing}, used more than once {twice}"
             )
 
 
@@ -323,8 +328,8 @@ def _require_learning(rows: Sequence[Sequence[Row]]) -> None:
     third = len(losses) // 3
     if not sum(losses[-third:]) < 0.9 * sum(losses[:third]):
         raise Wrong(
-            f"without any kill the loss does not fall: {losses[0]:.3g} in step 1, {losses[-1]:.3g} in step {_STEPS}. Is "
-            "the training still the one of the exercise?"
+            f"without any kill the loss does not fall: {losses[0]:.3g} in step 1, {losses[-1]:.3g} in step {_STEPS}. "
+            "Is the training still the one of the exercise?"
         )
 
 
