@@ -100,7 +100,12 @@ def fresh(request):
 
 # What is imported once for all: the loop, and with it torch and all that ranks need; what commands need.
 WARM = ["microparallel.train.loop", *NEEDED, *(f"microparallel.cli.{verb}" for verb in VERBS)]
-WARM += ["microparallel.learn.referee", "microparallel.learn.exam", "typer.rich_utils"]
+WARM += [
+    "microparallel.learn.referee",
+    "microparallel.learn.exam",
+    "microparallel.learn.sandbox:load",
+    "typer.rich_utils",
+]
 WARM += ["pydantic"] if importlib.util.find_spec("pydantic") else []  # newer versions of typer import it for every call
 
 
@@ -121,6 +126,8 @@ def quick_ranks(fork_server):
 @pytest.fixture(scope="session")
 def warm_ranks(fork_server):
     class WarmRanks(mp.Pool):
+        forks = not isinstance(fork_server, NoForkServer)
+
         def run(self, *arguments, **named_arguments):
             with fork_server.starting_ranks():
                 return super().run(*arguments, **named_arguments)

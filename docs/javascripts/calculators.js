@@ -184,10 +184,52 @@
     };
   }
 
-  const CALCULATORS = { memory, data, sharding };
+  const saving = {
+    title: "How often to save, and what do failures cost?",
+    groups: [
+      ["The machines", [
+        field("machines", "Machines (p)", 1000, { min: 1, step: 1 }),
+        field("years", "Years from failure to failure of one machine (M₁)", 5),
+      ]],
+      ["The training", [
+        field("cost", "A checkpoint holds the steps up for (C, seconds)", 30),
+        field("start", "From a failure until it trains again (seconds)", 300),
+        field("days", "The run would take, without any of this (days)", 30),
+      ]],
+    ],
+    formulas: [
+      "from failure to failure: M = M₁ / p",
+      "saving every T takes C/T of the time; work that is done again takes T/(2M); starting again takes start/M",
+      "least at T* = √(2CM), where the first two are equal",
+      "valid while T* is much shorter than M",
+    ],
+    compute: costOfFailures,
+  };
+
+  function costOfFailures(given) {
+    const mean = given.years * 365.25 * 86400 / given.machines;
+    const best = Math.sqrt(2 * given.cost * mean);
+    const part = (value) => `${significant(100 * value)} %`;
+    const every = (interval, words) => bar(`${words}: every ${duration(interval)}`, [
+      ["saving", given.cost / interval], ["done again", interval / (2 * mean)], ["starting", given.start / mean],
+    ], part);
+    const bars = [every(best / 4, "four times as often"), every(best, "at T*"), every(best * 4, "a quarter as often")];
+    const lost = bars[1].total, failures = given.days * 86400 * (1 + lost) / mean;
+    const valid = best < mean / 5;
+    const text = `A failure every ${duration(mean)}. Save every ${duration(best)}: the run meets ` +
+      `${significant(failures)} failures, and takes ${part(lost)} longer.`;
+    const warning = " T* is not small beside M: in truth it is more.";
+    return {
+      bars, numbers: { mean, best, lost, failures },
+      verdict: { good: valid, text: valid ? text : text + warning },
+    };
+  }
+
+  const CALCULATORS = { memory, data, sharding, saving };
   const COLOURS = {
     weights: "forward", gradients: "backward", "optimizer state": "weight", activations: "pair",
     computation: "forward", communication: "communication", buckets: "communication",
+    saving: "forward", "done again": "backward", starting: "communication",
   };
 
   const sum = (parts) => parts.reduce((total, [, value]) => total + value, 0);

@@ -117,6 +117,20 @@ def test_the_data_calculator_agrees_with_its_page(browser, site):
     assert "so the other half gains nothing" in words(browser, "data")
 
 
+def test_the_saving_calculator(browser, site):
+    browser.open(site / "surviving" / "01_what_if_a_rank_dies.html")
+    hours = 5 * 365.25 * 24 / 1000  # a failure; the page's own numbers
+    assert result(browser, "saving", "mean") == pytest.approx(hours * 3600)
+    assert result(browser, "saving", "best") == pytest.approx((2 * 30 * hours * 3600) ** 0.5)
+    assert "A failure every 43.8 hours. Save every 51.3 minutes" in words(browser, "saving")
+    give(browser, "saving", machines=20_000, cost=0.4, start=0)
+    assert result(browser, "saving", "lost") == pytest.approx(0.01, rel=0.01)
+    give(browser, "saving", machines=100_000, cost=300)
+    assert "in truth it is more" in words(browser, "saving")
+    give(browser, "saving", cost=0)
+    assert "divided by" in words(browser, "saving")
+
+
 @pytest.mark.parametrize(("weights", "gradients", "state"), [(4, 4, 8), (2, 2, 12)])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (2, 2), (4, 3), (5, 3)])
 def test_the_sharding_calculator_agrees_with_the_simulator(

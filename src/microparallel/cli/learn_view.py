@@ -20,6 +20,7 @@ _TRACKS = {
     "pipeline": "Pipeline parallelism",
     "sharding": "Sharding",
     "fewer_bytes": "Fewer bytes",
+    "surviving": "Surviving",
 }
 
 

@@ -19,6 +19,7 @@ _ON_DEADLOCKS_OF = {
     "pipeline": _ON_DEADLOCKS[-1],
     "sharding": _ON_DEADLOCKS[1],
     "fewer_bytes": _ON_DEADLOCKS[1],
+    "surviving": _ON_DEADLOCKS[1],
 }
 _HERE = Path(__file__).parent
 _INSTALLED = _HERE / "exercises"
@@ -84,6 +85,10 @@ def _fb(number: int, stem: str, title: str, lesson: str) -> Exercise:
     return Exercise(stem.replace("_", "-"), "fewer_bytes", f"{number:02}_{stem}.py", title, f"fewer_bytes/{lesson}")
 
 
+def _sv(number: int, stem: str, title: str, lesson: str) -> Exercise:
+    return Exercise(stem.replace("_", "-"), "surviving", f"{number:02}_{stem}.py", title, f"surviving/{lesson}")
+
+
 EXERCISES = (
     _dp(1, "manual_averaging", "Average the gradients of two copies by hand", "03_manual"),
     _dp(2, "comms", "Broadcast, gather and barrier from sends and receives", "05_sync_primitives"),
@@ -110,6 +115,7 @@ EXERCISES = (
     _fb(1, "loss_scaling", "Scale the loss, and leave a step out together", "01_half_the_bytes"),
     _fb(2, "topk_feedback", "Send the largest gradients, and keep the rest for later", "02_send_only_what_matters"),
     _fb(3, "powersgd", "Two thin matrices instead of a gradient", "02_send_only_what_matters"),
+    _sv(1, "kill_and_resume", "Die at any moment, and end with the same weights", "01_what_if_a_rank_dies"),
 )
 
 

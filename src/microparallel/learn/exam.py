@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import linecache
 import sys
 import threading
 import tokenize
 import traceback
-import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,19 +22,24 @@ from typing import Any
 
 from microparallel.comms import Comms
 from microparallel.errors import LaunchError, RankFailed, RanksTimedOut
+from microparallel.learn.learner import Failure, Learner, load_file, raised
 from microparallel.learn.log import RECEIVES, SENDS, Called, Row, waited_for
+from microparallel.learn.processes import LearnerFailed, run_in_process
 from microparallel.learn.ranks import POINT_TO_POINT, ExamComms, Over, ThreadGroup, World
 from microparallel.learn.requirements import listed
 from microparallel.learn.sandbox import Sandbox, trusted
 from microparallel.learn.verdict import NotAllowed, Step, Wrong
 from microparallel.program.walk import Wait
 from microparallel.world import Pool
+from microparallel.world.fork_server import NEEDED, ForkServer, hidden_gpus
 
 _SECONDS = 12.0  # for one run
 _GRACE = 5.0  # seconds more for a process that does not even notice that its time is up
 _GRACE_OF_RANKS = 0.5  # seconds for a rank to fail after another
-_LONGEST = 4000  # characters of an error
 _NOT_PYTHON = ("SyntaxError", "IndentationError", "TabError")
+# What ranks of an exam import, and need not look for in each attempt.
+QUICK = (*NEEDED, "microparallel.learn.exam", "microparallel.learn.sandbox:load")
+_KILLED_BY = ("SIGKILL", "SIGXFSZ")  # the latter comes to a process that writes more into a file than it may
 _LET_RETURN = "let your function return, and do not end the process"
 
 
@@ -60,6 +62,7 @@ class Exam:
         self.source = _read(file)
         self.rows: list[Row] = []  # what each rank did in the last run
         self._pool = pool
+        self._own = contextlib.ExitStack()
         self._on_step = on_step
 
     @contextlib.contextmanager
@@ -107,6 +110,43 @@ class Exam:
         if attempt.failure is not None:
             raise self._failed(attempt.failure, timeout)
         raise Stuck(self._deadlock(attempt), attempt.stuck, attempt.finished)
+
+    def run_in_processes(
+        self, body: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = _SECONDS
+    ) -> list[Any] | None:
+        """Run a grader's `body(load, comms, *arguments)` on ranks that are processes, which the body may kill.
+
+        `load()` loads the learner's file. Returns what each rank returned, or None if one was killed.
+
+        Raises:
+            Wrong: the learner's code raised, or had not come to its end when the time was up.
+        """
+        named = (body, str(self.file), *arguments)
+        try:
+            return self._pool_of_processes.run(run_in_process, ranks, *named, device="cpu", timeout=timeout, check=True)
+        except RankFailed as failure:
+            if isinstance(failure.__cause__, LearnerFailed):
+                raise self._failed(failure.__cause__.failure, timeout) from None
+            first_line = failure.reason.splitlines()[0]
+            if first_line.startswith(tuple(f"was killed by {name}" for name in _KILLED_BY)):
+                return None
+            raise Wrong(f"rank {failure.rank} {first_line}") from None
+        except RanksTimedOut as late:
+            places = "\n".join(f"  rank {rank}: {place}" for rank, place in sorted(late.places.items()))
+            raise Wrong(f"your ranks had not come to their end after {timeout:g} s\n{places}") from None
+
+    @functools.cached_property
+    def _pool_of_processes(self) -> Pool:
+        """Where ranks are there at once: where there is a GPU, forked from a process that does not see it."""
+        if self._pool.forks or sys.platform != "linux":
+            return self._pool
+        with hidden_gpus():
+            server = self._own.enter_context(ForkServer(QUICK))
+        return self._own.enter_context(Pool(server))
+
+    def close(self) -> None:
+        """End the processes that this exam has started itself."""
+        self._own.close()
 
     def run_on_processes(self, body: Callable[..., Any], ranks: int, *arguments: Any) -> list[Any]:
         """Run a grader's own `body(comms, *arguments)` on real ranks; nothing of the learner's runs there."""
@@ -180,17 +220,6 @@ def _in_words(call: Called, finished: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Failure:
-    """A rank that raised, or was still busy when the time was up (then there is no error)."""
-
-    rank: int
-    line: int | None  # of the learner's file, the innermost
-    kind: str = ""
-    text: str = ""
-    traceback: str = ""
-
-
-@dataclass(frozen=True)
 class Attempt:
     """What came of one run: what each rank returned and did; and what went wrong, if something did."""
 
@@ -199,32 +228,6 @@ class Attempt:
     failure: Failure | None = None
     stuck: Sequence[Wait] = ()  # ranks that wait for ever
     finished: Sequence[int] = ()  # ranks that had come to their end by then
-
-
-class Learner:
-    """The learner's module, by the names that the exercise asks for."""
-
-    def __init__(self, module: types.ModuleType, file: str) -> None:
-        self._module = module
-        self.file = file
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            found = getattr(self._module, name)
-        except AttributeError:
-            raise Wrong(f"{Path(self.file).name} has no {name}: was it renamed or removed?") from None
-        if not callable(found):
-            raise Wrong(f"{name} should be a function, and is {found!r:.80}")
-        return found if isinstance(found, type) else functools.partial(_call, name, found)
-
-
-def _call(name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call a learner's function as the exercise says; other parameters are the learner's mistake, not the grader's."""
-    try:
-        inspect.signature(function).bind(*arguments, **named)
-    except TypeError as error:
-        raise Wrong(f"{name} cannot be called as the exercise says: {error}; were its parameters changed?") from None
-    return function(*arguments, **named)
 
 
 def run_on_threads(
@@ -238,7 +241,7 @@ def run_on_threads(
     def run_rank(rank: int) -> None:
         try:
             comms = ExamComms(ThreadGroup(rank, ranks, world), file, allowed)
-            result = body(Learner(_load(file), file), comms, *arguments)
+            result = body(Learner(load_file(file), file), comms, *arguments)
             if refused := sandbox.refused + comms.refused:  # the learner's code caught the refusal
                 raise NotAllowed(refused[0])
             world.ends(rank, result)
@@ -258,7 +261,7 @@ def run_on_threads(
         for thread in threads:  # a failure ends all waits; of the ranks that fail, the lowest one is named
             thread.join(_GRACE_OF_RANKS)
         rank = min(world.failures)
-        failure = _raised(rank, world.failures[rank], file)
+        failure = raised(rank, world.failures[rank], file)
     if failure is not None or world.stuck:
         _KEPT.append(entered)
         return Attempt([], rows, failure, world.stuck, finished)
@@ -275,20 +278,3 @@ def _still_busy(world: World, threads: Sequence[threading.Thread], file: str) ->
     frame = sys._current_frames().get(threads[rank].ident or 0)
     lines = [line for found, line in traceback.walk_stack(frame) if found.f_code.co_filename == file]
     return Failure(rank, lines[0] if lines else None)
-
-
-def _raised(rank: int, error: BaseException, file: str) -> Failure:
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == file]
-    text = str(error)[:_LONGEST]
-    written = "".join(traceback.format_exception(error))[-_LONGEST:]
-    return Failure(rank, lines[-1] if lines else None, type(error).__name__, text, written)
-
-
-def _load(file: str) -> types.ModuleType:
-    """Run the file as a module of its own, under a name that is not `__main__`."""
-    linecache.checkcache(file)
-    module = types.ModuleType("exercise")
-    module.__file__ = file
-    sys.modules["exercise"] = module
-    exec(compile(Path(file).read_bytes(), file, "exec"), module.__dict__)  # bytes: they say in which encoding they are
-    return module

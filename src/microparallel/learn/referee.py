@@ -35,7 +35,8 @@ def main(requests_fd: int, answers_fd: int, lifeline_fd: int) -> None:
     from microparallel.world.fork_server import NEEDED, ForkServer, can_fork, take_orphans
 
     # The fork server imports torch while this process does.
-    fork_server = ForkServer([*NEEDED, "microparallel.learn.exam"]) if sys.platform == "linux" else None
+    modules = [*NEEDED, "microparallel.learn.exam", "microparallel.learn.sandbox:load"]
+    fork_server = ForkServer(modules) if sys.platform == "linux" else None
     from microparallel.world import Pool
 
     if fork_server is not None and not can_fork():
@@ -94,7 +95,8 @@ def judge(name: str, file: Path, pool: Any, on_step: Callable[[Step], None] = la
     try:
         exercise = find_exercise(name)
         check = importlib.import_module(exercise.grader).check
-        check(Exam(file, pool, note, exercise.on_deadlocks))
+        with contextlib.closing(Exam(file, pool, note, exercise.on_deadlocks)) as exam:
+            check(exam)
         verdict.passed = True
     except Wrong as wrong:
         verdict.message = _cut(str(wrong))

@@ -66,6 +66,10 @@ _OURS = [
     "microparallel.data_parallel.precision.LossScale.__init__",
     "microparallel.compression.methods.TopK.__init__",
     "microparallel.compression.low_rank.PowerSGD.__init__",
+    "microparallel.files.atomic.write_durably",
+    "microparallel.files.atomic.write_atomically",
+    "microparallel.files.atomic.written_aside",
+    "microparallel.train.checkpoint.save",
     "microparallel.pipeline.pipeline.Pipeline.__init__",
     "microparallel.pipeline.pipeline.Pipeline.of_stage",
     "microparallel.pipeline.microbatches.sizes",
@@ -134,6 +138,33 @@ def _functions_of(package: str) -> list[str]:
     ]
 
 
+def load() -> None:
+    """Import all that refuses, and see which modules know it: what ranks are forked from does this once for all."""
+    for name in list(sys.modules):
+        _known_in(name)
+
+
+def _known_in(module_name: str) -> list[str]:
+    """By which names a module knows functions that refuse; torch's many modules are looked through once."""
+    if module_name.startswith("torch"):
+        return _found_in_torch(module_name)
+    return _found_in(module_name) if module_name.startswith(("microparallel", "importlib")) else []
+
+
+def _found_in(module_name: str) -> list[str]:
+    originals, module = _originals(), sys.modules.get(module_name)
+    return [name for name, value in list(getattr(module, "__dict__", {}).items()) if id(value) in originals]
+
+
+_found_in_torch = functools.cache(_found_in)
+
+
+@functools.cache
+def _originals() -> frozenset[int]:
+    """The identities of the functions that refuse while a sandbox is entered, and are asked for before one is."""
+    return frozenset(id(getattr(*_find(dotted))) for dotted in forbidden())
+
+
 class Sandbox:
     """Refuses what a learner's code may not call, while it is entered; `refused` has what was called all the same."""
 
@@ -167,10 +198,9 @@ class Sandbox:
     def _replace_everywhere(self, functions: dict[int, Any]) -> None:
         """Replace functions in every module that has imported one of them, under whatever name."""
         for module_name, module in list(sys.modules.items()):
-            if module_name.startswith(("torch", "microparallel", "importlib")):
-                for name, value in list(getattr(module, "__dict__", {}).items()):
-                    if id(value) in functions:
-                        self._replace(module, name, functions[id(value)])
+            for name in _known_in(module_name):
+                if (value := getattr(module, name, None)) is not None and id(value) in functions:
+                    self._replace(module, name, functions[id(value)])
 
     def _replace(self, owner: Any, name: str, value: Any) -> None:
         for one in getattr(owner, "__mro__", (owner,)):  # a method is replaced in the class that has it

@@ -41,6 +41,7 @@ from microparallel.errors import LaunchError
 # What every rank imports, and what a process's first optimizer imports, which takes as long again.
 NEEDED = ("microparallel.world.connect", "microparallel.models", "microparallel.torch_private:load_for_optimizers")
 _TAKE_ORPHANS, _DOES_IT_TAKE_ORPHANS = 36, 37  # PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER
+_GPUS = "CUDA_VISIBLE_DEVICES"
 # Held by the thread that asks a fork server for a rank: answers come in the order of requests, and adopting orphans is
 # a property of the whole process.
 _asking = threading.Lock()
@@ -51,6 +52,19 @@ def can_fork() -> bool:
     import torch
 
     return sys.platform == "linux" and not torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def hidden_gpus() -> Iterator[None]:
+    """Processes that are started within this block see no GPU: then they may be forked, for ranks on the CPU."""
+    before = os.environ.get(_GPUS)
+    os.environ[_GPUS] = ""
+    try:
+        yield
+    finally:
+        del os.environ[_GPUS]
+        if before is not None:
+            os.environ[_GPUS] = before
 
 
 # ── the parent's side ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -240,6 +240,11 @@ class Pool:
             self._end_processes()
             raise
 
+    @property
+    def forks(self) -> bool:
+        """Whether its processes are forked, which takes no time worth mentioning."""
+        return self._fork_server is not None
+
     def replace_ranks(self) -> None:
         """End the processes, with all that functions have changed in them; the next run starts new ones."""
         self._end_processes()
