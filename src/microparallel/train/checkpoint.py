@@ -42,6 +42,7 @@ from microparallel.data_parallel.layout import Part
 from microparallel.errors import CheckpointError
 from microparallel.files import tensor_file
 from microparallel.files.checksum import Checksum
+from microparallel.files.state_memory import Slot
 from microparallel.files.tensor_file import DTYPES, Piece
 from microparallel.topology import available_memory
 from microparallel.train.checkpoint_folder import (
@@ -57,7 +58,6 @@ from microparallel.train.checkpoint_folder import (
 )
 from microparallel.train.checkpoint_reader import Checkpoint, open_checkpoint, verify
 from microparallel.train.checkpoint_values import Reference, TensorTable, decode, encode, merge
-from microparallel.train.state_memory import Slot
 
 Value = TypeVar("Value")
 
