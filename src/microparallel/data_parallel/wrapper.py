@@ -412,6 +412,11 @@ class DataParallel(nn.Module):
             self._guard.forget()
 
     @property
+    def broadcasts_buffers(self) -> bool:
+        """Whether all ranks get rank 0's buffers before each training pass; so it is where there are no buffers."""
+        return self._broadcasts_buffers or not filled(self.module.buffers())
+
+    @property
     def sums_at_once(self) -> bool:
         """Whether every backward outside of `no_sync()` sums its gradients and lets them go (`shard="gradients"`)."""
         return self._single is None and self._reducer.level > 1

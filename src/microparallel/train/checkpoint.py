@@ -163,6 +163,23 @@ def copy(
     return number
 
 
+def require_storable(
+    step: int,  # noqa: ARG001 as `save` is called
+    model: Mapping[str, Tensor | Part],
+    optimizer_state: dict[str, Any],
+    state: dict[str, Any],
+    *,
+    comms: Comms | None = None,
+    first_names: Mapping[str, str] | None = None,
+    by_rank: dict[str, Any] | None = None,
+    finite: bool = True,  # noqa: ARG001
+) -> None:
+    """Raise the CheckpointError that `save` would raise for what a checkpoint cannot hold; nothing is written."""
+    ranks, tensors = Ranks(comms), TensorTable()
+    _put_together(ranks.do(lambda: _offer(model, optimizer_state, by_rank or {}, first_names or {}, tensors)))
+    ranks.on_first(lambda: encode(state, "state", None))
+
+
 def _room(slot: Slot) -> int | None:
     """The bytes that a slot may take: what it has, and half of the memory that nobody uses."""
     free = available_memory()

@@ -107,9 +107,12 @@ class Copies:
         """Whether ranks that are started again find the copies."""
         return self._held is not None
 
-    def copy(self, *, finite: bool = True) -> None:
-        """Copy the state; a CheckpointError on every rank if that is not possible."""
-        self._newest = checkpoint.copy(self._slots, self._choose, **self._contents(), finite=finite)
+    def copy(self, **about: Any) -> None:
+        """Copy the state; a CheckpointError on every rank if that is not possible.
+
+        `about` is what else `checkpoint.copy` is told.
+        """
+        self._newest = checkpoint.copy(self._slots, self._choose, **self._contents(), **about)
 
     def _choose(self) -> int:
         """The slot that is neither read nor the newest; if that is not to be had, the newest: the other stays whole."""

@@ -21,13 +21,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
-from microparallel.data_parallel import FullyShardedDataParallel
+from microparallel.data_parallel import DataParallel, FullyShardedDataParallel
 from microparallel.data_parallel.layout import Part
 from microparallel.data_parallel.sharded_optimizer import SCALARS
-from microparallel.errors import ConfigError
+from microparallel.errors import ConfigError, UsageError
 from microparallel.pipeline import Pipeline
 from microparallel.train.checkpoint_reader import Checkpoint, StateReader, StoredTensor, read_whole
 
@@ -56,6 +57,30 @@ class KeepsResiduals(Protocol):
 
     def load_compression_state(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on with what all ranks had kept."""
+
+
+def layout_of(comms: Comms, model: Any, optimizer: torch.optim.Optimizer | None) -> WholeModel:
+    """The layout of a model as people's own scripts have it, model or not; every rank calls this."""
+    if isinstance(model, Pipeline):
+        return StagesOfModel(comms, model, optimizer, model.first_names(), _if_it_compresses(model))
+    if isinstance(model, FullyShardedDataParallel):
+        return PartsOfModel(comms, model, optimizer)
+    if isinstance(model, DataParallel):
+        return WholeModel(comms, compiled_of(model.module), optimizer, _if_it_compresses(model))
+    if isinstance(model, DistributedDataParallel):
+        return WholeModel(comms, compiled_of(model.module), optimizer)
+    if isinstance(model, nn.Module):
+        return WholeModel(comms, model, optimizer)
+    raise UsageError(f"model={model!r}: give a module, or what mp.DataParallel, mp.Pipeline, … made of one")
+
+
+def _if_it_compresses(model: KeepsResiduals) -> KeepsResiduals | None:
+    return model if model.compression_state()["methods"] else None
+
+
+def compiled_of(model: Any) -> Any:
+    """What `torch.compile` was given; its names are the plain ones."""
+    return getattr(model, "_orig_mod", model)
 
 
 class WholeModel:
@@ -126,6 +151,12 @@ class WholeModel:
         """The names in the whole model of this rank's parameters, in the groups of its optimizer."""
         names = {parameter: name for name, parameter in self.named_parameters()}
         groups = [] if self.optimizer is None else self.optimizer.param_groups
+        for parameter in itertools.chain.from_iterable(group["params"] for group in groups):
+            if parameter not in names:
+                raise UsageError(
+                    f"the optimizer updates a parameter of shape {list(parameter.shape)} that is none of the model's, "
+                    "so it would not be saved: make it a part of the model, or give the optimizer model.parameters()"
+                )
         return [[names[parameter] for parameter in group["params"]] for group in groups]
 
     def optimizer_parts(self) -> dict[str, Any]:
