@@ -66,7 +66,7 @@ def layout_of(comms: Comms, model: Any, optimizer: torch.optim.Optimizer | None)
     if isinstance(model, FullyShardedDataParallel):
         return PartsOfModel(comms, model, optimizer)
     if isinstance(model, DataParallel):
-        return WholeModel(comms, compiled_of(model.module), optimizer, _if_it_compresses(model))
+        return WholeModel(comms, compiled_of(model.module), optimizer, _if_it_compresses(model), model)
     if isinstance(model, DistributedDataParallel):
         return WholeModel(comms, compiled_of(model.module), optimizer)
     if isinstance(model, nn.Module):
@@ -91,6 +91,7 @@ class WholeModel:
         model: the plain model.
         optimizer: of its parameters; None if there is none.
         compressed: what keeps what was not sent of gradients, where they are compressed.
+        wrapped: the model as its replicas average its gradients, if mp.DataParallel does that.
         learn_apart: whether each rank's optimizer has a state of its own.
     """
 
@@ -100,6 +101,7 @@ class WholeModel:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         compressed: KeepsResiduals | None = None,
+        wrapped: DataParallel | None = None,
         *,
         learn_apart: bool = False,
     ) -> None:
@@ -107,6 +109,7 @@ class WholeModel:
         self.model = model
         self.optimizer = optimizer
         self._compressed = compressed
+        self._wrapped = wrapped
         self._learn_apart = learn_apart
 
     def contents(self) -> dict[str, Any]:
@@ -115,13 +118,14 @@ class WholeModel:
             "model": self.model_parts(),
             "optimizer_state": self.optimizer_parts(),
             "first_names": self.first_names,
-            "by_rank": self.residuals(),
+            "by_rank": self.residuals() | self._order(),
         }
 
     def load(self, checkpoint: Checkpoint) -> None:
         """Take this rank's share; every rank must call it."""
         self._load_states(checkpoint)
         self._load_residuals(checkpoint.stored_by_rank)
+        self._load_order(checkpoint.stored_by_rank.get("gradients"))
 
     def named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """What this rank has of the parameters, by their names in the whole model."""
@@ -187,6 +191,18 @@ class WholeModel:
         by_rank = state["by_rank"]
         states: list[dict[str, Any]] = list(by_rank.values()) if isinstance(by_rank, dict) else by_rank  # of format 1
         return states[self.comms.rank % len(states)]
+
+    # ── the order of gradients ──────────────────────────────────────────────────────────────────────────────────
+
+    def _order(self) -> dict[str, Any]:
+        """In which order gradients lie in buckets: with three ranks and more, the last bits of sums depend on it."""
+        order = None if self._wrapped is None else self._wrapped.gradient_order()
+        return {} if order is None else {"gradients": [self._saved_name(name) for name in order]}
+
+    def _load_order(self, order: list[str] | None) -> None:
+        if self._wrapped is not None and order is not None:
+            names = {self._saved_name(name): name for name, _ in self._wrapped.named_parameters()}
+            self._wrapped.expect_gradients([names.get(name, name) for name in order])
 
     # ── compressed gradients ────────────────────────────────────────────────────────────────────────────────────
 

@@ -60,6 +60,7 @@ class Training:
         sharded: the wrapped model, where each rank has its part of the gradients alone.
         loss_scale: of a run in float16.
         compressed: what keeps what was not sent of gradients, where they are compressed.
+        wrapped: the model with its loss, where mp.DataParallel averages its gradients.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Training:
         sharded: DataParallel | None = None,
         loss_scale: LossScale | None = None,
         compressed: KeepsResiduals | None = None,
+        wrapped: DataParallel | None = None,
     ) -> None:
         self.comms = comms
         self.model = model
@@ -110,7 +112,9 @@ class Training:
         self._on_nan = on_nan
         self._metrics = metrics or {}
         self._sharded = sharded
-        self.held: WholeModel = ModelWithinLoss(comms, model, optimizer, compressed, learn_apart=averaging is not None)
+        self.held: WholeModel = ModelWithinLoss(
+            comms, model, optimizer, compressed, wrapped, learn_apart=averaging is not None
+        )
 
     @property
     def total_steps(self) -> int:
