@@ -48,6 +48,7 @@ class Comms(Collectives):
         super().__init__(group, device=device, check=check)
         self.local_rank = local_rank
         self._on_close = on_close
+        self.before_finishing: list[Callable[[], None]] = []  # what belongs to this rank's work, such as a last save
         self.before_closing: list[Callable[[], None]] = []  # what must end while the ranks can still communicate
         self.held_states: HeldStates | None = None  # memory of the launcher, for one who copies states into it
 
@@ -193,8 +194,14 @@ class Comms(Collectives):
             on_close=group.close,
         )
 
+    def finish(self) -> None:
+        """Do what is left to do before this rank's work is done; until then its launcher waits."""
+        while self.before_finishing:
+            self.before_finishing.pop()()
+
     def close(self) -> None:
         """Leave the group; closing twice is fine."""
+        self.finish()
         self._closed = True
         while self.before_closing:
             self.before_closing.pop()()

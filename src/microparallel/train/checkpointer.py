@@ -147,7 +147,7 @@ class Checkpointer:
         except BaseException:
             self._release()
             raise
-        comms.before_closing.append(self._leave)
+        comms.before_finishing.append(self._leave)
         atexit.register(self._leave)  # the writer ends with this process
 
     # ── going on ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -217,7 +217,8 @@ class Checkpointer:
 
     def _require_fit(self, found: Checkpoint, everywhere: set[str]) -> None:
         """Refuse a checkpoint of another model or another optimizer; the first difference is named."""
-        start = f"step {found.step} in {self.folder} does not fit the model:"
+        where = f"step {found.step} in {self.folder}"
+        start = f"{where} does not fit the model:"
         then, mine = found.stored_model, self._layout.shapes()
         if missing := [name for name in everywhere if name not in then]:
             raise CheckpointError(f"{start} it has no {show_some(sorted(missing))}")
@@ -231,10 +232,9 @@ class Checkpointer:
         kind = found.state["optimizer"]
         if kind != _kind_of(self._optimizer):
             raise CheckpointError(
-                f"step {found.step} in {self.folder} has the state of {kind or 'no optimizer'}, and this is "
-                f"{_kind_of(self._optimizer)}"
+                f"{where} has the state of {kind or 'no optimizer'}, and this is {_kind_of(self._optimizer)}"
             )
-        _renumbered(found, self._groups)
+        _renumbered(found, self._groups, where)
 
     def _load_others(self, stored: Mapping[str, Any], ranks: int) -> None:
         for name, one in self._others.items():
@@ -433,8 +433,8 @@ class Checkpointer:
         if self._lock is not None:
             self._lock.release()
         atexit.unregister(self._leave)
-        if self._leave in self._comms.before_closing:
-            self._comms.before_closing.remove(self._leave)
+        if self._leave in self._comms.before_finishing:
+            self._comms.before_finishing.remove(self._leave)
 
     def __enter__(self) -> Self:
         return self
@@ -493,7 +493,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
     return getattr(optimizer, "_class", type(optimizer)).__name__
 
 
-def _renumbered(found: Checkpoint, now: list[list[str]]) -> dict[str, Any]:
+def _renumbered(found: Checkpoint, now: list[list[str]], where: str = "") -> dict[str, Any]:
     """The optimizer's state by the numbers that the parameters have now; they had others in another order."""
     then: list[list[str]] = found.state["groups"]
     # Weights with several names are stored once; which name is the first depends on the layout.
@@ -503,7 +503,7 @@ def _renumbered(found: Checkpoint, now: list[list[str]]) -> dict[str, Any]:
         if different := sorted({*one} ^ {*other}):
             names = [name.removeprefix("model.") for name in different]
             raise CheckpointError(
-                f"step {found.step} does not fit the optimizer: group {number} had {len(one)} parameters, and has "
+                f"{where} does not fit the optimizer: group {number} had {len(one)} parameters, and has "
                 f"{len(other)} now; the difference is {show_some(names)}"
             )
     stored = found.stored_optimizer

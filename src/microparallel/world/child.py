@@ -121,6 +121,7 @@ class _Rank:
             function, arguments, named_arguments = pickle.loads(job.call)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             result = function(comms, *arguments, **named_arguments)
+            comms.finish()
             comms.flight.finishes()
             report: Finished | Raised = Finished(_dumps_result(cloudpickle, result))
         except KeyboardInterrupt:
