@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -13,11 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import microparallel as mp
 from microparallel.errors import RankFailed
 from microparallel.files.lock import FolderLock
 from microparallel.train import checkpoint
+from microparallel.train.checkpoint_folder import is_finite
 
 SAMPLES, BATCH, STEPS = 50, 12, 10
 INPUTS = torch.arange(SAMPLES * 8.0).reshape(SAMPLES, 8).sin()
@@ -295,7 +296,7 @@ def makes_one(comms, folder, others, parameters=None):
 
 
 def test_what_cannot_be_stored_is_refused_by_name_at_once(one_rank, tmp_path):
-    with pytest.raises(RankFailed, match="things.a is a set, which a checkpoint cannot hold"):
+    with pytest.raises(RankFailed, match=r"things\.a is a set, which a checkpoint cannot hold"):
         one_rank(makes_one, tmp_path, {"things": Strange({"a": {1, 2}})}, ranks=2)
     with pytest.raises(RankFailed, match=r"things=7: a int has no state_dict\(\) and load_state_dict\(\)"):
         one_rank(makes_one, tmp_path, {"things": 7})
@@ -446,6 +447,23 @@ def test_without_memory_for_copies_saves_hold_up_the_loop(one_rank, tmp_path):
     assert one_rank(restores, tmp_path)[0] == (2, 2.0)
 
 
+def in_two_parts(comms, folder, dies):
+    """One Checkpointer after another; ranks that are started again have the second one only."""
+    if not (folder / "one" / "step-00000007").exists():
+        model, checkpointer = small(comms, folder / "one")
+        torch.nn.init.constant_(model.weight, 1.0)
+        checkpointer.save(7, wait=True)
+        checkpointer.close()
+        model, checkpointer = small(comms, folder / "two")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return restores(comms, folder / "two")[0]
+
+
+def test_what_is_in_memory_belongs_to_its_folder(warm_ranks, tmp_path):
+    options = {"restarts": 1, "on_restart": lambda *_: None, "device": "cpu", "timeout": 50}
+    assert warm_ranks.run(in_two_parts, 1, tmp_path, True, **options) == [0]
+
+
 # ── what ranks have each for itself ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -497,3 +515,135 @@ def test_with_other_ranks_what_was_one_ranks_own_is_left_and_named(pool, tmp_pat
     assert buffers.startswith("the model's buffers was not the same")
     _, told = pool.run(told_by_all, 1, tmp_path, None, device="cpu", timeout=50)[0]
     assert sorted(line.partition(",")[0].partition(" is ")[0] for line in told)[:3] == ["other", "own", "same"]
+
+
+def residuals(comms, folder, steps):
+    """What all ranks together have not sent, before the first step and after the last."""
+    model, optimizer = built("topk", comms, 0.0)
+    sampler, everyones = mp.ShardedSampler(SAMPLES, BATCH, comms=comms), mp.ShardedSampler(SAMPLES, BATCH)
+
+    def total():
+        return {name: comms.all_reduce(one) for name, one in model.compression_state()["residuals"].items()}
+
+    with mp.Checkpointer(folder, comms, model, optimizer, sampler=sampler, everyones=everyones) as checkpointer:
+        step, before = checkpointer.restore(), total()
+        for indices, whole in zip(sampler, everyones, strict=True):
+            if step == steps:
+                break
+            optimizer.zero_grad()
+            backward(model, comms, indices, whole)
+            optimizer.step()
+            step += 1
+        checkpointer.save(step)
+        return before, total()
+
+
+def test_what_lost_ranks_have_not_sent_goes_to_others(pool, tmp_path):
+    _, kept = pool.run(residuals, 3, tmp_path, 2, device="cpu", timeout=50)[0]
+    assert all(one.any() for one in kept.values())
+    found, later = pool.run(residuals, 2, tmp_path, 4, device="cpu", timeout=50)[0]
+    assert_same(found, kept, atol=1e-15)
+    assert_same(pool.run(residuals, 3, tmp_path, 4, device="cpu", timeout=50)[0][0], later, atol=1e-15)
+
+
+def in_float16(comms, folder, overflows):
+    torch.manual_seed(0)
+    model = mp.DataParallel(nn.Linear(4, 1), comms, precision="fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mp.Checkpointer(folder, comms, model, optimizer) as checkpointer:
+        begun = checkpointer.restore()
+        before = model.loss_scale.state_dict()
+        for step in range(begun, begun + 3):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 4)).mean() * (float("inf") if overflows and step == 1 else 1.0)).backward()
+            optimizer.step()
+        checkpointer.save(begun + 3)
+    return before, model.loss_scale.state_dict()
+
+
+def test_the_scale_of_the_loss(pool, tmp_path):
+    _, scale = pool.run(in_float16, 2, tmp_path, True, device="cpu", timeout=50)[0]
+    assert scale["value"] < 2.0**16 and scale["skipped"] > 0
+    assert pool.run(in_float16, 2, tmp_path, False, device="cpu", timeout=50)[0][0] == scale
+
+
+def spoils_a_part(comms, folder):
+    model = mp.FullyShardedDataParallel(nn.Linear(4, 4), comms)
+    with mp.Checkpointer(folder, comms, model) as checkpointer:
+        if comms.rank == 1:
+            for part in model.parameters():  # of the weight it has nothing
+                part.data.fill_(float("nan"))
+        checkpointer.save(1)
+
+
+def test_a_part_of_the_weights_that_is_not_finite(one_rank, tmp_path):
+    _, [told] = one_rank(spoils_a_part, tmp_path, ranks=2)
+    assert "after step 1 weights are not finite (bias on rank 1)" in told
+    assert not is_finite(tmp_path / "step-00000001")
+
+
+# ── data ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def loads(comms, folder, steps, workers, own_generator=True):
+    """A DataLoader draws a seed for its workers whenever an epoch begins, or goes on: from a generator of its own."""
+    torch.manual_seed(1)
+    model = mp.DataParallel(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 1)), comms)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sampler = mp.ShardedSampler(SAMPLES, BATCH, comms=comms, drop_last=True)
+    generator = torch.Generator() if own_generator else None
+    loader = DataLoader(TensorDataset(INPUTS), batch_sampler=sampler, num_workers=workers, generator=generator)
+    with mp.Checkpointer(folder, comms, model, optimizer) as checkpointer:
+        step = checkpointer.restore()
+        epoch, batch = divmod(step, len(sampler))  # workers ask the sampler ahead of time, so it does not know
+        while step < steps:
+            sampler.load_state_dict({"epoch": epoch, "batch": batch})
+            for [inputs] in loader:
+                optimizer.zero_grad()
+                model(inputs).pow(2).mean().backward()
+                optimizer.step()
+                step += 1
+                if step == steps:
+                    break
+            epoch, batch = epoch + 1, 0
+        checkpointer.save(step)
+    return {name: one.clone() for name, one in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_data_loader_with_a_generator_of_its_own_goes_on_exactly(pool, tmp_path, workers):
+    whole = pool.run(loads, 2, tmp_path / "whole", 9, workers, device="cpu", timeout=50)[0]
+    for steps in (5, 9):
+        parts = pool.run(loads, 2, tmp_path / "parts", steps, workers, device="cpu", timeout=50)[0]
+    assert_same(parts, whole)
+    for steps in (5, 9):  # and without one it does not: what the documentation says of it is true
+        drawn = pool.run(loads, 2, tmp_path / "drawn", steps, workers, False, device="cpu", timeout=50)[0]
+    assert any(not torch.equal(drawn[name], whole[name]) for name in whole)
+
+
+# ── torchrun ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SCRIPT = """
+import sys
+import torch
+import microparallel as mp
+from tests.train.test_checkpointer import trains
+
+with mp.connect(device="cpu") as comms:
+    weights, begun, _ = trains(comms, "run", "ddp", [(1, 3), (0, 7)])
+    if comms.rank == 0:
+        torch.save(weights, "weights.pt")
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it_again_and_it_goes_on(warm_ranks, tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run(
+        [*agent, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=55, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert sorted(path.name for path in tmp_path.glob("run-*")) == ["run-3", "run-7"]
+    assert_same(torch.load(tmp_path / "weights.pt"), run(warm_ranks, 2, tmp_path / "whole", "ddp")[0][0])

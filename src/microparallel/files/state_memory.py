@@ -96,6 +96,12 @@ class HeldStates:
         """Let the launcher call `module:function(slots, **arguments)` then; the arguments are such as JSON holds."""
         Path(self.word).write_text(json.dumps([function, arguments]))
 
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """Those of the call that was asked for last; None if none was."""
+        text = Path(self.word).read_bytes()
+        return json.loads(text)[1] if text else None
+
 
 class StateMemory:
     """Memory for the states of so many ranks, held by this process; it is empty until they copy something into it.

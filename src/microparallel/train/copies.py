@@ -77,11 +77,16 @@ class Copies:
         return cls(comms, contents, slots, memory)
 
     def if_all_fails(self, folder: Path, keep: int, keep_every: int | None, go_on: str) -> None:
-        """Let the launcher save the newest copy when there is no restart left, and say how to go on."""
+        """Let the launcher save the newest copy when there is no restart left, and say how to go on.
+
+        Copies that are there already, and belong to another folder, are forgotten.
+        """
         if self._first and self._held is not None:
-            self._held.if_all_fails(
-                RESCUE, folder=str(folder.absolute()), keep=keep, keep_every=keep_every, go_on=go_on
-            )
+            arguments = {"folder": str(folder.absolute()), "keep": keep, "keep_every": keep_every, "go_on": go_on}
+            before = self._held.arguments
+            if before is not None and before["folder"] != arguments["folder"]:
+                self.forget()
+            self._held.if_all_fails(RESCUE, **arguments)
 
     def newest_state(self, folder: Path) -> Checkpoint | None:
         """The newest state in memory, if it is good and the folder has none that is newer; every rank calls it.
@@ -135,12 +140,15 @@ class Copies:
         """Let nobody go on from these copies: what is in them is wrong."""
         if self._first:
             self.writer.wait()
+            self._newest = None
             for slot in self._slots:
                 slot.clear()
 
     def close(self) -> None:
-        """Let the writer come to its end, and give back memory that is this process's."""
+        """Let the writer come to its end, and give the memory back."""
         self.writer.close()
+        if self._held is not None:
+            self._comms.held_states = self._held  # for whoever copies next
         if self._memory is not None:
             self._memory.close()
 
