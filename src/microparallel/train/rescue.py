@@ -23,8 +23,8 @@ def save_what_is_in_memory(
     """Save the newest state, if it is good and newer than what is on the disk, and say on stderr how to go on."""
     number = newest(slots)
     step = None if number is None else slots[number].step
-    if number is None or step is None or step <= max(checkpoints(Path(folder)), default=-1):
-        return
+    if number is None or step is None or step <= max(checkpoints(Path(folder)), default=0):
+        return  # before the first step there is nothing to save
     try:
         found = open_memory(slots[number])
         if not_finite((name, stored.whole()) for name, stored in found.stored_model.items()):
