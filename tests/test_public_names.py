@@ -24,6 +24,7 @@ def test_every_public_name_can_be_had():
         (mp, "HookTracker", "microparallel.course.HookTracker"),
         (mp, "DDPPerformanceAnalyzer", "microparallel.analyze.DDPPerformanceAnalyzer"),
         (mp, "Request", "microparallel.comms.Request"),
+        (mp, "Mesh", "microparallel.topology.Mesh"),
         (mp, "Nothing", ""),
         (mp.program, "Chunk", "microparallel.program.Slices"),
     ],

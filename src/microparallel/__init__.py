@@ -21,12 +21,12 @@ __version__ = "0.1.0"
 
 # public name → the module it lives in
 _HOMES = {
+    "Checkpointer": "microparallel.train.checkpointer",
     "Comms": "microparallel.comms",
     "Costs": "microparallel.simulator",
     "DataParallel": "microparallel.data_parallel",
     "FullyShardedDataParallel": "microparallel.data_parallel",
     "Link": "microparallel.topology",
-    "Mesh": "microparallel.topology",
     "MixedPrecision": "microparallel.data_parallel",
     "Pipeline": "microparallel.pipeline",
     "Pool": "microparallel.world",
@@ -64,7 +64,7 @@ def _where_it_is_now(name: str) -> str:
     """Names that were here in version 0.1 are in one of the modules now."""
     if name.startswith("_") or importlib.util.find_spec(f"microparallel.{name}") is not None:
         return ""  # Python itself asks for such names, and for modules it then imports; import nothing for them
-    for module in ("errors", "comms", "course", "analyze"):
+    for module in ("errors", "comms", "course", "analyze", "topology"):
         if name in importlib.import_module(f"microparallel.{module}").__all__:
             return f"; it is microparallel.{module}.{name} now"
     return ""

@@ -24,6 +24,8 @@ EXPOSED = r"^conclusion: communication that no computation hides: \d+\.\d ms by 
 UTILISED = r"^conclusion: with naive a rank computes \d+ % of the time, with 1f1b \d+ %;\n"
 FILLED = r"with naive a rank computes [12]\d % of the time, with 1f1b [345]\d %;\n +1f1b keeps 10 .* gpipe 16$"
 DEADLOCK = r"^deadlock: 0 → 1 → 0\. Each waits for the next"
+SAME_BITS = "going on from step {}\n(.*\n)*conclusion: all weights are the same, to the last bit$"
+LEFT_OUT = r"^conclusion: weights differ by up to \S+: something was not in the checkpoint$"
 SAVED = r"^conclusion: the saved model, whole in one process, has the pipeline's loss:\n"
 GPU = torch.cuda.is_available()
 
@@ -62,6 +64,10 @@ CALLS = {
     "train_pipeline.py --ranks 2 --schedule gpipe": ("--steps 2 --width 32", 0, SAVED),
     "train_pipeline.py --schedule interleaved": ("--steps 2 --width 32 --ranks 2", 0, SAVED),
     "train_pipeline.py --batch 50": ("--steps 2 --width 32 --ranks 2", 0, SAVED),
+    "survive.py": ("--steps 5 --kill 1:3", 0, SAME_BITS.format(3)),
+    "survive.py --every 10": ("--steps 5 --every 2 --kill 1:3", 0, SAME_BITS.format(2)),
+    "survive.py --forget sampler": ("--steps 5 --kill 1:3", 0, LEFT_OUT),
+    "survive.py --forget optimizer": ("--steps 5 --kill 1:3", 0, LEFT_OUT),
     "ping_pong.py": ("--rounds 5", 0, MESSAGE_COST),
     "ping_pong.py --rounds 100": ("--rounds 10", 0, MESSAGE_COST),
     "ping_pong.py --device cuda": ("--rounds 5", *((0, MESSAGE_COST) if GPU else (1, "torch sees no GPU"))),
@@ -74,6 +80,7 @@ WRONG_CALLS = {
     "hooks_demo.py --bucket 0": "above 0",
     "hooks_demo.py --link nan": "at least 0",
     "ping_pong.py --rounds 0": "at least 1",
+    "survive.py --every 0": "at least 1",
     "pipeline_utilisation.py --batch 3": "4 micro-batches need a sample each",
     "pipeline_utilisation.py --play 0": "above 0 ms",
     "pipeline_deadlock.py --ranks 1": "from 2 to 16",
@@ -97,8 +104,13 @@ def test_every_command_of_a_docstring_is_covered(script):
 IN_LESSONS = {step.command for page in DOCS.rglob("*.md") for step in blocks.steps_of(page) if step.expected}
 
 
+# These start ranks of their own, which have to import torch.
+START_RANKS = {"survive.py --every 10", "survive.py --forget sampler", "survive.py --forget optimizer"}
+
+
 def call(command):
-    return pytest.param(command, marks=[pytest.mark.slow] if f"python examples/{command}" in IN_LESSONS else [])
+    slow = f"python examples/{command}" in IN_LESSONS or command in START_RANKS
+    return pytest.param(command, marks=[pytest.mark.slow] if slow else [])
 
 
 @pytest.mark.parametrize("command", [call(command) for command in CALLS])

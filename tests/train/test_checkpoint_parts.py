@@ -87,7 +87,7 @@ def of_layout(comms, name, subject):
         return None
     training = build(config, group)
     if name.startswith("zero"):
-        training.optimizer = ShardedDouble(training.optimizer, group)
+        training.optimizer = training.held.optimizer = ShardedDouble(training.optimizer, group)
     return training
 
 

@@ -69,7 +69,7 @@ def test_a_run_goes_on_with_other_ranks_and_keeps_what_was_not_sent(pool, tmp_pa
 
         training = build(later, comms)
         training.load(checkpoint.latest(Path(out) / "checkpoints", comms)[0])
-        return training.parts_by_rank()["compression"]
+        return training.held.residuals()["compression"]
 
     kept = pool.run(unchanged, later.world_size, timeout=50)
     residuals = [of_replica for rank in kept for of_replica in rank["residuals"].values()]

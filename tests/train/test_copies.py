@@ -11,11 +11,11 @@ import torch
 from tests.train.test_surviving import configuration, saved, trains_while
 
 from microparallel.errors import CheckpointError, RankFailed
+from microparallel.files.state_memory import StateMemory, newest
 from microparallel.train import checkpoint
 from microparallel.train.checkpoint_reader import open_memory
 from microparallel.train.checkpoint_writer import Writer, write_from_memory
 from microparallel.train.loop import train_on_rank as train
-from microparallel.train.state_memory import StateMemory, newest
 
 
 @pytest.fixture

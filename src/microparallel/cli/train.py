@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -18,17 +18,15 @@ import typer
 
 from microparallel.cli import flags
 from microparallel.cli.flags import takes
-from microparallel.errors import CheckpointError, ConfigError, Interrupted, LaunchError, MicroparallelError, RankFailed
+from microparallel.errors import ConfigError, Interrupted, LaunchError, MicroparallelError, RankFailed
 from microparallel.observe.processes import start_ticks
 from microparallel.settings import declared
 from microparallel.text import count, without_nan
 from microparallel.topology import ALONE, find_placement
 from microparallel.topology.limits import require_addresses
 from microparallel.train.checkpoint_folder import checkpoints
-from microparallel.train.checkpoint_writer import write_from_memory
 from microparallel.train.config import OF_PARAMETERS, OF_PIPELINES, TrainConfig, merge, read_config
 from microparallel.train.run_folder import AUTO, RunFolder, check_new
-from microparallel.train.state_memory import Slot, StateMemory, can_hold, newest
 
 if TYPE_CHECKING:
     from microparallel.comms import Comms
@@ -194,16 +192,12 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
         quick = None
         if config.restarts and can_fork():  # ranks that are there at once
             quick = stack.enter_context(ForkServer([*NEEDED, "microparallel.train.loop"]))
-        held = stack.enter_context(StateMemory(config.ranks)) if can_hold() and not config.wait_for_saves else None
-        slots = None if held is None else held.slots
         pool = stack.enter_context(Pool(quick))
         try:
-            results = pool.run(train_on_rank, config.ranks, config, resume, quiet, slots, **options)
+            results = pool.run(train_on_rank, config.ranks, config, resume, quiet, **options)
         except Interrupted as interrupt:
             results = interrupt.results
         except LaunchError:
-            if slots is not None:
-                _save_what_is_in_memory(slots, run / "checkpoints", config)
             RunFolder.clear_if_nothing_happened(run)  # rank 0 may have been ended before it could do so
             raise
         except KeyboardInterrupt:
@@ -211,29 +205,6 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
             raise
     first: dict[str, Any] = results[0]
     return first
-
-
-def _save_what_is_in_memory(slots: Sequence[Slot], folder: Path, config: TrainConfig) -> None:
-    """After a failure from which there is no restart: bring the newest state to the disk, if it is good."""
-    from microparallel.train.checkpoint_reader import open_memory
-    from microparallel.train.guard import not_finite
-
-    number = newest(slots)
-    step = None if number is None else slots[number].step
-    if number is None or step is None or step <= max(checkpoints(folder), default=-1):
-        return
-    try:
-        found = open_memory(slots[number])
-        if not_finite((name, stored.whole()) for name, stored in found.stored_model.items()):
-            return
-        write_from_memory(slots[number], folder, config.keep, config.keep_every)
-    except CheckpointError as error:
-        print(f"step {step} is in memory, and could not be saved: {error}", file=sys.stderr)
-        return
-    print(
-        f"step {step}, which was in memory, is saved; go on with: microparallel train --resume {folder.parent}",
-        file=sys.stderr,
-    )
 
 
 def _say_what_is_lost(run: Path) -> None:

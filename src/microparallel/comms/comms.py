@@ -16,6 +16,7 @@ from microparallel.comms.messages import Messages
 from microparallel.comms.request import Request, explain
 from microparallel.comms.wire import as_bytes, empty_on_wire, to_wire
 from microparallel.errors import CommsError, TransportError, UsageError
+from microparallel.files.state_memory import HeldStates
 from microparallel.observe.flight import Flight
 from microparallel.transport.base import Work
 
@@ -47,7 +48,9 @@ class Comms(Collectives):
         super().__init__(group, device=device, check=check)
         self.local_rank = local_rank
         self._on_close = on_close
+        self.before_finishing: list[Callable[[], None]] = []  # what belongs to this rank's work, such as a last save
         self.before_closing: list[Callable[[], None]] = []  # what must end while the ranks can still communicate
+        self.held_states: HeldStates | None = None  # memory of the launcher, for one who copies states into it
 
     # ── who is where ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -91,6 +94,11 @@ class Comms(Collectives):
         compute on all of them, doing it in the background takes from the computation what it gives.
         """
         return self._group.has_free_cores
+
+    def take_held_states(self) -> HeldStates | None:
+        """The memory for states that outlives these ranks, if there is any; it is handed out once."""
+        held, self.held_states = self.held_states, None
+        return held
 
     # ── from one rank to another ────────────────────────────────────────────────────────────────────────────────
 
@@ -186,8 +194,14 @@ class Comms(Collectives):
             on_close=group.close,
         )
 
+    def finish(self) -> None:
+        """Do what is left to do before this rank's work is done; until then its launcher waits."""
+        while self.before_finishing:
+            self.before_finishing.pop()()
+
     def close(self) -> None:
         """Leave the group; closing twice is fine."""
+        self.finish()
         self._closed = True
         while self.before_closing:
             self.before_closing.pop()()

@@ -648,6 +648,22 @@ class Reducer:
             self.buckets = []  # prepare() makes new ones before the next pass
         self._learnt = True
 
+    def gradient_order(self) -> list[str] | None:
+        """The names of parameters in the order in which their gradients arrived; None if buckets do not follow it."""
+        return [self._names[one] for one in self._order] if self._learnt and not self._keeps_order else None
+
+    def expect(self, order: Sequence[str]) -> None:
+        """Expect gradients as `gradient_order` once said; every rank calls this, before a pass.
+
+        Where layers sum inside of backward, the next pass learns the order again, and their places in it.
+        """
+        self.prepare()
+        trained = {self._names[parameter]: parameter for parameter in self._order}
+        if not self._keeps_order and sorted(order) == sorted(trained):
+            self._order = [trained[name] for name in order]
+            self._learnt = not self._sums_inside.layers
+            self._drop_buckets()
+
     def _clean_up(self) -> None:
         self._end_observed()
         for bucket in self.buckets:

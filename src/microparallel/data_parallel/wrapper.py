@@ -412,6 +412,11 @@ class DataParallel(nn.Module):
             self._guard.forget()
 
     @property
+    def broadcasts_buffers(self) -> bool:
+        """Whether all ranks get rank 0's buffers before each training pass; so it is where there are no buffers."""
+        return self._broadcasts_buffers or not filled(self.module.buffers())
+
+    @property
     def sums_at_once(self) -> bool:
         """Whether every backward outside of `no_sync()` sums its gradients and lets them go (`shard="gradients"`)."""
         return self._single is None and self._reducer.level > 1
@@ -512,6 +517,21 @@ class DataParallel(nn.Module):
         """
         if self._single is None:
             self._reducer.load_compression_state(states)
+
+    # ── the order of gradients ──────────────────────────────────────────────────────────────────────────────────
+
+    def gradient_order(self) -> list[str] | None:
+        """The names of parameters in the order in which they are put into buckets, once a backward has shown it.
+
+        Where gradients lie decides in which order three ranks and more add them up, and so their last bits. For a
+        checkpoint; None where there is nothing to keep.
+        """
+        return None if self._single is not None else self._reducer.gradient_order()
+
+    def expect_gradients(self, order: Sequence[str]) -> None:
+        """Put gradients into buckets as `gradient_order` once said; every rank calls this, before a pass."""
+        if self._single is None:
+            self._reducer.expect(order)
 
     # ── the plain model's state ─────────────────────────────────────────────────────────────────────────────────
 

@@ -245,6 +245,31 @@ class Member:
                     seen.add(parameter)
                     yield name, parameter
 
+    def first_names(self) -> dict[str, str]:
+        """Every name of every parameter of the whole model, with the first name of that parameter; all ranks call this.
+
+        They are in the order of the stages. Weights that stages share have several names.
+        """
+        mine, own = [], {parameter: name for name, parameter in self.named_parameters()}
+        for index, stage in sorted(self.stages.items()):
+            for layer in stage.layers:
+                for name, parameter in layer.named_parameters():
+                    number = self._column.tied.get(parameter)
+                    mine.append([index, name, own[parameter] if number is None else number])
+        everyones = [row for rows in gather_json(mine, self._row) for row in rows]
+        first: dict[str | int, str] = {}
+        names: dict[str, str] = {}
+        homes: dict[str, int] = {}
+        for index, name, key in sorted(everyones, key=lambda row: row[0]):
+            home = self._homes[index]
+            if isinstance(key, str) and homes.setdefault(name, home) != home:
+                raise UsageError(
+                    f"two stages of this pipeline have a {name}, so there is no whole model with these names; give the "
+                    "whole model to mp.Pipeline, which cuts it"
+                )
+            names[name] = first.setdefault(key, name)
+        return names
+
     @property
     def own_layers(self) -> nn.ModuleList:
         """The layers of this rank's stages."""

@@ -106,6 +106,7 @@ def _build_data_parallel(
         strategy=strategy,
         sharded=sharded,
         compressed=None if config.compress is None else wrapped,
+        wrapped=wrapped,
         averaging=None if config.average_every is None else ParameterAveraging(model, comms, config.average_every),
         **_rest(config, comms, data, shares, dtype),
     )

@@ -42,6 +42,7 @@ from microparallel.data_parallel.layout import Part
 from microparallel.errors import CheckpointError
 from microparallel.files import tensor_file
 from microparallel.files.checksum import Checksum
+from microparallel.files.state_memory import Slot
 from microparallel.files.tensor_file import DTYPES, Piece
 from microparallel.topology import available_memory
 from microparallel.train.checkpoint_folder import (
@@ -57,7 +58,6 @@ from microparallel.train.checkpoint_folder import (
 )
 from microparallel.train.checkpoint_reader import Checkpoint, open_checkpoint, verify
 from microparallel.train.checkpoint_values import Reference, TensorTable, decode, encode, merge
-from microparallel.train.state_memory import Slot
 
 Value = TypeVar("Value")
 
@@ -161,6 +161,23 @@ def copy(
         Path(slot.record).write_bytes(json.dumps(record).encode("ascii"))
     number: int = offers[0]["slot"]
     return number
+
+
+def require_storable(
+    step: int,  # noqa: ARG001 as `save` is called
+    model: Mapping[str, Tensor | Part],
+    optimizer_state: dict[str, Any],
+    state: dict[str, Any],
+    *,
+    comms: Comms | None = None,
+    first_names: Mapping[str, str] | None = None,
+    by_rank: dict[str, Any] | None = None,
+    finite: bool = True,  # noqa: ARG001
+) -> None:
+    """Raise the CheckpointError that `save` would raise for what a checkpoint cannot hold; nothing is written."""
+    ranks, tensors = Ranks(comms), TensorTable()
+    _put_together(ranks.do(lambda: _offer(model, optimizer_state, by_rank or {}, first_names or {}, tensors)))
+    ranks.on_first(lambda: encode(state, "state", None))
 
 
 def _room(slot: Slot) -> int | None:

@@ -76,7 +76,7 @@ def failing_in_one_line(path: Path, who: str = "") -> Iterator[None]:
     except OSError as error:
         raise CheckpointError(
             f"cannot write the checkpoint {path}: {who}{error.strerror or error}; "
-            "make room or choose another --out (earlier checkpoints are as they were)"
+            "make room or choose another folder (earlier checkpoints are as they were)"
         ) from error
 
 
@@ -161,7 +161,7 @@ def remove_all_but(keep: int, folder: Path, step: int, keep_every: int | None = 
         except OSError as error:
             raise CheckpointError(
                 f"step {step} is saved, but the older {found[old]} cannot be removed: {error.strerror or error}; "
-                "remove it by hand, or raise --keep"
+                "remove it by hand, or keep more"
             ) from error
 
 

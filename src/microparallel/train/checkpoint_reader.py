@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from microparallel.errors import CheckpointError
+from microparallel.files.state_memory import Slot
 from microparallel.files.tensor_file import DTYPES, Checksum, TensorFile, checksum
 from microparallel.train.checkpoint_folder import FORMAT, MANIFEST, STATE, manifest
 from microparallel.train.checkpoint_values import decode
-from microparallel.train.state_memory import Slot
 
 _OF_MODEL, _OF_OPTIMIZER = "model.safetensors", "optimizer.safetensors"  # of format 1
 _PART = re.compile(r"part-\d{5,}\.safetensors")

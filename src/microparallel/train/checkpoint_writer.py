@@ -29,6 +29,7 @@ from typing import Any
 
 from microparallel.errors import CheckpointError
 from microparallel.files.checksum import Checksum
+from microparallel.files.state_memory import Slot
 from microparallel.train.checkpoint_folder import (
     clear_leftovers,
     complete,
@@ -38,7 +39,6 @@ from microparallel.train.checkpoint_folder import (
     mark_best,
     remove_all_but,
 )
-from microparallel.train.state_memory import Slot
 
 _BLOCK = 2**20  # bytes that are copied at a time
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG

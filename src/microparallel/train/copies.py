@@ -11,59 +11,113 @@ step 43   copy ─▶ slot 0                            slot 1 has the newest
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.errors import CheckpointError
+from microparallel.files.state_memory import HeldStates, Slot, StateMemory, can_hold, newest
+from microparallel.train import checkpoint
+from microparallel.train.checkpoint_folder import checkpoints
+from microparallel.train.checkpoint_reader import Checkpoint, open_memory
 from microparallel.train.checkpoint_writer import Writer
-from microparallel.train.state_memory import Slot, StateMemory, can_hold, newest
-from microparallel.train.training import Training
+
+RESCUE = "microparallel.train.rescue:save_what_is_in_memory"
 
 
 class Copies:
-    """One rank's part in copying a run's state into memory; every rank calls `copy` after the same steps.
+    """One rank's part in copying a state into memory; every rank calls `copy` after the same steps.
 
     Args:
-        training: what is copied.
+        comms: the ranks.
+        contents: returns what is copied: what `checkpoint.save` is given.
         slots: where to.
-        held: the memory, if this process holds it; otherwise it outlives this rank.
+        memory: of these slots, if this process holds it.
+        held: of these slots, if that is memory which outlives the ranks.
     """
 
-    def __init__(self, training: Training, slots: Sequence[Slot], held: StateMemory | None = None) -> None:
-        self._training = training
+    def __init__(
+        self,
+        comms: Comms,
+        contents: Callable[[], dict[str, Any]],
+        slots: Sequence[Slot],
+        memory: StateMemory | None = None,
+        held: HeldStates | None = None,
+    ) -> None:
+        self._comms = comms
+        self._contents = contents
         self._slots = slots
+        self._memory = memory
         self._held = held
-        self._first = training.comms.rank == 0
+        self._first = comms.rank == 0
         self._newest = newest(slots) if self._first else None
         self.writer = Writer()  # rank 0 alone asks it for something
 
     @classmethod
-    def in_own_memory(cls, training: Training) -> Copies | None:
-        """Copy into memory that rank 0 holds; None where not all ranks can see it, on several machines say."""
-        comms = training.comms
-        held = StateMemory(comms.world_size) if comms.rank == 0 and can_hold() else None
-        told = gather_json(None if held is None else [asdict(slot) for slot in held.slots], comms)[0]
+    def into_memory(cls, comms: Comms, contents: Callable[[], dict[str, Any]]) -> Copies | None:
+        """Copy into memory of the launcher, or of rank 0; None where not all ranks can see it, on several machines say.
+
+        Every rank calls it.
+        """
+        if (held := comms.take_held_states()) is not None:
+            return cls(comms, contents, held.slots, held=held)
+        memory = StateMemory(comms.world_size) if comms.rank == 0 and can_hold() else None
+        told = gather_json(None if memory is None else [asdict(slot) for slot in memory.slots], comms)[0]
         if told is None:
             return None
         slots = [Slot(tuple(slot["parts"]), slot["record"]) for slot in told]
         if not _all_see(Path(slots[0].record), comms):
-            if held is not None:
-                held.close()
+            if memory is not None:
+                memory.close()
             return None
-        return cls(training, slots, held)
+        return cls(comms, contents, slots, memory)
+
+    def if_all_fails(self, folder: Path, keep: int, keep_every: int | None, go_on: str) -> None:
+        """Let the launcher save the newest copy when there is no restart left, and say how to go on.
+
+        Copies that are there already, and belong to another folder, are forgotten.
+        """
+        if self._first and self._held is not None:
+            arguments = {"folder": str(folder.absolute()), "keep": keep, "keep_every": keep_every, "go_on": go_on}
+            before = self._held.arguments
+            if before is not None and before["folder"] != arguments["folder"]:
+                self.forget()
+            self._held.if_all_fails(RESCUE, **arguments)
+
+    def newest_state(self, folder: Path) -> Checkpoint | None:
+        """The newest state in memory, if it is good and the folder has none that is newer; every rank calls it.
+
+        Older copies are forgotten.
+        """
+        number = None
+        if self._first:
+            on_disk = max(checkpoints(folder), default=-1)
+            steps = {one: slot.step for one, slot in enumerate(self._slots) if slot.is_finite}
+            number = max(steps, key=lambda one: steps[one] or 0, default=None)
+            if number is not None and (steps[number] or 0) < on_disk:
+                number = None
+            for other, slot in enumerate(self._slots):
+                if other != number:
+                    slot.clear()
+            self._newest = number
+        told = gather_json(number, self._comms)[0]
+        return None if told is None else open_memory(self._slots[told])
 
     @property
     def outlives_ranks(self) -> bool:
-        """Whether ranks that are started again find the copies; asked on rank 0."""
-        return self._held is None
+        """Whether ranks that are started again find the copies."""
+        return self._held is not None
 
-    def copy(self, *, finite: bool = True) -> None:
-        """Copy the state; a CheckpointError on every rank if that is not possible."""
-        self._newest = self._training.copy(self._slots, self._choose, finite)
+    def copy(self, **about: Any) -> None:
+        """Copy the state; a CheckpointError on every rank if that is not possible.
+
+        `about` is what else `checkpoint.copy` is told.
+        """
+        self._newest = checkpoint.copy(self._slots, self._choose, **self._contents(), **about)
 
     def _choose(self) -> int:
         """The slot that is neither read nor the newest; if that is not to be had, the newest: the other stays whole."""
@@ -86,14 +140,17 @@ class Copies:
         """Let nobody go on from these copies: what is in them is wrong."""
         if self._first:
             self.writer.wait()
+            self._newest = None
             for slot in self._slots:
                 slot.clear()
 
     def close(self) -> None:
-        """Let the writer come to its end, and give back memory that is this process's."""
+        """Let the writer come to its end, and give the memory back."""
         self.writer.close()
         if self._held is not None:
-            self._held.close()
+            self._comms.held_states = self._held  # for whoever copies next
+        if self._memory is not None:
+            self._memory.close()
 
     def give_up(self) -> None:
         """There is too little memory for copies: give back what they took."""

@@ -14,18 +14,15 @@ the whole model, neither to save it nor to load it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from microparallel.comms import Comms
 from microparallel.data_parallel import FullyShardedDataParallel, replicas_are_identical
-from microparallel.data_parallel.layout import Part
-from microparallel.data_parallel.sharded_optimizer import SCALARS
 from microparallel.models.loss import Loss
 from microparallel.train.batch import Batch, ModelWithLoss
-from microparallel.train.checkpoint_reader import Checkpoint, StateReader, StoredTensor, read_whole
+from microparallel.train.layouts import PartsOfModel
 from microparallel.train.metrics import Measurement
 from microparallel.train.training import Training
 
@@ -70,6 +67,7 @@ class FullyShardedTraining(Training):
 
     def __init__(self, sharded: ShardedModelWithLoss, **rest: Any) -> None:
         super().__init__(model=sharded.module, sharded=sharded, **rest)
+        self.held = PartsOfModel(self.comms, sharded, self.optimizer)
         self.sharded = sharded
 
     @property
@@ -91,98 +89,6 @@ class FullyShardedTraining(Training):
     def _measure_nothing(self) -> None:
         self.sharded.sit_out_of_forward()
 
-    # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────
-
     def model_state(self) -> dict[str, torch.Tensor]:
         """The whole model's state on rank 0, to compare it with another's; every rank must call it."""
         return self.sharded.full_state_dict(on=0)
-
-    @property
-    def first_names(self) -> Mapping[str, str]:
-        """For weights with several names, the first of them: a rank may have nothing of one."""
-        first: dict[int, str] = {}
-        return {name: first.setdefault(id(tensor), name) for name, tensor in self._tensors().items()}
-
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        """What the plain model's state has, under all names: shards of parameters, and whole buffers."""
-        state: dict[str, torch.Tensor] = self.model.state_dict(keep_vars=True)
-        return state
-
-    def _parts(self) -> dict[int, Part]:
-        """What this rank has of each parameter, by the identity of its shard."""
-        parts = self.sharded.parameter_parts()
-        return {id(shard): parts[name] for name, shard in self.model.named_parameters()}
-
-    def model_parts(self) -> Mapping[str, torch.Tensor | Part]:
-        """What this rank has of the parameters; of the buffers, rank 0's count."""
-        parts = self._parts()
-        found: dict[str, torch.Tensor | Part] = {}
-        for name, tensor in self._tensors().items():
-            part = parts.get(id(tensor))
-            if part is not None and _is_kept(part):
-                found[name] = part
-            elif part is None and self.comms.rank == 0:
-                found[name] = tensor
-        return found
-
-    def optimizer_parts(self) -> dict[str, Any]:
-        """The state of this rank's optimizer, with a `Part` for each tensor that has a number for each element."""
-        whole = self.optimizer.state_dict()
-        state = {}
-        for index, (shard, part) in enumerate(self._optimized()):
-            if index in whole["state"] and _is_kept(part):
-                state[index] = {
-                    key: Part(value.detach().reshape(-1), part.start, part.shape)
-                    if isinstance(value, torch.Tensor) and value.dim() and value.shape == shard.shape
-                    else value
-                    for key, value in whole["state"][index].items()
-                }
-        return {"state": state, "param_groups": whole["param_groups"]}
-
-    def _optimized(self) -> list[tuple[torch.Tensor, Part]]:
-        """What the optimizer updates, in its order: this rank's part of each parameter, and where that belongs."""
-        parts = self._parts()
-        return [(shard, parts[id(shard)]) for group in self.optimizer.param_groups for shard in group["params"]]
-
-    def _load_states(self, checkpoint: Checkpoint) -> None:
-        self._load_model(checkpoint.stored_model)
-        self._load_optimizer(self._own_part(checkpoint.stored_optimizer))
-
-    def _load_model(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Read this rank's ranges of the parameters, one after another, and all buffers."""
-        tensors, parts = self._tensors(), self._parts()
-        words = [f"it has no {name}" for name in tensors if name not in stored]
-        words += [f"the model has no {name}" for name in stored if name not in tensors]
-        if words:
-            raise ValueError(", ".join(words))
-        for name, tensor in tensors.items():
-            part, there = parts.get(id(tensor)), stored[name]
-            shape = tuple(tensor.shape) if part is None else part.shape
-            if there.shape != shape:
-                raise ValueError(f"{name} has shape {there.shape} there, and {shape} in the model")
-            if part is None:
-                tensor.detach().copy_(there.whole())
-            else:
-                part.tensor.copy_(there.read(part.start, part.stop))
-
-    def _load_optimizer(self, state: dict[str, Any]) -> None:
-        """Read this rank's ranges of the optimizer's state."""
-        reader = StateReader(state["state"])
-        mine = {}
-        for index, (shard, part) in enumerate(self._optimized()):
-            values = {}
-            for key, shape in reader.shapes(index).items():
-                if shape is None:
-                    values[key] = reader(index, key)
-                elif shape == part.shape and key not in SCALARS:
-                    values[key] = reader(index, key, part.start, part.stop).view(shard.shape)
-                else:
-                    values[key] = reader(index, key).view(shape)
-            if values:
-                mine[index] = values
-        self.optimizer.load_state_dict({"state": mine, "param_groups": read_whole(state["param_groups"])})
-
-
-def _is_kept(part: Part) -> bool:
-    """Whether there is anything to save of it: an empty part is nothing, unless the whole is empty."""
-    return bool(part.tensor.numel()) or not math.prod(part.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,6 @@ from microparallel.text import count
 from microparallel.train import checkpoint
 from microparallel.train.agreement import Agreement, Decision
 from microparallel.train.build import build
-from microparallel.train.checkpoint_folder import checkpoints as checkpoint_steps
-from microparallel.train.checkpoint_reader import open_memory
 from microparallel.train.config import TrainConfig, read_config
 from microparallel.train.copies import Copies
 from microparallel.train.logs import Logs
@@ -29,7 +27,6 @@ from microparallel.train.metrics import Validation
 from microparallel.train.progress import Display, display_for
 from microparallel.train.run_folder import AUTO, RunFolder
 from microparallel.train.saving import Saving
-from microparallel.train.state_memory import Slot, newest
 from microparallel.train.stragglers import Slow, Stragglers, columns_of
 from microparallel.train.tracing import Tracing
 from microparallel.train.training import Training
@@ -46,13 +43,12 @@ def train_on_rank(
     config: TrainConfig,
     resume: Path | str | None = None,
     quiet: bool = False,
-    memory: Sequence[Slot] | None = None,
 ) -> dict[str, Any]:
     """Run one rank of a training run, and return its summary (the same on every rank, but for the folder).
 
     Rank 0 writes the run's folder: `config.out`, or the folder that `resume` names. With `resume="auto"` the run in
-    `config.out` goes on if there is one, and otherwise begins. `memory` outlives the ranks: if an earlier attempt has
-    left a state there that is newer than the checkpoints, the run goes on from that.
+    `config.out` goes on if there is one, and otherwise begins. If an earlier attempt of the same launch has left a
+    state in memory that is newer than the checkpoints, the run goes on from that.
     """
     config = config.resolved()
     if comms.world_size < config.world_size:  # not as many processes as before could be started
@@ -69,9 +65,12 @@ def train_on_rank(
         stack.callback(training.close)
         copies = None
         if not config.wait_for_saves:
-            copies = Copies.in_own_memory(training) if memory is None else Copies(training, memory)
+            copies = Copies.into_memory(comms, training.contents)
+        if copies is not None:
+            go_on = f"microparallel train --resume {'RUN' if folder is None else folder.path}"
+            copies.if_all_fails(checkpoints, config.keep, config.keep_every, go_on)
         if goes_on:
-            _go_on_from_latest(training, checkpoints, memory or (), display)
+            _go_on_from_latest(training, checkpoints, copies, display)
             if folder is not None:
                 folder.truncate_metrics(after_step=training.steps_done)
                 folder.write_config(config)  # it may go on with more steps, or other ranks
@@ -332,32 +331,16 @@ def require_same_run(config: TrainConfig, folder: RunFolder) -> None:
             )
 
 
-def _go_on_from_latest(training: Training, checkpoints: Path, memory: Sequence[Slot], display: Display) -> None:
+def _go_on_from_latest(training: Training, checkpoints: Path, copies: Copies | None, display: Display) -> None:
     """Load the newest state that is whole, in memory or on the disk: the same on every rank."""
     warnings: list[str] = []
-    slot = _newer_in_memory(training.comms, checkpoints, memory)
-    if slot is not None:
-        found = open_memory(memory[slot])
-    else:
+    found = None if copies is None else copies.newest_state(checkpoints)
+    if found is None:
         found, warnings = checkpoint.latest(checkpoints, training.comms)
     for warning in warnings:
         display.warn(warning)
     if remark := training.load(found):
         display.note(remark)
-
-
-def _newer_in_memory(comms: Comms, checkpoints: Path, memory: Sequence[Slot]) -> int | None:
-    """The slot with the newest state, if there is none newer on the disk; rank 0 tells. Older copies are cleared."""
-    slot = None
-    if comms.rank == 0 and (slot := newest(memory)) is not None:
-        on_disk = max(checkpoint_steps(checkpoints), default=-1)
-        step = memory[slot].step
-        slot = slot if step is not None and step >= on_disk else None
-        for number, other in enumerate(memory):
-            if number != slot:
-                other.clear()
-    told: int | None = gather_json(slot, comms)[0]
-    return told
 
 
 def _description(training: Training, config: TrainConfig) -> str:

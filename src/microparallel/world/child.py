@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from microparallel.files.state_memory import HeldStates
     from microparallel.world.output import RankOutput
 
 # Seconds for which a rank that has finished keeps its connections open. After that, ranks which still wait for it get
@@ -46,6 +47,7 @@ class Job:
     processes: tuple[int, ...] = ()  # of all ranks of the world
     prefix: bool = False  # "[rank 1] " before each line that the rank prints
     debug: bool = False
+    states: HeldStates | None = None  # memory that outlives the ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +117,11 @@ class _Rank:
         try:
             self._prepare(job)
             comms = _join(job)
+            comms.held_states = job.states
             function, arguments, named_arguments = pickle.loads(job.call)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             result = function(comms, *arguments, **named_arguments)
+            comms.finish()
             comms.flight.finishes()
             report: Finished | Raised = Finished(_dumps_result(cloudpickle, result))
         except KeyboardInterrupt:

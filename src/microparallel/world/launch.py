@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
@@ -25,6 +25,7 @@ import cloudpickle
 import torch.distributed as dist
 
 from microparallel.errors import Interrupted, LaunchError, RankFailed, RanksTimedOut, UsageError
+from microparallel.files.state_memory import StateMemory, can_hold
 from microparallel.observe.diagnosis import diagnose, show_findings
 from microparallel.observe.flight import SHORT_WAIT, new_folder
 from microparallel.observe.flight_file import read
@@ -206,12 +207,23 @@ class Pool:
             debug=debug,
         )
         deadline = None if debug or timeout is None else timeout
-        attempts = Restarts(restarts, on_restart)
+        with _memory_for_states(ranks) as memory:
+            try:
+                job = replace(job, states=None if memory is None else memory.held)
+                return self._attempts(job, deadline, min_ranks or ranks, Restarts(restarts, on_restart))
+            except LaunchError:
+                with contextlib.suppress(Exception):  # what the ranks have failed of matters more
+                    if memory is not None:
+                        memory.all_has_failed()
+                raise
+
+    def _attempts(self, job: Job, deadline: float | None, min_ranks: int, attempts: Restarts) -> list[Any]:
+        """Run a job until it succeeds, or there is to be no other attempt."""
         while True:
             try:
-                self._start(job.world_size, debug)
+                self._start(job.world_size, job.debug)
             except (LaunchError, OSError) as error:
-                if self._lifeline_write < 0 or job.world_size <= (min_ranks or ranks):
+                if self._lifeline_write < 0 or job.world_size <= min_ranks:
                     raise
                 job = replace(job, world_size=job.world_size - 1)
                 attempts.after(LaunchError(f"a process cannot be started ({error})"), None, job.world_size)
@@ -323,6 +335,21 @@ def _open_store() -> tuple[dist.TCPStore, int]:
         master_listen_fd=listener.detach(),
     )
     return store, port
+
+
+@contextlib.contextmanager
+def _memory_for_states(ranks: int) -> Iterator[StateMemory | None]:
+    """Memory in which ranks may leave copies of their states; None where it cannot be had, which is no error."""
+    memory = None
+    if can_hold():
+        with contextlib.suppress(LaunchError, OSError):
+            require_files(_FILES + _FILES_A_RANK * ranks + StateMemory.files(ranks))
+            memory = StateMemory(ranks)
+    try:
+        yield memory
+    finally:
+        if memory is not None:
+            memory.close()
 
 
 def _dumps_call(function: Callable[..., Any], arguments: Sequence[Any], named_arguments: dict[str, Any]) -> bytes:

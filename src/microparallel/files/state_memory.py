@@ -7,6 +7,7 @@ launcher, or rank 0      holds two slots, each with a file in memory for every r
 ranks                    copy their parts into a slot; rank 0 writes the record when all parts are there
 the writer               a process that brings a slot to the disk (checkpoint_writer.py)
 ranks started again      read the slot whose record is newest
+the launcher             if ranks are not started again: calls what they have left a word about (`if_all_fails`)
 ```
 
 A slot has the files of a checkpoint under other names, and a record is its `state.json`: whatever reads a checkpoint on
@@ -16,6 +17,7 @@ them has ended, however it ended.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -58,6 +60,12 @@ class Slot:
         return None if record is None else int(record["step"])
 
     @property
+    def is_finite(self) -> bool:
+        """Whether it is whole, and nobody has found weights in it that are not finite."""
+        record = self.read_record()
+        return record is not None and record["finite"] is not False
+
+    @property
     def bytes(self) -> int:
         """The memory that it takes."""
         return sum(Path(path).stat().st_size for path in (*self.parts, self.record))
@@ -72,16 +80,54 @@ class Slot:
             os.truncate(path, 0)
 
 
+@dataclass(frozen=True)
+class HeldStates:
+    """What a launcher hands to its ranks: memory that outlives them.
+
+    Attributes:
+        slots: for their states.
+        word: a file for what the launcher shall call if the ranks fail for good.
+    """
+
+    slots: tuple[Slot, ...]
+    word: str
+
+    def if_all_fails(self, function: str, **arguments: Any) -> None:
+        """Let the launcher call `module:function(slots, **arguments)` then; the arguments are such as JSON holds."""
+        Path(self.word).write_text(json.dumps([function, arguments]))
+
+    @property
+    def arguments(self) -> dict[str, Any] | None:
+        """Those of the call that was asked for last; None if none was."""
+        text = Path(self.word).read_bytes()
+        return json.loads(text)[1] if text else None
+
+
 class StateMemory:
     """Memory for the states of so many ranks, held by this process; it is empty until they copy something into it.
 
     Attributes:
-        slots: to be handed to the ranks.
+        slots: for the states.
+        held: to be handed to the ranks.
     """
 
     def __init__(self, ranks: int) -> None:
         self._files: list[int] = []
         self.slots = [Slot(tuple(self._new() for _ in range(ranks)), self._new()) for _ in range(_SLOTS)]
+        self.held = HeldStates(tuple(self.slots), self._new())
+
+    @staticmethod
+    def files(ranks: int) -> int:
+        """How many files this process opens for it."""
+        return _SLOTS * (ranks + 1) + 1
+
+    def all_has_failed(self) -> None:
+        """Call what the ranks have left a word about, if they have."""
+        text = Path(self.held.word).read_bytes()
+        if text:
+            name, arguments = json.loads(text)
+            module, _, function = name.partition(":")
+            getattr(importlib.import_module(module), function)(self.slots, **arguments)
 
     def _new(self) -> str:
         self._files.append(os.memfd_create("microparallel state"))
