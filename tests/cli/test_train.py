@@ -333,7 +333,8 @@ class Model(torch.nn.Module):
 
     def forward(self, inputs):
         self.calls += self.training
-        time.sleep(0.02)  # a larger model
+        if not Path("died").exists():
+            time.sleep(0.1)  # a larger model: so there is time for copies, whatever else the machine does
         if os.environ.get("RANK") == "1" and self.calls == 40 and not Path("died").exists():
             Path("died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
