@@ -220,7 +220,7 @@
       `${significant(failures)} failures, and takes ${part(lost)} longer.`;
     const warning = " T* is not small beside M: in truth it is more.";
     return {
-      bars, numbers: { mean, best, lost, failures },
+      bars, numbers: { mean, best, lost, failures }, namesOnly: true,
       verdict: { good: valid, text: valid ? text : text + warning },
     };
   }

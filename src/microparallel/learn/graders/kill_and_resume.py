@@ -23,7 +23,7 @@ from microparallel.text import count
 _STEPS, _SAVE_EVERY, _NEVER = 60, 4, 10**6
 _TEMPLATE = 3 * _SAVE_EVERY  # the step whose save shows what a save does: there are older checkpoints then
 _MOST_OPERATIONS = 10  # of a rank's save, before each of which it is killed
-_SECONDS = 6.0  # for an attempt
+_SECONDS = 15.0  # for an attempt, which needs a tenth of one
 _BETWEEN_SAVES = (Kill(0, "draw", 2), Kill(0, "draw", 7), Kill(1, "backward", 7), Kill(0, "report", 7))
 _REMOVALS = ("os.remove", "os.rmdir")
 _TRUE = f"as in the undisturbed run of {count(_STEPS, 'step')}"
