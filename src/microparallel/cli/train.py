@@ -168,7 +168,12 @@ def _run(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[st
         )
     if under_an_agent or (config.ranks == 1 and not config.restarts):
         with connect(config.transport, device=config.device, timeout=config.timeout or DEFAULT_TIMEOUT) as comms:
-            summary = _in_this_process(train_on_rank, comms, config, resume, quiet)
+            try:
+                summary = _in_this_process(train_on_rank, comms, config, resume, quiet)
+            except KeyboardInterrupt:
+                if not under_an_agent:
+                    _say_what_is_lost(_folder_of(config, resume) if resume or config.out else None)
+                raise
             return summary if comms.rank == 0 else None
     if not quiet:
         print(f"starting {count(config.ranks, 'rank')} …", file=sys.stderr)
@@ -187,7 +192,7 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
         config = replace(config, out=config.out or str(RunFolder.default_path(config, datetime.now())))
         if config.restarts:  # each attempt is told the same, and finds in this folder what there is to go on from
             resume = AUTO
-    run = Path(config.out) if resume in (None, AUTO) and config.out else Path(resume or "")
+    run = _folder_of(config, resume)
     options: dict[str, Any] = {"transport": config.transport, "device": config.device, "call_timeout": config.timeout}
     options |= {"restarts": config.restarts, "min_ranks": config.min_ranks}
     with ExitStack() as stack:
@@ -202,45 +207,55 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
         except Interrupted as interrupt:
             results = interrupt.results
         except LaunchError:
-            if slots is not None:
-                _save_what_is_in_memory(slots, run / "checkpoints", config)
+            _save_what_is_in_memory(slots, run, config)
             RunFolder.clear_if_nothing_happened(run)  # rank 0 may have been ended before it could do so
             raise
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            _save_what_is_in_memory(slots, run, config)
+            if isinstance(interrupt.__cause__, LaunchError):  # the first Ctrl-C, and a rank could not save
+                raise interrupt.__cause__ from None
             _say_what_is_lost(run)
             raise
     first: dict[str, Any] = results[0]
     return first
 
 
-def _save_what_is_in_memory(slots: Sequence[Slot], folder: Path, config: TrainConfig) -> None:
+def _folder_of(config: TrainConfig, resume: Path | str | None) -> Path:
+    return Path(config.out) if resume in (None, AUTO) and config.out else Path(resume or "")
+
+
+def _save_what_is_in_memory(slots: Sequence[Slot] | None, run: Path, config: TrainConfig) -> None:
     """After a failure from which there is no restart: bring the newest state to the disk, if it is good."""
     from microparallel.train.checkpoint_reader import open_memory
     from microparallel.train.guard import not_finite
 
-    number = newest(slots)
-    step = None if number is None else slots[number].step
-    if number is None or step is None or step <= max(checkpoints(folder), default=-1):
+    number = newest(slots or ())
+    if slots is None or number is None:
+        return
+    step, folder = slots[number].step, run / "checkpoints"
+    if not step or step <= max(checkpoints(folder), default=0):
         return
     try:
         found = open_memory(slots[number])
         if not_finite((name, stored.whole()) for name, stored in found.stored_model.items()):
             return
-        write_from_memory(slots[number], folder, config.keep, config.keep_every)
-    except CheckpointError as error:
+        with RunFolder.take_up(run, config.resolved().with_shares()):  # another process may be going on with it
+            write_from_memory(slots[number], folder, config.keep, config.keep_every)
+    except (CheckpointError, ConfigError) as error:
         print(f"step {step} is in memory, and could not be saved: {error}", file=sys.stderr)
         return
-    print(
-        f"step {step}, which was in memory, is saved; go on with: microparallel train --resume {folder.parent}",
-        file=sys.stderr,
-    )
+    go_on = f"go on with: microparallel train --resume {run}"
+    print(f"step {step}, which was in memory, is saved; {go_on}", file=sys.stderr)
 
 
-def _say_what_is_lost(run: Path) -> None:
+def _say_what_is_lost(run: Path | None) -> None:
     """After a second Ctrl-C, which has ended the ranks at once: what was done, and what is saved of it."""
-    steps = checkpoints(run / "checkpoints")
-    kept = f"what was done after step {max(steps)}" if steps else "everything"
-    print(f"ended at once; {kept} is lost; go on with: microparallel train --resume {run}", file=sys.stderr)
+    if run is None:  # the process that was ended had chosen its name
+        print("ended at once; what was done after the last save is lost", file=sys.stderr)
+    elif (run / "config.toml").exists():  # otherwise it had not begun
+        steps = checkpoints(run / "checkpoints")
+        kept = f"what was done after step {max(steps)}" if steps else "everything"
+        print(f"ended at once; {kept} is lost; go on with: microparallel train --resume {run}", file=sys.stderr)
 
 
 def _in_this_process(train_on_rank: Callable[..., Any], comms: Comms, *arguments: Any) -> dict[str, Any]:

@@ -31,21 +31,27 @@ class Copies:
         training: what is copied.
         slots: where to.
         held: the memory, if this process holds it; otherwise it outlives this rank.
+        writer: of the checkpoints; rank 0 alone asks it for something.
     """
 
-    def __init__(self, training: Training, slots: Sequence[Slot], held: StateMemory | None = None) -> None:
+    def __init__(
+        self, training: Training, slots: Sequence[Slot], held: StateMemory | None = None, writer: Writer | None = None
+    ) -> None:
         self._training = training
         self._slots = slots
         self._held = held
         self._first = training.comms.rank == 0
         self._newest = newest(slots) if self._first else None
-        self.writer = Writer()  # rank 0 alone asks it for something
+        self.writer = writer or Writer()
 
     @classmethod
-    def in_own_memory(cls, training: Training) -> Copies | None:
-        """Copy into memory that rank 0 holds; None where not all ranks can see it, on several machines say."""
+    def in_own_memory(cls, training: Training, writer: Writer | None = None) -> Copies | None:
+        """Copy into memory that rank 0 holds; None where not all ranks can see it, on several machines say.
+
+        One slot is enough: nobody goes on from it, so it is overwritten when the writer has done with it.
+        """
         comms = training.comms
-        held = StateMemory(comms.world_size) if comms.rank == 0 and can_hold() else None
+        held = StateMemory(comms.world_size, slots=1) if comms.rank == 0 and can_hold() else None
         told = gather_json(None if held is None else [asdict(slot) for slot in held.slots], comms)[0]
         if told is None:
             return None
@@ -54,7 +60,7 @@ class Copies:
             if held is not None:
                 held.close()
             return None
-        return cls(training, slots, held)
+        return cls(training, slots, held, writer)
 
     @property
     def outlives_ranks(self) -> bool:
@@ -63,6 +69,8 @@ class Copies:
 
     def copy(self, *, finite: bool = True) -> None:
         """Copy the state; a CheckpointError on every rank if that is not possible."""
+        if self._held is not None:
+            self.writer.wait()  # it reads the only slot
         self._newest = self._training.copy(self._slots, self._choose, finite)
 
     def _choose(self) -> int:
@@ -89,8 +97,10 @@ class Copies:
             for slot in self._slots:
                 slot.clear()
 
-    def close(self) -> None:
-        """Let the writer come to its end, and give back memory that is this process's."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Let the writer come to its end, or end it, and give back memory that is this process's."""
+        if at_once:
+            self.writer.end_at_once()
         self.writer.close()
         if self._held is not None:
             self._held.close()
@@ -112,7 +122,8 @@ def _all_see(file: Path, comms: Comms) -> bool:
         file.write_text(word)
     gather_json(None, comms)
     try:
-        sees = file.read_text() == word
+        # On another machine, or in another container, this may be anything that a process has open: a pipe, say.
+        sees = file.is_file() and file.read_text() == word
     except (OSError, ValueError):
         sees = False
     everybody = all(gather_json(sees, comms))

@@ -22,6 +22,7 @@ from microparallel.train.agreement import Agreement, Decision
 from microparallel.train.build import build
 from microparallel.train.checkpoint_folder import checkpoints as checkpoint_steps
 from microparallel.train.checkpoint_reader import open_memory
+from microparallel.train.checkpoint_writer import Writer
 from microparallel.train.config import TrainConfig, read_config
 from microparallel.train.copies import Copies
 from microparallel.train.logs import Logs
@@ -32,6 +33,7 @@ from microparallel.train.saving import Saving
 from microparallel.train.state_memory import Slot, newest
 from microparallel.train.tracing import Tracing
 from microparallel.train.training import Training
+from microparallel.world.connect import DEFAULT_TIMEOUT
 
 _IN_PARTS = {
     "optimizer": "optimizer",
@@ -59,16 +61,22 @@ def train_on_rank(
     config = config.with_shares()
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(contextlib.closing(display_for(comms.rank, quiet)))
-        folder = _on_first(comms, lambda: stack.enter_context(_open(config, resume)))
+        in_memory = memory is not None and newest(memory) is not None
+        folder = _on_first(comms, lambda: stack.enter_context(_open(config, resume, in_memory)))
         if folder is not None:
             stack.callback(folder.remove_if_nothing_happened)
             stack.push(folder.point_to_flight(comms.flight.folder))
-        checkpoints, goes_on = _told_by_first(comms, folder, resume)
+        checkpoints, goes_on = _told_by_first(comms, folder, resume, in_memory)
         training = build(config, comms)
         stack.callback(training.close)
         copies = None
         if not config.wait_for_saves:
-            copies = Copies.in_own_memory(training) if memory is None else Copies(training, memory)
+            # Others wait for rank 0 while it waits for the writer: it gives up first.
+            writer = Writer((config.timeout or DEFAULT_TIMEOUT) / 2, display.warn)
+            if memory is None:
+                copies = Copies.in_own_memory(training, writer)
+            else:
+                copies = Copies(training, memory, writer=writer)
         if goes_on:
             _go_on_from_latest(training, checkpoints, memory or (), display)
             if folder is not None:
@@ -77,18 +85,20 @@ def train_on_rank(
         logs = None
         if folder is not None:
             logs = stack.enter_context(contextlib.closing(Logs(folder.path, config, training.steps_done, display.note)))
-        saving = stack.enter_context(contextlib.closing(Saving(training, config, checkpoints, display, copies)))
+        saving = stack.enter_context(Saving(training, config, checkpoints, display, copies))
         return _Run(training, config, folder, saving, display, logs).to_the_end()
 
 
-def _open(config: TrainConfig, resume: Path | str | None) -> RunFolder:
-    """The folder of a new run, or of the one that goes on; locked."""
+def _open(config: TrainConfig, resume: Path | str | None, in_memory: bool) -> RunFolder:
+    """The folder of a new run, or of the one that goes on; locked. A state in memory is of the run that goes on."""
     if resume is None:
         return RunFolder.create(config.out, config)
     if resume != AUTO:
         folder = RunFolder.open(resume)
         folder.take()
         return folder
+    if config.out is not None and in_memory:
+        return RunFolder.take_up(config.out, config)
     if config.out is None or not (Path(config.out) / "config.toml").exists():
         return RunFolder.create(config.out, config)
     folder = RunFolder.open(config.out)
@@ -110,11 +120,14 @@ def _on_first(comms: Comms, action: Callable[[], RunFolder]) -> RunFolder | None
     return folder
 
 
-def _told_by_first(comms: Comms, folder: RunFolder | None, resume: Path | str | None) -> tuple[Path, bool]:
+def _told_by_first(
+    comms: Comms, folder: RunFolder | None, resume: Path | str | None, in_memory: bool
+) -> tuple[Path, bool]:
     """Where all ranks write checkpoints, and whether they go on from one: rank 0 tells, which has the run's folder."""
     mine = None
     if folder is not None:
-        begins = resume is None or (resume == AUTO and not any(folder.checkpoints.glob("step-*")))
+        nothing = not in_memory and not any(folder.checkpoints.glob("step-*"))
+        begins = resume is None or (resume == AUTO and nothing)
         mine = [str(folder.checkpoints.absolute()), not begins]
     told, goes_on = gather_json(mine, comms)[0]
     return Path(told) if folder is None else folder.checkpoints, goes_on

@@ -79,9 +79,13 @@ class StateMemory:
         slots: to be handed to the ranks.
     """
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, ranks: int, slots: int = _SLOTS) -> None:
         self._files: list[int] = []
-        self.slots = [Slot(tuple(self._new() for _ in range(ranks)), self._new()) for _ in range(_SLOTS)]
+        try:
+            self.slots = [Slot(tuple(self._new() for _ in range(ranks)), self._new()) for _ in range(slots)]
+        except OSError:
+            self.close()
+            raise
 
     def _new(self) -> str:
         self._files.append(os.memfd_create("microparallel state"))
