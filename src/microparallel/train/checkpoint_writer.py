@@ -97,16 +97,16 @@ class Writer:
     """Rank 0's side: hands states over, one at a time, and hears what became of them.
 
     Args:
-        patience: seconds for which it may be silent while it has something to do; then it is ended.
         tell: told, in words, that it is silent.
 
     Attributes:
+        patience: seconds for which the process may be silent while it has something to do; then it is ended.
         processor_seconds: that the last save took of a core.
         processor_total: that all saves have taken.
     """
 
     def __init__(self, patience: float = 900.0, tell: Callable[[str], None] = lambda _: None) -> None:
-        self._patience = patience
+        self.patience = patience
         self._tell = tell
         self._heard_at = 0.0  # when it last gave a sign of life, or was asked while it had nothing to do
         self._said = False  # that it is silent
@@ -154,7 +154,7 @@ class Writer:
     def wait(self) -> None:
         """Wait until all is written, or the process was ended because it was silent."""
         while self._waiting_for:
-            self._hear(min(1.0, self._patience))
+            self._hear(min(1.0, self.patience))
 
     def close(self) -> None:
         """Wait until all is written, and end the process."""
@@ -206,7 +206,7 @@ class Writer:
 
     def _look_how_long_it_is_silent(self) -> None:
         silent = time.monotonic() - self._heard_at
-        if silent >= self._patience:
+        if silent >= self.patience:
             if self._process is not None:
                 self._process.kill()
             self._gone(f"after {show_seconds(silent)} of silence: was it stopped, or does the disk hang?")
@@ -214,7 +214,7 @@ class Writer:
             self._said = True
             self._tell(
                 f"process {self.pid}, which writes checkpoints, is silent since {show_seconds(silent)}; "
-                f"after {show_seconds(self._patience)} it is ended, and the next save starts another"
+                f"after {show_seconds(self.patience)} it is ended, and the next save starts another"
             )
 
     def _gone(self, how: str) -> None:
