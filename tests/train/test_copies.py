@@ -83,6 +83,19 @@ def test_memory_is_gone_with_its_holder():
     assert not Path(path).exists()
 
 
+def test_where_no_slot_is_free_nothing_is_copied(memory):
+    copy_one_rank(memory, 0, 1, 5)
+    assert copy_one_rank(memory, None, 2, 5)[0] is None
+    assert [slot.step for slot in memory.slots] == [1, None]
+
+
+def test_memory_that_is_gone_is_an_error_in_one_line():
+    with StateMemory(1) as held:
+        pass
+    with pytest.raises(CheckpointError, match="rank 0 cannot copy its state into memory: No such file or directory"):
+        copy_one_rank(held, 0, 1, 5)
+
+
 def test_no_room_is_an_error_that_names_the_bytes(memory, monkeypatch):
     monkeypatch.setattr(checkpoint, "available_memory", lambda: 100)
     with pytest.raises(CheckpointError, match=r"takes 100,0\d\d bytes, and 50 are to be had"):

@@ -199,8 +199,10 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
         quick = None
         if config.restarts and can_fork():  # ranks that are there at once
             quick = stack.enter_context(ForkServer([*NEEDED, "microparallel.train.loop"]))
-        held = stack.enter_context(StateMemory(config.ranks)) if can_hold() and not config.wait_for_saves else None
-        slots = None if held is None else held.slots
+        slots = None
+        if can_hold() and not config.wait_for_saves:
+            # One will do where a state that was cut off sends nobody back to the disk.
+            slots = stack.enter_context(StateMemory(config.ranks, slots=2 if config.restarts else 1)).slots
         pool = stack.enter_context(Pool(quick))
         try:
             results = pool.run(train_on_rank, config.ranks, config, resume, quiet, slots, **options)

@@ -6,6 +6,8 @@ step 41   copy ─▶ slot 1                            a copy: what a run that 
 step 42   copy ─▶ slot 1                            slot 0 is still being read by the writer
 step 43   copy ─▶ slot 0                            slot 1 has the newest
 ```
+
+Where ranks are not started again there is one slot, and no copy while the writer reads it.
 """
 
 from __future__ import annotations
@@ -46,10 +48,7 @@ class Copies:
 
     @classmethod
     def in_own_memory(cls, training: Training, writer: Writer | None = None) -> Copies | None:
-        """Copy into memory that rank 0 holds; None where not all ranks can see it, on several machines say.
-
-        One slot is enough: nobody goes on from it, so it is overwritten when the writer has done with it.
-        """
+        """Copy into memory that rank 0 holds; None where not all ranks can see it, on several machines say."""
         comms = training.comms
         held = StateMemory(comms.world_size, slots=1) if comms.rank == 0 and can_hold() else None
         told = gather_json(None if held is None else [asdict(slot) for slot in held.slots], comms)[0]
@@ -68,15 +67,14 @@ class Copies:
         return self._held is None
 
     def copy(self, *, finite: bool = True) -> None:
-        """Copy the state; a CheckpointError on every rank if that is not possible."""
-        if self._held is not None:
-            self.writer.wait()  # it reads the only slot
-        self._newest = self._training.copy(self._slots, self._choose, finite)
+        """Copy the state, unless the writer reads the only slot; without room, a CheckpointError on every rank."""
+        number = self._training.copy(self._slots, self._choose, finite)
+        self._newest = self._newest if number is None else number
 
-    def _choose(self) -> int:
-        """The slot that is neither read nor the newest; if that is not to be had, the newest: the other stays whole."""
+    def _choose(self) -> int | None:
+        """The slot that is neither read nor the newest; else the newest, as the other stays whole; else none."""
         numbers = [number for number in range(len(self._slots)) if number != self.writer.reading]
-        return next((number for number in numbers if number != self._newest), numbers[0])
+        return next((number for number in numbers if number != self._newest), numbers[0] if numbers else None)
 
     def write(self, folder: Path, keep: int, keep_every: int | None) -> None:
         """Let the newest copy be written to the disk."""

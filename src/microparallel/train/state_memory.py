@@ -26,8 +26,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-_SLOTS = 2  # while one is overwritten, the other is whole
-
 
 @dataclass(frozen=True)
 class Slot:
@@ -75,11 +73,13 @@ class Slot:
 class StateMemory:
     """Memory for the states of so many ranks, held by this process; it is empty until they copy something into it.
 
+    With two slots one is whole while the other is overwritten.
+
     Attributes:
         slots: to be handed to the ranks.
     """
 
-    def __init__(self, ranks: int, slots: int = _SLOTS) -> None:
+    def __init__(self, ranks: int, slots: int = 2) -> None:
         self._files: list[int] = []
         try:
             self.slots = [Slot(tuple(self._new() for _ in range(ranks)), self._new()) for _ in range(slots)]

@@ -302,7 +302,7 @@ class Training:
         """
         checkpoint.save(folder, **self._contents(), **keeping)
 
-    def copy(self, slots: Sequence[Slot], choose: Callable[[], int], finite: bool = True) -> int:
+    def copy(self, slots: Sequence[Slot], choose: Callable[[], int | None], finite: bool = True) -> int | None:
         """Copy into memory what `save` would write (see `checkpoint.copy`); every rank must call it."""
         return checkpoint.copy(slots, choose, **self._contents(), finite=finite)
 
