@@ -11,7 +11,7 @@ seconds between failures, a run loses C/T + T/(2M) of its time, which is least a
 is that, but at least so long that saving takes 2 % of the time at the most.
 
 The steps wait for a copy in memory alone, and a process of its own writes (`copies.py`), as long as there is memory for
-two copies and all ranks are on one machine. Where a launcher holds that memory there are copies between the saves, too,
+copies and all ranks are on one machine. Where a launcher holds that memory there are copies between the saves, too,
 as many as take 5 % of the time (1 % in a run that is not started again): after a failure, ranks that are started again
 go on from the newest.
 """
