@@ -1,21 +1,31 @@
 """Copies of a run's state in memory: what they hold, who goes on from them, and the process that writes them."""
 
 import contextlib
+import json
 import os
 import select
+import shutil
 import signal
+import subprocess
+import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-from tests.train.test_surviving import configuration, saved, trains_while
+from tests.train.test_surviving import configuration, losses, saved, trains_while
 
 from microparallel.errors import CheckpointError, RankFailed
 from microparallel.files.state_memory import StateMemory, newest
-from microparallel.train import checkpoint
+from microparallel.train import checkpoint, checkpoint_writer
+from microparallel.train.checkpoint_folder import best_of
 from microparallel.train.checkpoint_reader import open_memory
 from microparallel.train.checkpoint_writer import Writer, write_from_memory
+from microparallel.train.config import read_config
+from microparallel.train.copies import Copies, _all_see
 from microparallel.train.loop import train_on_rank as train
+from microparallel.train.rescue import save_what_is_in_memory
+from microparallel.train.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -72,6 +82,19 @@ def test_memory_is_gone_with_its_holder():
     assert not Path(path).exists()
 
 
+def test_where_no_slot_is_free_nothing_is_copied(memory):
+    copy_one_rank(memory, 0, 1, 5)
+    assert copy_one_rank(memory, None, 2, 5)[0] is None
+    assert [slot.step for slot in memory.slots] == [1, None]
+
+
+def test_memory_that_is_gone_is_an_error_in_one_line():
+    with StateMemory(1) as held:
+        pass
+    with pytest.raises(CheckpointError, match="rank 0 cannot copy its state into memory: No such file or directory"):
+        copy_one_rank(held, 0, 1, 5)
+
+
 def test_no_room_is_an_error_that_names_the_bytes(memory, monkeypatch):
     monkeypatch.setattr(checkpoint, "available_memory", lambda: 100)
     with pytest.raises(CheckpointError, match=r"takes 100,0\d\d bytes, and 50 are to be had"):
@@ -114,6 +137,74 @@ def test_a_killed_writer_is_followed_by_another(writer, memory, tmp_path):
     assert checkpoint.load(tmp_path / "step-00000001").step == 1
 
 
+def test_a_writer_that_hangs_is_given_up(writer, memory, tmp_path):
+    """It was stopped, or its disk gives no answer: the save has failed, and the next one has another process."""
+    copy_one_rank(memory, 0, 1, 5)
+    writer.save(0, memory.slots[0], tmp_path, 3, None)
+    writer.wait()
+    first = writer.pid
+    os.kill(first, signal.SIGSTOP)
+    writer.patience, before = 0.1, writer.patience
+    writer.save(0, memory.slots[0], tmp_path, 3, None)
+    writer.wait()
+    assert "of silence: was it stopped, or does the disk hang?" in writer.take_failure()
+    with pytest.raises(ProcessLookupError):
+        os.kill(first, 0)
+    writer.patience = before
+    writer.save(0, memory.slots[0], tmp_path, 3, None)
+    writer.wait()
+    assert writer.take_failure() is None and writer.pid != first
+
+
+def test_a_writer_that_hangs_is_said(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "_SAY_SILENT_AFTER", 0.0)
+    said = []
+    with contextlib.closing(Writer(tell=said.append)) as writer:
+        copy_one_rank(memory, 0, 1, 5)
+        writer.save(0, memory.slots[0], tmp_path, 3, None)
+        os.kill(writer.pid, signal.SIGSTOP)
+        for _ in range(3):
+            assert writer.reading == 0
+        [line] = said  # once
+        assert line.startswith(f"process {writer.pid}, which writes checkpoints, is silent since")
+        os.kill(writer.pid, signal.SIGCONT)
+        writer.wait()
+        assert writer.take_failure() is None
+
+
+def test_a_writer_that_was_stopped_with_nothing_to_do_is_ended(memory, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_writer, "_SECONDS_TO_END", 0.1)
+    copy_one_rank(memory, 0, 1, 5)
+    with contextlib.closing(Writer()) as writer:
+        writer.save(0, memory.slots[0], tmp_path, 3, None)
+        writer.wait()
+        pid = writer.pid
+        os.kill(pid, signal.SIGSTOP)
+    with contextlib.suppress(ProcessLookupError):
+        ended = os.pidfd_open(pid)
+        assert select.select([ended], [], [], 10)[0]
+        os.close(ended)
+
+
+def test_a_best_that_could_not_be_saved_is_not_the_best(writer, tmp_path):
+    told = []
+    writer.keep_best(tmp_path / "step-00000001", 0.5, 3, None, lambda: told.append("no"))
+    writer.wait()
+    assert told == ["no"] and best_of(tmp_path)[0] is None
+
+
+def test_signs_of_life_come_each_second(monkeypatch):
+    printed = []
+    monkeypatch.setattr("builtins.print", lambda text, flush: printed.append(json.loads(text)))
+    signs = checkpoint_writer._Signs()
+    signs()
+    assert printed == []
+    signs._last -= 2 * checkpoint_writer._SECONDS_BETWEEN_SIGNS
+    signs()
+    signs()
+    assert printed == [{}]
+
+
 def test_the_writer_ends_with_its_rank(memory, tmp_path, pool):
     """Also when the rank is killed, and a process that it has forked holds the pipe open."""
     with pytest.raises(RankFailed, match="SIGKILL"):
@@ -154,6 +245,81 @@ def test_a_run_goes_on_when_its_writer_is_killed(pool, tmp_path):
     assert saved(tmp_path / "run")[-3:] == ["step-00000004", "step-00000005", "step-00000006"]
     for name in saved(tmp_path / "run"):
         checkpoint.load(tmp_path / "run" / "checkpoints" / name)
+
+
+def looks_into_a_pipe(comms):
+    """Rank 1 is on another machine, where a process of that number has something else open."""
+    with StateMemory(1) as held:
+        read, write = os.pipe()
+        path = Path(f"/proc/{os.getpid()}/fd/{read}") if comms.rank else Path(held.slots[0].record)
+        sees = _all_see(path, comms)
+        os.close(read)
+        os.close(write)
+    return sees
+
+
+def test_ranks_that_do_not_see_the_memory_notice(pool):
+    assert pool.run(looks_into_a_pipe, 2, timeout=30) == [False, False]
+
+
+def memory_of_two_copies(comms, slots):
+    def contents():
+        return {"step": 1, "model": {"w": torch.zeros(50_000)}, "optimizer_state": {}, "state": {}, "comms": comms}
+
+    comms.take_held_states()
+    with contextlib.closing(Copies.into_memory(comms, contents, slots=slots)) as copies:
+        copies.copy()
+        copies.copy()
+        return sum(slot.bytes for slot in copies._slots) // 200_000
+
+
+def test_where_nobody_goes_on_from_memory_one_slot_is_enough(pool):
+    assert pool.run(memory_of_two_copies, 2, 1, timeout=30) == [1, 1]
+    assert pool.run(memory_of_two_copies, 2, 2, timeout=30) == [2, 2]
+
+
+def trains_with(comms, held, *arguments):
+    comms.held_states = held
+    return train(comms, *arguments)
+
+
+def test_a_run_whose_folder_was_removed_goes_on_from_memory(memory, pool, tmp_path):
+    whole, broken = (configuration(tmp_path / name, schedule_lr="constant") for name in ("whole", "broken"))
+    pool.run(train, 2, whole, None, True, timeout=50)
+    pool.run(trains_with, 2, memory.held, replace(broken, steps=4), None, True, timeout=50)
+    shutil.rmtree(broken.out)
+    (tmp_path / "broken" / "checkpoints").mkdir(parents=True)  # the writer has made it again
+    pool.run(trains_with, 2, memory.held, broken, "auto", True, timeout=50)
+    assert losses(broken.out) == losses(whole.out)[4:]
+    one, other = (checkpoint.latest(Path(run.out) / "checkpoints")[0] for run in (whole, broken))
+    assert all(torch.equal(one.model[name], other.model[name]) for name in one.model)
+
+
+def saves_what_is_in_memory(memory, run):
+    folder, settings = str(run / "checkpoints"), asdict(configuration(run).resolved())
+    save_what_is_in_memory(memory.slots, folder=folder, keep=3, keep_every=None, go_on="…", run=settings)
+
+
+def test_what_is_in_memory_is_saved_into_a_folder_that_was_removed(memory, tmp_path, capsys):
+    copy_one_rank(memory, 0, 7, 5)
+    saves_what_is_in_memory(memory, tmp_path / "run")
+    assert "step 7, which was in memory, is saved; go on with" in capsys.readouterr().err
+    assert read_config(RunFolder.open(tmp_path / "run").config_file)["dim"] == 16
+    assert checkpoint.latest(tmp_path / "run" / "checkpoints")[0].step == 7
+    assert not (tmp_path / "run" / "lock").exists()
+
+
+def test_what_is_in_memory_is_not_saved_over_a_run_that_goes_on_elsewhere(memory, tmp_path, capsys):
+    copy_one_rank(memory, 0, 7, 5)
+    being_written = tmp_path / "run" / "checkpoints" / ".step-00000003-writing"
+    being_written.mkdir(parents=True)
+    lock = "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True)"
+    command = [sys.executable, "-c", f"{lock}; sys.stdin.read()", str(tmp_path / "run" / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        saves_what_is_in_memory(memory, tmp_path / "run")
+    assert "step 7 is in memory, and could not be saved" in capsys.readouterr().err
+    assert being_written.exists() and saved(tmp_path / "run") == []
 
 
 def trains_without_room(comms, config):

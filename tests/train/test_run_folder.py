@@ -129,6 +129,21 @@ def test_truncating_drops_rubbish_and_keeps_records_without_a_step(tmp_path: Pat
     assert records(run) == [{"event": "start"}, {"step": 3}]
 
 
+def test_a_run_goes_on_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that will be written again are cut off, and a configuration that is the same is not written."""
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with RunFolder.create(tmp_path / "run", CONFIG) as run:
+        for step in (1, 2, 3):
+            run.append_metrics({"step": step})
+        monkeypatch.setattr(run_folder, "write_atomically", full)
+        run.truncate_metrics(2)
+        run.write_config(CONFIG)
+    assert records(run) == [{"step": 1}, {"step": 2}]
+
+
 def test_the_summary_is_replaced_whole(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     run.write_summary({"accuracy": 0.5})

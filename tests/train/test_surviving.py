@@ -61,6 +61,51 @@ def test_the_interval_is_said_again_only_when_it_has_changed_much():
     assert len(said) == 2 and "a save costs C = 506 ms" in said[1]
 
 
+class BusyWriter:
+    """Copies whose writer does what the test says."""
+
+    def __init__(self):
+        self.writer = self
+        self.reading, self.failure = 0, None
+
+    def finished(self):
+        return self.reading is None
+
+    def take_failure(self):
+        failure, self.failure = self.failure, None
+        return failure
+
+    def settle(self):
+        assert self.finished()
+
+
+@pytest.fixture
+def saving_in_the_background():
+    copies = BusyWriter()
+    display = SimpleNamespace(note=lambda _: None, warn=lambda _: None)
+    training = SimpleNamespace(steps_done=0, comms=None)
+    saving = Saving(training, configuration("run"), Path("checkpoints"), display, copies)
+    saving._on_its_way = True  # to the writer
+    return saving, copies
+
+
+def test_steps_do_not_wait_for_a_writer_that_is_busy(saving_in_the_background):
+    saving, copies = saving_in_the_background
+    saving._next = 0.0  # long ago
+    assert not saving.due()
+    copies.reading = None
+    assert saving.due()
+
+
+def test_a_failure_that_was_heard_of_before_the_end_is_one_at_the_end(saving_in_the_background):
+    """The writer could not write the last step, and rank 0 learnt that when it looked whether to save."""
+    saving, copies = saving_in_the_background
+    copies.reading, copies.failure = None, "the disk is full"
+    saving.due()
+    with pytest.raises(mp.errors.CheckpointError, match="the disk is full"):
+        saving._settle()
+
+
 def saves_by_the_clock(comms, config):
     """Train with a clock on which every look takes a second."""
     from microparallel.train import saving
@@ -82,7 +127,7 @@ def saves_by_the_clock(comms, config):
 
 def test_a_run_saves_by_default(pool, tmp_path):
     """Before the first step, whenever it is time, and at the end; without --save-every."""
-    config = configuration(tmp_path / "run", steps=300, keep=100, mtbf=1e-6)
+    config = configuration(tmp_path / "run", steps=300, keep=100, mtbf=1e-6, wait_for_saves=True)
     pool.run(saves_by_the_clock, 2, config, timeout=50)
     names = saved(tmp_path / "run")
     assert names[0] == "step-00000000" and names[-1] == "step-00000300"

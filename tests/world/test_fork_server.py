@@ -33,6 +33,15 @@ def test_ranks_are_children_that_stay_and_can_be_replaced(fork_server):
     assert not {pid for _, pid, _ in first} & {pid for _, pid, _ in second}
 
 
+def test_a_fork_server_that_was_killed_is_done_without():
+    """It costs the ranks that are started later some time, and nothing else."""
+    with ForkServer(["microparallel.world.connect"]) as own, mp.Pool(own) as pool:
+        pool.run(process_of, 1, device="cpu")
+        os.kill(own.pid, signal.SIGKILL)
+        pool.replace_ranks()
+        assert pool.run(process_of, 1, device="cpu", timeout=50)[0][0] == 0
+
+
 def test_several_threads_may_start_ranks_at_once(fork_server):
     def run(_):
         with mp.Pool(fork_server) as pool:

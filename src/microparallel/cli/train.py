@@ -166,7 +166,12 @@ def _run(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[st
         )
     if under_an_agent or (config.ranks == 1 and not config.restarts):
         with connect(config.transport, device=config.device, timeout=config.timeout or DEFAULT_TIMEOUT) as comms:
-            summary = _in_this_process(train_on_rank, comms, config, resume, quiet)
+            try:
+                summary = _in_this_process(train_on_rank, comms, config, resume, quiet)
+            except KeyboardInterrupt:
+                if not under_an_agent:
+                    _say_what_is_lost(_folder_of(config, resume) if resume or config.out else None)
+                raise
             return summary if comms.rank == 0 else None
     if not quiet:
         print(f"starting {count(config.ranks, 'rank')} …", file=sys.stderr)
@@ -185,7 +190,7 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
         config = replace(config, out=config.out or str(RunFolder.default_path(config, datetime.now())))
         if config.restarts:  # each attempt is told the same, and finds in this folder what there is to go on from
             resume = AUTO
-    run = Path(config.out) if resume in (None, AUTO) and config.out else Path(resume or "")
+    run = _folder_of(config, resume)
     options: dict[str, Any] = {"transport": config.transport, "device": config.device, "call_timeout": config.timeout}
     options |= {"restarts": config.restarts, "min_ranks": config.min_ranks}
     with ExitStack() as stack:
@@ -200,18 +205,27 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
         except LaunchError:
             RunFolder.clear_if_nothing_happened(run)  # rank 0 may have been ended before it could do so
             raise
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            if isinstance(interrupt.__cause__, LaunchError):  # the first Ctrl-C, and a rank could not save
+                raise interrupt.__cause__ from None
             _say_what_is_lost(run)
             raise
     first: dict[str, Any] = results[0]
     return first
 
 
-def _say_what_is_lost(run: Path) -> None:
+def _folder_of(config: TrainConfig, resume: Path | str | None) -> Path:
+    return Path(config.out) if resume in (None, AUTO) and config.out else Path(resume or "")
+
+
+def _say_what_is_lost(run: Path | None) -> None:
     """After a second Ctrl-C, which has ended the ranks at once: what was done, and what is saved of it."""
-    steps = checkpoints(run / "checkpoints")
-    kept = f"what was done after step {max(steps)}" if steps else "everything"
-    print(f"ended at once; {kept} is lost; go on with: microparallel train --resume {run}", file=sys.stderr)
+    if run is None:  # the process that was ended had chosen its name
+        print("ended at once; what was done after the last save is lost", file=sys.stderr)
+    elif (run / "config.toml").exists():  # otherwise it had not begun
+        steps = checkpoints(run / "checkpoints")
+        kept = f"what was done after step {max(steps)}" if steps else "everything"
+        print(f"ended at once; {kept} is lost; go on with: microparallel train --resume {run}", file=sys.stderr)
 
 
 def _in_this_process(train_on_rank: Callable[..., Any], comms: Comms, *arguments: Any) -> dict[str, Any]:

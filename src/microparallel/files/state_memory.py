@@ -28,7 +28,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-_SLOTS = 2  # while one is overwritten, the other is whole
+_SLOTS = 2  # while one is overwritten, the other is whole; one that nobody uses takes no memory
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,12 @@ class StateMemory:
 
     def __init__(self, ranks: int) -> None:
         self._files: list[int] = []
-        self.slots = [Slot(tuple(self._new() for _ in range(ranks)), self._new()) for _ in range(_SLOTS)]
-        self.held = HeldStates(tuple(self.slots), self._new())
+        try:
+            self.slots = [Slot(tuple(self._new() for _ in range(ranks)), self._new()) for _ in range(_SLOTS)]
+            self.held = HeldStates(tuple(self.slots), self._new())
+        except OSError:
+            self.close()
+            raise
 
     @staticmethod
     def files(ranks: int) -> int:

@@ -36,6 +36,8 @@ class Decision:
 class Agreement:
     """Catches Ctrl-C, SIGTERM and SIGHUP on each rank, and lets the ranks agree what to do after a step.
 
+    A second Ctrl-C is not caught.
+
     To agree costs an all-reduce, so the ranks do not ask after every step: rank 0 says how many steps take a moment.
 
     Args:
@@ -108,4 +110,7 @@ class Agreement:
         return bool(stop), bool(save)
 
     def _want_stop(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        again = self._stop_wanted and number == signal.SIGINT
         self._stop_wanted = True
+        if again:  # a person who does not want to wait until this step is done, and saved
+            raise KeyboardInterrupt

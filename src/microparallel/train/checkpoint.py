@@ -119,7 +119,7 @@ def save(
 
 def copy(
     slots: Sequence[Slot],
-    choose: Callable[[], int],
+    choose: Callable[[], int | None],
     step: int,
     model: Mapping[str, Tensor | Part],
     optimizer_state: dict[str, Any],
@@ -129,11 +129,11 @@ def copy(
     first_names: Mapping[str, str] | None = None,
     by_rank: dict[str, Any] | None = None,
     finite: bool = True,
-) -> int:
+) -> int | None:
     """Copy into one of the slots in memory what `save` would write; returns its number.
 
-    Every rank calls it, and copies its own part. `choose` says which slot, on rank 0 alone. A rank that is killed in
-    between leaves that slot without a record.
+    Every rank calls it, and copies its own part. `choose` says which slot, on rank 0 alone; None if none is free: then
+    nothing is copied. A rank that is killed in between leaves that slot without a record.
 
     Raises:
         CheckpointError: something cannot be stored, or there is not enough memory; the same on every rank.
@@ -145,12 +145,18 @@ def copy(
         offer = _offer(model, optimizer_state, by_rank or {}, first_names or {}, tensors)
         if ranks.rank == 0:
             own_state.append(encode(state, "state", None))
-            slots[number := choose()].clear()
-            offer |= {"slot": number, "room": _room(slots[number])}
+            offer |= {"slot": (number := choose())}
+            if number is not None:
+                with _refused_in_one_line(ranks.rank):
+                    slots[number].clear()
+                    offer |= {"room": _room(slots[number])}
         return offer
 
     offers = ranks.do(describe)
-    slot = slots[offers[0]["slot"]]
+    number: int | None = offers[0]["slot"]
+    if number is None:
+        return None
+    slot = slots[number]
     together = _put_together(offers)
     needed, room = _bytes(together["tensors"]), offers[0]["room"]
     if room is not None and needed > room:
@@ -158,8 +164,8 @@ def copy(
     ranks.do(lambda: _copy_part(slot, ranks.rank, tensors, together["tensors"]))
     if ranks.rank == 0:
         record = {"step": step, "finite": finite, **together, "state": own_state[0]}
-        Path(slot.record).write_bytes(json.dumps(record).encode("ascii"))
-    number: int = offers[0]["slot"]
+        with contextlib.suppress(OSError):  # what is cut off is no record, and the writer will say so
+            Path(slot.record).write_bytes(json.dumps(record).encode("ascii"))
     return number
 
 
@@ -192,8 +198,15 @@ def _bytes(index: Mapping[str, Any]) -> int:
 
 def _copy_part(slot: Slot, rank: int, tensors: TensorTable, index: Mapping[str, Any]) -> None:
     file = part_name(rank)
-    try:
+    with _refused_in_one_line(rank):
         tensor_file.write_into_memory(slot.file(file), _pieces(file, tensors, index))
+
+
+@contextlib.contextmanager
+def _refused_in_one_line(rank: int) -> Iterator[None]:
+    """Turn what the system says about the memory of another process, or of none, into one line."""
+    try:
+        yield
     except OSError as error:
         raise CheckpointError(f"rank {rank} cannot copy its state into memory: {error.strerror or error}") from error
 

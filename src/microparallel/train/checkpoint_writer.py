@@ -7,7 +7,8 @@ writer           read, hash, write, fsync, rename, remove old ones
 ```
 
 It reads one request a line, and answers each with a line. Every other process goes before it, and it ends when rank 0
-does. A state whose record is in memory is on its way: if this process is killed, the next save starts another.
+does. A state whose record is in memory is on its way: if this process is killed, the next save starts another. While it
+copies it says so every second; if it is silent for too long, since the disk hangs or it was stopped, it is ended, too.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 from microparallel.errors import CheckpointError
 from microparallel.files.checksum import Checksum
 from microparallel.files.state_memory import Slot
+from microparallel.text import show_seconds
 from microparallel.train.checkpoint_folder import (
     clear_leftovers,
     complete,
@@ -41,12 +43,20 @@ from microparallel.train.checkpoint_folder import (
 )
 
 _BLOCK = 2**20  # bytes that are copied at a time
+_SECONDS_BETWEEN_SIGNS = 1.0  # of life
+_SAY_SILENT_AFTER = 10.0  # seconds
+_SECONDS_TO_END = 5.0
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 _MEANT_FOR_RANKS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the rank says when there is nothing more to write
 
 
-def write_from_memory(slot: Slot, folder: Path, keep: int, keep_every: int | None = None) -> Path:
-    """Write the checkpoint whose files are in memory into `folder`, then remove old ones, as `checkpoint.save` does."""
+def write_from_memory(
+    slot: Slot, folder: Path, keep: int, keep_every: int | None = None, tell: Callable[[], None] = lambda: None
+) -> Path:
+    """Write the checkpoint whose files are in memory into `folder`, then remove old ones, as `checkpoint.save` does.
+
+    `tell` is called after each block.
+    """
     text = Path(slot.record).read_bytes()
     record = json.loads(text)
     step = record["step"]
@@ -55,7 +65,7 @@ def write_from_memory(slot: Slot, folder: Path, keep: int, keep_every: int | Non
     try:
         make_folder(path)
         with failing_in_one_line(path):
-            files = {name: _copy(slot.file(name), hidden(path, "writing") / name) for name in names}
+            files = {name: _copy(slot.file(name), hidden(path, "writing") / name, tell) for name in names}
         complete(path, text, files)
     except CheckpointError:
         with contextlib.suppress(OSError):
@@ -65,7 +75,7 @@ def write_from_memory(slot: Slot, folder: Path, keep: int, keep_every: int | Non
     return path
 
 
-def _copy(source: Path, target: Path) -> Checksum:
+def _copy(source: Path, target: Path, tell: Callable[[], None]) -> Checksum:
     """Copy a file, and return when its bytes are on the disk."""
     size, hashed = 0, hashlib.sha256()
     with source.open("rb", buffering=0) as memory, target.open("wb", buffering=0) as file:
@@ -75,6 +85,7 @@ def _copy(source: Path, target: Path) -> Checksum:
             rest = memoryview(block)
             while rest:
                 rest = rest[file.write(rest) :]
+            tell()
         os.fsync(file.fileno())
     return Checksum(size, hashed.hexdigest())
 
@@ -85,12 +96,20 @@ def _copy(source: Path, target: Path) -> Checksum:
 class Writer:
     """Rank 0's side: hands states over, one at a time, and hears what became of them.
 
+    Args:
+        tell: told, in words, that it is silent.
+
     Attributes:
+        patience: seconds for which the process may be silent while it has something to do; then it is ended.
         processor_seconds: that the last save took of a core.
         processor_total: that all saves have taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 900.0, tell: Callable[[str], None] = lambda _: None) -> None:
+        self.patience = patience
+        self._tell = tell
+        self._heard_at = 0.0  # when it last gave a sign of life, or was asked while it had nothing to do
+        self._said = False  # that it is silent
         self._process: subprocess.Popen[bytes] | None = None
         self._waiting_for: list[Callable[[dict[str, Any]], None]] = []  # of each request that is not answered yet
         self.processor_seconds = self.processor_total = 0.0
@@ -114,10 +133,12 @@ class Writer:
         self._slot, self._failure = number, None
         self._ask(request, self._saved)
 
-    def keep_best(self, path: Path, loss: float, keep: int, keep_every: int | None) -> None:
-        """After what it writes now, let it mark a checkpoint as the best."""
+    def keep_best(
+        self, path: Path, loss: float, keep: int, keep_every: int | None, if_not: Callable[[], None] = lambda: None
+    ) -> None:
+        """After what it writes now, let it mark a checkpoint as the best; if it cannot, `if_not` is called later."""
         request = {"best": str(path.absolute()), "loss": loss, "keep": keep, "keep_every": keep_every}
-        self._ask(request, lambda _answer: None)
+        self._ask(request, lambda answer: None if answer["error"] is None else if_not())
 
     def finished(self) -> bool:
         """Whether there is nothing that it has to do."""
@@ -131,9 +152,9 @@ class Writer:
         return failure
 
     def wait(self) -> None:
-        """Wait until all is written."""
+        """Wait until all is written, or the process was ended because it was silent."""
         while self._waiting_for:
-            self._hear(None)
+            self._hear(min(1.0, self.patience))
 
     def close(self) -> None:
         """Wait until all is written, and end the process."""
@@ -141,12 +162,20 @@ class Writer:
         if self._process is not None:
             self._end()
 
+    def end_at_once(self) -> None:
+        """End the process, whatever it has to do."""
+        if self._process is not None:
+            self._process.kill()
+            self._gone("it was ended")
+
     def _saved(self, answer: dict[str, Any]) -> None:
         self._slot, self._failure = None, answer["error"]
         self.processor_seconds = answer.get("processor_seconds", 0.0)
         self.processor_total += self.processor_seconds
 
     def _ask(self, request: dict[str, Any], then: Callable[[dict[str, Any]], None]) -> None:
+        if not self._waiting_for:
+            self._heard_at, self._said = time.monotonic(), False
         self._waiting_for.append(then)
         try:
             if self._process is None:
@@ -156,21 +185,37 @@ class Writer:
         except OSError as error:  # it cannot be started, or has ended
             self._gone(f"{error.strerror or error}")
 
-    def _hear(self, timeout: float | None = 0.0) -> None:
-        """Take in the answers that have come; with a timeout of None, wait for the next."""
+    def _hear(self, seconds: float = 0.0) -> None:
+        """Take in what it has said; wait so long for the first line. A process that is silent for too long is ended."""
         while self._waiting_for and self._process is not None:
             assert self._process.stdout is not None
             with selectors.DefaultSelector() as selector:
                 selector.register(self._process.stdout, selectors.EVENT_READ)
-                if not selector.select(timeout):
-                    return
+                if not selector.select(seconds):
+                    break
             line = self._process.stdout.readline()
             if not line:
                 self._gone(f"exit status {self._end()}")
                 return
-            self._waiting_for.pop(0)(json.loads(line))
-            if timeout is None:
-                return
+            seconds, self._heard_at, self._said = 0.0, time.monotonic(), False
+            answer = json.loads(line)
+            if "error" in answer:  # otherwise it was a sign of life
+                self._waiting_for.pop(0)(answer)
+        if self._waiting_for:
+            self._look_how_long_it_is_silent()
+
+    def _look_how_long_it_is_silent(self) -> None:
+        silent = time.monotonic() - self._heard_at
+        if silent >= self.patience:
+            if self._process is not None:
+                self._process.kill()
+            self._gone(f"after {show_seconds(silent)} of silence: was it stopped, or does the disk hang?")
+        elif silent >= _SAY_SILENT_AFTER and not self._said:
+            self._said = True
+            self._tell(
+                f"process {self.pid}, which writes checkpoints, is silent since {show_seconds(silent)}; "
+                f"after {show_seconds(self.patience)} it is ended, and the next save starts another"
+            )
 
     def _gone(self, how: str) -> None:
         """Nothing of what it had to do will be done; the next save starts another process."""
@@ -180,7 +225,8 @@ class Writer:
         while self._waiting_for:
             self._waiting_for.pop(0)(answer)
 
-    def _end(self) -> int:
+    def _end(self) -> int | None:
+        """Let the process come to its end, and return its exit status; None if nothing can end it just now."""
         process, self._process = self._process, None
         assert process is not None and process.stdin is not None and process.stdout is not None
         with contextlib.suppress(OSError):
@@ -188,7 +234,12 @@ class Writer:
         with contextlib.suppress(OSError):
             process.stdin.close()
         process.stdout.close()
-        return process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_SECONDS_TO_END)
+        process.kill()  # it was stopped, say
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_SECONDS_TO_END)
+        return None  # the system does not let it go before the disk answers
 
 
 def _start() -> subprocess.Popen[bytes]:
@@ -227,16 +278,29 @@ def main(parent: int) -> None:
         print(json.dumps(answer), flush=True)
 
 
+class _Signs:
+    """Of life, one a second at the most."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self) -> None:
+        if time.monotonic() - self._last > _SECONDS_BETWEEN_SIGNS:
+            self._last = time.monotonic()
+            print("{}", flush=True)
+
+
 def _do(request: dict[str, Any]) -> None:
     keep, keep_every = request["keep"], request["keep_every"]
     if "save" in request:
         slot = Slot(tuple(request["save"]["parts"]), request["save"]["record"])
-        write_from_memory(slot, Path(request["folder"]), keep, keep_every)
+        write_from_memory(slot, Path(request["folder"]), keep, keep_every, _Signs())
     else:
         path = Path(request["best"])
-        if path.is_dir():  # otherwise it could not be saved
-            mark_best(path, request["loss"])
-            remove_all_but(keep, path.parent, int(path.name.removeprefix("step-")), keep_every)
+        if not path.is_dir():
+            raise CheckpointError(f"{path}, which is the best, could not be saved")
+        mark_best(path, request["loss"])
+        remove_all_but(keep, path.parent, int(path.name.removeprefix("step-")), keep_every)
 
 
 if __name__ == "__main__":

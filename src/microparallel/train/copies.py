@@ -6,6 +6,8 @@ step 41   copy ─▶ slot 1                            a copy: what a run that 
 step 42   copy ─▶ slot 1                            slot 0 is still being read by the writer
 step 43   copy ─▶ slot 0                            slot 1 has the newest
 ```
+
+Where ranks are not started again there is one slot, and no copy while the writer reads it.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class Copies:
         slots: where to.
         memory: of these slots, if this process holds it.
         held: of these slots, if that is memory which outlives the ranks.
+        writer: of the checkpoints; rank 0 alone asks it for something.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Copies:
         slots: Sequence[Slot],
         memory: StateMemory | None = None,
         held: HeldStates | None = None,
+        writer: Writer | None = None,
     ) -> None:
         self._comms = comms
         self._contents = contents
@@ -55,38 +59,43 @@ class Copies:
         self._held = held
         self._first = comms.rank == 0
         self._newest = newest(slots) if self._first else None
-        self.writer = Writer()  # rank 0 alone asks it for something
+        self.writer = writer or Writer()
 
     @classmethod
-    def into_memory(cls, comms: Comms, contents: Callable[[], dict[str, Any]]) -> Copies | None:
+    def into_memory(
+        cls, comms: Comms, contents: Callable[[], dict[str, Any]], writer: Writer | None = None, slots: int = 2
+    ) -> Copies | None:
         """Copy into memory of the launcher, or of rank 0; None where not all ranks can see it, on several machines say.
 
-        Every rank calls it.
+        Every rank calls it. With one slot a copy takes half the memory, and while one is made there is no other.
         """
         if (held := comms.take_held_states()) is not None:
-            return cls(comms, contents, held.slots, held=held)
+            return cls(comms, contents, held.slots[:slots], held=held, writer=writer)
         memory = StateMemory(comms.world_size) if comms.rank == 0 and can_hold() else None
-        told = gather_json(None if memory is None else [asdict(slot) for slot in memory.slots], comms)[0]
+        told = gather_json(None if memory is None else [asdict(slot) for slot in memory.slots[:slots]], comms)[0]
         if told is None:
             return None
-        slots = [Slot(tuple(slot["parts"]), slot["record"]) for slot in told]
-        if not _all_see(Path(slots[0].record), comms):
+        own = [Slot(tuple(slot["parts"]), slot["record"]) for slot in told]
+        if not _all_see(Path(own[0].record), comms):
             if memory is not None:
                 memory.close()
             return None
-        return cls(comms, contents, slots, memory)
+        return cls(comms, contents, own, memory, writer=writer)
 
-    def if_all_fails(self, folder: Path, keep: int, keep_every: int | None, go_on: str) -> None:
+    def if_all_fails(
+        self, folder: Path, keep: int, keep_every: int | None, go_on: str, run: dict[str, Any] | None = None
+    ) -> None:
         """Let the launcher save the newest copy when there is no restart left, and say how to go on.
 
-        Copies that are there already, and belong to another folder, are forgotten.
+        `run` are the settings of a run of `train`. Copies that are there already, and belong to another folder, are
+        forgotten.
         """
         if self._first and self._held is not None:
             arguments = {"folder": str(folder.absolute()), "keep": keep, "keep_every": keep_every, "go_on": go_on}
             before = self._held.arguments
             if before is not None and before["folder"] != arguments["folder"]:
                 self.forget()
-            self._held.if_all_fails(RESCUE, **arguments)
+            self._held.if_all_fails(RESCUE, **arguments, run=run)
 
     def newest_state(self, folder: Path) -> Checkpoint | None:
         """The newest state in memory, if it is good and the folder has none that is newer; every rank calls it.
@@ -113,16 +122,17 @@ class Copies:
         return self._held is not None
 
     def copy(self, **about: Any) -> None:
-        """Copy the state; a CheckpointError on every rank if that is not possible.
+        """Copy the state, unless the writer reads the only slot; without room, a CheckpointError on every rank.
 
         `about` is what else `checkpoint.copy` is told.
         """
-        self._newest = checkpoint.copy(self._slots, self._choose, **self._contents(), **about)
+        number = checkpoint.copy(self._slots, self._choose, **self._contents(), **about)
+        self._newest = self._newest if number is None else number
 
-    def _choose(self) -> int:
-        """The slot that is neither read nor the newest; if that is not to be had, the newest: the other stays whole."""
+    def _choose(self) -> int | None:
+        """The slot that is neither read nor the newest; else the newest, as the other stays whole; else none."""
         numbers = [number for number in range(len(self._slots)) if number != self.writer.reading]
-        return next((number for number in numbers if number != self._newest), numbers[0])
+        return next((number for number in numbers if number != self._newest), numbers[0] if numbers else None)
 
     def write(self, folder: Path, keep: int, keep_every: int | None) -> None:
         """Let the newest copy be written to the disk."""
@@ -144,8 +154,10 @@ class Copies:
             for slot in self._slots:
                 slot.clear()
 
-    def close(self) -> None:
-        """Let the writer come to its end, and give the memory back."""
+    def close(self, *, at_once: bool = False) -> None:
+        """Let the writer come to its end, or end it, and give the memory back."""
+        if at_once:
+            self.writer.end_at_once()
         self.writer.close()
         if self._held is not None:
             self._comms.held_states = self._held  # for whoever copies next
@@ -169,7 +181,8 @@ def _all_see(file: Path, comms: Comms) -> bool:
         file.write_text(word)
     gather_json(None, comms)
     try:
-        sees = file.read_text() == word
+        # On another machine, or in another container, this may be anything that a process has open: a pipe, say.
+        sees = file.is_file() and file.read_text() == word
     except (OSError, ValueError):
         sees = False
     everybody = all(gather_json(sees, comms))

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,13 @@ import torch
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.errors import ConfigError, GradientError, MicroparallelError
+from microparallel.files.state_memory import newest
 from microparallel.settings import declared
 from microparallel.text import count
 from microparallel.train import checkpoint
 from microparallel.train.agreement import Agreement, Decision
 from microparallel.train.build import build
+from microparallel.train.checkpoint_writer import Writer
 from microparallel.train.config import TrainConfig, read_config
 from microparallel.train.copies import Copies
 from microparallel.train.logs import Logs
@@ -30,6 +32,7 @@ from microparallel.train.saving import Saving
 from microparallel.train.stragglers import Slow, Stragglers, columns_of
 from microparallel.train.tracing import Tracing
 from microparallel.train.training import Training
+from microparallel.world.connect import DEFAULT_TIMEOUT
 
 _IN_PARTS = {
     "optimizer": "optimizer",
@@ -56,19 +59,24 @@ def train_on_rank(
     config = config.with_shares()
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(contextlib.closing(display_for(comms.rank, quiet)))
-        folder = _on_first(comms, lambda: stack.enter_context(_open(config, resume)))
+        held = comms.held_states
+        in_memory = held is not None and newest(held.slots) is not None
+        folder = _on_first(comms, lambda: stack.enter_context(_open(config, resume, in_memory)))
         if folder is not None:
             stack.callback(folder.remove_if_nothing_happened)
             stack.push(folder.point_to_flight(comms.flight.folder))
-        checkpoints, goes_on = _told_by_first(comms, folder, resume)
+        checkpoints, goes_on = _told_by_first(comms, folder, resume, in_memory)
         training = build(config, comms)
         stack.callback(training.close)
         copies = None
         if not config.wait_for_saves:
-            copies = Copies.into_memory(comms, training.contents)
+            # Others wait for rank 0 while it waits for the writer: it gives up first.
+            writer = Writer((config.timeout or DEFAULT_TIMEOUT) / 2, display.warn)
+            # One slot will do where a state that was cut off sends nobody back to the disk.
+            copies = Copies.into_memory(comms, training.contents, writer, slots=2 if config.restarts else 1)
         if copies is not None:
             go_on = f"microparallel train --resume {'RUN' if folder is None else folder.path}"
-            copies.if_all_fails(checkpoints, config.keep, config.keep_every, go_on)
+            copies.if_all_fails(checkpoints, config.keep, config.keep_every, go_on, asdict(config))
         if goes_on:
             _go_on_from_latest(training, checkpoints, copies, display)
             if folder is not None:
@@ -77,18 +85,20 @@ def train_on_rank(
         logs = None
         if folder is not None:
             logs = stack.enter_context(contextlib.closing(Logs(folder.path, config, training.steps_done, display.note)))
-        saving = stack.enter_context(contextlib.closing(Saving(training, config, checkpoints, display, copies)))
+        saving = stack.enter_context(Saving(training, config, checkpoints, display, copies))
         return _Run(training, config, folder, saving, display, logs).to_the_end()
 
 
-def _open(config: TrainConfig, resume: Path | str | None) -> RunFolder:
-    """The folder of a new run, or of the one that goes on; locked."""
+def _open(config: TrainConfig, resume: Path | str | None, in_memory: bool) -> RunFolder:
+    """The folder of a new run, or of the one that goes on; locked. A state in memory is of the run that goes on."""
     if resume is None:
         return RunFolder.create(config.out, config)
     if resume != AUTO:
         folder = RunFolder.open(resume)
         folder.take()
         return folder
+    if config.out is not None and in_memory:
+        return RunFolder.take_up(config.out, config)
     if config.out is None or not (Path(config.out) / "config.toml").exists():
         return RunFolder.create(config.out, config)
     folder = RunFolder.open(config.out)
@@ -110,11 +120,14 @@ def _on_first(comms: Comms, action: Callable[[], RunFolder]) -> RunFolder | None
     return folder
 
 
-def _told_by_first(comms: Comms, folder: RunFolder | None, resume: Path | str | None) -> tuple[Path, bool]:
+def _told_by_first(
+    comms: Comms, folder: RunFolder | None, resume: Path | str | None, in_memory: bool
+) -> tuple[Path, bool]:
     """Where all ranks write checkpoints, and whether they go on from one: rank 0 tells, which has the run's folder."""
     mine = None
     if folder is not None:
-        begins = resume is None or (resume == AUTO and not any(folder.checkpoints.glob("step-*")))
+        nothing = not in_memory and not any(folder.checkpoints.glob("step-*"))
+        begins = resume is None or (resume == AUTO and nothing)
         mine = [str(folder.checkpoints.absolute()), not begins]
     told, goes_on = gather_json(mine, comms)[0]
     return Path(told) if folder is None else folder.checkpoints, goes_on

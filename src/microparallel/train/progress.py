@@ -52,7 +52,7 @@ class Bar(Display):
 
     def start(self, description: str, done: int, total: int) -> None:
         """Draw the empty bar."""
-        self._progress.console.print(description, highlight=False)
+        self._progress.console.print(description, highlight=False, markup=False)
         self._progress.update(self._task, total=total, completed=done, visible=True)
         self._progress.start()
 
@@ -69,7 +69,7 @@ class Bar(Display):
 
     def note(self, text: str) -> None:
         """Print above the bar."""
-        self._progress.console.print(text, highlight=False)
+        self._progress.console.print(text, highlight=False, markup=False)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -101,7 +101,7 @@ class Lines(Display):
 
     def note(self, text: str) -> None:
         """Print a line."""
-        self._console.print(text, highlight=False, soft_wrap=True)
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class Quiet(Display):

@@ -5,22 +5,30 @@ The launcher calls this, which holds that memory, because the ranks have left a 
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from microparallel.errors import CheckpointError
+from microparallel.errors import CheckpointError, ConfigError
+from microparallel.files.lock import FolderLock
 from microparallel.files.state_memory import Slot, newest
 from microparallel.train.checkpoint_folder import checkpoints
 from microparallel.train.checkpoint_reader import open_memory
 from microparallel.train.checkpoint_writer import write_from_memory
+from microparallel.train.config import TrainConfig
 from microparallel.train.guard import not_finite
+from microparallel.train.run_folder import RunFolder
 
 
 def save_what_is_in_memory(
-    slots: Sequence[Slot], *, folder: str, keep: int, keep_every: int | None, go_on: str
+    slots: Sequence[Slot], *, folder: str, keep: int, keep_every: int | None, go_on: str, run: dict[str, Any] | None
 ) -> None:
-    """Save the newest state, if it is good and newer than what is on the disk, and say on stderr how to go on."""
+    """Save the newest state, if it is good and newer than what is on the disk, and say on stderr how to go on.
+
+    `run` are the settings of a run of `train`: its folder is made again if somebody has removed it.
+    """
     number = newest(slots)
     step = None if number is None else slots[number].step
     if number is None or step is None or step <= max(checkpoints(Path(folder)), default=0):
@@ -29,8 +37,24 @@ def save_what_is_in_memory(
         found = open_memory(slots[number])
         if not_finite((name, stored.whole()) for name, stored in found.stored_model.items()):
             return
-        write_from_memory(slots[number], Path(folder), keep, keep_every)
-    except CheckpointError as error:
+        with _locked(Path(folder), run):
+            write_from_memory(slots[number], Path(folder), keep, keep_every)
+    except (CheckpointError, ConfigError) as error:
         print(f"step {step} is in memory, and could not be saved: {error}", file=sys.stderr)
         return
     print(f"step {step}, which was in memory, is saved; go on with: {go_on}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, run: dict[str, Any] | None) -> Iterator[None]:
+    """Lock the folder of checkpoints, or of the run: another process may be going on with it."""
+    if run is not None:
+        with RunFolder.take_up(folder.parent, TrainConfig(**run)):
+            yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FolderLock(folder / "lock", str(folder))
+    try:
+        yield
+    finally:
+        lock.release()

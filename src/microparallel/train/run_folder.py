@@ -82,6 +82,19 @@ class RunFolder:
             raise ConfigError(f"{path} is not the folder of a run: {what}; name one such as runs/20250131-093000-mlp")
         return run
 
+    @classmethod
+    def take_up(cls, path: Path | str, config: TrainConfig) -> RunFolder:
+        """Lock the folder of a run whose state is in memory; what somebody has removed of it is made again."""
+        run = cls(Path(path))
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            run.take()
+            if not run.config_file.exists():
+                run.write_config(config)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror or error}; make room there") from error
+        return run
+
     def take(self) -> None:
         """Lock the folder until it is closed, or raise a ConfigError that says which process has it."""
         self._lock = FolderLock(self.path / "lock", str(self.path))
@@ -115,7 +128,8 @@ class RunFolder:
         """Write what the run was told to config.toml, all of it or nothing."""
         # Without its own place, so that `--config` can take it again for a new run.
         self._config_text = config_text(replace(config, out=None)).encode("utf-8")
-        write_atomically(self.config_file, self._config_text)
+        if not self.config_file.is_file() or self.config_file.read_bytes() != self._config_text:
+            write_atomically(self.config_file, self._config_text)
 
     def make_again_if_removed(self) -> bool:
         """If somebody has removed the folder while the run goes on, make it again; returns whether that was so."""
@@ -165,9 +179,13 @@ class RunFolder:
         if not self.metrics_file.exists():
             return
         with _failing_in_one_line(self.metrics_file):
-            lines = self.metrics_file.read_bytes().splitlines()
-            kept = [line + b"\n" for line in lines if _is_record_up_to(after_step, line)]
-            write_atomically(self.metrics_file, b"".join(kept))
+            before = self.metrics_file.read_bytes()
+            lines = [line + b"\n" for line in before.splitlines() if _is_record_up_to(after_step, line)]
+            kept = b"".join(lines)
+            if before.startswith(kept):  # a file that gets shorter needs no room, which there may not be
+                os.truncate(self.metrics_file, len(kept))
+            else:
+                write_atomically(self.metrics_file, kept)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write how the run ended to summary.json, all of it or nothing."""

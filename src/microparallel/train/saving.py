@@ -11,7 +11,7 @@ seconds between failures, a run loses C/T + T/(2M) of its time, which is least a
 is that, but at least so long that saving takes 2 % of the time at the most.
 
 The steps wait for a copy in memory alone, and a process of its own writes (`copies.py`), as long as there is memory for
-two copies and all ranks are on one machine. Where a launcher holds that memory there are copies between the saves, too,
+copies and all ranks are on one machine. Where a launcher holds that memory there are copies between the saves, too,
 as many as take 5 % of the time (1 % in a run that is not started again): after a failure, ranks that are started again
 go on from the newest.
 """
@@ -21,6 +21,8 @@ from __future__ import annotations
 import math
 import time
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from microparallel.comms.wire import gather_json
 from microparallel.errors import CheckpointError
@@ -87,9 +89,13 @@ class Saving:
             self._choose_interval(held_up)
 
     def due(self) -> bool:
-        """Whether it is time, by this process's clock; the ranks agree by asking rank 0."""
+        """Whether it is time, by this process's clock; the ranks agree by asking rank 0.
+
+        While the writer is still busy with the last save it is not: the steps would wait for it.
+        """
         self._hear_from_writer()
-        return time.monotonic() >= self._next
+        busy = self._copies is not None and not self._copies.writer.finished()
+        return time.monotonic() >= self._next and not busy
 
     def save(self, *, must_work: bool = False) -> None:
         """Save if there is anything new; a save that fails is a warning, and is tried again, unless it must work.
@@ -129,14 +135,19 @@ class Saving:
         except CheckpointError:  # once more, from the ranks themselves
             self._write_from_ranks()
 
-    def close(self) -> None:
-        """Let what is being written come to its end."""
-        if self._copies is not None:
-            self._copies.close()
+    def __enter__(self) -> Self:
+        return self
 
-    def is_best(self, loss: float | None) -> bool:
-        """Whether the validation has never been as good."""
-        return loss is not None and loss < self._best
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Let what is being written come to its end, unless somebody is in a hurry."""
+        if self._copies is not None:
+            self._copies.close(at_once=isinstance(error, KeyboardInterrupt))
+
+    def is_best(self, loss: float) -> bool:
+        """Whether the validation has never been as good; rank 0 decides, and every rank asks."""
+        return bool(gather_json(loss < self._best, self._training.comms)[0])
 
     def keep_best(self, loss: float) -> None:
         """Keep the checkpoint of this step, if there is one, until a better one comes."""
@@ -146,13 +157,18 @@ class Saving:
         config = self._config
         if self._training.comms.rank == 0 and self._copies is not None:
             path = self._checkpoints / f"step-{self.newest:08d}"
-            self._copies.writer.keep_best(path, loss, config.keep, config.keep_every)
+            self._copies.writer.keep_best(path, loss, config.keep, config.keep_every, self._was_not_kept)
         elif self._training.comms.rank == 0:
             try:
                 mark_best(self._checkpoints / f"step-{self.newest:08d}", loss)
                 remove_all_but(config.keep, self._checkpoints, self.newest, config.keep_every)
             except CheckpointError as error:
                 self._display.warn(str(error))
+                self._was_not_kept()
+
+    def _was_not_kept(self) -> None:
+        """The best is again the one that is marked on the disk."""
+        self._best = best_of(self._checkpoints)[1]
 
     def _write(self) -> float:
         """Save, and return the seconds for which that has held up the steps."""
@@ -232,9 +248,16 @@ class Saving:
     def _settle(self) -> None:
         """Wait for the writer; every rank raises if a state could not be written."""
         if self._copies is not None:
-            Ranks(self._training.comms).on_first(self._copies.settle)
+            Ranks(self._training.comms).on_first(self._require_written)
             self._on_its_way = False
             self._has_worked()
+
+    def _require_written(self) -> None:
+        """Wait, on rank 0, until what was handed over last is on the disk; a CheckpointError if it cannot be."""
+        assert self._copies is not None
+        self._copies.settle()
+        if self.failure is not None and not self._on_its_way:  # its failure was heard of before
+            raise CheckpointError(self.failure)
 
     def affordable(self) -> bool:
         """Whether one more save than is due stays within 2 % of the time; rank 0 decides, and every rank asks."""

@@ -211,8 +211,8 @@ class Pool:
             try:
                 job = replace(job, states=None if memory is None else memory.held)
                 return self._attempts(job, deadline, min_ranks or ranks, Restarts(restarts, on_restart))
-            except LaunchError:
-                with contextlib.suppress(Exception):  # what the ranks have failed of matters more
+            except (LaunchError, KeyboardInterrupt):
+                with contextlib.suppress(Exception):  # what has ended the ranks matters more
                     if memory is not None:
                         memory.all_has_failed()
                 raise
@@ -286,9 +286,14 @@ class Pool:
         self._debug = debug
         require_files(_FILES + _FILES_A_RANK * (ranks - len(self._processes)))
         while len(self._processes) < ranks:
-            process = RankProcess(
-                self._lifeline_read, self._screen_file.fileno(), ranks, self._fork_server, debug=debug
-            )
+            screen = self._screen_file.fileno()
+            try:
+                process = RankProcess(self._lifeline_read, screen, ranks, self._fork_server, debug=debug)
+            except LaunchError:
+                if self._fork_server is None or not self._worlds:
+                    raise
+                self._fork_server = None  # it did its work before, and was killed: start ranks without it, more slowly
+                continue
             self._processes.append(process)
 
     def _end_processes(self) -> None:
@@ -423,6 +428,8 @@ class _Supervisor:
             self._let_ranks_stop()
             if not self._pending and not self._failures:
                 raise Interrupted(self._results_in_order()) from None
+            if any(not failure.died for failure in self._failures.values()):  # one could not save, say
+                raise KeyboardInterrupt from self._first_cause()
             raise
         finally:
             self._terminal.close()
