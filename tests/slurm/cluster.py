@@ -22,6 +22,7 @@ CORES = 4  # as Slurm counts them; the machine may have fewer
 _END_WITH_PARENT = 1  # prctl's PR_SET_PDEATHSIG
 _SECONDS_TO_START = 20
 
+# A job that is started again waits until its first credential has expired: two minutes, if it is not said.
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -31,7 +32,7 @@ SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
 CredType=cred/munge
-AuthInfo=socket={folder}/munge.socket
+AuthInfo=socket={folder}/munge.socket,cred_expire=15
 CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool

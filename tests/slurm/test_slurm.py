@@ -87,20 +87,13 @@ def test_a_step_with_fewer_tasks_than_the_job(cluster, tmp_path):
     assert state["JobState"] == "COMPLETED" and "ddp on 2 ranks" in log, log
 
 
+@pytest.mark.timeout(600)
 def test_stopped_before_the_time_is_up_saved_requeued_and_the_same_in_the_end(cluster, tmp_path, undisturbed):
     """Slurm's shortest time limit is a minute: a slow link lets the job come to it."""
     slow = ["--slow-link", "0-1=100ms", *SMALL, "--steps", "200"]
     job = cluster.submit(SCRIPT, *slow, folder=tmp_path, flags=("--time=00:01:00", "--signal=TERM@10"))
     run, log = tmp_path / "runs" / f"slurm-{job}", tmp_path / f"slurm-{job}.log"
-
-    def ended():
-        state = cluster.state(job)
-        if state["JobState"] == "PENDING":  # Slurm would wait two minutes
-            cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
-        return state["JobState"] in ("COMPLETED", "FAILED", "TIMEOUT")
-
-    cluster.wait_until(ended, 280)
-    state = cluster.state(job)
+    state = cluster.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", seconds=500)
     text = log.read_text()
     assert state["JobState"] == "COMPLETED" and int(state["Restarts"]) >= 1, text
     assert "stopped after step" in text and "Traceback" not in text
