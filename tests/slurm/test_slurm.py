@@ -89,9 +89,9 @@ def test_a_step_with_fewer_tasks_than_the_job(cluster, tmp_path):
 
 @pytest.mark.timeout(600)
 def test_stopped_before_the_time_is_up_saved_requeued_and_the_same_in_the_end(cluster, tmp_path, undisturbed):
-    """Slurm's shortest time limit is a minute: a slow link lets the job come to it."""
-    slow = ["--slow-link", "0-1=100ms", *SMALL, "--steps", "200"]
-    job = cluster.submit(SCRIPT, *slow, folder=tmp_path, flags=("--time=00:01:00", "--signal=TERM@10"))
+    """Slurm looks at the clock twice a minute, so the limit is two: a slow link lets the job come to it."""
+    slow = ["--slow-link", "0-1=250ms", *SMALL, "--steps", "200"]
+    job = cluster.submit(SCRIPT, *slow, folder=tmp_path, flags=("--time=00:02:00", "--signal=TERM@20"))
     run, log = tmp_path / "runs" / f"slurm-{job}", tmp_path / f"slurm-{job}.log"
     state = cluster.wait_for(job, "COMPLETED", "FAILED", "TIMEOUT", seconds=500)
     text = log.read_text()
