@@ -15,6 +15,7 @@ REFERENCE = ROOT / "docs" / "reference"
 GUIDES = [
     ROOT / "README.md",
     *(REFERENCE / f"{name}.md" for name in ("train", "your_program", "machines", "measured", "where_compression_pays")),
+    REFERENCE / "leaving_one_machine.md",
 ]
 ELSEWHERE = [REFERENCE / "frameworks.md"]  # run by test_frameworks.py, with the frameworks imported once
 WITH_STEPS = {path for path in (ROOT / "docs").rglob("*.md") if blocks.steps_of(path)}
@@ -45,6 +46,8 @@ CANNOT = {
     ),
     TORCHRUN.format(0): Instead("two hosts", ONE_HOST),
     TORCHRUN.format(1): Instead("two hosts"),
+    "srun --ntasks=4 microparallel train --steps 200": Instead("tests/slurm runs it"),
+    "sbatch examples/slurm.sh --steps 100000": Instead("tests/slurm runs it"),
 }
 LONG = "too long for every run of the tests; `make test-full` runs it as it stands"
 TOO_LONG = {
