@@ -277,6 +277,21 @@ def test_a_bit_that_flips_is_found_and_named(pool, tmp_path):
     assert saved(tmp_path / "run")[-1] == "step-00000002"  # compared before each save, too
 
 
+def flips_a_bit_between_copies(comms, config):
+    """With a copy in memory after every step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Saving, "copy_every", lambda *_: 1)
+        return flips_a_bit(comms, config, 1, 3)
+
+
+def test_a_bit_that_flips_comes_into_no_copy(pool, tmp_path):
+    """Ranks that are started again would all go on from it, and it would be found no more."""
+    config = configuration(tmp_path / "run", ranks=3, check_replicas=1000, save_every=1000)
+    with pytest.raises(mp.errors.RankFailed, match=r"after step 3 the weights of rank 1 in layers\.0\.weight are not"):
+        pool.run(flips_a_bit_between_copies, 3, config, timeout=50)
+    assert saved(tmp_path / "run") == ["step-00000000"]  # the copy of step 2 is forgotten, too
+
+
 # ── disks and folders ───────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -179,7 +179,7 @@ class _Run:
                     if decision.save and not decision.stop:
                         self._save()
                     elif decision.copy and not decision.stop:
-                        self._saving.copy()
+                        self._saving.copy(self._compare_replicas)
             training.come_together()
             self._save(must_work=True)
             self._saving.finish()
@@ -271,12 +271,14 @@ class _Run:
         if self._config.on_nan != "ignore" and not self._training.has_finite_weights():
             self._saving.forget_copies()
             self._training.require_finite_weights()
-        if self._config.check_replicas is not None:
-            self._compare_replicas()
+        self._compare_replicas()
         self._look_after_folder()
         self._saving.save(must_work=must_work)
 
     def _compare_replicas(self) -> None:
+        """With --check-replicas: no state is kept, on the disk or in memory, in which ranks differ."""
+        if self._config.check_replicas is None:
+            return
         difference = self._training.find_difference()
         if difference is not None:
             self._saving.forget_copies()

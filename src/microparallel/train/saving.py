@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -195,9 +196,9 @@ class Saving:
 
     # ── copies in memory ────────────────────────────────────────────────────────────────────────────────────────
 
-    def copy(self) -> None:
-        """Copy the state into memory, for ranks that are started again."""
-        self._copied(finite=True)
+    def copy(self, look: Callable[[], None] = lambda: None) -> None:
+        """Copy the state into memory, for ranks that are started again; first `look` whether it is good."""
+        self._copied(finite=True, look=look)
 
     def copy_every(self, seconds_a_step: float) -> int:
         """After how many steps there is time for a copy, asked on rank 0; 0 where copies are of no use."""
@@ -218,11 +219,12 @@ class Saving:
         if self._copies is not None:
             self._copies.forget()
 
-    def _copied(self, finite: bool) -> bool:
+    def _copied(self, finite: bool, look: Callable[[], None] = lambda: None) -> bool:
         """Copy the state into memory; if that is not possible, there are no more copies from now on."""
         if self._copies is None:
             return False
         begun = time.monotonic()
+        look()
         try:
             self._copies.copy(finite=finite)
         except CheckpointError as error:
