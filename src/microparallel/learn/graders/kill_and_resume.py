@@ -33,7 +33,7 @@ def check(exam: Exam) -> None:
     """The undisturbed run; kills between saves and in a save; a power cut, and the weights at the end."""
     with tempfile.TemporaryDirectory(prefix="kill-and-resume-") as name:
         history = _History(exam, Path(name))
-        with exam.step("undisturbed: each sample is used exactly once an epoch, and saving changes nothing"):
+        with exam.step("undisturbed: each sample once an epoch, and saving changes nothing"):
             history.learn_what_is_right()
         saves = [*history.kills_in_a_save()]
         # What a kill has spoiled is seen in the attempt after it, which ends with the next kill.
