@@ -57,7 +57,10 @@ class Held:
     def __init__(self, setup: str) -> None:
         command = ["unshare", *_APART, "--fork", "--kill-child=SIGKILL", "--mount-proc", "sh", "-ec"]
         self._process = subprocess.Popen(
-            [*command, f"{setup}\necho ready\nexec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [*command, f"{setup}\necho ready\nexec cat >/dev/null"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         if self._process.stdout.readline() != "ready\n":
             self.close()
@@ -84,9 +87,7 @@ class Held:
         self._process.wait(20)
 
     def close(self) -> None:
-        """The same, and wait until all of it is gone."""
-        if self._process.poll() is None and hasattr(self, "pid"):
-            self.kill()
+        """Let `cat` end, and with it all that is inside."""
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait(20)
@@ -297,7 +298,7 @@ def starter(fork_server, folder: Path, printed: Path):
                 process = fork_server.fork([enter + program_of(words, output, errors)], pass_fds=[], env=values)
         else:
             command = ["-m", *words] if words[0] == "microparallel" else words[1:]
-            enter = ["nsenter", "--target", str(holder), "--all", "--wdns", str(folder)]
+            enter = ["nsenter", "--target", str(holder), "--all", f"--wdns={folder}"]
             with output.open("wb") as first, errors.open("wb") as second:
                 process = subprocess.Popen(
                     [*enter, sys.executable, *module, *command],

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-
 from tests.hosts.bed import Bed, starter, why_not
 
 

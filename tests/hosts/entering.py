@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+from pathlib import Path
 
 _ALL = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mount, UTS, IPC, PID, network
 _PR_SET_PDEATHSIG = 1
@@ -13,7 +14,7 @@ def enter(holder: int) -> None:
 
     A process cannot change its own number, so a child of it goes on, and this one waits and ends as the child does.
     """
-    folder = os.getcwd()
+    folder = Path.cwd()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(os.pidfd_open(holder), _ALL) != 0:
         raise OSError(ctypes.get_errno(), f"cannot enter the host of process {holder}")

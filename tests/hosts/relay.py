@@ -3,6 +3,7 @@
 The kernel's own way to do so (netem) is not in every kernel.
 """
 
+import contextlib
 import fcntl
 import os
 import select
@@ -32,10 +33,8 @@ def carry(one: int, other: int, delay: float) -> None:
             on_the_way.append((due, other if tap == one else one, os.read(tap, _FRAME)))
         while on_the_way and on_the_way[0][0] <= time.monotonic():
             _, to, frame = on_the_way.popleft()
-            try:
+            with contextlib.suppress(OSError):  # the device is down: a wire that is cut loses what it carries
                 os.write(to, frame)
-            except OSError:  # the device is down: a wire that is cut loses what it carries
-                pass
 
 
 if __name__ == "__main__":

@@ -1,13 +1,11 @@
 """The hosts of these tests are what they say: apart from each other, with links that break; and they leave nothing."""
 
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-
 from tests.hosts.bed import HERE, why_not
 
 PING = "import socket; socket.create_connection(('beta', 7), timeout=5)"
@@ -77,7 +75,7 @@ sys.stdin.read()
     tests.communicate(timeout=10)
     while any(_runs(pid) for pid in held):  # the test's own timeout ends this
         pass
-    assert "port0" not in os.listdir("/sys/class/net")
+    assert not Path("/sys/class/net/port0").exists()
 
 
 def _runs(pid):
