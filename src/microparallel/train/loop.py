@@ -19,6 +19,7 @@ from microparallel.settings import declared
 from microparallel.text import count
 from microparallel.train import checkpoint
 from microparallel.train.agreement import Agreement, Decision
+from microparallel.train.alike import require_same_data, require_same_run_everywhere
 from microparallel.train.build import build
 from microparallel.train.checkpoint_folder import checkpoints as checkpoint_steps
 from microparallel.train.checkpoint_reader import open_memory
@@ -57,6 +58,7 @@ def train_on_rank(
     if comms.world_size < config.world_size:  # not as many processes as before could be started
         config = replace(config, ranks=comms.world_size).resolved()
     config = config.with_shares()
+    require_same_run_everywhere(config, comms)
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(contextlib.closing(display_for(comms.rank, quiet)))
         folder = _on_first(comms, lambda: stack.enter_context(_open(config, resume)))
@@ -66,6 +68,7 @@ def train_on_rank(
         checkpoints, goes_on = _told_by_first(comms, folder, resume)
         training = build(config, comms)
         stack.callback(training.close)
+        require_same_data(training.made_of, comms)
         copies = None
         if not config.wait_for_saves:
             copies = Copies.in_own_memory(training) if memory is None else Copies(training, memory)

@@ -100,6 +100,8 @@ def join(
         register()  # torch finds the backend by itself only if this package is installed
     folder = agreed_folder(store) if flight_folder is None else flight_folder
     flight = Flight.open(folder, placement.rank, placement.world_size, placement.local_world_size)
+    if any(one.machine != answers[0].machine for one in answers):
+        flight.spread_over([one.host for one in answers])
     try:
         with using(flight):
             dist.init_process_group(
