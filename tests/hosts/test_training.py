@@ -32,7 +32,7 @@ def test_code_that_differs_is_named(hosts, tmp_path):
     bed = hosts(2, own_files=True)
     for host, text in zip(bed, (MODEL, MODEL.replace("10)", "11)")), strict=True):
         host.do("sh", "-c", f"cat > {tmp_path}/mine.py <<'END'\n{text}\nEND")
-    codes, errors = run_on_both(bed, *[["--model", "mine:make_model"]] * 2)
+    codes, errors = run_on_both(bed, *[["--model", "mine:make_model", "--data", "digits"]] * 2)
     assert codes == [2, 2]
     for said in errors:
         assert "mine with checksum " in said

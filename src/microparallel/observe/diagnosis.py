@@ -180,8 +180,8 @@ def _seen_elsewhere(
     for host in dict.fromkeys(one.host for one in roots if _out_of_sight(one)):
         there = [one.rank for one in roots if _out_of_sight(one) and one.host == host]
         text = (
-            f"out of sight: {show_ranks(there)} {_verb(there, 'is', 'are')} on {host}, and what happens there cannot be "
-            f"seen from here; ask there: microparallel why{_waiting_for(there[0], ranks, waits)}"
+            f"out of sight: {show_ranks(there)} {_verb(there, 'is', 'are')} on {host}, and what happens there cannot "
+            f"be seen from here; ask there: microparallel why{_waiting_for(there[0], ranks, waits)}"
         )
         yield Finding("out of sight", tuple(there), None, text)
 
