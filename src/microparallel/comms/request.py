@@ -18,6 +18,7 @@ from microparallel.comms.group import Group
 from microparallel.errors import (
     CommsError,
     CommsTimeout,
+    LinkLost,
     PeerGone,
     PeerLost,
     TransportError,
@@ -242,6 +243,8 @@ def explain(error: RuntimeError, call: Call, group: Group) -> CommsError:
     if isinstance(error, PeerGone):
         why = group.flight.why([group.world_ranks[rank] for rank in error.ranks])
         headline = f"{_names(error.ranks, group)} went away during {call} on {here}"
+        if isinstance(error, LinkLost):
+            headline = f"{here} cannot reach {_names(error.ranks, group)} any more, in {call} ({error})"
         return PeerLost(error.ranks, str(call), headline + _beneath(why))
     if not isinstance(error, CommsError) or isinstance(error, TransportError):
         return CommsError(f"{call} failed on {here}: {reason}")

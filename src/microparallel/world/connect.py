@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from microparallel.torch_backend.group import MicroparallelGroup
 from microparallel.torch_private import store_of_the_world
 from microparallel.transport.shared_memory import futex
 from microparallel.world.meeting import explaining_errors, open_store, report_missing_ranks
-from microparallel.world.roll_call import Answer, roll_call
+from microparallel.world.roll_call import Answer, places, roll_call
 from microparallel.world.way import require_reach, take_the_way
 
 DEFAULT_TIMEOUT = 1800.0  # seconds
@@ -111,7 +112,8 @@ def join(
                 world_size=placement.world_size,
                 timeout=timedelta(seconds=timeout),
             )
-        return _comms_of_the_world(placement, chosen_device, check, store, flight, owned=True)
+        hosts = places(answers)
+        return _comms_of_the_world(placement, chosen_device, check, store, flight, hosts, owned=True)
     except BaseException:
         flight.close()
         raise
@@ -143,6 +145,7 @@ def _comms_of_the_world(
     check: bool,
     store: dist.Store | None,
     flight: Flight,
+    hosts: Sequence[str] = (),
     *,
     owned: bool,
 ) -> Comms:
@@ -155,7 +158,7 @@ def _comms_of_the_world(
         group = world.shared_memory
         leave, forget = world.shared_memory.close, _nothing
     else:
-        group = torch_group = TorchGroup(world, store, carries, flight)
+        group = torch_group = TorchGroup(world, store, carries, flight, hosts)
         leave, forget = (lambda: _leave_world(torch_group)), torch_group.forget
 
     def leave_and_close_flight() -> None:

@@ -17,7 +17,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from microparallel.errors import AddressInUse, CommsError, CommsTimeout, TransportError, TransportTimeout, UsageError
+from microparallel.errors import AddressInUse, CommsError, CommsTimeout, TransportError, UsageError
 from microparallel.text import count, show_ranges
 from microparallel.topology.placement import Placement
 from microparallel.transport.torch_distributed import TRANSLATED
@@ -127,7 +127,7 @@ def explaining_errors(placement: Placement, timeout: float) -> Iterator[None]:
         ) from error
     except TransportError as error:
         waited = time.monotonic() - begun
-        if isinstance(error, TransportTimeout) and waited > 0.9 * timeout:
+        if waited > 0.9 * timeout:
             raise CommsTimeout(f"{_who_waited(placement, timeout)}; {_why_in_vain(placement)}") from error
         raise CommsError(f"{_who_failed(placement, waited)}: {error}") from error
 

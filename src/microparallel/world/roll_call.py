@@ -14,7 +14,7 @@ import secrets
 import socket
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -44,6 +44,14 @@ class Answer:
     nccl: bool
     shm: bool
     machine: int
+
+
+def places(answers: Sequence[Answer]) -> list[str]:
+    """The machine of each rank, as errors name it: two machines of one name are told apart."""
+    machines_of: dict[str, set[int]] = {}
+    for one in answers:
+        machines_of.setdefault(one.host, set()).add(one.machine)
+    return [one.host if len(machines_of[one.host]) == 1 else f"{one.host} of rank {one.machine}" for one in answers]
 
 
 def roll_call(placement: Placement, store: Store, *, nccl: bool, shm: bool) -> list[Answer]:
