@@ -500,6 +500,8 @@ def _what_it_does(one: Snapshot) -> str:
         return f"doing {one.doing}"
     if one.stack:
         return f"inside a library, in {one.stack[0].with_function}, which no line of your code called"
+    if one.state == "unknown" and one.host:
+        return f"on {one.host}, whose processes cannot be seen from here"
     return "at a line that is not known"
 
 

@@ -166,6 +166,16 @@ class Flight:
         except Exception:  # the error that is being explained matters more than this one
             return ""
 
+    def gave_up(self, ranks: Collection[int]) -> bool:
+        """Whether each of these ranks (of the world) has left since a call of its own took too long.
+
+        That is known of the ranks whose flight files are on this machine.
+        """
+        if self.recorder is None or not ranks:
+            return False
+        left = (read(folders.flight_file(self.recorder.path.parent, rank)) for rank in ranks)
+        return all(one is not None and one.last is not None and one.last.outcome == "timed out" for one in left)
+
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
