@@ -1,5 +1,11 @@
 """`microparallel train` between hosts."""
 
+import json
+
+import pytest
+
+from microparallel.train.checkpoint import latest
+
 MODEL = """
 import torch
 def make_model():
@@ -37,3 +43,67 @@ def test_code_that_differs_is_named(hosts, tmp_path):
     for said in errors:
         assert "mine with checksum " in said
         assert " on rank 0 (alpha); " in said
+
+
+# ── what is learned ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+EXACT = ("--quiet", "--precision", "float64", "--transport", "gloo")
+LAYOUTS = {
+    "dp": (),
+    "pp": ("--dp", "2", "--pp", "2", "--schedule", "1f1b", "--microbatches", "4"),
+    "sharded": ("--shard", "parameters"),
+}
+
+
+def ended(ranks, seconds=55):
+    for rank in ranks:
+        assert rank.wait(seconds) == 0, rank.errors
+
+
+def weights(run):
+    found, warnings = latest(run / "checkpoints")
+    assert not warnings
+    return {name: stored.whole() for name, stored in found.stored_model.items()}
+
+
+def difference(one, other):
+    """The largest difference of any weight of two runs."""
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_hosts_learn_what_one_process_learns(hosts, tmp_path, layout):
+    """The same weights as one process (but for rounding), and to the bit those of four ranks on one host."""
+    bed, steps = hosts(2), ("--steps", "8")
+    command = ["microparallel", "train", *EXACT, *steps]
+    ended(bed.ranks(*command, *LAYOUTS[layout], "--out", "two", on_each=2))
+    ended([bed[0].run(*command, "--ranks", "1", "--out", "alone")])
+    together = [bed[0].run(*command, *(LAYOUTS[layout] or ("--ranks", "4")), "--out", "together")]
+    if layout == "sharded":
+        together = [bed[0].run(*command, *LAYOUTS[layout], "--ranks", "4", "--out", "together")]
+    ended(together)
+    assert difference(tmp_path / "two", tmp_path / "alone") < 1e-12
+    assert difference(tmp_path / "two", tmp_path / "together") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2), (2, 3)])
+def test_a_run_goes_on_with_another_number_of_hosts(hosts, tmp_path, first, then):
+    """Four shares of every batch, on as many hosts as there are: the losses of a run that was never stopped."""
+    command = ["microparallel", "train", *EXACT, "--shares", "4", "--schedule-lr", "constant"]
+    ended(hosts(first).ranks(*command, "--steps", "4", "--out", "run"))
+    ended(hosts(then).ranks("microparallel", "train", "--quiet", "--resume", "run", "--steps", "8"))
+    ended([hosts(1)[0].run(*command, "--ranks", "1", "--steps", "8", "--out", "alone")])
+    assert difference(tmp_path / "run", tmp_path / "alone") < 1e-12
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme(hosts, tmp_path):
+    """torchrun on each host, with the first host's name, which stands for 127.0.1.1 there."""
+    agents = hosts(2).torchrun("microparallel", "train", "--steps", "4", "--out", "runs/big", on_each=2)
+    ended(agents)
+    assert "kept in runs/big" in agents[0].output
+    assert json.loads((tmp_path / "runs" / "big" / "summary.json").read_text())["ranks"] == 4
