@@ -36,7 +36,7 @@ def ended(ranks, seconds=40):
     return [rank.output.strip() for rank in ranks]
 
 
-@pytest.mark.parametrize("address", ["10.77.0.1", "alpha"])
+@pytest.mark.parametrize("address", [pytest.param("10.77.0.1", marks=pytest.mark.slow), "alpha"])
 def test_the_way_to_the_others_decides_the_interface(hosts, script, address):
     """Each host's own name stands for 127.0.1.1 there, and so does MASTER_ADDR on the host that has it."""
     ranks = hosts(2).ranks("python", script(SUM), on_each=2, address=address)

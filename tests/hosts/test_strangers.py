@@ -60,7 +60,7 @@ def went_on(scripts, ranks):
     return [rank.output.split()[-1] for rank in ranks]
 
 
-@pytest.mark.parametrize("how", ["launch", "connect", "name"])
+@pytest.mark.parametrize("how", ["connect", *(pytest.param(how, marks=pytest.mark.slow) for how in ("launch", "name"))])
 def test_ranks_of_one_host_listen_where_no_other_host_reaches_them(hosts, scripts, how):
     alpha, beta = bed = hosts(2)
     if how == "launch":
