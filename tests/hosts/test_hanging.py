@@ -16,7 +16,7 @@ with mp.connect(timeout=30) as comms:
 """
 
 
-@pytest.mark.parametrize("own_files", [True, False])
+@pytest.mark.parametrize("own_files", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_host_says_that_it_cannot_see_what_another_s_ranks_do(hosts, tmp_path, own_files):
     """Where hosts share no folder, only the host of a stopped rank can say that it was stopped."""
     (tmp_path / "hang.py").write_text(HANG)

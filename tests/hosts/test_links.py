@@ -41,7 +41,7 @@ def test_both_sides_of_a_link_that_stays_down_are_told_when_their_time_is_up(hos
 
 @pytest.mark.slow
 def test_where_the_system_gives_a_connection_up_first_the_host_is_named(hosts, tmp_path):
-    """After 15 minutes without an answer, which are two seconds here; whoever only listens waits until its time is up."""
+    """After 15 minutes without an answer, here two seconds; whoever only listens waits until its time is up."""
     bed = hosts(2)
     (tmp_path / "loop.py").write_text(LOOP)
     for host in bed:

@@ -6,6 +6,7 @@ each other for ever. What differs is named, with the hosts where it does, on eve
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import platform
 import socket
@@ -15,7 +16,7 @@ from typing import Any
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
-from microparallel.errors import ConfigError, DataError
+from microparallel.errors import CommsError, ConfigError, DataError
 from microparallel.settings import declared
 from microparallel.text import show_ranks
 from microparallel.train.config import TrainConfig
@@ -39,6 +40,7 @@ def require_same_run_everywhere(config: TrainConfig, comms: Comms) -> None:
         *_differences([one for *_, one in everyone], hosts, lambda name, value: f"{name} with checksum {value}"),
     ]
     if differences:
+        _let_all_hear(comms)
         raise ConfigError(
             "the ranks do not agree about this run; start it with the same settings, code and versions on every host"
             + "".join(f"\n  {difference}" for difference in differences)
@@ -53,10 +55,17 @@ def require_same_data(made_of: Mapping[str, Any] | None, comms: Comms) -> None:
     mine = {"samples": made_of["samples"], "checksum of data": made_of["data"], "checksum of parameters' names": names}
     hosts, found = zip(*gather_json([socket.gethostname(), mine], comms), strict=True)
     if differences := _differences(found, hosts, lambda name, value: f"{name}: {value}"):
+        _let_all_hear(comms)
         raise DataError(
             "the ranks do not have the same data or model; every host needs a copy of the same files"
             + "".join(f"\n  {difference}" for difference in differences)
         )
+
+
+def _let_all_hear(comms: Comms) -> None:
+    """Stay until every rank knows: one that ends first would take the words of the others away."""
+    with contextlib.suppress(CommsError):
+        comms.barrier()
 
 
 def _given(one: Any, value: Any) -> str:

@@ -24,6 +24,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _PATIENCE = 10.0  # seconds until a machine counts as out of reach: a lost packet is sent again after 1, 3 and 7
+_GOODBYE = 2.0  # seconds that rank 0 stays for the others, when all of them end
 _LOOPBACK = "127.0.0.1"
 _told: dict[str, str] = {}  # what this process has put into these variables; anything else there is the user's choice
 
@@ -183,10 +185,19 @@ def require_reach(store: Store, answers: Sequence[Answer], rank: int, address: s
             store.set(f"reached/{rank}", json.dumps(failures))
         found = [failure for other in firsts for failure in json.loads(store.get(f"reached/{other}"))]
     if found:
+        _let_all_read(store, rank, len(answers))
         raise CommsError(
             "\n".join(found) + f"\n  each rank uses the interface by which it reaches MASTER_ADDR; {GLOO}=NAME chooses "
             "another one; a firewall must let the ranks connect to any port of each other's"
         )
+
+
+def _let_all_read(store: Store, rank: int, ranks: int) -> None:
+    """Let rank 0, which may serve the store, stay until all ranks have read why they end; but not for long."""
+    store.set(f"told/{rank}", "")
+    if rank == 0:
+        with contextlib.suppress(RuntimeError):
+            store.wait([f"told/{other}" for other in range(ranks)], timedelta(seconds=_GOODBYE))
 
 
 def _listener(address: str) -> socket.socket:
