@@ -207,3 +207,16 @@ def test_closing_ends_the_threads_of_the_world(run_ranks):
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     rows = run_ranks([{"RANK": str(rank), **shared} for rank in range(2)], THREADS)
     assert rows == ["1 True 1", "1 True 1"]
+
+
+def test_a_port_that_is_not_ours_to_use_is_named(monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 80}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(
+        mp.errors.UsageError, match=r"rank 0 cannot listen at 127.0.0.1:80 \(.*denied\); choose another"
+    ):
+        mp.connect()

@@ -70,13 +70,20 @@ def _with_prefix(placement: Placement, store: dist.Store) -> dist.Store:
 
 def _listener(placement: Placement) -> socket.socket:
     """A socket that listens at MASTER_ADDR alone, if that is an address of this machine that the others have, too."""
-    try:
-        return _listener_at(_address_for_all(placement.address), placement.port)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise AddressInUse(str(error)) from error
-    # MASTER_ADDR may be a router's address, which leads here.
-    return _listener_at(_EVERYWHERE, placement.port)
+    refused: OSError | None = None
+    for address in (_address_for_all(placement.address), _EVERYWHERE):
+        try:
+            return _listener_at(address, placement.port)
+        except OSError as error:
+            refused = error
+            if error.errno == errno.EADDRINUSE:
+                raise AddressInUse(str(error)) from error
+            if error.errno != errno.EADDRNOTAVAIL:
+                break
+            # MASTER_ADDR is no address of this machine; a router's may lead here all the same.
+    raise UsageError(
+        f"rank {placement.rank} cannot listen at {_place(placement)} ({refused}); choose another port with MASTER_PORT"
+    )
 
 
 def _listener_at(address: str, port: int) -> socket.socket:
@@ -92,7 +99,10 @@ def _address_for_all(name: str) -> str:
 
     A machine's own name may stand for its loopback interface there, and for an address that others reach elsewhere.
     """
-    address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    try:
+        address = str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError):  # it may have a name later
+        return _EVERYWHERE
     return _EVERYWHERE if is_loopback(address) and not is_loopback(name) and name != "localhost" else address
 
 
