@@ -18,6 +18,7 @@ MicroparallelError
 │   └── TransportError           bytes that could not be moved; `Comms` raises one of the above instead, with its call
 │       ├── TransportTimeout     a transfer was not complete in time (TimeoutError)
 │       ├── PeerGone             .ranks are gone, and a transfer needs them (ConnectionError)
+│       │   └── LinkLost         .ranks cannot be reached any more: their host, or the link to it, is down
 │       └── AddressInUse         another program uses the port of the ranks' store
 ├── StageError                   a stage of a pipeline that raised, or returned something else than in its dry run
 ├── GradientError                gradients that are missing or not finite, where that was to be an error
@@ -43,6 +44,7 @@ __all__ = [
     "GradientError",
     "Interrupted",
     "LaunchError",
+    "LinkLost",
     "MicroparallelError",
     "Mismatch",
     "PartitionError",
@@ -171,6 +173,10 @@ class PeerGone(TransportError, ConnectionError):
     def __init__(self, ranks: Sequence[int], message: str | None = None) -> None:
         self.ranks = tuple(ranks)
         super().__init__(f"rank {', '.join(map(str, ranks))} went away" if message is None else message)
+
+
+class LinkLost(PeerGone):
+    """A host, or the link to it, is down: what was sent to its ranks was never acknowledged."""
 
 
 class AddressInUse(TransportError):

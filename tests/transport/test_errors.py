@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 import microparallel as mp
 from microparallel.transport import in_process_transports, nccl_rules_transports
-from microparallel.transport.torch_distributed import TRANSLATED, translate
+from microparallel.transport.torch_distributed import TRANSLATED, _within, translate
 
 SOURCE = Path(mp.__file__).parent
 
@@ -58,6 +59,19 @@ def test_only_a_socket_of_the_store_has_an_address_that_may_be_in_use():
     said = "Address already in use"
     assert type(translate(dist.DistNetworkError(said))) is mp.errors.AddressInUse
     assert type(translate(dist.DistBackendError(f"NCCL error: {said}"))) is mp.errors.TransportError
+
+
+def test_what_the_system_says_of_a_link_is_told_from_what_gloo_says_of_its_own_time():
+    assert type(translate(RuntimeError("Read error [10.0.0.2]:4711: Connection timed out"))) is mp.errors.LinkLost
+    assert type(translate(RuntimeError("Timed out waiting 6000ms for recv operation"))) is mp.errors.TransportTimeout
+    assert type(translate(dist.DistNetworkError("Connection timed out"))) is mp.errors.TransportTimeout
+
+
+def test_a_store_behind_the_same_link_is_not_waited_for():
+    never = threading.Event()
+    assert _within(0.01, lambda: never.wait(50) and b"") is None
+    assert _within(50, lambda: b"[1]") == b"[1]"
+    never.set()
 
 
 @pytest.mark.parametrize("make_transports", [in_process_transports, nccl_rules_transports])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import microparallel as mp
 from microparallel.topology.placement import Placement
-from microparallel.world.connect import report_missing_ranks, show_missing_ranks
+from microparallel.world.meeting import report_missing_ranks, show_missing_ranks
 
 SCRIPT = """
 import torch, microparallel as mp
@@ -148,7 +148,9 @@ def test_missing_ranks(meeting):
 
 def test_no_process_listens_where_rank_0_should():
     found = show_missing_ranks(Placement(1, 2, 0, 1, "127.0.0.1", free_port()))
-    assert re.fullmatch(r"no process answers at 127.0.0.1:\d+, where rank 0 listens", found)
+    own_name = socket.gethostname()
+    said = rf"no process answers at 127.0.0.1:\d+, where rank 0 listens; 127.0.0.1 is {own_name} itself"
+    assert re.fullmatch(said, found)
 
 
 def test_a_rank_that_waits_long_says_for_whom_and_is_silent_when_they_have_come(meeting, capfd):
@@ -205,3 +207,16 @@ def test_closing_ends_the_threads_of_the_world(run_ranks):
     shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     rows = run_ranks([{"RANK": str(rank), **shared} for rank in range(2)], THREADS)
     assert rows == ["1 True 1", "1 True 1"]
+
+
+def test_a_port_that_is_not_ours_to_use_is_named(monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 80}.items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(
+        mp.errors.UsageError, match=r"rank 0 cannot listen at 127.0.0.1:80 \(.*denied\); choose another"
+    ):
+        mp.connect()

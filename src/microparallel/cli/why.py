@@ -237,6 +237,8 @@ def _state(one: Snapshot) -> str:
         return f"{one.ending} ({one.end_reason})" if one.end_reason else one.ending
     if one.state == "ended" or one.ending == "exited":
         return f"died ({one.end_reason or one.exit})" if one.end_reason or one.exit else "died"
+    if not one.pid and one.host:
+        return f"on {one.host}"
     if one.state == "running":
         return "running" if one.current is None else "waits"
     return one.state

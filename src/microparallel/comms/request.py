@@ -18,6 +18,7 @@ from microparallel.comms.group import Group
 from microparallel.errors import (
     CommsError,
     CommsTimeout,
+    LinkLost,
     PeerGone,
     PeerLost,
     TransportError,
@@ -240,8 +241,14 @@ def explain(error: RuntimeError, call: Call, group: Group) -> CommsError:
         headline = f"{here} waited in vain in {call}: {who} the matching call in time ({reason})"
         return CommsTimeout(headline + _beneath(group.flight.why()), error.ranks)
     if isinstance(error, PeerGone):
-        why = group.flight.why([group.world_ranks[rank] for rank in error.ranks])
+        lost = [group.world_ranks[rank] for rank in error.ranks]
+        why = group.flight.why(lost)
+        if group.flight.gave_up(lost):
+            names = _names(error.ranks, group)
+            return CommsTimeout(f"{here} waited in vain in {call}: {names} gave up before{_beneath(why)}", error.ranks)
         headline = f"{_names(error.ranks, group)} went away during {call} on {here}"
+        if isinstance(error, LinkLost):
+            headline = f"{here} cannot reach {_names(error.ranks, group)} any more, in {call} ({error})"
         return PeerLost(error.ranks, str(call), headline + _beneath(why))
     if not isinstance(error, CommsError) or isinstance(error, TransportError):
         return CommsError(f"{call} failed on {here}: {reason}")

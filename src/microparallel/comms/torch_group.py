@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Self
 
 import torch
@@ -36,9 +36,14 @@ class TorchGroup(TorchTransport):
     """A torch process group that also runs all-reduce programs."""
 
     def __init__(
-        self, group: dist.ProcessGroup, store: dist.Store | None, carries: frozenset[str], flight: Flight | None = None
+        self,
+        group: dist.ProcessGroup,
+        store: dist.Store | None,
+        carries: frozenset[str],
+        flight: Flight | None = None,
+        places: Sequence[str] = (),
     ) -> None:
-        super().__init__(group, store, carries)
+        super().__init__(group, store, carries, places)
         self.transport_name = "nccl" if "cuda" in carries else "gloo"
         self.flight = Flight(None) if flight is None else flight
         self.log = self.flight.group(self.world_ranks)

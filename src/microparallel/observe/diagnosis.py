@@ -33,7 +33,7 @@ class Finding:
 
     Attributes:
         kind: death, stopped, wrong order, mismatched shape (dtype, op, root, call), deadlock, missing rank, straggler,
-            or transfer (all ranks are in the same call, and it takes long).
+            transfer (all ranks are in the same call, and it takes long), or out of sight (ranks of another host).
         ranks: the ranks that caused it.
         place: the line of the user's code, where it is known.
         text: a sentence that begins with the kind.
@@ -159,11 +159,31 @@ def _missing_and_stragglers(
     weak = [rank for rank, wait in waits.items() if wait.weak and rank not in blamed]
     for rank in roots or [rank for rank in weak if any(rank in wait.missing for wait in waits.values())]:
         one = ranks.get(rank)
-        if one is not None:
+        if one is not None and not _out_of_sight(one):
             found.append(_missing(one, ranks, waits) or _straggler(one, ranks, waits))
+    if not found and not blamed:
+        found += _seen_elsewhere([ranks[rank] for rank in roots if rank in ranks], ranks, waits)
     if not found and not blamed and (stuck := [wait for wait in waits.values() if not wait.missing and not wait.weak]):
         found.append(_transfer(stuck, ranks))
     return found
+
+
+def _out_of_sight(one: Snapshot) -> bool:
+    """Whether a rank is known to be on another host, where its flight file is."""
+    return not one.pid and bool(one.host)
+
+
+def _seen_elsewhere(
+    roots: Sequence[Snapshot], ranks: Mapping[int, Snapshot], waits: Mapping[int, WaitingRank]
+) -> Iterator[Finding]:
+    """What can be said of ranks whose files are on another host: where to ask."""
+    for host in dict.fromkeys(one.host for one in roots if _out_of_sight(one)):
+        there = [one.rank for one in roots if _out_of_sight(one) and one.host == host]
+        text = (
+            f"out of sight: {show_ranks(there)} {_verb(there, 'is', 'are')} on {host}, and what happens there cannot "
+            f"be seen from here; ask there: microparallel why{_waiting_for(there[0], ranks, waits)}"
+        )
+        yield Finding("out of sight", tuple(there), None, text)
 
 
 def _missing(one: Snapshot, ranks: Mapping[int, Snapshot], waits: Mapping[int, WaitingRank]) -> Finding | None:
@@ -480,6 +500,8 @@ def _what_it_does(one: Snapshot) -> str:
         return f"doing {one.doing}"
     if one.stack:
         return f"inside a library, in {one.stack[0].with_function}, which no line of your code called"
+    if one.state == "unknown" and one.host:
+        return f"on {one.host}, whose processes cannot be seen from here"
     return "at a line that is not known"
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "MICROPARALLEL_FLIGHT"
 AFTER_VARIABLE = "MICROPARALLEL_WHY_AFTER"
-_NONE = "none"  # for a folder
+_MEETING = ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT")  # what tells worlds of one time apart
 _AFTER = 60.0  # seconds that a rank waits before it prints why
 SHORT_WAIT = 0.05  # seconds from which on waiting counts when a call has failed already
 
@@ -42,28 +42,28 @@ def is_wanted() -> bool:
 
 def new_folder() -> Path | None:
     """A folder for the flight files of a new world; None: no recorder is kept."""
-    return _folder_of(_new_name())
+    return _folder_of(folders.new_world())
 
 
 def agreed_folder(store: Store) -> Path | None:
-    """The folder that all ranks of a world use; the first rank to call this chooses it. None: no recorder is kept."""
-    chosen = store.compare_set("microparallel/flight", "", _new_name()).decode()
-    return _folder_of(chosen) if is_wanted() else None
+    """The folder that all ranks of a world on a machine use; None: no recorder is kept.
 
-
-def _new_name() -> str:
-    if not is_wanted():
-        return _NONE
-    given = os.environ.get(folders.FOLDER_VARIABLE, "")
-    return str(Path(given).absolute()) if given else folders.new_world()
+    The first rank to call this writes a word into the store, and the folder's name follows from it. Others who can
+    write into the store could choose the word, but not the name: it is always a new one, in this user's own folder.
+    """
+    word = store.compare_set("microparallel/flight", "", folders.new_world()).decode()
+    meeting = [os.environ.get(name, "") for name in _MEETING]
+    return _folder_of(folders.world_named_after(word, *meeting))
 
 
 def _folder_of(name: str) -> Path | None:
-    """The folder that a name stands for: a path, or one of this user's folders on the machine that this rank is on."""
-    if name.startswith("/"):
-        return Path(name)
+    """The folder that this process was told to use, or one of this user's folders on the machine that it is on."""
+    if not is_wanted():
+        return None
+    if given := os.environ.get(folders.FOLDER_VARIABLE, ""):
+        return Path(given).absolute()
     with contextlib.suppress(OSError):
-        return None if name == _NONE else folders.private_folder() / name
+        return folders.private_folder() / name
     return None
 
 
@@ -83,8 +83,8 @@ class Flight:
             return
         with contextlib.suppress(OSError, ValueError, RuntimeError):
             self._stack_dumper = StackDumper(recorder.path)
-            recorder.every_few_calls = self._record_dumps_stack
-            self._record_dumps_stack()
+            recorder.every_few_calls = self._look_after_dumps
+            self._look_after_dumps()
         after = _seconds_until_why()
         if recorder.world_size > 1 and after > 0:
             self._watchdog = Watchdog(recorder.path, after)
@@ -120,6 +120,11 @@ class Flight:
     def group(self, world_ranks: Sequence[int]) -> GroupLog | NoLog:
         """A log for the calls of this rank in a group."""
         return NoLog() if self.recorder is None else self.recorder.group(world_ranks)
+
+    def spread_over(self, hosts: Sequence[str]) -> None:
+        """Write down on which host each rank is, where they are not all on one."""
+        if self.recorder is not None:
+            self.recorder.spread_over(hosts)
 
     def at_step(self, step: int) -> None:
         """Write down the training step that the rank has come to."""
@@ -166,6 +171,16 @@ class Flight:
         except Exception:  # the error that is being explained matters more than this one
             return ""
 
+    def gave_up(self, ranks: Collection[int]) -> bool:
+        """Whether each of these ranks (of the world) has left since a call of its own took too long.
+
+        That is known of the ranks whose flight files are on this machine.
+        """
+        if self.recorder is None or not ranks:
+            return False
+        left = (read(folders.flight_file(self.recorder.path.parent, rank)) for rank in ranks)
+        return all(one is not None and one.last is not None and one.last.outcome == "timed out" for one in left)
+
     # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
@@ -185,10 +200,11 @@ class Flight:
                 folders.remove_if_all_left(recorder.path.parent, self._ranks_here)
         recorder.forget()
 
-    def _record_dumps_stack(self) -> None:
+    def _look_after_dumps(self) -> None:
         """Write down whether other processes may send the signal: the user's program may handle it by now."""
         if self.recorder is not None and self._stack_dumper is not None:
             self.recorder.dumps_stack(self._stack_dumper.active)
+            self._stack_dumper.keep_small()
 
     def _exits(self) -> None:
         """Python ends, and the program has not closed the world: write down why, and close it."""

@@ -5,6 +5,7 @@
   512   step     the number of the training step; -1 where steps are not counted
   1024  doing    what the rank does now, as text
   2048  end      how it ended: in order, or with which error; the exit status that its parent has seen
+  3200  hosts    on which host which ranks are, where they are not all on one
   4096  groups   64 × 256 bytes: the ranks of the groups that the records name
   20480 records  256 × 512 bytes, used in turn
 ```
@@ -17,16 +18,19 @@ middle leaves a gap, never half a record.
 from __future__ import annotations
 
 import mmap
+import re
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from microparallel.observe.own_file import open_own
 from microparallel.observe.place import Place, most_relevant, relevance
 from microparallel.observe.processes import show_exit
-from microparallel.text import parse_ranges
+from microparallel.text import parse_ranges, show_ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,7 @@ class Snapshot:
     """One rank, as it was when its file was read.
 
     Attributes:
+        host: of the process; of a rank that left no file here, where the others say that it is.
         state: of the process: running, stopped, ended, or unknown (on another machine, or it left no file).
         exit: how the process ended, as text, where that is known.
         ending: running, finished (its function returned), closed (it left the world), exited, raised, broke off (with
@@ -119,6 +124,7 @@ class Snapshot:
     doing_since: float | None = None
     dumps_stack: bool = False
     start_ticks: int = 0
+    hosts: str = ""  # as `show_hosts` writes them
     records: tuple[Record, ...] = ()
     stack: tuple[Place, ...] = ()
 
@@ -174,6 +180,9 @@ END = struct.Struct("<Bi128s600s")  # kind, line, file, words; after its number
 EXIT_AT = 3072
 EXIT = struct.Struct("<i")  # the exit status as `subprocess` gives it; after its number
 
+HOSTS_AT = 3200
+HOSTS = struct.Struct("<800s")  # `alpha 0-3;beta 4-7`; after its number
+
 GROUPS_AT = 4096
 GROUPS = 64
 GROUP_BYTES = 256
@@ -219,15 +228,35 @@ def uncut(content: bytes) -> str:
     return content.rstrip(b"\0").decode("utf-8", "replace")
 
 
+def show_hosts(hosts: Sequence[str]) -> str:
+    """On which host which ranks are, given each rank's host: `alpha 0-3;beta 4-7`."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_of.setdefault(host, []).append(rank)
+    return ";".join(f"{host} {show_ranges(ranks)}" for host, ranks in ranks_of.items())
+
+
+def host_of(rank: int, hosts: str) -> str:
+    """The host of a rank, in what `show_hosts` has written; empty if that is not known."""
+    for one in hosts.split(";"):
+        host, _, ranks = one.partition(" ")
+        if re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", ranks) and rank in parse_ranges(ranks):
+            return host
+    return ""
+
+
 # ── reading ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def read(path: Path) -> Snapshot | None:
-    """What a rank has written, also while it writes; None if this is no flight file, or has only just been made."""
+    """What a rank has written, also while it writes; None if this is no flight file, or has only just been made.
+
+    Files of other users are not read: what is in one may be meant to deceive.
+    """
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), FILE_BYTES, access=mmap.ACCESS_READ) as memory:
+        with open_own(path) as file, mmap.mmap(file.fileno(), FILE_BYTES, access=mmap.ACCESS_READ) as memory:
             return _snapshot(memory)
-    except (OSError, ValueError):  # gone, or too short
+    except (OSError, ValueError, IndexError):  # gone, or too short, or with numbers that no rank writes
         return None
 
 
@@ -243,6 +272,7 @@ def _snapshot(memory: mmap.mmap) -> Snapshot | None:
     _, doing_since, doing = _whole(memory, DOING_AT, DOING) or (0, 0.0, b"")
     _, ending, line, file, words = _whole(memory, END_AT, END) or (0, 0, 0, b"", b"")
     exit_status = _whole(memory, EXIT_AT, EXIT)
+    _, hosts = _whole(memory, HOSTS_AT, HOSTS) or (0, b"")
     return Snapshot(
         rank=rank,
         world_size=world_size,
@@ -261,6 +291,7 @@ def _snapshot(memory: mmap.mmap) -> Snapshot | None:
         doing_since=doing_since + shift if doing_since else None,
         dumps_stack=bool(dumps_stack),
         start_ticks=ticks,
+        hosts=uncut(hosts),
         records=_records(memory, shift),
     )
 

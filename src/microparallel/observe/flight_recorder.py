@@ -86,6 +86,12 @@ class FlightRecorder:
         """Write down what the rank does from now on, between its calls."""
         self._put(flight_file.DOING_AT, next(self._activities), flight_file.DOING, _now(), _cut(activity, 256))
 
+    def spread_over(self, hosts: Sequence[str]) -> None:
+        """Write down on which host each rank is: what those on other hosts write may not be seen from here."""
+        self._put(
+            flight_file.HOSTS_AT, 1, flight_file.HOSTS, _cut(flight_file.show_hosts(hosts), flight_file.HOSTS.size)
+        )
+
     def ends(self, kind: str, reason: str = "", place: Place | None = None) -> None:
         """Write down how the rank ends. Only the first end is kept, unless that was "finished"."""
         before = flight_file.BYTE.unpack_from(self._memory, flight_file.END_AT + flight_file.NUMBER.size)[0]

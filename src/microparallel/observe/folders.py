@@ -13,7 +13,9 @@ The last rank to leave in order removes the folder. The files of ranks that died
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 import socket
 import stat
 import tempfile
@@ -23,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from microparallel.observe import processes
-from microparallel.observe.flight_file import Snapshot, read
+from microparallel.observe.flight_file import Snapshot, host_of, read
 from microparallel.observe.processes import ask_for_stack, state_of
 
 FOLDER_VARIABLE = "MICROPARALLEL_FLIGHT_DIR"
@@ -51,6 +53,13 @@ def private_folder() -> Path:
 def new_world() -> str:
     """A name for a world that no other on this machine has."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.monotonic_ns() % 10**6:06d}"
+
+
+def world_named_after(word: str, *more: str) -> str:
+    """A name for a world that all its ranks find, given a word that they share; nobody can choose the name."""
+    digest = hashlib.sha256("\0".join([word, *more]).encode("utf-8", "replace")).hexdigest()[:16]
+    when = word[:15] if re.fullmatch(r"\d{8}-\d{6}", word[:15], re.ASCII) else time.strftime("%Y%m%d-%H%M%S")
+    return f"{when}-{digest}"
 
 
 def flight_file(folder: Path, rank: int) -> Path:
@@ -188,7 +197,12 @@ def _with_absent(found: list[Snapshot]) -> list[Snapshot]:
         return []
     there = {one.rank for one in found}
     size, now = found[0].world_size, found[0].now
-    absent = [Snapshot(rank, size, state="unknown", now=now) for rank in range(size) if rank not in there]
+    hosts = found[0].hosts
+    absent = [
+        Snapshot(rank, size, state="unknown", now=now, host=host_of(rank, hosts))
+        for rank in range(size)
+        if rank not in there
+    ]
     return sorted([*found, *absent], key=lambda one: one.rank)
 
 

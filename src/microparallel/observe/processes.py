@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from microparallel.observe.own_file import append_to_own, open_own
 from microparallel.observe.place import Place, read_stack
 
 _PROC = Path("/proc")
@@ -125,7 +126,7 @@ def _exists(pid: int) -> bool:
 # ── the stack of another process ────────────────────────────────────────────────────────────────────────────────────
 
 SIGNAL = signal.SIGUSR1  # on which a rank dumps its stack into a file, even from inside C code
-_MOST = 2**20  # bytes of dumps that are kept
+_MOST = 2**20  # bytes of dumps that a rank keeps
 _BOTTOMS = (b" in <module>", b" in _run_module_as_main", b"  ...")  # last lines of what faulthandler writes
 _QUIET_LOOKS = 15  # looks at a file without anything new, after which a dump is complete
 
@@ -141,13 +142,18 @@ class StackDumper:
     def __init__(self, flight_file: Path) -> None:
         self._file: IO[bytes] | None = None
         if signal.getsignal(SIGNAL) == signal.SIG_DFL:
-            self._file = stack_file(flight_file).open("ab", buffering=0)
+            self._file = append_to_own(stack_file(flight_file))
             faulthandler.register(SIGNAL, file=self._file, all_threads=False)
 
     @property
     def active(self) -> bool:
         """Whether this process dumps its stack: the user's program may have taken the signal since."""
         return self._file is not None and signal.getsignal(SIGNAL) == signal.SIG_DFL
+
+    def keep_small(self) -> None:
+        """Empty the file if many dumps are in it."""
+        if self._file is not None and os.fstat(self._file.fileno()).st_size > _MOST:
+            os.ftruncate(self._file.fileno(), 0)
 
     def close(self) -> None:
         """Stop dumping, and close the file."""
@@ -159,16 +165,24 @@ class StackDumper:
 
 
 def ask_for_stack(flight_file: Path, pid: int, timeout: float) -> tuple[Place, ...]:
-    """The stack of a rank's main thread, innermost first; empty if the rank does not dump it."""
-    if not catches(pid, SIGNAL):
-        return ()  # the signal would end it
-    path = stack_file(flight_file)
+    """The stack of a rank's main thread, innermost first; empty if the rank does not dump it.
+
+    The flight file says which process that is. It may be wrong, or written to deceive: so no process is sent the signal
+    that does not write this very file, or that the signal would end.
+    """
     with contextlib.suppress(OSError):
-        if path.stat().st_size > _MOST:
-            os.truncate(path, 0)
-        with path.open("rb") as file:
-            return dumped_stack(pid, SIGNAL, file, timeout)
+        if _writes(pid, flight_file) and catches(pid, SIGNAL):
+            with open_own(stack_file(flight_file)) as file:
+                return dumped_stack(pid, SIGNAL, file, timeout)
     return ()
+
+
+def _writes(pid: int, flight_file: Path) -> bool:
+    """Whether a process has mapped this flight file; where there is no /proc, that is not known, and believed."""
+    if not _PROC.is_dir():
+        return True
+    mapped = flight_file_of(pid)
+    return mapped is not None and mapped.resolve() == flight_file.resolve()
 
 
 def dumped_stack(pid: int, number: signal.Signals, file: IO[bytes], timeout: float) -> tuple[Place, ...]:

@@ -7,10 +7,8 @@ the bits of three of them, the versions of torch and of this library, and the pa
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,13 +25,17 @@ _SPECS = ("model", "data", "loss", "collate", "optimizer", "schedule_lr")
 def fingerprint(config: TrainConfig, data: Dataset | Stream, parameters: Sequence[str]) -> dict[str, Any]:
     """What this run is made of, as values that JSON holds; no rank needs another for it."""
     return {
-        "code": _code(config),
+        "code": code_of(config),
         "samples": data.length if isinstance(data, Stream) else len(data),
         "data": None if isinstance(data, Stream) else _data(data),
         "parameters": [*parameters],
-        "torch": torch.__version__,
-        "microparallel": _version(),
+        **versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    """The versions of the libraries that decide what a run computes."""
+    return {"torch": torch.__version__, "microparallel": _version()}
 
 
 def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -63,15 +65,15 @@ def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _code(config: TrainConfig) -> dict[str, str]:
-    """The checksums of the files that the user's own functions stand in, by their names."""
+def code_of(config: TrainConfig) -> dict[str, str]:
+    """The checksums of the files that the user's own functions stand in, by the names of their modules."""
     specs = [getattr(config, name) or "" for name in _SPECS] + (config.metric or "").split()
     modules = {spec.partition(":")[0] for spec in specs if user_code.is_spec(spec)}
     found = {}
     for name in sorted(modules):
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None and Path(file).is_file():
-            found[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+        file = user_code.file_of(name)
+        if file is not None and file.is_file():
+            found[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     return found
 
 

@@ -20,6 +20,7 @@ from microparallel.settings import declared
 from microparallel.text import count
 from microparallel.train import checkpoint
 from microparallel.train.agreement import Agreement, Decision
+from microparallel.train.alike import require_same_data, require_same_run_everywhere
 from microparallel.train.build import build
 from microparallel.train.checkpoint_writer import Writer
 from microparallel.train.config import TrainConfig, read_config
@@ -57,6 +58,7 @@ def train_on_rank(
     if comms.world_size < config.world_size:  # not as many processes as before could be started
         config = replace(config, ranks=comms.world_size).resolved()
     config = config.with_shares()
+    require_same_run_everywhere(config, comms)
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(contextlib.closing(display_for(comms.rank, quiet)))
         held = comms.held_states
@@ -68,6 +70,7 @@ def train_on_rank(
         checkpoints, goes_on = _told_by_first(comms, folder, resume, in_memory)
         training = build(config, comms)
         stack.callback(training.close)
+        require_same_data(training.made_of, comms)
         copies = None
         if not config.wait_for_saves:
             # Others wait for rank 0 while it waits for the writer: it gives up first.

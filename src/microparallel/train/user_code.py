@@ -6,6 +6,7 @@ A schedule is one of ours by its name, in any letter case, or a file with a prog
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -67,11 +68,27 @@ def line_of(error: BaseException) -> str:
     return "" if place is None or place.is_ours else f" ({place.short})"
 
 
-def _import(module_name: str, spec: str, what: str) -> ModuleType:
+def file_of(module_name: str) -> Path | None:
+    """The file of a user's module, which need not be imported yet; None if there is none."""
+    _look_here()
+    try:
+        module = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):
+        return None
+    return None if module is None or module.origin is None else Path(module.origin)
+
+
+def _look_here() -> str:
+    """Let Python find modules in the current directory, too; returns its name."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     importlib.invalidate_caches()
+    return here
+
+
+def _import(module_name: str, spec: str, what: str) -> ModuleType:
+    here = _look_here()
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:

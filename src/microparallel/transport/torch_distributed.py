@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -18,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from microparallel.errors import AddressInUse, MicroparallelError, PeerGone, TransportError, TransportTimeout
+from microparallel.errors import AddressInUse, LinkLost, MicroparallelError, PeerGone, TransportError, TransportTimeout
 from microparallel.torch_private import next_group_is_called
 from microparallel.transport.base import Loan, ReceivedCopy, Work
 
@@ -33,6 +34,10 @@ _REDUCE_OPS = {
 _PROBE_TAG = 3
 # NCCL runs the messages of a rank one after another, so an exchange must reach it as one batch.
 _BATCHED = frozenset({"cuda"})
+# What the system says of a connection whose other end has not answered for long: 15 minutes, unless it is set up
+# otherwise. gloo's own timeouts are worded in another way.
+_LINK_IS_DOWN = ("connection timed out", "no route to host", "network is unreachable", "host is unreachable")
+_STORE_PATIENCE = 1.0  # seconds that a store may take to say who was lost first: it may be behind the same link
 _FIRST_LOSS = "microparallel/first-loss"
 
 
@@ -49,6 +54,8 @@ def translate(error: RuntimeError) -> TransportError:
     """
     reason = str(error).partition("\n")[0]
     said = reason.lower()
+    if type(error) is RuntimeError and (broke := next((words for words in _LINK_IS_DOWN if words in said), None)):
+        return LinkLost((), broke)
     if isinstance(error, dist.DistNetworkError) and ("eaddrinuse" in said or "address already in use" in said):
         return AddressInUse(reason)
     if "timed out" in said or "timeout" in said:
@@ -159,10 +166,17 @@ class TorchTransport:
     """One torch process group as a transport, which has collectives of its own, too.
 
     Ranks are numbered within the group. `carries` names the device types whose tensors need not be copied to another
-    device first, `batched` those on which the messages of an exchange must start together.
+    device first, `batched` those on which the messages of an exchange must start together. `places` are the hosts of
+    the world's ranks, where these are known.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: dist.Store | None, carries: frozenset[str]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        store: dist.Store | None,
+        carries: frozenset[str],
+        places: Sequence[str] = (),
+    ) -> None:
         self.group = group
         self.carries = carries
         self.batched = _BATCHED
@@ -170,6 +184,7 @@ class TorchTransport:
         self.world_size: int = dist.get_world_size(group)
         self.world_ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
         self._store = store
+        self._places = places
         self._subgroups: list[TorchTransport] = []
 
     @property
@@ -260,13 +275,16 @@ class TorchTransport:
             return None
         world_ranks = [self.world_ranks[rank] for rank in ranks]
         group = make_group(self.group, world_ranks)
-        subgroup = type(self)(group, self._store, self.carries)
+        subgroup = type(self)(group, self._store, self.carries, places=self._places)
         self._subgroups.append(subgroup)
         return subgroup
 
     def _failure(self, error: RuntimeError) -> TransportError:
         """torch's error as one of ours. Whether a peer is gone is read from its connection, not from the text."""
         failure = translate(error)
+        if isinstance(failure, LinkLost):
+            lost = self._first_loss(self._out_of_reach())
+            return LinkLost(lost, f"{self._where(lost)}{failure}") if lost else TransportError(str(failure))
         if type(failure) is TransportError and (lost := self._lost_peers()):
             return PeerGone(lost)
         return failure
@@ -277,18 +295,39 @@ class TorchTransport:
         The first rank to notice a loss writes the lost ranks into the store. Later ones also see connections that were
         closed by ranks which merely gave up after that loss, so they believe the store rather than their own probe.
         """
-        lost = [peer for peer in range(self.world_size) if peer != self.rank and not self._answers(peer)]
-        if not lost or self._store is None:
+        return self._first_loss([peer for peer in range(self.world_size) if not self._answers(peer)])
+
+    def _out_of_reach(self) -> list[int]:
+        """The ranks of the hosts to which a connection broke; a rank of this host that has closed its own is none."""
+        silent = [peer for peer in range(self.world_size) if not self._answers(peer)]
+        here = self._place(self.rank)
+        gone = {self._place(peer) for peer in silent} - {here, ""}
+        return [peer for peer in range(self.world_size) if self._place(peer) in gone] or silent
+
+    def _place(self, rank: int) -> str:
+        return self._places[self.world_ranks[rank]] if self._places else ""
+
+    def _where(self, ranks: Sequence[int]) -> str:
+        places = dict.fromkeys(place for rank in ranks if (place := self._place(rank)))
+        return f"on {', '.join(places)}: " if places else ""
+
+    def _first_loss(self, lost: list[int]) -> list[int]:
+        """The ranks that were lost first, as the store says, given those that this rank finds lost."""
+        store = self._store
+        if not lost or store is None:
             return lost
         mine = json.dumps([self.world_ranks[peer] for peer in lost])
-        # The store itself may have died with its rank; then our own probe is the best there is.
+        # The store may have died with its rank, or be out of reach; then our own probe is the best there is.
         with contextlib.suppress(RuntimeError, ValueError):
-            first = json.loads(self._store.compare_set(_FIRST_LOSS, "", mine))
+            answer = _within(_STORE_PATIENCE, lambda: store.compare_set(_FIRST_LOSS, "", mine))
+            first = json.loads(answer) if answer else []
             known = [self.world_ranks.index(rank) for rank in first if rank in self.world_ranks]
             return known or lost
         return lost
 
     def _answers(self, peer: int) -> bool:
+        if peer == self.rank:
+            return True
         # gloo refuses at once to send on a connection that has been closed. No rank receives the probe: after a failed
         # call the group is not used again.
         try:
@@ -313,6 +352,20 @@ class TorchTransport:
         self._subgroups.clear()
         self._store = None
         self.__dict__.pop("group", None)
+
+
+def _within(seconds: float, ask: Callable[[], bytes]) -> bytes | None:
+    """The answer to a question, if it comes in time; the thread that asks is left behind otherwise."""
+    answers: list[bytes] = []
+
+    def keep_answer() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=keep_answer, name="microparallel first loss", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else None
 
 
 # ── groups of some ranks ────────────────────────────────────────────────────────────────────────────────────────────

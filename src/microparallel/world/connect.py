@@ -1,14 +1,10 @@
-"""Join the world that this process belongs to, and say which ranks are missing while it is not complete."""
+"""Join the world that this process belongs to: choose a transport and a device, and make the ranks' `Comms`."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
-import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,21 +21,20 @@ from microparallel._torch_entry import register
 from microparallel.comms import Comms
 from microparallel.comms.group import Group
 from microparallel.comms.torch_group import TorchGroup
-from microparallel.errors import AddressInUse, CommsTimeout, TransportTimeout, UsageError
+from microparallel.errors import UsageError
 from microparallel.observe.flight import Flight, agreed_folder
 from microparallel.settings import DEVICES, TRANSPORTS
-from microparallel.text import count, show_ranges
 from microparallel.topology import threads_per_rank
 from microparallel.topology.placement import Placement, find_placement
 from microparallel.torch_backend.base import using
 from microparallel.torch_backend.group import MicroparallelGroup
 from microparallel.torch_private import store_of_the_world
-from microparallel.transport.shared_memory import futex, this_machine
-from microparallel.transport.torch_distributed import TRANSLATED
+from microparallel.transport.shared_memory import futex
+from microparallel.world.meeting import explaining_errors, open_store, report_missing_ranks
+from microparallel.world.roll_call import Answer, places, roll_call
+from microparallel.world.way import require_reach, take_the_way
 
 DEFAULT_TIMEOUT = 1800.0  # seconds
-_REPORT_AFTER = 10.0  # seconds of waiting for other ranks after which they are named; then twice as many, and so on
-_CONNECT_TIMEOUT = 5.0  # seconds that finding out which ranks are missing may take
 
 # torch's names for our transports. With NCCL, gloo stands beside it: it carries CPU tensors, and the headers of checked
 # mode.
@@ -72,9 +67,13 @@ def connect(
     if dist.is_initialized():
         return _adopt(placement, device, check)
     _use_fair_share_of_cores(placement)
-    with _explaining_errors(placement, timeout), report_missing_ranks(placement):
-        store = _store_of(placement, timeout)
-        return join(placement, store, transport=transport, device=device, timeout=timeout, check=check)
+    deadline = time.monotonic() + timeout
+    with explaining_errors(placement, timeout), report_missing_ranks(placement):
+        store = open_store(placement, timeout)
+        store.set_timeout(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        comms = join(placement, store, transport=transport, device=device, timeout=timeout, check=check)
+        store.set_timeout(timedelta(seconds=timeout))
+        return comms
 
 
 def join(
@@ -91,7 +90,10 @@ def join(
 
     Flight files go into `flight_folder`, or into a folder that the ranks agree on through the store.
     """
-    chosen = _choose_transport(transport, device, placement, store)
+    answers = _call_the_roll(transport, device, placement, store)
+    chosen = _choose_transport(transport, answers)
+    address = take_the_way(answers, placement.rank)
+    require_reach(store, answers, placement.rank, address, timeout)
     chosen_device = _choose_device(device, chosen, placement)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
@@ -99,6 +101,8 @@ def join(
         register()  # torch finds the backend by itself only if this package is installed
     folder = agreed_folder(store) if flight_folder is None else flight_folder
     flight = Flight.open(folder, placement.rank, placement.world_size, placement.local_world_size)
+    if any(one.machine != answers[0].machine for one in answers):
+        flight.spread_over([one.host for one in answers])
     try:
         with using(flight):
             dist.init_process_group(
@@ -108,7 +112,8 @@ def join(
                 world_size=placement.world_size,
                 timeout=timedelta(seconds=timeout),
             )
-        return _comms_of_the_world(placement, chosen_device, check, store, flight, owned=True)
+        hosts = places(answers)
+        return _comms_of_the_world(placement, chosen_device, check, store, flight, hosts, owned=True)
     except BaseException:
         flight.close()
         raise
@@ -140,6 +145,7 @@ def _comms_of_the_world(
     check: bool,
     store: dist.Store | None,
     flight: Flight,
+    hosts: Sequence[str] = (),
     *,
     owned: bool,
 ) -> Comms:
@@ -152,7 +158,7 @@ def _comms_of_the_world(
         group = world.shared_memory
         leave, forget = world.shared_memory.close, _nothing
     else:
-        group = torch_group = TorchGroup(world, store, carries, flight)
+        group = torch_group = TorchGroup(world, store, carries, flight, hosts)
         leave, forget = (lambda: _leave_world(torch_group)), torch_group.forget
 
     def leave_and_close_flight() -> None:
@@ -212,19 +218,21 @@ def require_possible(transport: str, device: str, placement: Placement) -> None:
         raise UsageError("device 'cuda' was asked for, and torch sees no GPU; choose 'cpu'")
 
 
-def _choose_transport(transport: str, device: str, placement: Placement, store: dist.Store) -> str:
-    """The transport that the user chose, or the best that every rank can use: all ranks must choose the same."""
+def _call_the_roll(transport: str, device: str, placement: Placement, store: dist.Store) -> list[Answer]:
+    """What every rank says of itself; this one says what it can use of the transports that the user has chosen from."""
     nccl = transport in ("auto", "nccl") and not _obstacle_to_nccl(placement)
     shm = transport in ("auto", "shm") and not futex.why_not() and device != "cuda"
-    store.set(f"can/{placement.rank}", f"{'nccl' if nccl else ''},{this_machine() if shm else ''}")
-    answers = [store.get(f"can/{rank}").decode().split(",") for rank in range(placement.world_size)]
-    machines = [machine for _, machine in answers]
-    elsewhere = [rank for rank, machine in enumerate(machines) if not machine or machine != machines[0]]
+    return roll_call(placement, store, nccl=nccl, shm=shm)
+
+
+def _choose_transport(transport: str, answers: list[Answer]) -> str:
+    """The transport that the user chose, or the best that every rank can use: all ranks must choose the same."""
+    elsewhere = [rank for rank, one in enumerate(answers) if not one.shm or one.machine != answers[0].machine]
     if transport == "shm" and elsewhere:
         raise UsageError(f"transport 'shm' cannot work here: rank {elsewhere[0]} is on another machine; choose 'gloo'")
     if transport != "auto":
         return transport
-    if all(can == "nccl" for can, _ in answers):
+    if all(one.nccl for one in answers):
         return "nccl"
     return "gloo" if elsewhere else "shm"
 
@@ -242,87 +250,3 @@ def _choose_device(device: str, backend: str, placement: Placement) -> torch.dev
     if device == "cuda" or (device == "auto" and backend == "nccl"):
         return torch.device("cuda", placement.local_rank % torch.cuda.device_count())
     return torch.device("cpu")
-
-
-# ── the store through which ranks find each other ───────────────────────────────────────────────────────────────────
-
-
-def _store_of(placement: Placement, timeout: float) -> dist.Store:
-    if placement.world_size == 1 and placement.port == 0:
-        return dist.HashStore()
-    return _open_store(placement, timeout, is_master=placement.hosts_store)
-
-
-def _open_store(placement: Placement, timeout: float, *, is_master: bool) -> dist.Store:
-    """The TCP store of a world, which rank 0 serves (`is_master`) and the others connect to."""
-    store = dist.TCPStore(
-        placement.address,
-        placement.port,
-        is_master=is_master,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=timeout),
-    )
-    return dist.PrefixStore(f"microparallel/{placement.attempt}", store)
-
-
-@contextlib.contextmanager
-def _explaining_errors(placement: Placement, timeout: float) -> Iterator[None]:
-    place = f"{placement.address}:{placement.port}"
-    try:
-        with TRANSLATED:
-            yield
-    except AddressInUse as error:
-        raise UsageError(
-            f"port {placement.port} on {placement.address} is in use by another program; "
-            "choose a free one with MASTER_PORT (or torchrun's --master-port)"
-        ) from error
-    except TransportTimeout as error:
-        raise CommsTimeout(
-            f"rank {placement.rank} waited {timeout:g} s at {place} "
-            f"for the other {count(placement.world_size - 1, 'rank')}; "
-            "were all of them started, and can they reach that address?"
-        ) from error
-
-
-@contextlib.contextmanager
-def report_missing_ranks(placement: Placement, after: float = _REPORT_AFTER) -> Iterator[None]:
-    """While this rank waits in this block for the others to join, a thread prints on stderr which are missing."""
-    if placement.world_size == 1:
-        yield
-        return
-    joined = threading.Event()
-    thread = threading.Thread(
-        target=_report_repeatedly, args=(placement, after, joined), name="microparallel missing ranks", daemon=True
-    )
-    thread.start()
-    try:
-        yield
-    finally:
-        joined.set()
-        thread.join(_CONNECT_TIMEOUT)
-
-
-def _report_repeatedly(placement: Placement, pause: float, joined: threading.Event) -> None:
-    begun = time.monotonic()
-    while not joined.wait(pause):
-        pause *= 2
-        with contextlib.suppress(Exception):  # an error in here must not end the rank
-            found = show_missing_ranks(placement)
-            if found and not joined.is_set():
-                waited = f"rank {placement.rank} has been waiting for {time.monotonic() - begun:.0f} s"
-                print(f"microparallel: {waited}: {found}", file=sys.stderr, flush=True)
-
-
-def show_missing_ranks(placement: Placement) -> str:
-    """Which ranks have not joined yet, as a sentence; empty if none, or if a lower rank is there to say so."""
-    place = f"{placement.address}:{placement.port}"
-    try:
-        socket.create_connection((placement.address, placement.port), timeout=_CONNECT_TIMEOUT).close()
-    except OSError:
-        return f"no process answers at {place}, where rank 0 listens" if placement.local_rank == 0 else ""
-    store = _open_store(placement, _CONNECT_TIMEOUT, is_master=False)
-    missing = [rank for rank in range(placement.world_size) if not store.check([f"can/{rank}"])]
-    if not missing or any(rank not in missing for rank in range(placement.rank)):
-        return ""
-    ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {show_ranges(missing)}"
-    return f"{ranks} of {count(placement.world_size, 'rank')} did not come to {place} yet"

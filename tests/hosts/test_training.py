@@ -1,0 +1,109 @@
+"""`microparallel train` between hosts."""
+
+import json
+
+import pytest
+
+from microparallel.train.checkpoint import latest
+
+MODEL = """
+import torch
+def make_model():
+    return torch.nn.Linear(64, 10)
+"""
+QUIET = ("--quiet", "--steps", "4", "--batch", "32")
+
+
+def run_on_both(bed, flags, other_flags, folder="."):
+    """The same command on two hosts, but for some flags; the exit codes, and what was printed on stderr."""
+    shared = ["microparallel", "train", *QUIET, "--out", "run"]
+    ranks = [
+        host.run(*shared, *more, **bed.variables(node, 0, 1))
+        for node, (host, more) in enumerate(zip(bed, (flags, other_flags), strict=True))
+    ]
+    return [rank.wait(40) for rank in ranks], [rank.errors for rank in ranks]
+
+
+def test_settings_that_differ_are_named_on_every_host_before_the_first_step(hosts, tmp_path):
+    codes, errors = run_on_both(hosts(2), ["--lr", "0.1"], ["--lr", "0.2", "--steps", "5"])
+    assert codes == [2, 2]
+    for said in errors:
+        assert "error: the ranks do not agree about this run" in said
+        assert "--lr 0.1 on rank 0 (alpha); --lr 0.2 on rank 1 (beta)" in said
+        assert "--steps 4 on rank 0 (alpha); --steps 5 on rank 1 (beta)" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_code_that_differs_is_named(hosts, tmp_path):
+    bed = hosts(2, own_files=True)
+    for host, text in zip(bed, (MODEL, MODEL.replace("10)", "11)")), strict=True):
+        host.do("sh", "-c", f"cat > {tmp_path}/mine.py <<'END'\n{text}\nEND")
+    codes, errors = run_on_both(bed, *[["--model", "mine:make_model", "--data", "digits"]] * 2)
+    assert codes == [2, 2]
+    for said in errors:
+        assert "mine with checksum " in said
+        assert " on rank 0 (alpha); " in said
+
+
+# ── what is learned ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+EXACT = ("--quiet", "--precision", "float64", "--transport", "gloo")
+LAYOUTS = {
+    "dp": (),
+    "pp": ("--dp", "2", "--pp", "2", "--schedule", "1f1b", "--microbatches", "4"),
+    "sharded": ("--shard", "parameters"),
+}
+
+
+def ended(ranks, seconds=55):
+    for rank in ranks:
+        assert rank.wait(seconds) == 0, rank.errors
+
+
+def weights(run):
+    found, warnings = latest(run / "checkpoints")
+    assert not warnings
+    return {name: stored.whole() for name, stored in found.stored_model.items()}
+
+
+def difference(one, other):
+    """The largest difference of any weight of two runs."""
+    first, second = weights(one), weights(other)
+    assert first.keys() == second.keys()
+    return max((first[name] - second[name]).abs().max().item() for name in first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_hosts_learn_what_one_process_learns(hosts, tmp_path, layout):
+    """The same weights as one process (but for rounding), and to the bit those of four ranks on one host."""
+    bed, steps = hosts(2), ("--steps", "8")
+    command = ["microparallel", "train", *EXACT, *steps]
+    ended(bed.ranks(*command, *LAYOUTS[layout], "--out", "two", on_each=2))
+    ended([bed[0].run(*command, "--ranks", "1", "--out", "alone")])
+    together = [bed[0].run(*command, *(LAYOUTS[layout] or ("--ranks", "4")), "--out", "together")]
+    if layout == "sharded":
+        together = [bed[0].run(*command, *LAYOUTS[layout], "--ranks", "4", "--out", "together")]
+    ended(together)
+    assert difference(tmp_path / "two", tmp_path / "alone") < 1e-12
+    assert difference(tmp_path / "two", tmp_path / "together") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), [(2, 1), (1, 2), (2, 3)])
+def test_a_run_goes_on_with_another_number_of_hosts(hosts, tmp_path, first, then):
+    """Four shares of every batch, on as many hosts as there are: the losses of a run that was never stopped."""
+    command = ["microparallel", "train", *EXACT, "--shares", "4", "--schedule-lr", "constant"]
+    ended(hosts(first).ranks(*command, "--steps", "4", "--out", "run"))
+    ended(hosts(then).ranks("microparallel", "train", "--quiet", "--resume", "run", "--steps", "8"))
+    ended([hosts(1)[0].run(*command, "--ranks", "1", "--steps", "8", "--out", "alone")])
+    assert difference(tmp_path / "run", tmp_path / "alone") < 1e-12
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_readme(hosts, tmp_path):
+    """torchrun on each host, with the first host's name, which stands for 127.0.1.1 there."""
+    agents = hosts(2).torchrun("microparallel", "train", "--steps", "4", "--out", "runs/big", on_each=2)
+    ended(agents)
+    assert "kept in runs/big" in agents[0].output
+    assert json.loads((tmp_path / "runs" / "big" / "summary.json").read_text())["ranks"] == 4
