@@ -25,6 +25,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from commands import program_of
 
 HERE = Path(__file__).resolve().parent
@@ -186,8 +187,13 @@ class Host:
 
     def lose(self, part: float) -> None:
         """From now on, this part of what arrives here is lost."""
-        random = ["-m", "statistic", "--mode", "random", "--probability", str(part)]
-        self.do("iptables", "-A", "INPUT", "-i", "eth0", *random, "-j", "DROP")
+        self.drop("-m", "statistic", "--mode", "random", "--probability", str(part))
+
+    def drop(self, *which: str) -> None:
+        """From now on, of what arrives here these packets are lost."""
+        if shutil.which("iptables") is None:
+            pytest.skip("needs iptables (Debian: iptables)")
+        self.do("iptables", "-A", "INPUT", "-i", "eth0", *which, "-j", "DROP")
 
     def delay(self, seconds: float) -> None:
         """From now on, everything takes so much longer, each way: a relay stands between this host and the bridge."""

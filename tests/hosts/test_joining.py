@@ -94,6 +94,6 @@ def test_a_wrong_address(hosts, script):
 @pytest.mark.slow
 def test_a_firewall_that_drops_what_comes_in_is_told_on_both_sides(hosts, script):
     bed = hosts(2)
-    bed[1].do(*["iptables", "-A", "INPUT", "-i", "eth0", "-p", "tcp", "--syn", "-j", "DROP"])
+    bed[1].drop("-p", "tcp", "--syn")
     for said in ended(bed.ranks("python", script(JOIN), "30")):
         assert "rank 0 on alpha (10.77.0.1) cannot reach rank 1 on beta at 10.77.0.2: no answer within 10 s" in said

@@ -21,6 +21,14 @@ REPORT = "        report(training.done, loss.item())\n"
 
 ANSWERS = [
     Answer(
+        "the library's own Checkpointer",
+        {
+            "    training = Training(comms, samples)\n": "    training = Training(comms, samples)\n"
+            '    mp.Checkpointer(folder / "own", comms, training.model, training.optimizer).restore()\n'
+        },
+        "calls microparallel.train.checkpointer.Checkpointer: the point is to write it yourself",
+    ),
+    Answer(
         "random state forgotten",
         {LOAD_RANDOM: ""},
         "the state of the random numbers is forgotten: dropout draws other numbers",
