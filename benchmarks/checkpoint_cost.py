@@ -30,7 +30,7 @@ WAYS = ("none", "copied", "waited", "none again")
 def measure(comms: mp.Comms, config: TrainConfig, steps: int, rounds: int, folder: str) -> dict[str, Any]:
     """Seconds a step of each way, by round; on rank 0 also what the writer took."""
     training = build(config.resolved().with_shares(), comms)
-    copies = Copies.in_own_memory(training)
+    copies = Copies.into_memory(comms, training.contents, slots=1)  # as a run without --restarts
     assert copies is not None
     savings = {
         "copied": Saving(training, config, Path(folder) / "copied", Display(), copies),
@@ -57,7 +57,7 @@ def measure(comms: mp.Comms, config: TrainConfig, steps: int, rounds: int, folde
             seconds[way].append((time.monotonic() - begun) / steps)
     processor = (copies.writer.processor_total - before) / rounds
     size = sum(file.stat().st_size for file in max((Path(folder) / "copied").glob("step-*")).iterdir())
-    savings["copied"].close()
+    copies.close()
     training.close()
     return {"seconds": seconds, "held_up": held_up, "processor": processor, "bytes": size}
 

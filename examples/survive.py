@@ -70,6 +70,7 @@ def tell(error: mp.errors.LaunchError, number: int, ranks: int) -> None:  # noqa
     print(f"failure {number}:         {str(error).partition(' (')[0]}")
 
 
+@quiet_broken_pipe()
 def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         alone = Path(folder, "alone")
@@ -101,5 +102,4 @@ def parse() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    quiet_broken_pipe()
     sys.exit(main(parse()))

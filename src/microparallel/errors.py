@@ -100,15 +100,24 @@ class RankFailed(LaunchError):
         reason: what happened to it, in a line.
         traceback: the rank's own, if it raised.
         refusal: the text of the error, if the rank raised a `UsageError`: then the caller's request was wrong.
+        exit_status: of its process, if that has ended: the code, or minus the number of the signal that killed it.
 
     Its `__cause__` is a copy of the rank's exception, if it raised one that can be rebuilt in the parent.
     """
 
-    def __init__(self, rank: int, reason: str, traceback: str = "", refusal: str | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        reason: str,
+        traceback: str = "",
+        refusal: str | None = None,
+        exit_status: int | None = None,
+    ) -> None:
         self.rank = rank
         self.reason = reason
         self.traceback = traceback
         self.refusal = refusal
+        self.exit_status = exit_status
         details = f"\n\nrank {rank}'s own traceback:\n{traceback}" if traceback else ""
         super().__init__(f"rank {rank} {reason}{details}")
 

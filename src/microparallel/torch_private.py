@@ -278,6 +278,14 @@ def leave_uncompiled(function: Callable[Given, Returned]) -> Callable[Given, Ret
     return function
 
 
+def compiled_of(model: Any) -> Any:
+    """The module that `torch.compile` was given, whose names are the plain ones; another model as it is.
+
+    Without it: the names of a compiled model's parameters have a prefix, so its checkpoint fits no plain one.
+    """
+    return getattr(model, "_orig_mod", model)
+
+
 def uncompiled(kind: Kind) -> Kind:
     """Leave all methods of a class uncompiled: torch's C++, or Python when an object is gone, may call any of them.
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from microparallel import Mesh
 from microparallel.errors import UsageError
+from microparallel.topology import Mesh
 
 
 def test_the_drawing():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 import sys
 import threading
 import tokenize
@@ -39,7 +40,8 @@ _GRACE_OF_RANKS = 0.5  # seconds for a rank to fail after another
 _NOT_PYTHON = ("SyntaxError", "IndentationError", "TabError")
 # What ranks of an exam import, and need not look for in each attempt.
 QUICK = (*NEEDED, "microparallel.learn.exam", "microparallel.learn.sandbox:load")
-_KILLED_BY = ("SIGKILL", "SIGXFSZ")  # the latter comes to a process that writes more into a file than it may
+# The latter comes to a process that writes more into a file than it may.
+_KILLED_BY = (-signal.SIGKILL, -signal.SIGXFSZ)
 _LET_RETURN = "let your function return, and do not end the process"
 
 
@@ -127,10 +129,9 @@ class Exam:
         except RankFailed as failure:
             if isinstance(failure.__cause__, LearnerFailed):
                 raise self._failed(failure.__cause__.failure, timeout) from None
-            first_line = failure.reason.splitlines()[0]
-            if first_line.startswith(tuple(f"was killed by {name}" for name in _KILLED_BY)):
+            if failure.exit_status in _KILLED_BY:
                 return None
-            raise Wrong(f"rank {failure.rank} {first_line}") from None
+            raise Wrong(f"rank {failure.rank} {failure.reason.splitlines()[0]}") from None
         except RanksTimedOut as late:
             places = "\n".join(f"  rank {rank}: {place}" for rank, place in sorted(late.places.items()))
             raise Wrong(f"your ranks had not come to their end after {timeout:g} s\n{places}") from None

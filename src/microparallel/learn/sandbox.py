@@ -163,7 +163,8 @@ _found_in_torch = functools.cache(_found_in)
 @functools.cache
 def _originals() -> frozenset[int]:
     """The identities of the functions that refuse while a sandbox is entered, and are asked for before one is."""
-    return frozenset(id(getattr(*_find(dotted))) for dotted in forbidden())
+    found = [_find(dotted) for dotted in forbidden()]
+    return frozenset(id(getattr(owner, name)) for owner, name in found)
 
 
 class Sandbox:

@@ -40,6 +40,7 @@ from microparallel.errors import CheckpointError, ConfigError, MicroparallelErro
 from microparallel.files.lock import FolderLock
 from microparallel.pipeline import Pipeline
 from microparallel.text import show_some
+from microparallel.torch_private import compiled_of
 from microparallel.train import checkpoint
 from microparallel.train.checkpoint import Ranks
 from microparallel.train.checkpoint_folder import check_keep, is_finite, newest_first
@@ -47,7 +48,7 @@ from microparallel.train.checkpoint_reader import Checkpoint, read_whole
 from microparallel.train.checkpoint_values import TensorTable, encode
 from microparallel.train.copies import Copies
 from microparallel.train.guard import not_finite
-from microparallel.train.layouts import compiled_of, layout_of
+from microparallel.train.layouts import layout_of
 from microparallel.train.random_state import random_state, restore_random_state
 from microparallel.train.replica_check import find_difference
 

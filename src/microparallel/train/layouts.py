@@ -30,6 +30,7 @@ from microparallel.data_parallel.layout import Part
 from microparallel.data_parallel.sharded_optimizer import SCALARS
 from microparallel.errors import ConfigError, UsageError
 from microparallel.pipeline import Pipeline
+from microparallel.torch_private import compiled_of
 from microparallel.train.checkpoint_reader import Checkpoint, StateReader, StoredTensor, read_whole
 
 
@@ -76,11 +77,6 @@ def layout_of(comms: Comms, model: Any, optimizer: torch.optim.Optimizer | None)
 
 def _if_it_compresses(model: KeepsResiduals) -> KeepsResiduals | None:
     return model if model.compression_state()["methods"] else None
-
-
-def compiled_of(model: Any) -> Any:
-    """What `torch.compile` was given; its names are the plain ones."""
-    return getattr(model, "_orig_mod", model)
 
 
 class WholeModel:

@@ -497,7 +497,9 @@ class _Supervisor:
         hint = f" (rank {returned[0]}'s function had already returned)" if returned else ""
         headline, newline, rest = failure.reason.partition("\n")
         why = self._flights.why() if failure.died else ""
-        error = RankFailed(rank, headline + hint + newline + rest + why, failure.traceback, failure.refusal)
+        exit_status = self._processes[rank].exit_status if failure.died else None
+        reason = headline + hint + newline + rest + why
+        error = RankFailed(rank, reason, failure.traceback, failure.refusal, exit_status)
         error.__cause__ = loads_error(failure.error)
         return error
 
