@@ -23,7 +23,8 @@ def test_waiting_runs_those_before_it(queue):
     works = [queue.append(lambda _, number=number: done.append(number)) for number in range(3)]
     works[1].wait()
     assert done == [0, 1]
-    assert not works[2].done
+    assert not works[2].done and works[2].ended is None
+    assert works[0].ended <= works[1].ended
     works[2].wait()
     assert done == [0, 1, 2]
 

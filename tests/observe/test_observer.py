@@ -39,3 +39,24 @@ def test_a_call_has_ended_before_what_its_caller_does_next():
     observer.go_on.set()
     thread.join(20)
     assert len(observer.told) == 1 and observer.told[0] <= next_begins  # and the end is told once, as it was
+
+
+class NotesEnds(SlowToTell):
+    """An observer that waits for nothing."""
+
+    def ends(self, activity):
+        self.told.append(activity.ended)
+
+
+def test_a_call_that_two_threads_tell_of_has_ended_when_it_had():
+    """As two works of a queue, whose callbacks two threads run: the first one's thread may come last."""
+    observer = NotesEnds()
+    calls = [
+        ObservedCall(NoLog().collective("x", "x", number), [observer], Activity(Observed("x", "collective")))
+        for number in range(2)
+    ]
+    for number, call in enumerate(calls):
+        call.ended_at = float(number)
+    for call in reversed(calls):
+        call.ends()
+    assert observer.told == [1.0, 0.0]

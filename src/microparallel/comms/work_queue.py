@@ -52,6 +52,7 @@ class QueuedWork:
         self._callbacks: list[Callable[[], None]] = []
         self.error: BaseException | None = None
         self.done = False
+        self.ended: float | None = None  # when it was done, on `time.perf_counter`
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the collective has run, in this thread or another; raise what it raised."""
@@ -88,6 +89,7 @@ class QueuedWork:
         """Mark the collective as done: it has run, or never will."""
         self.error = error
         self._action = None  # and with it the tensors
+        self.ended = time.perf_counter()
         with self._lock:
             self.done = True
 

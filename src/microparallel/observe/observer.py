@@ -115,9 +115,10 @@ UNOBSERVED = Observation((), Activity(Observed("nothing", "other")))  # where th
 class ObservedCall:
     """A call that observers are told of and the flight recorder writes down. Callers use it as they use an `Entry`."""
 
-    __slots__ = ("_activity", "_entry", "_observers")
+    __slots__ = ("_activity", "_entry", "_observers", "ended_at")
 
     def __init__(self, entry: Entry | NoEntry, observers: Sequence[Observer], activity: Activity) -> None:
+        self.ended_at: float | None = None  # on `time.perf_counter`, if that is known before somebody tells the end
         self._entry = entry
         self._observers = tuple(observers)
         self._activity = activity
@@ -151,7 +152,7 @@ class ObservedCall:
     def _tell_end(self) -> None:
         # Two threads may come here, and one tells. The other goes on at once: so the time is taken before, and what it
         # does next is later, however long the one that tells has to wait for a core.
-        now = time.perf_counter()
+        now = time.perf_counter() if self.ended_at is None else self.ended_at
         observers, self._observers = self._observers, ()
         if observers:
             self._activity.ended = now

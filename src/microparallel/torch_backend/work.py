@@ -68,11 +68,18 @@ class StartedWork(CalledWork):
             entry = NoEntry()
         with named_failures(self._call, self._group, entry):
             self._finish(timeout)
+        if isinstance(entry, ObservedCall):
+            entry.ended_at = self._ended_at
         entry.ends()
         if self._is_known_in_graphs:
             self._is_known_in_graphs = False
             forget_in_graphs(tensors_of(self._result))
         return True
+
+    @property
+    def _ended_at(self) -> float | None:
+        """When it ended, on `time.perf_counter`; None if only the thread that has waited for it knows."""
+        return None
 
     def make_known_in_graphs(self) -> None:
         """Let `wait_tensor` wait for this work: the caller is within `allow_inflight_collective_as_graph_input_ctx`."""
@@ -220,6 +227,10 @@ class CollectiveWork(StartedWork):
     def is_large(self) -> bool:
         """Whether its tensors take much memory."""
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(self._result)) > _LARGE
+
+    @property
+    def _ended_at(self) -> float | None:
+        return self._works[-1].ended if self._works else None
 
     @property
     def is_done(self) -> bool:
