@@ -13,7 +13,8 @@ from torch.nn.modules import module as torch_modules
 
 import microparallel as mp
 from microparallel.comms import record
-from microparallel.program import AllReduce
+from microparallel.observe import Activity
+from microparallel.program import AllGather, AllReduce, Forward, Parameters
 from microparallel.trace.parts import parts
 
 
@@ -241,6 +242,34 @@ def test_what_has_ended_when_all_is_computed_was_not_waited_for(pool):
     for events in trace.by_rank:
         first, *_ = [event for event in events if event.name.startswith("all_reduce(float32")]
         assert first.waited is None
+
+
+def told_late(comms):
+    """A thread waits for a gather and goes on, while another thread has yet to write down that the gather ended."""
+    gather = Activity(AllGather(Parameters(0), "dp"), size=4, group=(0,))
+    computation = Activity(Forward(0, 0))
+
+    class Layer(nn.Module):
+        def forward(self, inputs):
+            (recorder,) = comms.observers
+            recorder.begins(gather)
+            recorder.waits(gather)
+            gather.ended = time.perf_counter()
+            recorder.begins(computation)
+            thread = threading.Thread(target=recorder.ends, args=(gather,))
+            thread.start()
+            thread.join()
+            recorder.ends(computation)
+            return inputs
+
+    with mp.record(comms) as recorder:
+        Layer()(torch.ones(1))
+    return recorder.trace
+
+
+def test_a_computation_begins_when_what_its_thread_waited_for_has_ended(pool):
+    gather, computation = sorted(pool.run(told_late, 1, timeout=30)[0].events, key=lambda event: event.computes)
+    assert computation.name == "F0.0" and computation.asked >= gather.end
 
 
 def left_alone(comms):

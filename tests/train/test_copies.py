@@ -297,6 +297,23 @@ def test_a_run_whose_folder_was_removed_goes_on_from_memory(memory, pool, tmp_pa
     assert all(torch.equal(one.model[name], other.model[name]) for name in one.model)
 
 
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_the_last_step_that_was_in_memory_alone_comes_to_the_disk(memory, pool, tmp_path, on_disk):
+    """Ranks and their writer were killed while they saved it; there is nothing left to do but that."""
+    config = configuration(tmp_path / "run")
+    pool.run(trains_with, 2, memory.held, config, None, True, timeout=50)
+    folder = tmp_path / "run" / "checkpoints"
+    kept = checkpoint.latest(folder)[0].model
+    cut_off = folder / ".step-00000006-writing"
+    cut_off.mkdir()
+    (cut_off / "rank_0.safetensors").write_bytes(b"cut")
+    if not on_disk:
+        shutil.rmtree(folder / "step-00000006")
+    pool.run(trains_with, 2, memory.held, config, "auto", True, timeout=50)
+    assert "step-00000006" in saved(config.out) and not cut_off.exists()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in checkpoint.latest(folder)[0].model.items())
+
+
 def saves_what_is_in_memory(memory, run):
     folder, settings = str(run / "checkpoints"), asdict(configuration(run).resolved())
     save_what_is_in_memory(memory.slots, folder=folder, keep=3, keep_every=None, go_on="…", run=settings)

@@ -90,7 +90,7 @@ class Row:
 
     __slots__ = (
         *("after", "arrived", "before", "bytes", "end", "group", "number", "op", "opened", "parts"),
-        *("peer", "place", "replaced", "start", "step", "thread", "waited"),
+        *("peer", "place", "previous", "replaced", "start", "step", "thread", "waited"),
     )
 
     def __init__(self, activity: Activity, start: Moment, step: int) -> None:
@@ -99,6 +99,7 @@ class Row:
         self.end: Moment | None = None
         self.waited: Moment | None = None
         self.arrived: float | None = None
+        self.previous: Row | None = None  # it began when that one had ended
         self.step = step
         self.thread = threading.get_ident()
         self.bytes = activity.bytes
@@ -134,6 +135,7 @@ class Recorder:
         self._waited_in_backward: list[Row] = []
         # When the last operation ended, or was handed to another thread, since torch's last forward or backward began.
         self._ended: Moment | None = None
+        self._waited_for: dict[int, Row] = {}  # for each thread, the row whose end it has waited for last
         self._trace: Trace | None = None
         self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._gpu_moment
         self._zero: torch.cuda.Event | None = None
@@ -199,6 +201,8 @@ class Recorder:
             if around is not None:
                 if not around.replaced:  # it began when torch's own did, or when the operation before it ended
                     row.start = around.start if self._ended is None else self._ended
+                    # The thread that waited goes on at once, even if another one still writes down that end.
+                    row.previous = self._waited_for.get(row.thread)
                     if self._ended is None and around.before is not None:
                         row.before = around.before
                 around.replaced = True
@@ -212,6 +216,7 @@ class Recorder:
         row = self._row_of.get(activity)
         if row is not None and row.waited is None:
             row.waited = self._now()
+            self._waited_for[threading.get_ident()] = row
             if "backward" in self._of_torch:
                 self._waited_in_backward.append(row)
 
@@ -286,7 +291,10 @@ class Recorder:
         return self._trace
 
     def _written(self, row: Row, offset: float) -> list[Any]:
-        moments = (self._seconds(moment) for moment in (row.start, row.end, row.waited, row.arrived))
+        start, *others = (self._seconds(moment) for moment in (row.start, row.end, row.waited, row.arrived))
+        if row.previous is not None and row.previous.end is not None:
+            start = max(start, min(self._seconds(row.previous.end), others[0]))
+        moments = (start, *others)
         times = [None if math.isnan(moment) else moment + offset for moment in moments]
         file, line = row.place
         place = f"{PurePath(file.decode('utf-8', 'replace')).name}:{line}" if line else ""

@@ -18,6 +18,7 @@ go on from the newest.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from microparallel.comms.wire import gather_json
 from microparallel.errors import CheckpointError
 from microparallel.text import count, show_seconds
 from microparallel.train.checkpoint import Ranks
-from microparallel.train.checkpoint_folder import best_of, mark_best, remove_all_but
+from microparallel.train.checkpoint_folder import best_of, checkpoints, clear_leftovers, mark_best, remove_all_but
 from microparallel.train.config import TrainConfig
 from microparallel.train.copies import Copies
 from microparallel.train.progress import Display
@@ -77,13 +78,28 @@ class Saving:
         self._cost = 0.0  # seconds for which a save holds up the steps, of the last few
         self._interval: float | None = None  # seconds from save to save
         self._next = time.monotonic() + _FIRST_OF_RESUMED if self._by_the_clock else math.inf
-        self.newest: int | None = None if training.steps_done == 0 else training.steps_done  # the step saved last
+        self.newest = self._newest_on_disk()  # the step saved last; None if there is none yet
         self.failure: str | None = None  # of the last try
         self._best = gather_json(best_of(checkpoints)[1], training.comms)[0] if self.newest else math.inf
         self._begun, self._spent = time.monotonic(), 0.0  # seconds that saves have taken since then
 
+    def _newest_on_disk(self) -> int | None:
+        """The step whose checkpoint the run has: an earlier one than it goes on from, if that state was in memory."""
+        done = self._training.steps_done
+        if not done:
+            return None
+        saved = (step for step in checkpoints(self._checkpoints) if step <= done)
+        newest: int | None = gather_json(max(saved, default=None), self._training.comms)[0]
+        return newest
+
     def at_start(self) -> None:
-        """Save before the first step: a model that cannot be stored is known at once, and what a save costs, too."""
+        """Save before the first step: a model that cannot be stored is known at once, and what a save costs, too.
+
+        What an attempt before this one was saving when it was killed is removed: there may be nothing more to save.
+        """
+        if self._training.comms.rank == 0:
+            with contextlib.suppress(OSError):
+                clear_leftovers(self._checkpoints)
         if self.newest is None:
             held_up = self._write()
             self._settle()
