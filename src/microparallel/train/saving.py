@@ -121,6 +121,7 @@ class Saving:
         """
         if self._training.steps_done == self.newest:
             return
+        in_its_time = time.monotonic() >= self._next
         try:
             cost = self._write()
         except CheckpointError as error:
@@ -130,7 +131,7 @@ class Saving:
             return
         if self._copies is None:
             self._has_worked()
-        self._choose_interval(cost)
+        self._choose_interval(cost, again=in_its_time)
 
     def _has_failed(self, error: str) -> None:
         if self.failure is None:
@@ -282,13 +283,16 @@ class Saving:
         mine = self._spent <= _MOST_TIME * (time.monotonic() - self._begun)
         return bool(gather_json(mine, self._training.comms)[0])
 
-    def _choose_interval(self, cost: float) -> None:
-        """Go by what the last few saves have cost; rank 0 says so at first, and when that changes much."""
+    def _choose_interval(self, cost: float, *, again: bool = False) -> None:
+        """Go by what the last few saves have cost; rank 0 says so at first, and `again` when that changes much.
+
+        A save for a validation, or the last one, is no reason to say it again: the run may end before it matters.
+        """
         if not self._by_the_clock:
             return
         self._cost = cost = (self._cost + cost) / 2 if self._cost else cost
         interval = young_interval(cost, self._config.mtbf * 3600)
-        if self._interval is None or not 0.3 < interval / self._interval < 3:
+        if self._interval is None or (again and not 0.3 < interval / self._interval < 3):
             self._interval = interval
             self._display.note(
                 f"saving every {show_seconds(interval)}: Young's √(2CM), as a save costs C = {show_seconds(cost)} "
