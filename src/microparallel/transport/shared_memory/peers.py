@@ -172,8 +172,12 @@ class Peers:
             connection.close()
         self._connections.clear()
 
+    def lose(self, lost: Sequence[int]) -> None:
+        """Let the other ranks know which ones this rank has lost."""
+        self._own.fail({"lost": [self._world_ranks[rank] for rank in lost]})
+
     def _give_up(self, lost: list[int]) -> NoReturn:
-        self._statuses[self._rank].fail({"lost": [self._world_ranks[rank] for rank in lost]})
+        self.lose(lost)
         raise PeerGone(lost)
 
     def _is_disconnected(self, peer: int) -> bool:
