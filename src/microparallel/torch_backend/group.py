@@ -13,8 +13,10 @@ end of backward.
 from __future__ import annotations
 
 import functools
+import json
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,7 @@ from microparallel.torch_backend.work import MessageWork
 from microparallel.torch_private import is_profiling, number_of_backward, uncompiled
 from microparallel.transport.base import Work
 from microparallel.transport.between_hosts import HostsTransport
+from microparallel.transport.interfaces import address_towards, take_the_way
 from microparallel.transport.shared_memory import SharedMemoryTransport, futex, this_machine
 
 _NOTHING = Call.of_all("nothing")  # an empty list of tensors
@@ -61,10 +64,23 @@ def create(options: Any) -> MicroparallelGroup:
     return MicroparallelGroup(store, SharedMemoryGroup(transport, flight), timeout, owns_flight=owns_flight)
 
 
+class _Place(NamedTuple):
+    """Where a rank is."""
+
+    machine: str
+    address: str
+
+
 def _hosts(store: dist.Store, rank: int, ranks: int) -> Hosts:
-    """Which ranks can share memory."""
-    store.set(f"machine/{rank}", this_machine())
-    return Hosts.of([store.get(f"machine/{other}") for other in range(ranks)])
+    """Which ranks can share memory; gloo is told which way leads to the others."""
+    meeting = os.environ.get("MASTER_ADDR")  # else the program has a store of its own
+    address = address_towards(meeting, 0) if meeting else ""
+    store.set(f"machine/{rank}", json.dumps([this_machine(), address]))
+    places = [_Place(*json.loads(store.get(f"machine/{other}"))) for other in range(ranks)]
+    hosts = Hosts.of([place.machine for place in places])
+    if address and len(hosts.ranks) > 1:
+        take_the_way(places, rank)
+    return hosts
 
 
 @uncompiled

@@ -31,10 +31,11 @@ from microparallel.topology.placement import Placement, find_placement
 from microparallel.torch_backend.base import agreed_link, using
 from microparallel.torch_backend.group import MicroparallelGroup
 from microparallel.torch_private import store_of_the_world
+from microparallel.transport.interfaces import take_the_way
 from microparallel.transport.shared_memory import futex
 from microparallel.world.meeting import explaining_errors, open_store, report_missing_ranks
 from microparallel.world.roll_call import Answer, places, roll_call
-from microparallel.world.way import require_reach, take_the_way
+from microparallel.world.way import require_reach
 
 DEFAULT_TIMEOUT = 1800.0  # seconds
 
@@ -54,7 +55,7 @@ def connect(
     Args:
         transport: "shm" (shared memory: all ranks on one Linux machine), "gloo" (TCP), "shm+gloo" (shared memory inside
             of each host, gloo between hosts; "shm+gloo:0-1+2-3" says which ranks count as being on one host), "nccl" (a
-            GPU for every rank), or "auto": nccl where it can work, else shared memory among the ranks that can share it,
+            GPU for every rank), or "auto": nccl where it can work, else shared memory for the ranks that can share it,
             and gloo to the others.
         device: where received tensors go: "cpu", "cuda", or "auto": the GPU with nccl, else the CPU.
         timeout: seconds a rank waits for the others, when joining and in each call.
