@@ -214,6 +214,7 @@ class CpuPool:
     def __init__(self, ranks, transport):
         self._ranks = ranks
         self._transport = transport
+        self.shares_evenly = transport != MIXED  # on hosts that are not alike, some ranks send more than others
 
     def run(self, function, ranks, *arguments, **named_arguments):
         defaults = {"transport": self._transport, "device": "cpu"}
