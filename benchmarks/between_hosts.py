@@ -66,15 +66,12 @@ def rank(transport: str, rounds: int) -> None:
     with mp.connect(transport, timeout=60) as comms:
         link = link_between(comms, 5)
         names = ALGORITHMS if transport != "gloo" else ("auto",)
-        rows = [
-            (
-                size,
-                name,
-                seconds(lambda n=name, t=torch.ones(size // 4): comms.all_reduce(t, algorithm=n), rounds, comms),
-            )
-            for size in SIZES
-            for name in names
-        ]
+        rows = []
+        for size in SIZES:
+            tensor = torch.ones(size // 4)
+            for name in names:
+                call = functools.partial(comms.all_reduce, tensor, algorithm=name)
+                rows.append((size, name, seconds(call, rounds, comms)))
         if comms.rank == 0:
             print(json.dumps([comms.transport_name, link.latency, link.seconds_per_byte, rows]))
 

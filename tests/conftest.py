@@ -17,8 +17,8 @@ from hypothesis import settings
 
 import microparallel as mp
 from microparallel.cli.app import VERBS
-from microparallel.topology import DO_NOT_SPIN, Hosts
-from microparallel.topology.hosts import MIXED, transport_between
+from microparallel.topology import DO_NOT_SPIN
+from microparallel.topology.hosts import MIXED, Hosts, transport_between
 from microparallel.world.fork_server import NEEDED, ForkServer, can_fork
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background, where Ctrl-C means nothing

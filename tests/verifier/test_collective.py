@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import microparallel as mp
 from microparallel.collectives import ALL_REDUCES, OTHERS, build
 from microparallel.program import from_text
-from microparallel.topology import Hosts
+from microparallel.topology.hosts import Hosts
 from microparallel.verifier import Deadlock
 
 

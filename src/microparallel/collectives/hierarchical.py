@@ -13,7 +13,8 @@ from microparallel.collectives.recursive_doubling import exchanges
 from microparallel.collectives.tree import down, up
 from microparallel.errors import UsageError
 from microparallel.program import Collective, Op, Program, Recv, Send, Slices
-from microparallel.topology import Hosts, Link
+from microparallel.topology import Link
+from microparallel.topology.hosts import Hosts
 
 _ALL = Slices(0, 1)
 _MEMORY = Link(latency=20e-6, seconds_per_byte=0.25e-9)  # what two ranks of one host need to meet, and to add

@@ -1,6 +1,5 @@
 """The machine: its cores, the links between ranks, and where a process stands among them."""
 
-from microparallel.topology.hosts import Hosts
 from microparallel.topology.links import Cluster, Link, Port, parse_link, parse_slow_links, parse_slow_ranks
 from microparallel.topology.machine import (
     DO_NOT_SPIN,
@@ -17,7 +16,6 @@ __all__ = [
     "ALONE",
     "DO_NOT_SPIN",
     "Cluster",
-    "Hosts",
     "Link",
     "Mesh",
     "Placement",

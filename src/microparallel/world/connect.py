@@ -25,8 +25,8 @@ from microparallel.errors import UsageError
 from microparallel.observe.flight import Flight, agreed_folder
 from microparallel.settings import DEVICES, TRANSPORTS
 from microparallel.text import count, show_ranks
-from microparallel.topology import Hosts, threads_per_rank
-from microparallel.topology.hosts import MIXED, hosts_of, link_of, transport_between
+from microparallel.topology import threads_per_rank
+from microparallel.topology.hosts import MIXED, Hosts, hosts_of, link_of, transport_between
 from microparallel.topology.placement import Placement, find_placement
 from microparallel.torch_backend.base import agreed_link, using
 from microparallel.torch_backend.group import MicroparallelGroup
