@@ -10,6 +10,7 @@ is told; in memory, messages count as taking no time. A row's time is the median
 
 from __future__ import annotations
 
+import functools
 import json
 import statistics
 import sys

@@ -182,11 +182,17 @@ def _compressed(name: str, ranks: int) -> Program:
     return compressed_all_reduce(name, ranks)
 
 
+def hosts_named(name: str) -> Hosts | None:
+    """The hosts with which the name of a collective's algorithm ends; None if it does not."""
+    match = _WITH_HOSTS.fullmatch(name)
+    return None if match is None or match[1] not in _OVER_HOSTS else Hosts.parse(match[2])
+
+
 def _over_hosts(name: str, ranks: int) -> Callable[..., Program] | None:
     """The builder of an algorithm whose name ends with the hosts of its ranks; None if it does not."""
-    if (match := _WITH_HOSTS.fullmatch(name)) is None or match[1] not in _OVER_HOSTS:
+    match, hosts = _WITH_HOSTS.fullmatch(name), hosts_named(name)
+    if match is None or hosts is None:
         return None
-    hosts = Hosts.parse(match[2])
     if hosts.world_size != ranks:
         raise UsageError(f"collective {name!r} is for {hosts.world_size} ranks, and there are {ranks}")
     if match[1] in ("leaders-broadcast", "leaders-reduce"):
@@ -320,6 +326,7 @@ __all__ = [
     "build",
     "compressed_traffic",
     "group_kind",
+    "hosts_named",
     "is_compressed",
     "payload",
     "program_of",
