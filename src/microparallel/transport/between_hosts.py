@@ -126,7 +126,7 @@ class _Network(TorchTransport):
     def _failure(self, error: RuntimeError) -> TransportError:
         failure = super()._failure(error)
         if isinstance(failure, PeerGone):
-            self._peers.lose(failure.ranks)
+            self._peers.lose(failure)
         return failure
 
     def leave(self) -> None:
