@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 import microparallel as mp
 from microparallel.collectives import ALGORITHMS, ALL_REDUCES, OTHERS, build, program_of, resolve
+from microparallel.collectives.hierarchical import best_all_reduce
 from microparallel.comms import run_in_process
 from microparallel.program import Collective
+from microparallel.topology.hosts import Hosts
 
 each_algorithm = pytest.mark.parametrize("name", ALL_REDUCES)
 
@@ -148,6 +150,26 @@ def test_any_rank_may_be_the_root(name):
             program = build(name, ranks, root=root)
             assert program.goal.root == root
             mp.verify(program)
+
+
+@settings(max_examples=60, derandomize=True)
+@given(
+    hosts=st.integers(2, 5),
+    per_host=st.integers(1, 4),
+    size=st.sampled_from([8, 4e3, 1e5, 1e6, 3e6, 1e8]),
+    latency=st.sampled_from([2e-5, 2e-4, 5e-3]),
+    megabits=st.sampled_from([10, 100, 1000, 10_000]),
+)
+def test_what_auto_takes_between_hosts_is_about_as_quick_as_the_other(hosts, per_host, size, latency, megabits):
+    """The formulas beside the simulator, which knows that messages wait for each other at a host's port."""
+    layout, between = Hosts.alike(hosts * per_host, per_host), mp.Link(latency, 8e-6 / megabits)
+    inside = mp.Link(2e-5, 0.25e-9)
+    costs = mp.Costs.cluster(nodes=hosts, per_node=per_host, inside=inside, between=between, bytes_per_value=size)
+    took = {
+        name: mp.simulate(build(name, hosts * per_host, ranks_per_node=per_host), costs).makespan
+        for name in ("leaders", "hierarchical")
+    }
+    assert took[best_all_reduce(layout, between, size)] <= 1.5 * min(took.values())
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", "nccl", "shm+gloo:0-1+2-3", "shm+gloo:0.2+1.3:1ms,10Mbit"])

@@ -28,7 +28,7 @@ def sums(comms, sizes):
 
 
 def test_auto_runs_the_program_it_stands_for_to_the_bit(pool):
-    sizes = (3, 500_000)
+    sizes = (3, 1_000_000)
     chosen = [resolve("all-reduce", "auto", 4, 4 * size, TURNS) for size in sizes]
     assert chosen == ["leaders-0.2+1.3", "hierarchical-0.2+1.3"]
     found = pool.run(sums, 4, sizes, transport=TURNS, timeout=50)

@@ -270,12 +270,12 @@ def best_all_reduce(hosts: Hosts, link: Link, size: float) -> str:
 
     ```
     leaders       ⌈lg h⌉(α + nβ)          + 2a + k·nb       α twice more unless h is a power of two
-    hierarchical  2(h−1)(α + nβ/h)        + 4a + 2(k−1)/k·nb
+    hierarchical  2(h−1)(kα + nβ/h)       + 4a + 2(k−1)/k·nb      k messages, one after another at the host's port
     ```
     """
     count, most = len(hosts.ranks), hosts.most
     rounds = (count - 1).bit_length() if count & (count - 1) == 0 else count.bit_length() + 1
     by_leaders = rounds * link.seconds(size) + _MEMORY.seconds(0) * 2 + _MEMORY.seconds(most * size)
-    in_shares = 2 * (count - 1) * link.seconds(size / count) + 4 * _MEMORY.seconds(0)
+    in_shares = 2 * (count - 1) * most * link.seconds(size / count / most) + 4 * _MEMORY.seconds(0)
     in_shares += _MEMORY.seconds(2 * (most - 1) / most * size)
     return "leaders" if by_leaders < in_shares else "hierarchical"

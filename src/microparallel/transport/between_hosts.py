@@ -28,7 +28,7 @@ from microparallel.torch_private import gloo_group
 from microparallel.transport.base import Loan, ReceivedCopy, Work
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
 from microparallel.transport.shared_memory.works import CallState, SharedMemoryExchange
-from microparallel.transport.torch_distributed import TRANSLATED, TorchTransport
+from microparallel.transport.torch_distributed import TRANSLATED, TorchTransport, TorchWork, Translated
 
 _CALLS = 2**30  # tags of collectives have this bit; those of other messages are below
 
@@ -121,12 +121,15 @@ class _Network(TorchTransport):
             world_rank: store.get(f"place/{rank}").decode() for rank, world_rank in enumerate(transport.world_ranks)
         }
         super().__init__(group, store, transport.carries, places, transport.world_ranks)
-        self._peers = transport.peers
+        self._transport = transport
+
+    def _started(self, work: dist.Work | None, tensor: torch.Tensor) -> TorchWork:
+        return _NetworkWork(work, self._translated, tensor, transport=self._transport)
 
     def _failure(self, error: RuntimeError) -> TransportError:
         failure = super()._failure(error)
         if isinstance(failure, PeerGone):
-            self._peers.lose(failure)
+            self._transport.peers.lose(failure)
         return failure
 
     def leave(self) -> None:
@@ -134,3 +137,17 @@ class _Network(TorchTransport):
         if "group" in self.__dict__:
             self.group.shutdown()
             self.forget()
+
+
+class _NetworkWork(TorchWork):
+    """A message between hosts; torch's own timeout is the one that the group was made with."""
+
+    def __init__(
+        self, work: dist.Work | None, translated: Translated, *tensors: torch.Tensor, transport: HostsTransport
+    ) -> None:
+        super().__init__(work, translated, *tensors)
+        self._transport = transport
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when the message has arrived."""
+        super().wait(self._transport.timeout if timeout is None else timeout)

@@ -196,12 +196,16 @@ class TorchTransport:
         """Start sending a contiguous tensor."""
         with self._translated:
             work = dist.isend(tensor, group=self.group, group_dst=to, tag=tag)
-        return TorchWork(work, self._translated, tensor)
+        return self._started(work, tensor)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> TorchWork:
         """Start receiving into a contiguous tensor."""
         with self._translated:
             work = dist.irecv(tensor, group=self.group, group_src=source, tag=tag)
+        return self._started(work, tensor)
+
+    def _started(self, work: dist.Work | None, tensor: torch.Tensor) -> TorchWork:
+        """A message that torch has started."""
         return TorchWork(work, self._translated, tensor)
 
     def exchange(self, tag: int = 0) -> TorchExchange:
