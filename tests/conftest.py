@@ -18,6 +18,7 @@ from hypothesis import settings
 import microparallel as mp
 from microparallel.cli.app import VERBS
 from microparallel.topology import DO_NOT_SPIN
+from microparallel.topology.hosts import MIXED, Hosts, transport_between
 from microparallel.world.fork_server import NEEDED, ForkServer, can_fork
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background, where Ctrl-C means nothing
@@ -213,9 +214,12 @@ class CpuPool:
     def __init__(self, ranks, transport):
         self._ranks = ranks
         self._transport = transport
+        self.shares_evenly = transport != MIXED  # on hosts that are not alike, some ranks send more than others
 
     def run(self, function, ranks, *arguments, **named_arguments):
         defaults = {"transport": self._transport, "device": "cpu"}
+        if self._transport == MIXED:  # as on hosts with two ranks each
+            defaults["transport"] = transport_between(Hosts.alike(ranks, 2 if ranks > 2 else 1))
         return self._ranks.run(function, ranks, *arguments, **defaults | named_arguments)
 
 
@@ -224,7 +228,7 @@ def pool(warm_ranks):
     return CpuPool(warm_ranks, "gloo")
 
 
-@pytest.fixture(scope="session", params=["gloo", "shm"])
+@pytest.fixture(scope="session", params=["gloo", "shm", pytest.param(MIXED, marks=pytest.mark.slow)])
 def any_pool(request, warm_ranks):
     """For what must hold on every transport."""
     return CpuPool(warm_ranks, request.param)

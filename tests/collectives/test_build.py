@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 import microparallel as mp
 from microparallel.collectives import ALGORITHMS, ALL_REDUCES, OTHERS, build, program_of, resolve
+from microparallel.collectives.hierarchical import best_all_reduce
 from microparallel.comms import run_in_process
 from microparallel.program import Collective
+from microparallel.topology.hosts import Hosts
 
 each_algorithm = pytest.mark.parametrize("name", ALL_REDUCES)
 
@@ -22,7 +24,7 @@ def contributions(ranks, size, dtype=torch.float32):
 @settings(max_examples=60, derandomize=True)
 @given(ranks=st.integers(1, 12), size=st.integers(0, 40), per_node=st.integers(1, 5))
 def test_in_one_process(name, ranks, size, per_node):
-    options = {"ranks_per_node": per_node} if name == "hierarchical" else {}
+    options = {"ranks_per_node": per_node} if name in ("hierarchical", "leaders") else {}
     whole = torch.arange(size)
     integers = [whole + 100 * rank for rank in range(ranks)]
     mp.all_reduce_in_process(name, integers, **options)
@@ -83,6 +85,9 @@ def test_ranks_end_with_the_bits_of_the_one_process_run(any_pool, name):
         ),
         (lambda: build("ring", 0), "at least 1 rank"),
         (lambda: build("ring", 4, ranks_per_node=2), "does not take ranks_per_node"),
+        (lambda: build("hierarchical-0-1+2-3", 5), "is for 4 ranks, and there are 5"),
+        (lambda: build("hierarchical-0-1+3", 4), "name the ranks of each host once, from rank 0 on"),
+        (lambda: resolve("all-gather", "leaders-0-1+2-3", 4, 1, "gloo"), "there is no all-gather algorithm 'leaders-0"),
     ],
 )
 def test_refusals(call, words):
@@ -109,8 +114,9 @@ def test_messages_sent(ranks):
 def test_the_other_collectives(name, ranks):
     """Slice s of rank r starts as 1000 r + s + 1; what ends where follows from the kind."""
     program = build(name, ranks)
-    assert isinstance(program.goal, Collective) and program.goal.kind == name.removeprefix("direct-")
+    assert isinstance(program.goal, Collective)
     kind = program.goal.kind
+    assert name.partition("-")[2] == kind if name.startswith(("direct", "hierarchical", "leaders")) else name == kind
     slices = program.goal.slices
     tensors = [torch.arange(slices) + 1000 * rank + 1 for rank in range(ranks)]
     before = [tensor.clone() for tensor in tensors]
@@ -134,7 +140,10 @@ def test_the_other_collectives(name, ranks):
             assert tensor[rank] == before[0][rank]
 
 
-@pytest.mark.parametrize("name", ["broadcast", "direct-broadcast", "reduce", "direct-reduce", "scatter", "gather"])
+ROOTED = ("broadcast", "direct-broadcast", "leaders-broadcast", "reduce", "direct-reduce", "leaders-reduce")
+
+
+@pytest.mark.parametrize("name", [*ROOTED, "scatter", "gather"])
 def test_any_rank_may_be_the_root(name):
     for ranks in (1, 2, 3, 4, 6):
         for root in range(ranks):
@@ -143,7 +152,27 @@ def test_any_rank_may_be_the_root(name):
             mp.verify(program)
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo", "nccl"])
+@settings(max_examples=60, derandomize=True)
+@given(
+    hosts=st.integers(2, 5),
+    per_host=st.integers(1, 4),
+    size=st.sampled_from([8, 4e3, 1e5, 1e6, 3e6, 1e8]),
+    latency=st.sampled_from([2e-5, 2e-4, 5e-3]),
+    megabits=st.sampled_from([10, 100, 1000, 10_000]),
+)
+def test_what_auto_takes_between_hosts_is_about_as_quick_as_the_other(hosts, per_host, size, latency, megabits):
+    """The formulas beside the simulator, which knows that messages wait for each other at a host's port."""
+    layout, between = Hosts.alike(hosts * per_host, per_host), mp.Link(latency, 8e-6 / megabits)
+    inside = mp.Link(2e-5, 0.25e-9)
+    costs = mp.Costs.cluster(nodes=hosts, per_node=per_host, inside=inside, between=between, bytes_per_value=size)
+    took = {
+        name: mp.simulate(build(name, hosts * per_host, ranks_per_node=per_host), costs).makespan
+        for name in ("leaders", "hierarchical")
+    }
+    assert took[best_all_reduce(layout, between, size)] <= 1.5 * min(took.values())
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo", "nccl", "shm+gloo:0-1+2-3", "shm+gloo:0.2+1.3:1ms,10Mbit"])
 @pytest.mark.parametrize("collective", ALGORITHMS)
 def test_auto_stands_for_an_algorithm_on_every_transport(collective, transport):
     for size in (1, 2**30):

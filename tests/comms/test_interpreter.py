@@ -4,6 +4,7 @@ With p ranks and a tensor of n bytes. Where the ranks are no power of two, recur
 p − 2^⌊lg p⌋ ranks hand everything to a partner, and get the result from it in the end.
 """
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -70,6 +71,18 @@ def hierarchical(p, n, ranks_per_node=2):
     return expected
 
 
+def leaders(p, n, ranks_per_node=2):
+    """Each rank but its node's first sends all it has to that one; these exchange, and hand the sum on."""
+    nodes = -(-p // ranks_per_node)
+    between = recursive_doubling(nodes, n)
+    expected = [(1, n)] * p
+    for node in range(nodes):
+        others = min(ranks_per_node, p - node * ranks_per_node) - 1
+        messages, sent = between[node]
+        expected[node * ranks_per_node] = (messages + others, sent + others * n)
+    return expected
+
+
 EXPECTED = {
     "naive": naive,
     "gather-add": gather_add,
@@ -79,6 +92,7 @@ EXPECTED = {
     "halving-doubling": halving_doubling,
     "direct": ring,
     "hierarchical": hierarchical,
+    "leaders": leaders,
 }
 
 
@@ -118,9 +132,9 @@ def test_in_one_process(ranks, name, make_transports):
 
 @pytest.mark.parametrize("ranks", range(1, 10))
 def test_nodes_of_any_size(ranks):
-    for ranks_per_node in range(1, ranks + 2):
-        program = build("hierarchical", ranks, ranks_per_node=ranks_per_node)
-        expected = hierarchical(ranks, BYTES, ranks_per_node)
+    for name, ranks_per_node in itertools.product(("hierarchical", "leaders"), range(1, ranks + 2)):
+        program = build(name, ranks, ranks_per_node=ranks_per_node)
+        expected = EXPECTED[name](ranks, BYTES, ranks_per_node)
         assert counted_in_process(program, in_process_transports) == expected, ranks_per_node
         assert program.messages_sent() == [messages for messages, _ in expected]
 

@@ -127,7 +127,7 @@ def sent(comms):
 
 def test_slow_links_run_the_algorithm_that_runs_without_them(any_pool):
     for rank, (transport, numbers) in enumerate(any_pool.run(sent, 4, timeout=50)):
-        assert transport == any_pool._transport
+        assert transport.partition(":")[0] == any_pool._transport
         for name, messages in numbers.items():
             collective = name.removeprefix("large ")
             root = 1 if collective in ("broadcast", "reduce", "gather") else None

@@ -40,7 +40,7 @@ def ended(ranks, seconds=40):
 def test_the_way_to_the_others_decides_the_interface(hosts, script, address):
     """Each host's own name stands for 127.0.1.1 there, and so does MASTER_ADDR on the host that has it."""
     ranks = hosts(2).ranks("python", script(SUM), on_each=2, address=address)
-    assert ended(ranks) == [f"{rank} gloo 10 eth0" for rank in range(4)]
+    assert ended(ranks) == [f"{rank} microparallel 10 eth0" for rank in range(4)]  # with gloo between the hosts
 
 
 def test_ranks_of_one_host_share_memory_and_use_its_loopback_interface(hosts, script):

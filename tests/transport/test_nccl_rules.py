@@ -139,7 +139,7 @@ def test_a_message_needs_another_rank(peer):
 def all_programs(ranks):
     for name in [*ALL_REDUCES, *OTHERS]:
         options = [{}]
-        if name == "hierarchical":
+        if name.startswith(("hierarchical", "leaders")):
             options = [{"ranks_per_node": ranks_per_node} for ranks_per_node in range(1, ranks + 1)]
         yield from (build(name, ranks, **chosen) for chosen in options)
 

@@ -1,10 +1,13 @@
 """The verifier accepts every collective we build, and names what is wrong with a broken one."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import microparallel as mp
 from microparallel.collectives import ALL_REDUCES, OTHERS, build
 from microparallel.program import from_text
+from microparallel.topology.hosts import Hosts
 from microparallel.verifier import Deadlock
 
 
@@ -14,15 +17,27 @@ def test_every_collective_is_right_for_any_number_of_ranks(name):
         mp.verify(build(name, ranks))
 
 
-@pytest.mark.parametrize("per_node", [1, 2, 3, 5, 8])
-def test_hierarchical_with_nodes_of_any_size(per_node):
-    for ranks in range(1, 14):
-        mp.verify(build("hierarchical", ranks, ranks_per_node=per_node))
+@settings(max_examples=60, derandomize=True)
+@given(places=st.lists(st.integers(0, 4), min_size=1, max_size=11), data=st.data())
+def test_two_levels_with_any_ranks_on_any_host(places, data):
+    hosts, ranks = Hosts.of(places), len(places)
+    for name in ("hierarchical", "hierarchical-reduce-scatter", "hierarchical-all-gather", "leaders"):
+        mp.verify(build(f"{name}-{hosts}", ranks))
+    root = data.draw(st.integers(0, ranks - 1))
+    for name in ("leaders-broadcast", "leaders-reduce"):
+        mp.verify(build(f"{name}-{hosts}", ranks, root=root))
 
 
 @pytest.mark.parametrize("name", ALL_REDUCES | OTHERS)
 def test_blocking_sends_stop_what_passes_round_in_circles(name):
-    survives = name.removeprefix("direct-") in ("naive", "tree", "broadcast", "reduce", "scatter", "gather")
+    survives = name.removeprefix("direct-").removeprefix("leaders-") in (
+        "naive",
+        "tree",
+        "broadcast",
+        "reduce",
+        "scatter",
+        "gather",
+    )
     if survives:
         mp.verify(build(name, 6), sends="blocking")
     else:

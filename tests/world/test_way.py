@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 import microparallel as mp
 from microparallel.topology import ALONE
-from microparallel.world import way
+from microparallel.transport import interfaces
+from microparallel.transport.interfaces import address_towards, interface_of, is_loopback, take_the_way
 from microparallel.world.roll_call import Answer, places, roll_call
-from microparallel.world.way import address_towards, interface_of, is_loopback, require_reach, take_the_way
+from microparallel.world.way import require_reach
 
 HERE, THERE = Answer("here", "127.0.0.1", False, False, 0), Answer("there", "10.9.9.9", False, False, 1)
 
@@ -17,8 +18,8 @@ HERE, THERE = Answer("here", "127.0.0.1", False, False, 0), Answer("there", "10.
 @pytest.fixture
 def unset(monkeypatch):
     """No interface is chosen, and none stays chosen after the test."""
-    monkeypatch.setattr(way, "_told", {})
-    for name in (way.GLOO, way.NCCL):
+    monkeypatch.setattr(interfaces, "_told", {})
+    for name in (interfaces.GLOO, interfaces.NCCL):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
@@ -44,8 +45,8 @@ def test_a_name_that_no_host_has():
 @pytest.mark.usefixtures("unset")
 def test_ranks_of_one_machine_use_its_loopback_interface_unless_the_user_has_chosen(monkeypatch):
     assert take_the_way([HERE, HERE], 0) == "127.0.0.1"
-    assert (os.environ[way.GLOO], os.environ[way.NCCL]) == ("lo", "=lo")
-    monkeypatch.setenv(way.GLOO, "no-such-interface")
+    assert (os.environ[interfaces.GLOO], os.environ[interfaces.NCCL]) == ("lo", "=lo")
+    monkeypatch.setenv(interfaces.GLOO, "no-such-interface")
     with pytest.raises(mp.errors.UsageError, match=r"GLOO_SOCKET_IFNAME=no-such-interface: .*; it has lo"):
         take_the_way([HERE, HERE], 0)
 
@@ -53,7 +54,7 @@ def test_ranks_of_one_machine_use_its_loopback_interface_unless_the_user_has_cho
 @pytest.mark.usefixtures("unset")
 def test_the_choice_of_one_world_is_none_of_the_user_s_in_the_next():
     take_the_way([HERE, HERE], 0)
-    os.environ[way.GLOO] = way._told[way.GLOO] = "lo"
+    os.environ[interfaces.GLOO] = interfaces._told[interfaces.GLOO] = "lo"
     assert take_the_way([HERE, HERE], 0) == "127.0.0.1"
 
 

@@ -33,6 +33,7 @@ from microparallel.bench.engine import (
     count_ranks_here,
     free_memory,
     largest,
+    shares_memory,
     timed,
     torch_group,
     transport_of,
@@ -126,9 +127,9 @@ class Case:
         self.expected = _repeat(torch.stack(patterns).sum(0).to(comms.device, dtype), length)
         row = range(calls_in_a_row(size))
         self.tensors = [torch.empty_like(self.contribution) for _ in row]
-        shares_memory = transport_of(comms) == "shm"
-        self.shared = [comms.empty(length, dtype) for _ in row] if shares_memory else self.tensors
-        self.scratch = torch.empty_like(self.contribution) if shares_memory else self.tensors[0]
+        beside = shares_memory(transport_of(comms))
+        self.shared = [comms.empty(length, dtype) for _ in row] if beside else self.tensors
+        self.scratch = torch.empty_like(self.contribution) if beside else self.tensors[0]
 
     def refill(self, tensor: torch.Tensor) -> None:
         """Put this rank's contribution back."""
@@ -212,7 +213,7 @@ def time_call(method: Method, case: Case) -> Call:
 def methods_for(comms: Comms, algorithms: Sequence[str]) -> Iterator[list[Method]]:
     """Everything to be timed in this world; the group of torch's own is closed at the end."""
     named = [algorithm_method(comms, name) for name in algorithms]
-    ours = _over_shared_memory(comms) if transport_of(comms) == "shm" else []
+    ours = _over_shared_memory(comms) if shares_memory(transport_of(comms)) else []
     with torch_group(comms) as group:
         meet = partial(dist.all_reduce, torch.zeros(1), group=group) if ours else comms.barrier
         torchs = Method(TORCH, _run(partial(dist.all_reduce, group=group)), meet)
@@ -341,7 +342,7 @@ class MemoryBudget:
 
 def tensors_of_a_case(comms: Comms) -> int:
     """How many tensors of full size a rank keeps."""
-    return 5 if transport_of(comms) == "shm" else 3
+    return 5 if shares_memory(transport_of(comms)) else 3
 
 
 def tensors_needed(program: Program) -> int:

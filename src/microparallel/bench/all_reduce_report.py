@@ -14,7 +14,7 @@ from rich.table import Table
 from microparallel.bench import report
 from microparallel.bench.all_reduce import ADD, BOUNDS, TORCH, TORCH_ON_SHM, Measurements, Timing, calls_in_a_row
 from microparallel.bench.chart import Line, Panel, Point, draw_chart
-from microparallel.bench.engine import FEWEST_REPEATS
+from microparallel.bench.engine import FEWEST_REPEATS, shares_memory
 from microparallel.bench.messages import MessageCosts, fit_messages, typical_factor
 from microparallel.bench.report import Column, cores_are_shared, fitting, legend, make_table, show_quartiles, spread
 from microparallel.collectives import ALL_REDUCES, all_reduce_program
@@ -165,7 +165,7 @@ def _row(timing: Timing, measurements: Measurements, costs: MessageCosts | None)
     size, calls = timing.size, timing.seconds
     row = Row(
         algorithm=timing.method,
-        label="torch on gloo" if timing.method == TORCH and measurements.transport == "shm" else timing.method,
+        label="torch on gloo" if timing.method == TORCH and shares_memory(measurements.transport) else timing.method,
         size=size,
         repeats=len(calls),
         calls=calls,

@@ -42,6 +42,7 @@ from microparallel.bench.engine import (
     count_ranks_here,
     largest,
     require_memory,
+    shares_memory,
     step_rounds,
     timed,
     torch_group,
@@ -164,7 +165,7 @@ class _Bench:
             f"{subject.name}: {len(self._methods)} copies of it on every rank",
             "choose fewer --methods, or a smaller model",
         )
-        beside = transport_of(comms) == "shm"  # elsewhere gloo is what ranks talk through, or there are GPUs
+        beside = shares_memory(transport_of(comms))  # elsewhere gloo is what ranks talk through, or there are GPUs
         names = [name for name in settings.links if name != GLOO or beside]
         if not names:
             raise UsageError(

@@ -32,6 +32,7 @@ from microparallel.comms.record import Recorder
 from microparallel.errors import UsageError
 from microparallel.text import show_size
 from microparallel.topology import available_cores, available_memory, find_placement
+from microparallel.topology.hosts import MIXED
 
 # ── what every benchmark returns ────────────────────────────────────────────────────────────────────────────────────
 
@@ -56,7 +57,7 @@ class Measured:
         ranks: how many took part.
         ranks_here: how many of them run on this machine.
         cores: of this machine, as far as this process may use them.
-        transport: "shm", "nccl" or "gloo".
+        transport: "shm", "shm+gloo", "nccl" or "gloo".
         device: "cpu" or "cuda".
         wrong: the first wrong result, which ended the run.
     """
@@ -71,7 +72,7 @@ class Measured:
     @property
     def torch_group(self) -> str:
         """What torch's own talks through: where our ranks share memory, it runs on gloo beside."""
-        return "gloo" if self.transport == "shm" else self.transport
+        return "gloo" if shares_memory(self.transport) else self.transport
 
 
 def where(comms: Comms) -> tuple[int, int, int, str, str]:
@@ -85,11 +86,13 @@ def count_ranks_here() -> int:
 
 
 def transport_of(comms: Comms) -> str:
-    """The transport between these ranks: "shm", "nccl" or "gloo"."""
-    backends = str(dist.get_backend_config(comms.process_group))
-    if "nccl" in backends:
-        return "nccl"
-    return "shm" if "microparallel" in backends else "gloo"
+    """The transport between these ranks: "shm", "shm+gloo", "nccl" or "gloo"."""
+    return comms.transport_name.partition(":")[0]
+
+
+def shares_memory(transport: str) -> bool:
+    """Whether our collectives run in shared memory, at least inside of hosts, and torch's own on gloo beside them."""
+    return transport in ("shm", MIXED)
 
 
 # ── how long to measure ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -390,7 +393,7 @@ def require_memory(comms: Comms, need: float, what: str, advice: str) -> None:
 @contextmanager
 def torch_group(comms: Comms) -> Iterator[dist.ProcessGroup]:
     """The group that torch's own talks through: beside shared memory one on gloo, elsewhere the world's own."""
-    if transport_of(comms) != "shm":
+    if not shares_memory(transport_of(comms)):
         yield comms.process_group
         return
     ranks = dist.get_process_group_ranks(comms.process_group)

@@ -44,6 +44,7 @@ from microparallel.bench.engine import (
     count_ranks_here,
     largest,
     require_memory,
+    shares_memory,
     step_rounds,
     torch_group,
     transport_of,
@@ -178,7 +179,7 @@ def methods_of(transport: str) -> list[Method]:
     """Everything that can be measured where ranks talk through this transport."""
     ours = [NONE, DDP, OPTIMIZER, GRADIENTS, PARAMETERS, PARAMETERS_KEPT]
     zero, fsdp = [TORCH_ZERO, TORCH_ZERO_ON_SHM], [TORCH_FSDP, TORCH_FSDP_ON_SHM]
-    torchs = [*zero, *fsdp] if transport == "shm" else [TORCH_ZERO, TORCH_FSDP]
+    torchs = [*zero, *fsdp] if shares_memory(transport) else [TORCH_ZERO, TORCH_FSDP]
     again = [name + AGAIN for name in (NONE, TORCH_ZERO, TORCH_FSDP)]
     return [Method(name) for name in (*ours, *torchs, *again)]
 

@@ -245,7 +245,8 @@ class _Meant:
             return cls(name, "pipeline", short, frozenset(inspect.signature(_SCHEDULES[short]).parameters))
         if kind in ("", "all-reduce") and short in _COLLECTIVES:
             return cls(name, "all-reduce", short, frozenset(inspect.signature(_COLLECTIVES[short]).parameters))
-        if kind in ("", "all-reduce") and collectives.is_compressed(short) and not Path(name).exists():
+        beyond = collectives.is_compressed(short) or collectives.hosts_named(short) is not None
+        if kind in ("", "all-reduce") and beyond and not Path(name).exists():
             return cls(name, "all-reduce", short, frozenset({"ranks"}))
         if not Path(name).exists():
             raise UsageError(_unknown(name))
@@ -260,7 +261,8 @@ class _Meant:
                 raise ConfigError(
                     f"--microbatches {number}: {self.builder} is a collective, which has none; leave it out"
                 )
-            return collectives.build(self.builder, **{"ranks": 4} | options)
+            hosts = collectives.hosts_named(self.builder)
+            return collectives.build(self.builder, **{"ranks": 4 if hosts is None else hosts.world_size} | options)
         for flag, number in options.items():
             raise ConfigError(f"{_flag(flag)} {number}: the program in {self.name} says that; leave it out")
         program = read(Path(self.name))

@@ -18,10 +18,11 @@ def recursive_doubling_all_reduce(ranks: int) -> Program:
     rank 3: >C0@2 <+C0@2 >C0@1 <+C0@1
     ```
     """
-    return Program("recursive-doubling", Collective("all-reduce", 1), folded(ranks, _ALL, _exchanges))
+    return Program("recursive-doubling", Collective("all-reduce", 1), folded(ranks, _ALL, exchanges))
 
 
-def _exchanges(position: int, ranks: list[int]) -> list[Op]:
+def exchanges(position: int, ranks: list[int]) -> list[Op]:
+    """What the rank at a position does; how many ranks there are is a power of two."""
     ops: list[Op] = []
     distance = 1
     while distance < len(ranks):

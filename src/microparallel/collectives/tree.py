@@ -19,17 +19,17 @@ def tree_reduce(ranks: int, root: int = 0) -> Program:
     rank 3: >C0@2
     ```
     """
-    return Program("tree-reduce", Collective("reduce", 1, root=root), _rooted(_up, ranks, root))
+    return Program("tree-reduce", Collective("reduce", 1, root=root), _rooted(up, ranks, root))
 
 
 def tree_broadcast(ranks: int, root: int = 0) -> Program:
     """Bring the root's tensor to all: the same tree, walked the other way."""
-    return Program("tree-broadcast", Collective("broadcast", 1, root=root), _rooted(_down, ranks, root))
+    return Program("tree-broadcast", Collective("broadcast", 1, root=root), _rooted(down, ranks, root))
 
 
 def tree_all_reduce(ranks: int) -> Program:
     """Reduce to rank 0 up a binomial tree, then broadcast down it."""
-    ops = [(*_up(rank, ranks), *_down(rank, ranks)) for rank in range(ranks)]
+    ops = [(*up(rank, ranks), *down(rank, ranks)) for rank in range(ranks)]
     return Program("tree", Collective("all-reduce", 1), tuple(ops))
 
 
@@ -39,7 +39,8 @@ def _rooted(walk: Callable[[int, int], list[Send | Recv]], ranks: int, root: int
     return tuple(tuple(_moved(op, root, ranks) for op in part) for part in parts)
 
 
-def _up(rank: int, ranks: int) -> list[Send | Recv]:
+def up(rank: int, ranks: int) -> list[Send | Recv]:
+    """What a rank does for the sum to come to rank 0."""
     ops: list[Send | Recv] = []
     distance = 1
     while distance < ranks:
@@ -58,6 +59,6 @@ def _moved(op: Send | Recv, by: int, ranks: int) -> Op:
     return Recv(op.value, (op.source + by) % ranks, reduce=op.reduce)
 
 
-def _down(rank: int, ranks: int) -> list[Send | Recv]:
-    """What `_up` does, backwards, each message turned round."""
-    return [Recv(_ALL, op.to) if isinstance(op, Send) else Send(_ALL, op.source) for op in reversed(_up(rank, ranks))]
+def down(rank: int, ranks: int) -> list[Send | Recv]:
+    """What a rank does for rank 0's tensor to come to all: `up` backwards, each message turned round."""
+    return [Recv(_ALL, op.to) if isinstance(op, Send) else Send(_ALL, op.source) for op in reversed(up(rank, ranks))]

@@ -1,4 +1,7 @@
-"""A group whose ranks share a machine: every collective runs as a program over shared memory."""
+"""A group whose ranks share a machine, or some of them: every collective runs as a program over shared memory.
+
+Between the hosts of a group that has several, the same programs send their messages through gloo.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +38,8 @@ _LONGEST_DELAY = 0.2
 # When Python ends it stops its threads wherever they are, and a thread inside of torch's C++ then aborts the process.
 # So groups that were not closed are closed before.
 _OPEN: weakref.WeakSet[SharedMemoryGroup] = weakref.WeakSet()
+# In a process that was forked from a rank: gloo would wait for its threads, which are not there, if it were let go.
+_OF_PARENTS: list[SharedMemoryTransport] = []
 
 
 @atexit.register
@@ -75,7 +80,10 @@ class SharedMemoryGroup(ProgramGroup):
     """One rank's place in a group that talks through shared memory."""
 
     def __init__(self, transport: SharedMemoryTransport, flight: Flight | None = None) -> None:
-        super().__init__(transport.rank, transport.world_size, "shm", BLOCK_BYTES)
+        self._one_host = len(transport.here) == transport.world_size
+        # Blocks would cross a network one after another, and only a rank's own host tells it whether a rank copies.
+        block_bytes = BLOCK_BYTES if self._one_host else None
+        super().__init__(transport.rank, transport.world_size, transport.name, block_bytes)
         self.transport = transport
         self.flight = Flight(None) if flight is None else flight
         self.log = self.flight.group(transport.world_ranks)
@@ -138,8 +146,8 @@ class SharedMemoryGroup(ProgramGroup):
 
     @property
     def has_free_cores(self) -> bool:
-        """Whether a core is left for communication while all ranks compute."""
-        return self.world_size * torch.get_num_threads() < available_cores()
+        """Whether a core is left for communication while all ranks compute; waiting for a network needs none."""
+        return not self._one_host or self.world_size * torch.get_num_threads() < available_cores()
 
     def run_after_backward(self) -> None:
         """Let the calling thread, autograd's, compute all gradients before it runs the collectives it has called.
@@ -149,7 +157,7 @@ class SharedMemoryGroup(ProgramGroup):
         something. At the end of backward autograd's thread runs the collectives that every rank has called, and leaves
         the others to the queue's thread: so no rank waits longer than it would without this call.
         """
-        if self.world_size < available_cores():
+        if not self._one_host or self.world_size < available_cores():
             self._queue.run_in_background()
             return
         self._queue.run_in_background(_LONGEST_DELAY)
@@ -248,6 +256,7 @@ class SharedMemoryGroup(ProgramGroup):
 
     def leave_to_parent(self) -> None:
         """Refuse all calls from now on: this process was forked, and the rank is its parent."""
+        _OF_PARENTS.append(self.transport)
         self.transport = self._queue = cast(Any, _OfParent(self.world_ranks[self.rank]))
         self.flight = Flight(None)
         self.log = self.flight.group(self.world_ranks)
@@ -272,7 +281,7 @@ class _Exchanges:
         self._state = state
 
     def exchange(self, tag: int = 0) -> SharedMemoryExchange:  # noqa: ARG002
-        return SharedMemoryExchange(self._transport, self._state)
+        return self._transport.open_exchange(self._state)
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         return self._transport.isend(tensor, to, tag)

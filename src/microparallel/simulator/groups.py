@@ -46,6 +46,7 @@ from microparallel.program import (
 )
 from microparallel.simulator.costs import Costs
 from microparallel.topology import Link, Port
+from microparallel.topology.hosts import among
 from microparallel.trace import Event
 
 Group = tuple[int, ...]
@@ -118,7 +119,7 @@ class GroupCosts:
     def _by_algorithm(self, op: GroupOp, ranks: Group) -> list[Share]:
         size = self.bytes(op, ranks[0])
         kind = group_kind(op)
-        algorithm = resolve(kind, op.algorithm, len(ranks), size, self._costs.transport)
+        algorithm = resolve(kind, op.algorithm, len(ranks), size, among(self._costs.transport, ranks))
         measured = [self._costs.together(op, rank) for rank in ranks] if len(ranks) > 1 else [0.0]
         known = [seconds for seconds in measured if seconds is not None]
         rows = tuple(row for row in self._rows[op] if len(row) == len(ranks)) if self._costs.shares_ports else (ranks,)

@@ -22,6 +22,8 @@ from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import DeviceError, UsageError
 from microparallel.observe.flight import Flight, agreed_folder
+from microparallel.topology import parse_link
+from microparallel.topology.hosts import LINK_VARIABLE, among
 from microparallel.torch_backend.tensors import (
     Options,
     TorchReduction,
@@ -340,28 +342,49 @@ def _no_backend_for(device: torch.device) -> DeviceError:
     )
 
 
-# ── the flight recorder that a group writes into: its world's ───────────────────────────────────────────────────────
+# ── what a group has from its world: the flight recorder it writes into, and who shares a host ───────────────────────
 
-_given: ContextVar[Flight | None] = ContextVar("flight", default=None)
+
+_given: ContextVar[tuple[Flight, str] | None] = ContextVar("flight and transport", default=None)
 
 
 @contextmanager
-def using(flight: Flight) -> Iterator[None]:
-    """Within this block, groups that torch makes write into this flight recorder."""
-    token = _given.set(flight)
+def using(flight: Flight, transport: str) -> Iterator[None]:
+    """Within this block, groups that torch makes write into this flight recorder, and use this transport."""
+    token = _given.set((flight, transport))
     try:
         yield
     finally:
         _given.reset(token)
 
 
+def _of_world() -> SharedMemoryGroup | None:
+    return getattr(dist.group.WORLD, "shared_memory", None)
+
+
 def flight_for(store: dist.Store, rank: int, ranks: int) -> tuple[Flight, bool]:
     """The flight recorder of a new group, and whether the group must close it: its world's, or one of its own."""
-    given = _given.get()
-    if given is not None:
-        return given, False
-    world = getattr(dist.group.WORLD, "shared_memory", None)
-    if world is not None:
+    if (given := _given.get()) is not None:
+        return given[0], False
+    if (world := _of_world()) is not None:
         return world.flight, False
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return Flight.open(agreed_folder(store), rank, ranks, ranks_here), True
+
+
+def transport_for(world_ranks: Sequence[int]) -> str | None:
+    """The transport of a new group of these ranks, if its world knows: which of them share a host."""
+    if (given := _given.get()) is not None:
+        return given[1]
+    world = _of_world()
+    return None if world is None else among(world.transport_name, world_ranks)
+
+
+def agreed_link(store: dist.Store, rank: int) -> str:
+    """What rank 0's environment says of the network between hosts: all ranks must choose algorithms by the same."""
+    if rank == 0:
+        store.set("link", os.environ.get(LINK_VARIABLE, ""))
+    text = store.get("link").decode()
+    if text:
+        parse_link(text, f"{LINK_VARIABLE}={text}")
+    return text

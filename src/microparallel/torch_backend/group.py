@@ -13,9 +13,10 @@ end of backward.
 from __future__ import annotations
 
 import functools
+import json
+import os
 from collections.abc import Sequence
-from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,8 @@ from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import UsageError
 from microparallel.observe.flight_recorder import Entry, NoEntry
-from microparallel.torch_backend.base import GroupBase, flight_for, on_cpu
+from microparallel.topology.hosts import Hosts, hosts_of, transport_between
+from microparallel.torch_backend.base import GroupBase, agreed_link, flight_for, on_cpu, transport_for
 from microparallel.torch_backend.tensors import (
     Contribution,
     Options,
@@ -42,6 +44,8 @@ from microparallel.torch_backend.tensors import (
 from microparallel.torch_backend.work import MessageWork
 from microparallel.torch_private import is_profiling, number_of_backward, uncompiled
 from microparallel.transport.base import Work
+from microparallel.transport.between_hosts import HostsTransport
+from microparallel.transport.interfaces import address_towards, take_the_way
 from microparallel.transport.shared_memory import SharedMemoryTransport, futex, this_machine
 
 _NOTHING = Call.of_all("nothing")  # an empty list of tensors
@@ -52,24 +56,31 @@ def create(options: Any) -> MicroparallelGroup:
     if obstacle := futex.why_not():
         raise UsageError(f"backend 'microparallel' cannot work here: {obstacle}; choose 'gloo'")
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-    _require_one_machine(options.store, options.group_rank, len(ranks))
-    flight, owns_flight = flight_for(options.store, ranks[options.group_rank], len(ranks))
-    timeout: timedelta = options.timeout
-    transport = SharedMemoryTransport(
-        dist.PrefixStore("shm", options.store), options.group_rank, ranks, timeout.total_seconds()
-    )
-    return MicroparallelGroup(options.store, SharedMemoryGroup(transport, flight), timeout, owns_flight=owns_flight)
+    store, rank, timeout = options.store, options.group_rank, options.timeout
+    name = transport_for(ranks) or transport_between(_hosts(store, rank, len(ranks)), agreed_link(store, rank))
+    flight, owns_flight = flight_for(store, ranks[rank], len(ranks))
+    kind = SharedMemoryTransport if hosts_of(name) is None else functools.partial(HostsTransport, name=name)
+    transport = kind(dist.PrefixStore("shm", store), rank, ranks, timeout.total_seconds())
+    return MicroparallelGroup(store, SharedMemoryGroup(transport, flight), timeout, owns_flight=owns_flight)
 
 
-def _require_one_machine(store: dist.Store, rank: int, ranks: int) -> None:
-    machine = this_machine()
-    store.set(f"machine/{rank}", machine)
-    for other in range(ranks):
-        if store.get(f"machine/{other}").decode() != machine:
-            raise UsageError(
-                f"backend 'microparallel' cannot work here: ranks {rank} and {other} are on different machines, "
-                "or in containers that share no files; choose 'gloo'"
-            )
+class _Place(NamedTuple):
+    """Where a rank is."""
+
+    machine: str
+    address: str
+
+
+def _hosts(store: dist.Store, rank: int, ranks: int) -> Hosts:
+    """Which ranks can share memory; gloo is told which way leads to the others."""
+    meeting = os.environ.get("MASTER_ADDR")  # else the program has a store of its own
+    address = address_towards(meeting, 0) if meeting else ""
+    store.set(f"machine/{rank}", json.dumps([this_machine(), address]))
+    places = [_Place(*json.loads(store.get(f"machine/{other}"))) for other in range(ranks)]
+    hosts = Hosts.of([place.machine for place in places])
+    if address and len(hosts.ranks) > 1:
+        take_the_way(places, rank)
+    return hosts
 
 
 @uncompiled

@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Literal, Self
@@ -167,7 +167,7 @@ class TorchTransport:
 
     Ranks are numbered within the group. `carries` names the device types whose tensors need not be copied to another
     device first, `batched` those on which the messages of an exchange must start together. `places` are the hosts of
-    the world's ranks, where these are known.
+    the world's ranks, where these are known. torch knows the `world_ranks` of the groups that it has made itself.
     """
 
     def __init__(
@@ -175,14 +175,15 @@ class TorchTransport:
         group: dist.ProcessGroup,
         store: dist.Store | None,
         carries: frozenset[str],
-        places: Sequence[str] = (),
+        places: Mapping[int, str] | Sequence[str] = (),
+        world_ranks: Sequence[int] = (),
     ) -> None:
         self.group = group
         self.carries = carries
         self.batched = _BATCHED
-        self.rank: int = dist.get_rank(group)
-        self.world_size: int = dist.get_world_size(group)
-        self.world_ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
+        self.rank: int = group.rank()
+        self.world_size: int = group.size()
+        self.world_ranks: tuple[int, ...] = tuple(world_ranks or dist.get_process_group_ranks(group))
         self._store = store
         self._places = places
         self._subgroups: list[TorchTransport] = []
@@ -195,12 +196,16 @@ class TorchTransport:
         """Start sending a contiguous tensor."""
         with self._translated:
             work = dist.isend(tensor, group=self.group, group_dst=to, tag=tag)
-        return TorchWork(work, self._translated, tensor)
+        return self._started(work, tensor)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> TorchWork:
         """Start receiving into a contiguous tensor."""
         with self._translated:
             work = dist.irecv(tensor, group=self.group, group_src=source, tag=tag)
+        return self._started(work, tensor)
+
+    def _started(self, work: dist.Work | None, tensor: torch.Tensor) -> TorchWork:
+        """A message that torch has started."""
         return TorchWork(work, self._translated, tensor)
 
     def exchange(self, tag: int = 0) -> TorchExchange:

@@ -24,21 +24,24 @@ from microparallel.comms.torch_group import TorchGroup
 from microparallel.errors import UsageError
 from microparallel.observe.flight import Flight, agreed_folder
 from microparallel.settings import DEVICES, TRANSPORTS
+from microparallel.text import count, show_ranks
 from microparallel.topology import threads_per_rank
+from microparallel.topology.hosts import MIXED, Hosts, hosts_of, link_of, transport_between
 from microparallel.topology.placement import Placement, find_placement
-from microparallel.torch_backend.base import using
+from microparallel.torch_backend.base import agreed_link, using
 from microparallel.torch_backend.group import MicroparallelGroup
 from microparallel.torch_private import store_of_the_world
+from microparallel.transport.interfaces import take_the_way
 from microparallel.transport.shared_memory import futex
 from microparallel.world.meeting import explaining_errors, open_store, report_missing_ranks
 from microparallel.world.roll_call import Answer, places, roll_call
-from microparallel.world.way import require_reach, take_the_way
+from microparallel.world.way import require_reach
 
 DEFAULT_TIMEOUT = 1800.0  # seconds
 
 # torch's names for our transports. With NCCL, gloo stands beside it: it carries CPU tensors, and the headers of checked
 # mode.
-_BACKENDS = {"shm": "microparallel", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+_BACKENDS = {"shm": "microparallel", MIXED: "microparallel", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
 
 # The flights of worlds that other programs have made, and will end.
 _flights: WeakKeyDictionary[dist.ProcessGroup, Flight] = WeakKeyDictionary()
@@ -50,8 +53,10 @@ def connect(
     """Join the world that torchrun or Slurm describes in environment variables; without them, a world of one.
 
     Args:
-        transport: "shm" (shared memory: all ranks on one Linux machine), "gloo" (TCP), "nccl" (a GPU for every rank),
-            or "auto": nccl where it can work, else shared memory where it can, else gloo.
+        transport: "shm" (shared memory: all ranks on one Linux machine), "gloo" (TCP), "shm+gloo" (shared memory inside
+            of each host, gloo between hosts; "shm+gloo:0-1+2-3" says which ranks count as being on one host), "nccl" (a
+            GPU for every rank), or "auto": nccl where it can work, else shared memory for the ranks that can share it,
+            and gloo to the others.
         device: where received tensors go: "cpu", "cuda", or "auto": the GPU with nccl, else the CPU.
         timeout: seconds a rank waits for the others, when joining and in each call.
         check: compare calls between ranks before each one, so that a mismatch is an error and not a hang.
@@ -91,22 +96,22 @@ def join(
     Flight files go into `flight_folder`, or into a folder that the ranks agree on through the store.
     """
     answers = _call_the_roll(transport, device, placement, store)
-    chosen = _choose_transport(transport, answers)
+    chosen = _choose_transport(transport, answers, agreed_link(store, placement.rank))
     address = take_the_way(answers, placement.rank)
     require_reach(store, answers, placement.rank, address, timeout)
     chosen_device = _choose_device(device, chosen, placement)
     if chosen_device.type == "cuda":
         torch.cuda.set_device(chosen_device)
-    if chosen == "shm" and "microparallel" not in dist.Backend.backend_list:
+    if _BACKENDS[chosen.partition(":")[0]] == "microparallel" and "microparallel" not in dist.Backend.backend_list:
         register()  # torch finds the backend by itself only if this package is installed
     folder = agreed_folder(store) if flight_folder is None else flight_folder
     flight = Flight.open(folder, placement.rank, placement.world_size, placement.local_world_size)
     if any(one.machine != answers[0].machine for one in answers):
         flight.spread_over([one.host for one in answers])
     try:
-        with using(flight):
+        with using(flight, chosen):
             dist.init_process_group(
-                _BACKENDS[chosen],
+                _BACKENDS[chosen.partition(":")[0]],
                 store=store,
                 rank=placement.rank,
                 world_size=placement.world_size,
@@ -204,16 +209,22 @@ def _use_fair_share_of_cores(placement: Placement) -> None:
 
 def require_possible(transport: str, device: str, placement: Placement) -> None:
     """Raise a `UsageError` for a transport or a device that cannot work on this machine, with the reason."""
-    if transport not in TRANSPORTS:
+    kind, _, layout = transport.partition(":")
+    if kind not in TRANSPORTS or (layout and kind != MIXED):
         raise UsageError(f"there is no transport {transport!r}; choose one of {', '.join(TRANSPORTS)}")
+    if (hosts := hosts_of(transport)) is not None and hosts.world_size != placement.world_size:
+        raise UsageError(
+            f"transport {transport!r} is for {count(hosts.world_size, 'rank')}, and there are {placement.world_size}"
+        )
+    link_of(transport)
     if device not in DEVICES:
         raise UsageError(f"there is no device {device!r}; choose one of {', '.join(DEVICES)}")
     if transport == "nccl" and (obstacle := _obstacle_to_nccl(placement)):
         raise UsageError(f"transport 'nccl' cannot work here: {obstacle}; choose 'gloo'")
-    if transport == "shm" and (obstacle := futex.why_not()):
-        raise UsageError(f"transport 'shm' cannot work here: {obstacle}; choose 'gloo'")
-    if transport == "shm" and device == "cuda":
-        raise UsageError("transport 'shm' shares the CPU's memory; choose device='cpu', or transport='gloo'")
+    if kind in ("shm", MIXED) and (obstacle := futex.why_not()):
+        raise UsageError(f"transport {transport!r} cannot work here: {obstacle}; choose 'gloo'")
+    if kind in ("shm", MIXED) and device == "cuda":
+        raise UsageError(f"transport {transport!r} shares the CPU's memory; choose device='cpu', or transport='gloo'")
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("device 'cuda' was asked for, and torch sees no GPU; choose 'cpu'")
 
@@ -221,20 +232,41 @@ def require_possible(transport: str, device: str, placement: Placement) -> None:
 def _call_the_roll(transport: str, device: str, placement: Placement, store: dist.Store) -> list[Answer]:
     """What every rank says of itself; this one says what it can use of the transports that the user has chosen from."""
     nccl = transport in ("auto", "nccl") and not _obstacle_to_nccl(placement)
-    shm = transport in ("auto", "shm") and not futex.why_not() and device != "cuda"
+    shm = transport.partition(":")[0] in ("auto", "shm", MIXED) and not futex.why_not() and device != "cuda"
     return roll_call(placement, store, nccl=nccl, shm=shm)
 
 
-def _choose_transport(transport: str, answers: list[Answer]) -> str:
+def _choose_transport(transport: str, answers: list[Answer], link: str) -> str:
     """The transport that the user chose, or the best that every rank can use: all ranks must choose the same."""
-    elsewhere = [rank for rank, one in enumerate(answers) if not one.shm or one.machine != answers[0].machine]
+    hosts = Hosts.of([one.machine for one in answers])
+    unable = [rank for rank, one in enumerate(answers) if not one.shm]
+    mixed = transport_between(hosts, link)
+    if transport.startswith(MIXED):
+        return _mixed(transport, mixed, hosts, unable)
+    elsewhere = [*unable, *(rank for ranks in hosts.ranks[1:] for rank in ranks)]
     if transport == "shm" and elsewhere:
-        raise UsageError(f"transport 'shm' cannot work here: rank {elsewhere[0]} is on another machine; choose 'gloo'")
+        raise UsageError(
+            f"transport 'shm' cannot work here: rank {elsewhere[0]} is on another machine; choose {MIXED!r} or 'gloo'"
+        )
     if transport != "auto":
         return transport
     if all(one.nccl for one in answers):
         return "nccl"
-    return "gloo" if elsewhere else "shm"
+    return "gloo" if unable or (elsewhere and hosts.most == 1) else mixed
+
+
+def _mixed(transport: str, found: str, hosts: Hosts, unable: list[int]) -> str:
+    """Shared memory inside of hosts: those that there are, or those that the user has named."""
+    if unable:
+        raise UsageError(f"transport {transport!r} cannot work here: rank {unable[0]} has no shared memory; try 'gloo'")
+    named = hosts_of(transport)
+    for ranks in named.ranks if named else ():
+        if len(hosts.among(ranks).ranks) > 1:
+            raise UsageError(
+                f"transport {transport!r} cannot work here: {show_ranks(ranks)} are on different machines; {MIXED!r} "
+                "finds out which ranks share one"
+            )
+    return transport if named else found
 
 
 def _obstacle_to_nccl(placement: Placement) -> str | None:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from microparallel.errors import AddressInUse, CommsError, CommsTimeout, TransportError, UsageError
 from microparallel.text import count, show_ranges
 from microparallel.topology.placement import Placement
+from microparallel.transport.interfaces import is_loopback
 from microparallel.transport.torch_distributed import TRANSLATED
-from microparallel.world.way import is_loopback
 
 _REPORT_AFTER = 10.0  # seconds of waiting for other ranks after which they are named; then twice as many, and so on
 _CONNECT_TIMEOUT = 5.0  # seconds that finding out which ranks are missing may take

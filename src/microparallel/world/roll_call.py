@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from microparallel.topology.placement import Placement
-from microparallel.world.way import address_towards
+from microparallel.transport.interfaces import address_towards
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from microparallel.errors import Mismatch, PeerGone
+from microparallel.errors import LinkLost, Mismatch, PeerGone
 from microparallel.transport.shared_memory.call_log import LOG_BYTES, CallLog, difference_in_words, first_difference
 from microparallel.transport.shared_memory.segment import Segment
 
@@ -128,14 +128,15 @@ class Peers:
                 self.disagree(int(failure["differs"]), str(failure.get("detail", "")))
             if failure is not None:
                 lost = [self._world_ranks.index(rank) for rank in failure.get("lost", []) if rank in self._world_ranks]
-                self._give_up([rank for rank in lost if rank != self._rank] or [other])
+                lost = [rank for rank in lost if rank != self._rank] or [other]
+                self._give_up(LinkLost(lost, str(failure["link"])) if "link" in failure else PeerGone(lost))
         if self._is_disconnected(peer) or self._statuses[peer].closed:
-            self._give_up([peer])
+            self._give_up(PeerGone([peer]))
 
     def require_any_alive(self) -> None:
         """Raise if all peers are gone, so that no message can come."""
         if all(self._is_disconnected(peer) or self._statuses[peer].closed for peer in self._connections):
-            self._give_up(list(self._connections))
+            self._give_up(PeerGone(list(self._connections)))
 
     def disagree(self, number: int, detail: str = "") -> NoReturn:
         """Raise `Mismatch`, since not all ranks make the same calls; the others do the same when they next look.
@@ -172,9 +173,14 @@ class Peers:
             connection.close()
         self._connections.clear()
 
-    def _give_up(self, lost: list[int]) -> NoReturn:
-        self._statuses[self._rank].fail({"lost": [self._world_ranks[rank] for rank in lost]})
-        raise PeerGone(lost)
+    def lose(self, loss: PeerGone) -> None:
+        """Let the other ranks know which ones this rank has lost, and whether that was their link."""
+        link = {"link": str(loss)} if isinstance(loss, LinkLost) else {}
+        self._own.fail({"lost": [self._world_ranks[rank] for rank in loss.ranks], **link})
+
+    def _give_up(self, loss: PeerGone) -> NoReturn:
+        self.lose(loss)
+        raise loss
 
     def _is_disconnected(self, peer: int) -> bool:
         connection = self._connections.get(peer)

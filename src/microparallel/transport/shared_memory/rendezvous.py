@@ -13,7 +13,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -32,16 +32,26 @@ def this_machine() -> str:
 
 
 def exchange_descriptors(
-    store: dist.Store, rank: int, ranks: int, descriptor: int, timeout: float
+    store: dist.Store, rank: int, ranks: int, here: Sequence[int], descriptor: int, timeout: float
 ) -> dict[int, tuple[socket.socket, int]]:
-    """Give this rank's descriptor to all others; returns each peer's connection and descriptor."""
+    """Give this rank's descriptor to all others on this machine; returns each peer's connection and descriptor.
+
+    Args:
+        store: where the ranks meet.
+        rank: this one.
+        ranks: how many the group has.
+        here: those of them that are on this machine, this one among them.
+        descriptor: of this rank's segment.
+        timeout: seconds to wait for the others.
+    """
     with _listening(store, rank) as listener:
         listener.settimeout(timeout)
         peers: dict[int, tuple[socket.socket, int]] = {}
-        for peer in range(rank):  # the higher rank of a pair connects to the lower
-            peers[peer] = _connect(store, peer, rank, ranks, descriptor, timeout)
-        while len(peers) < ranks - 1:
-            connection = _accept(listener, sorted(set(range(ranks)) - {rank} - peers.keys()), timeout)
+        for peer in here:
+            if peer < rank:  # the higher rank of a pair connects to the lower
+                peers[peer] = _connect(store, peer, rank, ranks, descriptor, timeout)
+        while len(peers) < len(here) - 1:
+            connection = _accept(listener, sorted({*here} - {rank} - peers.keys()), timeout)
             connection.settimeout(timeout)
             if not _same_user(connection):
                 connection.close()

@@ -37,11 +37,13 @@ from microparallel.transport.shared_memory.rendezvous import exchange_descriptor
 from microparallel.transport.shared_memory.segment import Arena, Segment, create_segment
 from microparallel.transport.shared_memory.works import (
     Borrowed,
+    CallState,
     Copy,
     PendingReceives,
     Received,
     ReceivedFromAny,
     Sent,
+    SharedMemoryExchange,
 )
 
 _SPINS = 300  # reads before a thread sleeps, some microseconds; only where every rank has a core
@@ -51,19 +53,34 @@ _LIVENESS_INTERVAL = 0.05  # seconds of sleep between two looks whether the peer
 
 
 class SharedMemoryTransport:
-    """One rank's connection to the others: its own segment and channels, and those of all other ranks."""
+    """One rank's connection to the others: its own segment and channels, and those of all other ranks.
+
+    Attributes:
+        name: what "auto" is resolved for.
+        here: the ranks whose memory this one can reach, itself among them: all, unless a subclass reaches the others
+            in another way.
+    """
 
     carries = frozenset({"cpu"})
 
-    def __init__(self, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: float) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_ranks: Sequence[int],
+        timeout: float,
+        here: Sequence[int] | None = None,
+    ) -> None:
+        self.name = "shm"
         self.rank = rank
         self.world_ranks = tuple(world_ranks)
         self.world_size = ranks = len(world_ranks)
+        self.here = frozenset(range(ranks) if here is None else here)
         self.timeout = timeout
         control = STATUS_BYTES + ranks * LANES * CHANNEL_BYTES
         descriptor, self._segment = create_segment(control)
         try:
-            found = exchange_descriptors(store, rank, ranks, descriptor, timeout)
+            found = exchange_descriptors(store, rank, ranks, sorted(self.here), descriptor, timeout)
         finally:
             os.close(descriptor)
         self._arena = Arena(self._segment)
@@ -76,12 +93,12 @@ class SharedMemoryTransport:
         statuses = {member: RankStatus(segment) for member, segment in self._segments.items()}
         self._regions = OwnRegions(connections, statuses[rank])
         self._their_regions = {peer: TheirRegions(peer, connections[peer], statuses[peer]) for peer in connections}
-        self._out = [[_channel(self._segment, peer, lane) for peer in range(ranks)] for lane in range(LANES)]
-        self._in = [[_channel(self._segments[peer], rank, lane) for peer in range(ranks)] for lane in range(LANES)]
+        self._out = [{peer: _channel(self._segment, peer, lane) for peer in self.here} for lane in range(LANES)]
+        self._in = [{peer: _channel(self._segments[peer], rank, lane) for peer in self.here} for lane in range(LANES)]
         self._staged: list[deque[Sent]] = [deque() for _ in range(LANES)]  # copies that may not have been read yet
         self._reclaiming = threading.Lock()  # held by the thread that frees copies
         self._pending: dict[tuple[int, int], PendingReceives] = defaultdict(PendingReceives)  # by source and tag
-        self._spins = _SPINS if futex.SPINNING_IS_SAFE and ranks <= available_cores() else 0
+        self._spins = _SPINS if futex.SPINNING_IS_SAFE and len(self.here) <= available_cores() else 0
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in this rank's segment; its memory is free again when the tensor is gone."""
@@ -98,6 +115,10 @@ class SharedMemoryTransport:
     def offer(self, tensor: torch.Tensor, to: int, signature: int = 0, copy: Copy | None = None) -> Sent:
         """Offer a contiguous tensor, or its copy, for a collective; wait for it before you change the tensor."""
         return self._post(0, tensor, to, 0, signature, copy)
+
+    def open_exchange(self, call: CallState) -> SharedMemoryExchange:
+        """Open an exchange of a collective."""
+        return SharedMemoryExchange(self, call)
 
     def exchange_notices(self) -> None:
         """Send notices of this rank's moved tensors that are gone, and read those of the other ranks."""
@@ -150,7 +171,7 @@ class SharedMemoryTransport:
         The tensor may be larger than the message: torch's programs, which alone call this, expect that. A thread cannot
         sleep on several futexes at once, so this one polls the channels of all ranks.
         """
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        others = sorted(self.here - {self.rank})
         while True:
             for source in others:
                 channel = self._in[1][source]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from microparallel.transport.base import COMPLETE, Work
+from microparallel.transport.base import COMPLETE, Loan, Work
 from microparallel.transport.shared_memory.channel import POSTED, SLOTS, Channel
 from microparallel.transport.shared_memory.segment import Arena
 
@@ -211,11 +211,11 @@ class SharedMemoryExchange:
         sent = self._transport.offer(tensor, to, self._call.signature, copy)
         return COMPLETE if sent.copied else sent
 
-    def irecv(self, tensor: torch.Tensor, source: int) -> Fetched:
+    def irecv(self, tensor: torch.Tensor, source: int) -> Work:
         """Copy the tensor that a rank offers, once `Fetched.wait` is called."""
         return Fetched(self._transport, tensor, source, self._call)
 
-    def borrow(self, like: torch.Tensor, source: int) -> Lent:
+    def borrow(self, like: torch.Tensor, source: int) -> Loan:
         """Read the tensor that a rank offers where it lies."""
         return Lent(self._transport, like, source, self._call)
 
