@@ -48,6 +48,7 @@ def test_code_that_differs_is_named(hosts, tmp_path):
 # ── what is learned ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 EXACT = ("--quiet", "--precision", "float64", "--transport", "gloo")
+MIXED = "shm+gloo:0-1+2-3"  # what "auto" stands for on two hosts with two ranks each
 LAYOUTS = {
     "dp": (),
     "pp": ("--dp", "2", "--pp", "2", "--schedule", "1f1b", "--microbatches", "4"),
@@ -85,6 +86,20 @@ def test_two_hosts_learn_what_one_process_learns(hosts, tmp_path, layout):
     if layout == "sharded":
         together = [bed[0].run(*command, *LAYOUTS[layout], "--ranks", "4", "--out", "together")]
     ended(together)
+    assert difference(tmp_path / "two", tmp_path / "alone") < 1e-12
+    assert difference(tmp_path / "two", tmp_path / "together") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_inside_of_hosts_learns_the_same(hosts, tmp_path, layout):
+    """On one host, the same four ranks take the same programs if they are told to: their weights agree to the bit."""
+    bed = hosts(2)
+    command = ["microparallel", "train", "--quiet", "--precision", "float64", "--steps", "8"]
+    ended(bed.ranks(*command, *LAYOUTS[layout], "--out", "two", on_each=2))
+    ended([bed[0].run(*command, "--ranks", "1", "--out", "alone")])
+    ranks = LAYOUTS[layout] if layout == "pp" else (*LAYOUTS[layout], "--ranks", "4")
+    ended([bed[0].run(*command, *ranks, "--transport", MIXED, "--out", "together")])
     assert difference(tmp_path / "two", tmp_path / "alone") < 1e-12
     assert difference(tmp_path / "two", tmp_path / "together") == 0
 

@@ -14,9 +14,10 @@ from typing import Any
 from microparallel.collectives import ALL_REDUCES
 from microparallel.errors import ConfigError
 from microparallel.schedules import PIPELINES
-from microparallel.settings import AT_LEAST_ONE, DEVICES, POSITIVE, TRANSPORTS, Range, check_all, setting
+from microparallel.settings import AT_LEAST_ONE, DEVICES, POSITIVE, Range, check_all, setting
 from microparallel.text import did_you_mean, parse_sizes
 from microparallel.topology import Link, available_cores, parse_link, require_cores
+from microparallel.topology.hosts import TRANSPORT_HELP, check_transport
 
 Progress = Callable[[float, str, int], None]  # is told the fraction done, what is measured, and how often so far
 
@@ -133,7 +134,7 @@ class BenchSettings:
     ranks: int | None = _ranks("2")
     seconds: float = _seconds(60.0)
     device: str = setting("auto", group=HOW, choices=DEVICES)
-    transport: str = setting("auto", group=HOW, choices=TRANSPORTS)
+    transport: str = setting("auto", TRANSPORT_HELP, group=HOW, check=check_transport)
 
     def __post_init__(self) -> None:
         check_all(self)

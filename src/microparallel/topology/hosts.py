@@ -15,11 +15,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from microparallel.errors import UsageError
-from microparallel.text import parse_ranges, show_ranges
+from microparallel.errors import ConfigError, UsageError
+from microparallel.settings import TRANSPORTS
+from microparallel.text import did_you_mean, one_of, parse_ranges, show_ranges
 from microparallel.topology.links import Link, parse_link
 
 MIXED = "shm+gloo"
+TRANSPORT_HELP = f"{one_of(TRANSPORTS)}; {MIXED}:0-1+2-3 says which ranks count as being on one host."
 LINK_VARIABLE = "MICROPARALLEL_LINK"
 USUAL_LINK = Link(latency=200e-6, seconds_per_byte=8e-9)  # Ethernet of 1 Gbit, and what gloo needs for a message
 
@@ -83,6 +85,14 @@ class Hosts:
 
 
 # ── as names of transports ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_transport(value: str, given: str) -> None:
+    """Raise a `ConfigError` unless there is such a transport; `given` is how the user wrote it."""
+    kind = value.partition(":")[0]
+    if kind not in TRANSPORTS or (value != kind and hosts_of(value) is None):
+        raise ConfigError(f"{given}: {did_you_mean(value, TRANSPORTS)}")
+    link_of(value)
 
 
 def transport_between(hosts: Hosts, link: str = "") -> str:

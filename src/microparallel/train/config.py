@@ -24,7 +24,6 @@ from microparallel.settings import (
     AT_LEAST_ONE,
     DEVICES,
     POSITIVE,
-    TRANSPORTS,
     Range,
     check_all,
     check_value,
@@ -33,6 +32,7 @@ from microparallel.settings import (
 )
 from microparallel.text import did_you_mean, nearest
 from microparallel.topology import parse_slow_links, parse_slow_ranks, require_cores
+from microparallel.topology.hosts import TRANSPORT_HELP, check_transport
 from microparallel.train import user_code
 
 MODELS = ("mlp", "gpt")
@@ -424,7 +424,7 @@ class TrainConfig:
         may_change=True,
     )
     device: str = setting("auto", group=WORLD, choices=DEVICES, may_change=True)
-    transport: str = setting("auto", group=WORLD, choices=TRANSPORTS, may_change=True)
+    transport: str = setting("auto", TRANSPORT_HELP, group=WORLD, check=check_transport, may_change=True)
 
     slow_rank: str | None = setting(
         None,

@@ -209,10 +209,10 @@ def _use_fair_share_of_cores(placement: Placement) -> None:
 
 def require_possible(transport: str, device: str, placement: Placement) -> None:
     """Raise a `UsageError` for a transport or a device that cannot work on this machine, with the reason."""
-    kind, _, layout = transport.partition(":")
-    if kind not in TRANSPORTS or (layout and kind != MIXED):
+    kind, hosts = transport.partition(":")[0], hosts_of(transport)
+    if kind not in TRANSPORTS or (transport != kind and hosts is None):
         raise UsageError(f"there is no transport {transport!r}; choose one of {', '.join(TRANSPORTS)}")
-    if (hosts := hosts_of(transport)) is not None and hosts.world_size != placement.world_size:
+    if hosts is not None and hosts.world_size != placement.world_size:
         raise UsageError(
             f"transport {transport!r} is for {count(hosts.world_size, 'rank')}, and there are {placement.world_size}"
         )
