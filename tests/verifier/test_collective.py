@@ -21,7 +21,7 @@ def test_every_collective_is_right_for_any_number_of_ranks(name):
 @given(places=st.lists(st.integers(0, 4), min_size=1, max_size=11), data=st.data())
 def test_two_levels_with_any_ranks_on_any_host(places, data):
     hosts, ranks = Hosts.of(places), len(places)
-    for name in ("hierarchical", "hierarchical-reduce-scatter", "hierarchical-all-gather", "leaders"):
+    for name in ("gather-add", "hierarchical", "hierarchical-reduce-scatter", "hierarchical-all-gather", "leaders"):
         mp.verify(build(f"{name}-{hosts}", ranks))
     root = data.draw(st.integers(0, ranks - 1))
     for name in ("leaders-broadcast", "leaders-reduce"):

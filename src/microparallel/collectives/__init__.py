@@ -11,12 +11,12 @@ from typing import Literal
 from microparallel.collectives.all_to_all import all_to_all
 from microparallel.collectives.compressed import (
     METHODS,
-    PROGRAM_OF_ROUND,
     Round,
     RoundKind,
     compressed_all_reduce,
     is_compressed,
     payload,
+    program_of_round,
 )
 from microparallel.collectives.direct import (
     direct_all_gather,
@@ -31,6 +31,7 @@ from microparallel.collectives.hierarchical import (
     all_gather_between,
     all_reduce_between,
     best_all_reduce,
+    gather_add_between,
     hierarchical_all_gather,
     hierarchical_all_reduce,
     hierarchical_reduce_scatter,
@@ -136,6 +137,7 @@ _BETWEEN_HOSTS: dict[GroupKind, str] = {
     "reduce-scatter": "hierarchical",
 }
 _OVER_HOSTS: dict[str, Callable[..., Program]] = {
+    "gather-add": gather_add_between,
     "hierarchical": all_reduce_between,
     "leaders": leaders_all_reduce_between,
     "hierarchical-reduce-scatter": reduce_scatter_between,
@@ -143,7 +145,7 @@ _OVER_HOSTS: dict[str, Callable[..., Program]] = {
     "leaders-broadcast": leaders_broadcast_between,
     "leaders-reduce": leaders_reduce_between,
 }
-_WITH_HOSTS = re.compile(r"((?:hierarchical|leaders)[a-z-]*?)-([0-9][0-9.+-]*)")
+_WITH_HOSTS = re.compile(r"((?:gather-add|hierarchical|leaders)[a-z-]*?)-([0-9][0-9.+-]*)")
 # Up to this size gather-add, at which the ranks meet once, beats direct, at which they meet twice and add less.
 _LITTLE_BYTES = 512 * 2**10
 
@@ -240,15 +242,15 @@ def traffic(op: GroupOp, group: Sequence[int], size: float, transport: str) -> l
     kind, root = group_kind(op), group.index(op.root) if isinstance(op, Broadcast) else None
     algorithm = resolve(kind, op.algorithm, len(group), size, among(transport, group))
     if is_compressed(algorithm):
-        return compressed_traffic(algorithm, len(group), size)
+        return compressed_traffic(algorithm, len(group), size, among(transport, group))
     return [(messages, part * size) for messages, part in sent_by(kind, algorithm, len(group), root)]
 
 
-def compressed_traffic(algorithm: str, ranks: int, size: float) -> list[tuple[int, float]]:
+def compressed_traffic(algorithm: str, ranks: int, size: float, transport: str) -> list[tuple[int, float]]:
     """For each rank, how many messages and bytes it sends for so many bytes of float32 numbers, compressed."""
     totals = [(0, 0.0)] * ranks
     for one in payload(algorithm, size):
-        sent = sent_by("all-reduce", PROGRAM_OF_ROUND[one.kind], ranks)
+        sent = sent_by("all-reduce", program_of_round(one.kind, transport), ranks)
         totals = [(m + more, b + part * one.bytes) for (m, b), (more, part) in zip(totals, sent, strict=True)]
     return totals
 
@@ -318,7 +320,6 @@ __all__ = [
     "ALL_REDUCES",
     "METHODS",
     "OTHERS",
-    "PROGRAM_OF_ROUND",
     "GroupKind",
     "Round",
     "RoundKind",
@@ -330,6 +331,7 @@ __all__ = [
     "is_compressed",
     "payload",
     "program_of",
+    "program_of_round",
     "require_algorithm",
     "resolve",
     "sent_by",

@@ -33,6 +33,7 @@ from microparallel.collectives.gather_add import gather_add_all_reduce
 from microparallel.errors import UsageError
 from microparallel.program import Collective, Op, Program, Recv, Send, Slices
 from microparallel.text import did_you_mean
+from microparallel.topology.hosts import hosts_of
 
 RoundKind = Literal["sum", "gather"]
 Shape = tuple[int, ...]
@@ -50,8 +51,6 @@ SPARSE = ("topk", "randomk")  # those that keep a fraction of the numbers
 _SUMMED = ("bf16", "fp16", "randomk", "powersgd")
 _OWN = re.compile(r"([a-z][a-z0-9.+-]*?)((?:-(?:sum|gather)-[0-9]+)+)")
 _OWN_ROUND = re.compile(r"-(sum|gather)-([0-9]+)")
-# The program that each kind of round runs.
-PROGRAM_OF_ROUND: dict[RoundKind, str] = {"sum": "direct", "gather": "gather-add"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +71,18 @@ class Method:
     def __str__(self) -> str:
         number = f"{self.number!r}" if self.name in SPARSE else f"{self.number:.0f}"
         return f"{self.name}-{number}" if METHODS[self.name] else self.name
+
+
+def program_of_round(kind: RoundKind, transport: str) -> str:
+    """The all-reduce whose program a round runs.
+
+    A sum is made on one rank, so that it is rounded once. What is gathered crosses to each other host once, where the
+    transport knows hosts.
+    """
+    if kind == "sum":
+        return "direct"
+    hosts = hosts_of(transport)
+    return "gather-add" if hosts is None else f"gather-add-{hosts}"
 
 
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────

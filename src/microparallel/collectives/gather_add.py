@@ -26,7 +26,12 @@ def _ops(rank: int, ranks: int) -> tuple[Op, ...]:
     away = range(1, ranks)
     ops: list[Op] = [Send(_ALL, (rank + distance) % ranks) for distance in away]
     ops += [Recv(Part((rank - distance) % ranks), (rank - distance) % ranks) for distance in away]
-    ops += [Add(Part(lower), Part(0)) for lower in range(1, rank)]  # the sum of all before this rank,
+    return (*ops, *adds(rank, ranks))
+
+
+def adds(rank: int, ranks: int) -> tuple[Op, ...]:
+    """What a rank does when it has all contributions: add them up in rank order."""
+    ops: list[Op] = [Add(Part(lower), Part(0)) for lower in range(1, rank)]  # the sum of all before this rank,
     ops += [Add(Part(0), _ALL)] if rank > 0 else []  # then its own,
     ops += [Add(Part(higher), _ALL) for higher in range(rank + 1, ranks)]  # then the rest
     return tuple(ops)

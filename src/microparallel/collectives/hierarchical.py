@@ -7,12 +7,14 @@ and nothing twice. `leaders` lets one rank of each host speak for it: fewer step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from microparallel.collectives.folding import folded
+from microparallel.collectives.gather_add import adds
 from microparallel.collectives.recursive_doubling import exchanges
 from microparallel.collectives.tree import down, up
 from microparallel.errors import UsageError
-from microparallel.program import Collective, Op, Program, Recv, Send, Slices
+from microparallel.program import Collective, Op, Part, Program, Recv, Send, Slices
 from microparallel.topology import Link
 from microparallel.topology.hosts import Hosts
 
@@ -147,6 +149,29 @@ def all_gather_between(hosts: Hosts) -> Program:
         _ring(ops, [_owner(ranks, share) for ranks in hosts.ranks], column, reduce=False)
     _inside(ops, hosts, [[one for part in column for one in part] for column in columns], reduce=False)
     return _program("hierarchical-all-gather", Collective("all-gather", hosts.world_size), ops)
+
+
+def gather_add_between(hosts: Hosts) -> Program:
+    """Every rank gets all contributions, which cross to each other host once, and adds them in rank order.
+
+    ```
+    hosts 0-1+2-3
+    rank 0: >C0@2 <P2@2 | >C0@1 >P2@1 <P1@1 <P3@1 | C0+=P1 C0+=P2 C0+=P3
+    ```
+    """
+    gathered = all_gather_between(hosts).ranks
+    ops = [
+        [*(_as_contribution(op, rank) for op in mine), *adds(rank, hosts.world_size)]
+        for rank, mine in enumerate(gathered)
+    ]
+    return _program("gather-add", Collective("all-reduce", 1), ops)
+
+
+def _as_contribution(op: Op, rank: int) -> Op:
+    """A message of an all-gather, with a rank's whole tensor in place of its slice."""
+    assert isinstance(op, Send | Recv) and isinstance(op.value, Slices)
+    source = op.value.start
+    return replace(op, value=_ALL if source == rank else Part(source))
 
 
 def _columns(hosts: Hosts) -> list[list[list[Slices]]]:

@@ -96,7 +96,7 @@ class MessageGroup(ProgramGroup):
         transport = LazyReceives(self._messages)
 
         def run(deadline: float | None) -> None:
-            for work in perform_rounds(rounds, self.world_size, self.rank, transport):
+            for work in perform_rounds(rounds, self.world_size, self.rank, transport, self.transport_name):
                 work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
         return self._queue.append(run)

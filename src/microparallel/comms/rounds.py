@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from microparallel.collectives import PROGRAM_OF_ROUND, RoundKind, program_of
+from microparallel.collectives import RoundKind, program_of, program_of_round
 from microparallel.comms.interpreter import COMBINE, RankProgram, perform, rank_program, whole
 from microparallel.errors import ProgramError
 from microparallel.program import Add, Part, Slices, Value
@@ -32,9 +32,9 @@ WireRounds = Generator[tuple[RoundKind, torch.Tensor], Exchanged, None]
 
 
 @functools.lru_cache(maxsize=256)
-def gather_program(ranks: int, rank: int) -> RankProgram:
+def gather_program(ranks: int, rank: int, transport: str) -> RankProgram:
     """The messages of "gather-add", without its additions: what is gathered must be decoded before it can be added."""
-    ops = program_of("all-reduce", PROGRAM_OF_ROUND["gather"], ranks).ranks[rank]
+    ops = program_of("all-reduce", program_of_round("gather", transport), ranks).ranks[rank]
     return RankProgram("gather", 1, [op for op in ops if not isinstance(op, Add)], all_receive_from_all=True)
 
 
@@ -63,6 +63,7 @@ def perform_rounds(
     ranks: int,
     rank: int,
     transport: Transport,
+    transport_name: str,
     block_bytes: int | None = None,
     in_blocks: Callable[[], bool] = lambda: False,
 ) -> Iterator[Work]:
@@ -73,6 +74,7 @@ def perform_rounds(
         ranks: how many there are.
         rank: this one.
         transport: carries the messages.
+        transport_name: by which the program of each round is chosen.
         block_bytes: how much of a tensor is summed at a time; None: the whole of it.
         in_blocks: whether to go on in blocks after the first.
     """
@@ -83,9 +85,10 @@ def perform_rounds(
         except StopIteration:
             return
         if kind == "sum":
-            program, answer = rank_program("all-reduce", PROGRAM_OF_ROUND["sum"], ranks, rank), tensor
+            program, answer = rank_program("all-reduce", program_of_round("sum", transport_name), ranks, rank), tensor
             for pieces in whole(tensor, block_bytes)(program.slices, in_blocks):
                 yield from perform(program.rounds, pieces, transport, COMBINE["sum"])
         else:
             answer = room(tensor, ranks, rank)
-            yield from perform(gather_program(ranks, rank).rounds, _Gathered(answer, rank), transport, COMBINE["sum"])
+            program = gather_program(ranks, rank, transport_name)
+            yield from perform(program.rounds, _Gathered(answer, rank), transport, COMBINE["sum"])

@@ -210,9 +210,8 @@ class SharedMemoryGroup(ProgramGroup):
 
         def run(deadline: float | None) -> None:
             self.transport.exchange_notices()
-            in_order = perform_rounds(
-                rounds, self.world_size, self.rank, exchanges, self._block_bytes, lambda: state.copied
-            )
+            ranks, rank, name = self.world_size, self.rank, self.transport_name
+            in_order = perform_rounds(rounds, ranks, rank, exchanges, name, self._block_bytes, lambda: state.copied)
             for work in in_order:
                 work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 

@@ -10,7 +10,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from microparallel.collectives import PROGRAM_OF_ROUND, RoundKind
+from microparallel.collectives import RoundKind, program_of_round
 from microparallel.comms.interpreter import (
     COMBINE,
     PROGRAM_TAG,
@@ -107,7 +107,11 @@ class TorchGroup(TorchTransport):
     def start_round(self, kind: RoundKind, tensor: torch.Tensor) -> tuple[Work, Exchanged]:
         """Start a sum or a gather; returns where its result will be."""
         if kind == "sum":
-            name = PROGRAM_OF_ROUND["sum"] if tensor.dtype in (torch.float16, torch.bfloat16) else AUTO
+            name = (
+                program_of_round("sum", self.transport_name)
+                if tensor.dtype in (torch.float16, torch.bfloat16)
+                else AUTO
+            )
             return self.all_reduce(tensor, "sum", name), tensor
         tensors = room(tensor, self.world_size, self.rank)
         return self.all_gather(tensor, tensors), tensors

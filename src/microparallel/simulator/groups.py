@@ -19,13 +19,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from microparallel.collectives import (
-    PROGRAM_OF_ROUND,
     GroupKind,
     compressed_traffic,
     group_kind,
     is_compressed,
     payload,
     program_of,
+    program_of_round,
     resolve,
     sent_by,
 )
@@ -135,12 +135,12 @@ class GroupCosts:
         self, algorithm: str, ranks: Group, rows: tuple[Group, ...], size: float, known: list[float]
     ) -> list[Share]:
         """The rounds of a compressed all-reduce, one after another, each with its payload; all ranks begin together."""
-        seconds, begin = [0.0] * len(ranks), 0.0
+        seconds, begin, transport = [0.0] * len(ranks), 0.0, among(self._costs.transport, ranks)
         for one in () if known else payload(algorithm, size):
-            shape = _shape("all-reduce", PROGRAM_OF_ROUND[one.kind], len(ranks), None)
+            shape = _shape("all-reduce", program_of_round(one.kind, transport), len(ranks), None)
             seconds = [begin + end for end in self._simulated(shape, ranks, rows, one.bytes)]
             begin = max(seconds)
-        sent = compressed_traffic(algorithm, len(ranks), size)
+        sent = compressed_traffic(algorithm, len(ranks), size, transport)
         return [Share(end, *counts) for end, counts in zip(known or seconds, sent, strict=True)]
 
     def _find_only_link(self, ranks: Group, rows: tuple[Group, ...]) -> Link | None:
