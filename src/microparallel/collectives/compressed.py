@@ -16,7 +16,8 @@ An algorithm's name says how n float32 numbers are compressed, and so how many b
 **sum** is the program `direct`, which moves as many bytes as a ring and makes each sum on one rank: 16-bit numbers are
 added in float32 and rounded once. **gather** is the messages of `gather-add`: each rank's payload goes to every other
 rank, and all are added in rank order, so all ranks have the same bits. That is p−1 payloads a rank: it grows with p,
-where a sum does not. A ring would move as many bytes in as many messages, and no sooner.
+where a sum does not. A ring would move as many bytes in as many messages, and no sooner. Where ranks share memory
+inside of hosts, a payload crosses to each other host once (`gather_add_between`).
 """
 
 from __future__ import annotations

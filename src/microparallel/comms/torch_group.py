@@ -107,11 +107,8 @@ class TorchGroup(TorchTransport):
     def start_round(self, kind: RoundKind, tensor: torch.Tensor) -> tuple[Work, Exchanged]:
         """Start a sum or a gather; returns where its result will be."""
         if kind == "sum":
-            name = (
-                program_of_round("sum", self.transport_name)
-                if tensor.dtype in (torch.float16, torch.bfloat16)
-                else AUTO
-            )
+            summed_wide = tensor.dtype in (torch.float16, torch.bfloat16)
+            name = program_of_round("sum", self.transport_name) if summed_wide else AUTO
             return self.all_reduce(tensor, "sum", name), tensor
         tensors = room(tensor, self.world_size, self.rank)
         return self.all_gather(tensor, tensors), tensors
