@@ -25,10 +25,10 @@ import torch.distributed as dist
 from microparallel.errors import PeerGone, TransportError, UsageError
 from microparallel.topology.hosts import hosts_of
 from microparallel.torch_private import gloo_group
-from microparallel.transport.base import Loan, ReceivedCopy, Work
+from microparallel.transport.base import Loan, Work
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
 from microparallel.transport.shared_memory.works import CallState, SharedMemoryExchange
-from microparallel.transport.torch_distributed import TRANSLATED, TorchTransport, TorchWork, Translated
+from microparallel.transport.torch_distributed import TRANSLATED, TorchExchange, TorchTransport, TorchWork, Translated
 
 _CALLS = 2**30  # tags of collectives have this bit; those of other messages are below
 
@@ -88,25 +88,24 @@ class HostsExchange(SharedMemoryExchange):
     def __init__(self, transport: HostsTransport, call: CallState, network: _Network) -> None:
         super().__init__(transport, call)
         self._here = transport.here
-        self._network = network
-        self._tag = _CALLS + call.signature % _CALLS
+        self._across = TorchExchange(network, _CALLS + call.signature % _CALLS)
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
         """Offer a tensor to a rank of this host, or send it to another host."""
-        return super().isend(tensor, to) if to in self._here else self._network.isend(tensor, to, self._tag)
+        return super().isend(tensor, to) if to in self._here else self._across.isend(tensor, to)
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
         """Copy the tensor that a rank of this host offers, or receive what one of another host sends."""
-        return super().irecv(tensor, source) if source in self._here else self._received(tensor, source)
+        return super().irecv(tensor, source) if source in self._here else self._across.irecv(tensor, source)
 
     def borrow(self, like: torch.Tensor, source: int) -> Loan:
         """Read the tensor of a rank of this host where it lies; receive a copy of another's."""
-        if source in self._here:
-            return super().borrow(like, source)
-        return ReceivedCopy(self, like, source)
+        return super().borrow(like, source) if source in self._here else self._across.borrow(like, source)
 
-    def _received(self, tensor: torch.Tensor, source: int) -> Work:
-        return self._network.irecv(tensor, source, self._tag)
+    def close(self) -> None:
+        """All tensors are offered, and now the others are sent."""
+        super().close()
+        self._across.close()
 
 
 class _Network(TorchTransport):

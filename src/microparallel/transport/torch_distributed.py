@@ -7,6 +7,7 @@ becomes an error of ours here (`translate`), and nowhere else. `make_group` make
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 from collections import Counter
@@ -19,7 +20,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from microparallel.errors import AddressInUse, LinkLost, MicroparallelError, PeerGone, TransportError, TransportTimeout
+from microparallel.errors import (
+    AddressInUse,
+    CommsError,
+    LinkLost,
+    MicroparallelError,
+    PeerGone,
+    TransportError,
+    TransportTimeout,
+)
 from microparallel.torch_private import next_group_is_called
 from microparallel.transport.base import Loan, ReceivedCopy, Work
 
@@ -116,10 +125,36 @@ class TorchWork:
         self._work = None
 
 
+class DelayedSend:
+    """A send that starts when its exchange is closed."""
+
+    def __init__(self, start: Callable[[], TorchWork]) -> None:
+        self._start = start
+        self._work: TorchWork | None = None
+
+    def start(self) -> None:
+        """Start it."""
+        self._work = self._start()
+
+    def poll(self) -> bool:
+        """Whether it is known to be complete."""
+        return self._work is not None and self._work.poll()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when it is complete."""
+        if self._work is None:
+            raise CommsError("a message of an exchange was waited for before the exchange was closed")
+        self._work.wait(timeout)
+
+
 class TorchExchange:
-    """Messages that NCCL runs side by side, as one batch; gloo starts each at once.
+    """Messages that NCCL runs side by side, as one batch; gloo starts each by itself, receives before sends.
 
     A batch completes as a whole, so it is itself the Work of each of its messages, and keeps their tensors alive.
+
+    Over gloo two ranks have one connection. What tells a peer that it may send goes over it, too, and would wait behind
+    a large message that has begun: then the two would send one after the other. So sends wait until all receives of
+    the exchange are posted.
     """
 
     def __init__(self, transport: TorchTransport, tag: int) -> None:
@@ -127,11 +162,13 @@ class TorchExchange:
         self._tag = tag
         self._batch: list[dist.P2POp] = []
         self._works: list[TorchWork] = []
+        self._sends: list[DelayedSend] = []
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
         """Send a contiguous tensor."""
         if tensor.device.type not in self._transport.batched:
-            return self._transport.isend(tensor, to, self._tag)
+            self._sends.append(DelayedSend(functools.partial(self._transport.isend, tensor, to, self._tag)))
+            return self._sends[-1]
         self._batch.append(dist.P2POp(dist.isend, tensor, group=self._transport.group, tag=self._tag, group_peer=to))
         return self
 
@@ -148,7 +185,9 @@ class TorchExchange:
         return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
-        """Start the messages of the batch."""
+        """Start the messages that have not started."""
+        for send in self._sends:
+            send.start()
         if self._batch:
             self._works = self._transport.start_batch(self._batch)
 
