@@ -21,7 +21,7 @@ from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError, Interrupted, LaunchError, MicroparallelError, RankFailed
 from microparallel.observe.processes import start_ticks
 from microparallel.settings import declared
-from microparallel.text import count, without_nan
+from microparallel.text import count, show_seconds, without_nan
 from microparallel.topology import ALONE, find_placement
 from microparallel.topology.limits import require_addresses
 from microparallel.train.checkpoint_folder import checkpoints
@@ -255,5 +255,7 @@ def _report(summary: dict[str, Any]) -> str:
     lines.append(f"{summary['steps']} steps{loss}; {summary['seconds']:.1f} s{speed}")
     lines.append(f"kept in {summary['folder']}")
     if (Path(summary["folder"]) / "trace.json").exists():
-        lines.append(f"recorded; see it with: microparallel report {summary['folder']}")
+        error = summary.get("clock_error")  # several hosts have several clocks
+        clocks = f", all ranks on one clock to within {show_seconds(error)}" if error else ""
+        lines.append(f"recorded{clocks}; see it with: microparallel report {summary['folder']}")
     return "\n".join(lines)
