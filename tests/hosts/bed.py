@@ -222,7 +222,7 @@ class Host:
 
 
 class Bed:
-    """Some hosts, and the switch between them; each one's monotonic clock is `ahead` seconds ahead of the one before."""
+    """Some hosts, and the switch between them; each monotonic clock is `ahead` seconds ahead of the one before."""
 
     def __init__(self, count: int, start, private: list[Path], ahead: int = 0) -> None:
         self._parts = contextlib.ExitStack()

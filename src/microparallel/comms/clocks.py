@@ -104,7 +104,7 @@ class Clocks:
 
 
 def _machine() -> str:
-    """A name that two processes share if, and only if, they read the same clock: containers may have one of their own."""
+    """A name that two processes share if, and only if, they read the same clock; containers can have their own."""
     try:
         return f"{_BOOT.read_text().strip()} {_TIME_NAMESPACE.readlink() if _TIME_NAMESPACE.exists() else ''}"
     except OSError:

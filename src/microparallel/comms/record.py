@@ -40,6 +40,7 @@ from microparallel.errors import UsageError
 from microparallel.observe.observer import Activity
 from microparallel.program import Broadcast, Free, GroupOp, Kind, Op, OptimizerStep, halves, lane, parse_op
 from microparallel.program.ops import Observed
+from microparallel.topology.clocks import OtherClock
 from microparallel.torch_private import (
     Engine,
     backward_engine,
@@ -47,7 +48,6 @@ from microparallel.torch_private import (
     forward_pre_hooks_of_all_modules,
     replace_backward_engine,
 )
-from microparallel.topology.clocks import OtherClock
 from microparallel.trace import Event, Trace, kind_of
 from microparallel.trace.meetings import met
 
@@ -151,7 +151,7 @@ class Recorder:
         return self._trace
 
     def start(self) -> None:
-        """Observe the Comms, and hook into every module, backward and optimizer of this process; every rank calls this."""
+        """Observe the Comms, and hook into this process's modules, backwards and optimizers; every rank calls this."""
         self._clocks = Clocks(self._comms)
         if self._meter is not None:  # before the hooks that count the step
             self._optimizers = torch_optimizers.register_optimizer_step_post_hook(self._optimizer_ends)
