@@ -43,8 +43,7 @@ def _said(stranger):
 
 def test_a_host_that_falls_silent_ends_the_measurement(monkeypatch):
     monkeypatch.setattr(link_probe, "_SILENCE", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        with pytest.raises(TimeoutError):
-            measure("127.0.0.1", silent.getsockname()[1], WORD)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(TimeoutError):
+        measure("127.0.0.1", silent.getsockname()[1], WORD)
     with pytest.raises(ConnectionRefusedError):
         measure("127.0.0.1", silent.getsockname()[1] if silent.fileno() > 0 else 1, WORD)

@@ -12,12 +12,19 @@ from rich.console import Console
 
 from microparallel import __version__
 from microparallel.cli import flags
+from microparallel.cli.doctor_between import PORT, WAIT
+from microparallel.cli.doctor_between import between as between_hosts
 from microparallel.errors import UsageError
 from microparallel.topology import ALONE, find_placement
 
 EXAMPLES = flags.examples(
     ("microparallel doctor", "versions, cores, GPUs, transports with their measured speed, problems with their fix"),
     ("microparallel doctor --selftest", "prove that this machine's ranks and GPUs train as one process does"),
+    ("microparallel doctor --between alpha,beta", "run it on both hosts: the link between them, clocks, versions"),
+    (
+        "srun --ntasks-per-node=1 microparallel doctor --between ranks",
+        "the same for the nodes of a Slurm job; torchrun works, too",
+    ),
 )
 
 
@@ -29,14 +36,43 @@ def doctor(
         int | None,
         typer.Option(min=1, max=64, help="Ranks of the self-test.", show_default="4 on the CPU, one a GPU on GPUs"),
     ] = None,
+    between: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOSTS",
+            help="Examine the links between hosts instead: alpha,beta,gamma, the same on each of them; they meet at "
+            "the first one. Under torchrun or srun: ranks.",
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Where hosts meet on the first one.", show_default=str(PORT)),
+    ] = None,
+    wait: Annotated[
+        float | None,
+        typer.Option(min=1, help="How many seconds a host waits for the others.", show_default=f"{WAIT:g}"),
+    ] = None,
     json: flags.Json = False,
 ) -> int:
     """Examine this machine: versions, cores, GPUs, which transports work and how fast, and what is wrong.
 
-    The exit code is 1 if no transport works or the self-test fails.
+    With --between, examine what is between hosts: who reaches whom and at which address, round trips, bandwidth,
+    clocks, and versions that differ. Every host prints the same, within a bounded time, also if some host never comes.
+
+    The exit code is 1 if no transport works, the self-test fails, or there is a problem between hosts.
     """
+    if between is not None:
+        if selftest or ranks is not None:
+            raise UsageError(f"--between {between} examines hosts, and --selftest this one; run one after the other")
+        return between_hosts(between, port, wait, json=json)
+    for flag, value in (("--port", port), ("--wait", wait)):
+        if value is not None:
+            raise UsageError(f"{flag} {value:g} is for several hosts; add --between HOST1,HOST2")
     if find_placement(os.environ) != ALONE:
-        raise UsageError("doctor starts its own ranks; run it without torchrun or srun")
+        raise UsageError(
+            "doctor starts its own ranks; run it without torchrun or srun, or look at the links between their hosts "
+            "with --between ranks"
+        )
     if ranks is not None and not selftest:
         raise UsageError(f"--ranks {ranks} is for the self-test; add --selftest")
     from microparallel.analyze import checkup

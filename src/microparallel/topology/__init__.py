@@ -1,6 +1,6 @@
 """The machine: its cores, the links between ranks, and where a process stands among them."""
 
-from microparallel.topology.links import Cluster, Link, Port, parse_link, parse_slow_links, parse_slow_ranks
+from microparallel.topology.links import Cluster, Link, Port, parse_link, parse_slow_links, parse_slow_ranks, show_link
 from microparallel.topology.machine import (
     DO_NOT_SPIN,
     available_cores,
@@ -27,6 +27,7 @@ __all__ = [
     "parse_slow_links",
     "parse_slow_ranks",
     "require_cores",
+    "show_link",
     "threads_per_rank",
     "total_memory",
 ]
