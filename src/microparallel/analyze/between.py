@@ -287,7 +287,10 @@ class _Examination:
 
     def _compare(self, hosts: Sequence[Host], pairs: Sequence[Pair]) -> None:
         for name, said in differing(hosts).items():
-            self._note(f"{name} differs: {said}", "install the same on all hosts; `train` refuses to start else")
+            self._note(
+                f"{name} differs: {said}",
+                "install the same on all hosts: ranks that run other code may compute something else, or wait for ever",
+            )
         for pair in pairs:
             if pair.measured is not None and abs(pair.measured.ahead) - pair.measured.clock_error > _CLOCKS_APART:
                 way = "ahead of" if pair.measured.ahead > 0 else "behind"

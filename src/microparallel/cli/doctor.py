@@ -15,11 +15,15 @@ from microparallel.cli import flags
 from microparallel.cli.doctor_between import PORT, WAIT
 from microparallel.cli.doctor_between import between as between_hosts
 from microparallel.errors import UsageError
-from microparallel.topology import ALONE, find_placement
+from microparallel.topology import ALONE, find_placement, ranks_of_the_world
 
 EXAMPLES = flags.examples(
     ("microparallel doctor", "versions, cores, GPUs, transports with their measured speed, problems with their fix"),
     ("microparallel doctor --selftest", "prove that this machine's ranks and GPUs train as one process does"),
+    (
+        "torchrun --nproc-per-node=4 -m microparallel doctor --selftest",
+        "the same for ranks that torchrun has started, on one host or several",
+    ),
     ("microparallel doctor --between alpha,beta", "run it on both hosts: the link between them, clocks, versions"),
     (
         "srun --ntasks-per-node=1 microparallel doctor --between ranks",
@@ -69,10 +73,13 @@ def doctor(
         if value is not None:
             raise UsageError(f"{flag} {value:g} is for several hosts; add --between HOST1,HOST2")
     if find_placement(os.environ) != ALONE:
-        raise UsageError(
-            "doctor starts its own ranks; run it without torchrun or srun, or look at the links between their hosts "
-            "with --between ranks"
-        )
+        if not selftest:
+            raise UsageError(
+                "doctor looks at one machine; run it without torchrun or srun, or add --selftest to check these ranks, "
+                "or --between ranks to look at the links between their hosts"
+            )
+        ranks_of_the_world(os.environ, ranks)
+        return _check_these_ranks(json)
     if ranks is not None and not selftest:
         raise UsageError(f"--ranks {ranks} is for the self-test; add --selftest")
     from microparallel.analyze import checkup
@@ -106,6 +113,29 @@ def doctor(
     return 0 if fine else 1
 
 
+def _check_these_ranks(json: bool) -> int:
+    """The self-test on the ranks that torchrun or Slurm has started; rank 0 says what was found."""
+    from microparallel.train.selftest import selftest_of_ranks
+    from microparallel.world import connect
+
+    with connect(check=True) as comms:
+        with Console(stderr=True).status("meeting the other ranks") as status:
+            findings: list[Any] = selftest_of_ranks(comms, status.update)
+        if comms.rank:
+            return 0
+    if json:
+        print(json_format.dumps({"selftest": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        _print_selftest(Console(highlight=False, soft_wrap=True), findings)
+    return 0 if all(finding.passed for finding in findings) else 1
+
+
+def _print_selftest(console: Console, findings: list[Any]) -> None:
+    console.print("[bold]self-test[/]")
+    for finding in findings:
+        console.print(f"  {_mark(finding.passed)} {finding.setting}: {finding.check}: {finding.detail}")
+
+
 def _print(facts: dict[str, str], transports: list[Any], problems: list[Any], findings: list[Any]) -> None:
     console = Console(highlight=False, soft_wrap=True)
     for name, value in facts.items():
@@ -114,9 +144,8 @@ def _print(facts: dict[str, str], transports: list[Any], problems: list[Any], fi
     for check in transports:
         console.print(f"  {_mark(check.works, '[dim]–[/]')} {check.name:5} {check.detail}")
     if findings:
-        console.print("\n[bold]self-test[/]")
-        for finding in findings:
-            console.print(f"  {_mark(finding.passed)} {finding.setting}: {finding.check}: {finding.detail}")
+        console.print()
+        _print_selftest(console, findings)
     console.print("\n[bold]problems[/]" if problems else "\nno problems found")
     for problem in problems:
         console.print(f"  [yellow]![/] {problem.what}: {problem.fix}")

@@ -22,7 +22,7 @@ from microparallel.errors import ConfigError, Interrupted, LaunchError, Micropar
 from microparallel.observe.processes import start_ticks
 from microparallel.settings import declared
 from microparallel.text import count, show_seconds, without_nan
-from microparallel.topology import ALONE, find_placement
+from microparallel.topology import ALONE, find_placement, ranks_of_the_world
 from microparallel.topology.limits import require_addresses
 from microparallel.train.checkpoint_folder import checkpoints
 from microparallel.train.config import OF_PARAMETERS, OF_PIPELINES, TrainConfig, merge, read_config
@@ -105,13 +105,9 @@ def _choose(given: dict[str, Any], file: Path | None, resume: Path | None) -> Tr
         values = merge(read_config(file) if file is not None else {}, given)
     else:
         values = merge(_values_of_run(resume, file, given), given)
-    world = find_placement(os.environ)
-    if world != ALONE:  # torchrun or Slurm has decided how many ranks there are
-        if given.get("ranks", world.world_size) != world.world_size:
-            raise ConfigError(
-                f"--ranks {given['ranks']}: this process belongs to a world of {world.world_size} ranks; leave it out"
-            )
-        values["ranks"] = world.world_size
+    ranks = ranks_of_the_world(os.environ, given.get("ranks"))
+    if ranks is not None:  # torchrun or Slurm has decided how many there are
+        values["ranks"] = ranks
     return TrainConfig(**values).resolved()
 
 
