@@ -45,7 +45,7 @@ from microparallel.world.way import GLOO, interface_of, take_the_way, why
 
 _PATIENCE = 8.0  # seconds until a host counts as out of reach: a lost packet is sent again after 1, 3 and 7
 _TRIES_AT_ONCE = 32
-_SMALL, _LARGE, _LEAST_LARGE = 4 << 10, 4 << 20, 64 << 10  # bytes of messages
+_SMALL, _LARGE, _LEAST_LARGE = 4 << 10, 32 << 20, 64 << 10  # bytes of messages
 _SECONDS_OF_MESSAGES, _MOST_MESSAGES = 0.7, 100  # how long messages of one size may take, and how many they are
 _CLOCKS_APART = 0.5  # seconds from which on clocks are a problem
 _ENOUGH = 1.0  # bytes a second
