@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 
-from microparallel.analyze.between import Host, Pair, Report, differing, rounds
+from microparallel.analyze.between import Host, Pair, Report, differences, differing, rounds
 from microparallel.analyze.hosts import parse_hosts
+from microparallel.analyze.link_probe import Measured
 from microparallel.errors import UsageError
 from microparallel.topology import Link
 
@@ -29,6 +30,16 @@ def test_versions_that_differ_are_named_with_their_hosts():
     assert differing([*hosts, host("gamma", torch="2.9", Python="3.11")]) == {
         "torch": "2.9 on alpha, gamma; 2.10 on beta"
     }
+
+
+@pytest.mark.parametrize(
+    ("ahead", "said"), [(3.0, "3.00 s ahead of"), (-2.0, "2.00 s behind"), (0.6, None), (0.1, None)]
+)
+def test_clocks_that_are_apart_are_told_beyond_their_doubt(ahead, said):
+    hosts = [host("alpha", torch="2.9"), host("beta", torch="2.9")]
+    link = Measured(0.4, (0.4, 0.4), 1e6, 1e6, ahead, clock_error=0.2)
+    found = differences(hosts, [Pair(0, 1, link), Pair(1, 0)])
+    assert [one.what for one in found] == ([f"beta's clock is {said} alpha's"] if said else [])
 
 
 def test_the_slowest_link_is_planned_with():

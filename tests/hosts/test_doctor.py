@@ -9,6 +9,12 @@ import pytest
 
 import microparallel
 
+TAKEN = """
+import socket, time
+with socket.create_server(("", 29500)):
+    print("ready", flush=True)
+    time.sleep(60)
+"""
 DOCTOR = ("microparallel", "doctor", "--between")
 
 
@@ -151,3 +157,48 @@ def test_code_that_differs_is_named(hosts, tmp_path):
     ]
     (problem,) = reports(runs, 1)["problems"]
     assert re.match(r"microparallel's code differs: \w{12} on alpha; \w{12} on beta", problem["what"])
+
+
+@pytest.mark.slow
+def test_a_firewall_before_the_port_where_hosts_meet(hosts):
+    bed = hosts(2)
+    bed[0].drop("-p", "tcp", "--dport", "29500")
+    first, second = start(bed, "", "--wait", "5")
+    assert (first.wait(30), second.wait(30)) == (1, 1)
+    assert "beta waits for alpha at port 29500 (no answer within 3 s)" in second.errors
+    assert "does a firewall let this port through? --port chooses another one" in second.errors
+    assert "beta did not come to alpha:29500 within 5 s" in first.output
+    assert ended(start(bed, "", "--port", "4711"), 0)[0].startswith("2 hosts, which met at alpha:4711")
+
+
+@pytest.mark.slow
+def test_a_port_that_is_taken(hosts, tmp_path):
+    bed = hosts(2)
+    (tmp_path / "taken.py").write_text(TAKEN)
+    bed[0].run("python", "taken.py").until("ready", 20)
+    run = bed[0].run(*DOCTOR, "alpha,beta")
+    assert run.wait(20) == 2
+    assert "--port 29500: another program on alpha listens there; choose another port" in run.errors
+    other = bed[1].run(*DOCTOR, "alpha,beta", "--wait", "2")
+    assert other.wait(30) == 1
+    assert "error: what listens at alpha, port 29500, does not answer: it may be another program" in other.errors
+
+
+@pytest.mark.slow
+def test_under_slurm_the_hosts_are_those_of_the_tasks(hosts):
+    """The variables that srun sets; two tasks on each node, of which one speaks for it."""
+    bed = hosts(2)
+    shared = {
+        "SLURM_NTASKS": 4,
+        "SLURM_TASKS_PER_NODE": "2(x2)",
+        "SLURM_STEP_NODELIST": "alpha,beta",
+        "SLURM_JOB_ID": 77,
+    }
+    runs = [
+        host.run(*DOCTOR, "ranks", **shared, SLURM_PROCID=2 * node + local, SLURM_LOCALID=local, SLURM_NODEID=node)
+        for node, host in enumerate(bed)
+        for local in range(2)
+    ]
+    said = ended(runs, 0)
+    assert said[0] == said[2] and said[0].startswith("2 hosts, which met at alpha:20077")
+    assert said[1] == said[3] == ""

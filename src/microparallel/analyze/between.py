@@ -169,7 +169,7 @@ class _Examination:
             hosts = [Host(**one) for one in told]
             reached = self._reach(hosts, ports)
             pairs = self._measure(hosts, ports, reached, word)
-        self._compare(hosts, pairs)
+        self._problems += differences(hosts, pairs)
         if all(pair.measured is not None for pair in pairs) and not any(map(any, reached)):
             pairs = self._time_messages(pairs)
         return Report(party.place, hosts, [*party.missing], pairs, self._problems)
@@ -283,22 +283,30 @@ class _Examination:
             found.append(Pair(pair.first, pair.second, pair.measured, fit_link(times)))
         return found
 
-    # ── what differs ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _compare(self, hosts: Sequence[Host], pairs: Sequence[Pair]) -> None:
-        for name, said in differing(hosts).items():
-            self._note(
-                f"{name} differs: {said}",
-                "install the same on all hosts: ranks that run other code may compute something else, or wait for ever",
-            )
-        for pair in pairs:
-            if pair.measured is not None and abs(pair.measured.ahead) - pair.measured.clock_error > _CLOCKS_APART:
-                way = "ahead of" if pair.measured.ahead > 0 else "behind"
-                self._note(
+# ── what differs ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def differences(hosts: Sequence[Host], pairs: Sequence[Pair]) -> list[Problem]:
+    """What is not the same on all hosts: versions, and clocks."""
+    found = [
+        Problem(
+            f"{name} differs: {said}",
+            "install the same on all hosts: ranks that run other code may compute something else, or wait for ever",
+        )
+        for name, said in differing(hosts).items()
+    ]
+    for pair in pairs:
+        if pair.measured is not None and abs(pair.measured.ahead) - pair.measured.clock_error > _CLOCKS_APART:
+            way = "ahead of" if pair.measured.ahead > 0 else "behind"
+            found.append(
+                Problem(
                     f"{hosts[pair.second].name}'s clock is {show_seconds(abs(pair.measured.ahead))} {way} "
                     f"{hosts[pair.first].name}'s",
-                    "let both follow a time server (chrony, systemd-timesyncd): logs cannot be compared else",
+                    "let both follow a time server (chrony, systemd-timesyncd), or their logs cannot be compared",
                 )
+            )
+    return found
 
 
 def differing(hosts: Sequence[Host]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from microparallel.world.way import interfaces, is_loopback, why
 Progress = Callable[[str], None]
 _TRY = 3.0  # seconds that one attempt to reach the first host may take
 _PAUSE = 0.2
+_SLACK = 10.0  # seconds that the first host may take to say who came, when it has waited long enough
 ANSWER_TIMEOUT = 60.0  # seconds that a host may take for what it does next
 _GOODBYE = 5.0  # seconds that the first host stays for the others in the end
 
@@ -116,7 +118,7 @@ def meet(names: Sequence[str], number: int, port: int, wait: float, progress: Pr
         _reach_first(names, number, port, wait, progress)
     try:
         with TRANSLATED:
-            store = open_store(placement, wait)
+            store = open_store(placement, wait) if number == 0 else _store_of_first(placement, wait)
             store.set(f"here/{number}", "")
             came = _who_came(store, names, wait, progress) if number == 0 else _hear_who_came(store, names, wait)
     except AddressInUse:
@@ -183,6 +185,32 @@ def _reach_first(names: Sequence[str], number: int, port: int, wait: float, prog
         time.sleep(_PAUSE)
 
 
+def _store_of_first(placement: Placement, wait: float) -> dist.Store:
+    """Connect to the first host's store, in a thread of its own.
+
+    torch would wait for ever for a word from a program that listens at that port, and never speaks.
+    """
+    opened: list[dist.Store | BaseException] = []
+
+    def open_it() -> None:
+        try:
+            opened.append(open_store(placement, wait))
+        except BaseException as error:  # is raised where it is waited for
+            opened.append(error)
+
+    thread = threading.Thread(target=open_it, name="microparallel store", daemon=True)
+    thread.start()
+    thread.join(max(_TRY, wait))
+    if not opened:
+        raise MicroparallelError(
+            f"what listens at {placement.address}, port {placement.port}, does not answer: it may be another program; "
+            "choose another port with --port"
+        )
+    if isinstance(opened[0], BaseException):
+        raise opened[0]
+    return opened[0]
+
+
 def _who_came(store: dist.Store, names: Sequence[str], wait: float, progress: Progress) -> list[int]:
     """On the first host: wait until all are here or the time is up, and tell them who is."""
     deadline = time.monotonic() + wait
@@ -197,7 +225,7 @@ def _who_came(store: dist.Store, names: Sequence[str], wait: float, progress: Pr
 
 
 def _hear_who_came(store: dist.Store, names: Sequence[str], wait: float) -> list[int]:
-    store.wait(["came"], timedelta(seconds=wait + ANSWER_TIMEOUT))
+    store.wait(["came"], timedelta(seconds=wait + _SLACK))
     came = json.loads(store.get("came"))
     return [number for number in range(len(names)) if number in came]
 

@@ -75,7 +75,7 @@ class Clocks:
             drift, doubt = -1e6 * clock.drift, 1e6 * clock.drift_error
             said[f"clock of {show_ranks(ranks)}"] = (
                 f"{abs(clock.offset):.{digits}f} s {way} rank 0's, put right to within {show_seconds(clock.error)}; "
-                f"it gains {drift:.2g} ± {doubt:.2g} µs a second"
+                f"it gains {drift:.0f} ± {math.ceil(doubt)} µs a second"
             )
         return said
 
