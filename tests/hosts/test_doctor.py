@@ -15,6 +15,13 @@ with socket.create_server(("", 29500)):
     print("ready", flush=True)
     time.sleep(60)
 """
+WENT_ON = """
+import time
+from microparallel.analyze.hosts import meet
+with meet(["alpha", "beta"], 0, 29500, 0.1, print) as party:
+    print("alone", *party.missing, flush=True)
+    time.sleep(60)
+"""
 DOCTOR = ("microparallel", "doctor", "--between")
 
 
@@ -79,6 +86,15 @@ def test_a_host_that_never_comes_is_named_and_the_others_are_looked_at(hosts):
     assert report["pairs"][0]["measured"]["there"] > 0
     ((what, fix),) = (problem.values() for problem in report["problems"])
     assert what == "beta did not come to alpha:29500 within 2 s" and "run the same command on beta" in fix
+
+
+def test_a_host_that_comes_too_late_is_told(hosts, tmp_path):
+    bed = hosts(2)
+    (tmp_path / "went_on.py").write_text(WENT_ON)
+    bed[0].run("python", "went_on.py").until("alone", 20)
+    late = bed[1].run(*DOCTOR, "alpha,beta")
+    assert late.wait(30) == 1
+    assert "error: beta came too late: alpha had waited for 0.1 s, and went on; start all hosts" in late.errors
 
 
 def test_the_first_host_never_comes(hosts):

@@ -113,11 +113,12 @@ def test_the_commands_of_the_readme(hosts, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("flags", [(), ("--pipelines",), ("--shard", "parameters")])
 def test_compare_between_hosts(hosts, flags):
     """Every strategy on 2 × 2 ranks ends where one process does; rank 0 alone says so."""
     agents = hosts(2).torchrun("microparallel", "compare", "--steps", "4", "--json", *flags, on_each=2)
-    ended(agents)
+    ended(agents, 150)
     rows = json.loads(agents[0].output)
     assert len(rows) >= 5 and [row["ranks"] for row in rows] == [1] + [4] * (len(rows) - 1)
     assert all(row["agrees"] for row in rows)
@@ -125,9 +126,10 @@ def test_compare_between_hosts(hosts, flags):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(180)
 def test_the_selftest_between_hosts(hosts):
     agents = hosts(2).torchrun("microparallel", "doctor", "--selftest", "--json", on_each=2)
-    ended(agents)
+    ended(agents, 150)
     findings = json.loads(agents[0].output)["selftest"]
     assert len(findings) == 7 and all(finding["passed"] for finding in findings)
     assert all(finding["setting"]["ranks"] == 4 for finding in findings)

@@ -120,20 +120,23 @@ def meet(names: Sequence[str], number: int, port: int, wait: float, progress: Pr
         with TRANSLATED:
             store = open_store(placement, wait) if number == 0 else _store_of_first(placement, wait)
             store.set(f"here/{number}", "")
-            came = _who_came(store, names, wait, progress) if number == 0 else _hear_who_came(store, names, wait)
+            if number == 0:
+                _tell_who_came(store, names, wait, progress)
+            store.wait(["came"], timedelta(seconds=wait + _SLACK))
+            came, waited = json.loads(store.get("came"))
     except AddressInUse:
         raise UsageError(f"--port {port}: another program on {names[0]} listens there; choose another port") from None
     except TransportError as error:
         raise MicroparallelError(f"{names[number]} met {names[0]} at port {port}, and lost it: {error}") from None
     if number not in came:
         raise MicroparallelError(
-            f"{names[number]} came too late: {names[0]} had waited for {wait:g} s, and went on; start all hosts within "
-            "that time, or give them longer with --wait"
+            f"{names[number]} came too late: {names[0]} had waited for {waited:g} s, and went on; start all hosts "
+            "within that time, or give them longer with --wait"
         )
     missing = [name for other, name in enumerate(names) if other not in came]
     here = replace(placement, rank=came.index(number), world_size=len(came))
     inner = _store_of_hosts(store)
-    yield Party([names[one] for one in came], here.rank, here, inner, place, missing, wait)
+    yield Party([names[one] for one in came], here.rank, here, inner, place, missing, waited)
     _let_all_end(inner, here)
 
 
@@ -211,7 +214,7 @@ def _store_of_first(placement: Placement, wait: float) -> dist.Store:
     return opened[0]
 
 
-def _who_came(store: dist.Store, names: Sequence[str], wait: float, progress: Progress) -> list[int]:
+def _tell_who_came(store: dist.Store, names: Sequence[str], wait: float, progress: Progress) -> None:
     """On the first host: wait until all are here or the time is up, and tell them who is."""
     deadline = time.monotonic() + wait
     while missing := [number for number in range(len(names)) if not store.check([f"here/{number}"])]:
@@ -220,14 +223,7 @@ def _who_came(store: dist.Store, names: Sequence[str], wait: float, progress: Pr
             break
         time.sleep(_PAUSE)
     came = [number for number in range(len(names)) if number not in missing]
-    store.set("came", json.dumps(came))
-    return came
-
-
-def _hear_who_came(store: dist.Store, names: Sequence[str], wait: float) -> list[int]:
-    store.wait(["came"], timedelta(seconds=wait + _SLACK))
-    came = json.loads(store.get("came"))
-    return [number for number in range(len(names)) if number in came]
+    store.set("came", json.dumps([came, wait]))
 
 
 def _let_all_end(store: dist.Store, here: Placement) -> None:

@@ -251,7 +251,7 @@ def _report(summary: dict[str, Any]) -> str:
     lines.append(f"{summary['steps']} steps{loss}; {summary['seconds']:.1f} s{speed}")
     lines.append(f"kept in {summary['folder']}")
     if (Path(summary["folder"]) / "trace.json").exists():
-        error = summary.get("clock_error")  # several hosts have several clocks
+        error = summary.get("clock_error")
         clocks = f", all ranks on one clock to within {show_seconds(error)}" if error else ""
         lines.append(f"recorded{clocks}; see it with: microparallel report {summary['folder']}")
     return "\n".join(lines)

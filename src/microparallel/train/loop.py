@@ -327,7 +327,7 @@ class _Run:
             "seconds": round(seconds, 3),
             "samples_per_second": round(self._samples / seconds, 1) if self._samples else None,
             "replicas_identical": identical,
-            **({"clock_error": clock_error} if clock_error is not None else {}),
+            **({"clock_error": clock_error} if clock_error else {}),  # several hosts have several clocks
             "torch": torch.__version__,
             "folder": str(self._folder.path) if self._folder is not None else None,
         }
