@@ -144,6 +144,7 @@ def test_the_selftest_between_hosts(hosts):
         ("dp", "--models", "mlp-64"),
         ("shard", "--models", "mlp-64"),
         ("pp", "--schedules", "1f1b", "--depth", "8", "--width", "64"),
+        ("compress", "--models", "mlp-64", "--methods", "bf16", "--links", "transport", "--train-steps", "2"),
         ("predict", "--methods", "ddp,1f1b", "--depth", "8", "--width", "64"),
     ],
     ids=lambda words: words[0],
