@@ -1,5 +1,6 @@
 """A small benchmark of data parallelism on real ranks, and what is made of its numbers."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -18,7 +19,10 @@ from microparallel.bench.data_parallel import (
     Result,
     Timing,
     bench_data_parallel,
+    differences,
+    find_wrong,
     methods_of,
+    without_rounding,
 )
 from microparallel.bench.data_parallel_report import report_on
 from microparallel.bench.engine import transport_of
@@ -227,3 +231,45 @@ def test_what_chance_and_sharing_cores_do_is_said():
     report = report_on(measurements(results=(dataclasses.replace(result, timings=few),), ranks_here=4))
     assert [note.split(":")[0] for note in report.notes] == ["mlp-8", "4 ranks share 2 cores and take turns"]
     assert report.rows[0].lower_quartile == report.rows[0].upper_quartile
+
+
+# ── rounding is no wrong sum ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Led:
+    """A copy that ends elsewhere in float32, as where rounding pushes a ReLU over its edge; or always."""
+
+    def __init__(self, method, model, *, always):
+        self.method, self.model, self._always = method, copy.deepcopy(model), always
+
+    def step(self):
+        weight = next(self.model.parameters())
+        elsewhere = self.method.name == "naive" and (self._always or weight.dtype == torch.float32)
+        weight.data -= 0.1 if elsewhere else 1.0
+
+
+def suspected(comms, always):
+    start, batch = torch.nn.Linear(2, 2), (torch.ones(1, 2), torch.ones(1))
+    methods = [Method(name) for name in ("naive", "ddp", TORCH_DDP)]
+    copies = [Led(method, start, always=always) for method in methods]
+    for one in copies:
+        one.step()
+    apart, again = without_rounding(
+        differences(copies, start, comms),
+        start,
+        batch,
+        comms,
+        TORCH_DDP,
+        lambda method, model, _: Led(method, model, always=always),
+    )
+    return again, find_wrong("mine", copies, apart, comms)
+
+
+def test_what_rounding_led_elsewhere_is_compared_again_in_float64(pool):
+    (again, wrong), _ = pool.run(suspected, 2, False, timeout=30)
+    assert (again, wrong) == (("naive",), None)
+
+
+def test_a_wrong_sum_is_as_wrong_in_float64(pool):
+    (again, wrong), _ = pool.run(suspected, 2, True, timeout=30)
+    assert again == ("naive",) and "naive" in str(wrong) and "of the way from where torch-ddp did" in str(wrong)

@@ -199,7 +199,23 @@ def test_compare_refuses_shortcuts_in_one_line(microparallel, tmp_path, flags, w
     assert result.stderr.count("\n") == 1
 
 
-def test_torchrun_is_not_needed(microparallel):
-    result = microparallel("compare", RANK=0, WORLD_SIZE=2, MASTER_PORT=29500)
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--ranks", "3"], "--ranks 3: this process belongs to a world of 2 ranks; leave it out"),
+        (["--shortcuts"], "run them without torchrun or srun"),
+        (["--in-process"], "run them without torchrun or srun"),
+    ],
+    ids=" ".join,
+)
+def test_what_starts_ranks_of_its_own_is_refused_under_torchrun(microparallel, flags, said):
+    result = microparallel("compare", *flags, RANK=0, WORLD_SIZE=2, MASTER_PORT=29500)
     assert result.returncode == 2
-    assert "compare starts its own ranks" in result.stderr
+    assert said in result.stderr
+
+
+def test_the_ranks_of_torchrun_are_compared(torchrun):
+    result = torchrun(2, "microparallel", "compare", "--steps", "3", "--json", "--transport", "gloo")
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(result.stdout)
+    assert [row["ranks"] for row in rows] == [1, 2, 2, 2, 2] and all(row["agrees"] for row in rows)

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 
 def test_doctor_measures_transports_and_proves_parity(microparallel):
     result = microparallel("doctor", "--selftest", "--ranks", "2", "--json")
@@ -22,3 +24,18 @@ def test_doctor_for_people(microparallel):
     assert result.returncode == 0
     shm, gloo = (line.split() for line in result.stdout.splitlines() if "4 KiB one way" in line)
     assert shm[:2] == ["✓", "shm"] and gloo[:2] == ["✓", "gloo"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--between", "here"), "name at least two hosts, as in --between here,HOST2"),
+        (("--between", "ranks"), "there are no ranks; start it by torchrun or srun, or name the hosts"),
+        (("--between", "one,two", "--selftest"), "run one after the other"),
+        (("--port", "4711"), "--port 4711 is for several hosts; add --between HOST1,HOST2"),
+        (("--wait", "3"), "--wait 3 is for several hosts"),
+    ],
+)
+def test_what_is_asked_of_hosts_makes_sense(microparallel, flags, said):
+    result = microparallel("doctor", *flags)
+    assert result.returncode == 2 and said in result.stderr, result.stderr

@@ -46,6 +46,7 @@ CANNOT = {
     ),
     TORCHRUN.format(0): Instead("two hosts", ONE_HOST),
     TORCHRUN.format(1): Instead("two hosts"),
+    "microparallel doctor --between HOST1,HOST2,HOST3": Instead("three hosts; tests/hosts runs it"),
     "srun --ntasks=4 microparallel train --steps 200": Instead("tests/slurm runs it"),
     "sbatch examples/slurm.sh --steps 100000": Instead("tests/slurm runs it"),
 }

@@ -55,8 +55,9 @@ def why_not() -> str:
 class Held:
     """Namespaces, and the process that holds them."""
 
-    def __init__(self, setup: str) -> None:
-        command = ["unshare", *_APART, "--fork", "--kill-child=SIGKILL", "--mount-proc", "sh", "-ec"]
+    def __init__(self, setup: str, ahead: int = 0) -> None:
+        clock = ["--time", "--monotonic", str(ahead), "--boottime", str(ahead)] if ahead else []
+        command = ["unshare", *_APART, *clock, "--fork", "--kill-child=SIGKILL", "--mount-proc", "sh", "-ec"]
         self._process = subprocess.Popen(
             [*command, f"{setup}\necho ready\nexec cat >/dev/null"],
             stdin=subprocess.PIPE,
@@ -139,11 +140,11 @@ class Running:
 class Host:
     """One of the hosts, and its link."""
 
-    def __init__(self, number: int, names: int, switch: Held, start, private: list[Path]) -> None:
+    def __init__(self, number: int, names: int, switch: Held, start, private: list[Path], ahead: int) -> None:
         self.name, self.address = NAMES[number], f"10.77.0.{number + 1}"
         self._start, self._switch, self._port, self._bridge = start, switch, f"port{number}", "br0"
         self._relay: subprocess.Popen | None = None
-        self.held = Held(_setup(number, names, private))
+        self.held = Held(_setup(number, names, private), ahead * number)
         ends = f"{self._port} netns {switch.pid} type veth peer name eth0 netns {self.held.pid}"
         subprocess.run(["ip", "link", "add", "name", *ends.split()], check=True, timeout=20)
         self.held.ip("link set lo up", f"address add {self.address}/24 dev eth0", "link set eth0 up")
@@ -221,16 +222,16 @@ class Host:
 
 
 class Bed:
-    """Some hosts, and the switch between them."""
+    """Some hosts, and the switch between them; each monotonic clock is `ahead` seconds ahead of the one before."""
 
-    def __init__(self, count: int, start, private: list[Path]) -> None:
+    def __init__(self, count: int, start, private: list[Path], ahead: int = 0) -> None:
         self._parts = contextlib.ExitStack()
         with contextlib.ExitStack() as so_far:
             switch = Held("ip link add br0 type bridge; ip link set br0 up")
             so_far.callback(switch.close)
             self.hosts = []
             for number in range(count):
-                self.hosts.append(Host(number, count, switch, start, private))
+                self.hosts.append(Host(number, count, switch, start, private, ahead))
                 so_far.callback(self.hosts[-1].close)
             self._parts = so_far.pop_all()
 

@@ -5,7 +5,8 @@ import os
 import signal
 from pathlib import Path
 
-_ALL = 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mount, UTS, IPC, PID, network
+# Time, mount, UTS, IPC, PID, network.
+_ALL = 0x00000080 | 0x00020000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000
 _PR_SET_PDEATHSIG = 1
 
 

@@ -122,3 +122,52 @@ def test_the_commands_of_the_readme(hosts, tmp_path):
     ended(agents)
     assert "kept in runs/big" in agents[0].output
     assert json.loads((tmp_path / "runs" / "big" / "summary.json").read_text())["ranks"] == 4
+
+
+# ── the other commands of the README and the docs, between hosts ────────────────────────────────────────────────────
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("flags", [(), ("--pipelines",), ("--shard", "parameters")])
+def test_compare_between_hosts(hosts, flags):
+    """Every strategy on 2 × 2 ranks ends where one process does; rank 0 alone says so."""
+    agents = hosts(2).torchrun("microparallel", "compare", "--steps", "4", "--json", *flags, on_each=2)
+    ended(agents, 150)
+    rows = json.loads(agents[0].output)
+    assert len(rows) >= 5 and [row["ranks"] for row in rows] == [1] + [4] * (len(rows) - 1)
+    assert all(row["agrees"] for row in rows)
+    assert agents[1].output == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_the_selftest_between_hosts(hosts):
+    agents = hosts(2).torchrun("microparallel", "doctor", "--selftest", "--json", on_each=2)
+    ended(agents, 150)
+    findings = json.loads(agents[0].output)["selftest"]
+    assert len(findings) == 7 and all(finding["passed"] for finding in findings)
+    assert all(finding["setting"]["ranks"] == 4 for finding in findings)
+    assert agents[1].output == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("allreduce", "--sizes", "64KiB"),
+        ("dp", "--models", "mlp-64"),
+        ("shard", "--models", "mlp-64"),
+        ("pp", "--schedules", "1f1b", "--depth", "8", "--width", "64"),
+        ("compress", "--models", "mlp-64", "--methods", "bf16", "--links", "transport", "--train-steps", "2"),
+        ("predict", "--methods", "ddp,1f1b", "--depth", "8", "--width", "64"),
+    ],
+    ids=lambda words: words[0],
+)
+@pytest.mark.timeout(180)
+def test_benchmarks_between_hosts(hosts, words):
+    """They run to the end: what they compute is right on every rank."""
+    agents = hosts(2).torchrun("microparallel", "bench", *words, "--seconds", "1", "--json", "--quiet", on_each=2)
+    ended(agents, 150)
+    assert json.loads(agents[0].output)["ranks"] == 4
+    assert agents[1].output == ""

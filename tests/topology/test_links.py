@@ -1,9 +1,11 @@
 """Slow ranks and links, as people write them."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import microparallel as mp
-from microparallel.topology import Link, parse_slow_links, parse_slow_ranks
+from microparallel.topology import Link, parse_link, parse_slow_links, parse_slow_ranks, show_link
 
 
 def test_ranks():
@@ -42,3 +44,17 @@ LINKS = ("0-1", "0-1=", "0-1=5", "0-0=5ms", "0-3=5ms", "0-1=5ms,0Mbit", "0-1=5ms
 def test_what_means_nothing_or_is_said_twice(parse, texts, words):
     with pytest.raises(mp.errors.ConfigError, match=words):
         parse(texts, 3)
+
+
+@given(st.floats(1e-6, 100), st.floats(1e-12, 0.1))
+def test_a_link_is_written_as_it_is_read(latency, seconds_per_byte):
+    text = show_link(Link(latency, seconds_per_byte))
+    found = parse_link(text, f"--between {text}")
+    assert found.latency == pytest.approx(latency, rel=0.01)
+    assert found.seconds_per_byte == pytest.approx(seconds_per_byte, rel=0.01)
+
+
+def test_a_link_as_people_write_it():
+    assert show_link(Link(5e-3, 8e-8)) == "5ms,100Mbit"
+    assert show_link(Link(1.204e-4, 1e-9)) == "120us,8Gbit"
+    assert show_link(Link(2, None)) == "2s"

@@ -87,6 +87,7 @@ class Result:
     gradient_bytes: int
     steps: int  # of each method, those that were not counted too
     timings: tuple[Timing, ...]
+    in_float64: tuple[str, ...] = ()  # methods that rounding led elsewhere: these were compared without it
 
 
 @dataclass(frozen=True)
@@ -143,9 +144,16 @@ def _bench_model(
     replicas = [Replica(method, start, batch, comms, group) for method in methods]
     rounds = step_rounds(comms, replicas)
     rounds.fill(TimeBudget(seconds, repeats=settings.steps), progress)
-    apart = differences(replicas, start, comms)
+    apart, again = without_rounding(
+        differences(replicas, start, comms),
+        start,
+        batch,
+        comms,
+        TORCH_DDP,
+        lambda method, model, samples: Replica(method, model, samples, comms, group),
+    )
     timings = [Timing(one.method, tuple(rounds.seconds[one]), apart[one.method]) for one in replicas]
-    result = Result(subject.name, subject.text, subject.batch, size, 2 * rounds.rounds, tuple(timings))
+    result = Result(subject.name, subject.text, subject.batch, size, 2 * rounds.rounds, tuple(timings), again)
     wrong = find_wrong(subject.name, replicas, apart, comms)
     if settings.trace is not None:
         write_traces(comms, {f"{subject.name} {one.method.label}": one for one in replicas}, settings.trace)
@@ -236,8 +244,11 @@ def _different(buckets_mb: tuple[float, ...], gradient_bytes: int) -> list[float
 #                                         ╲ a method        how far from there: a tiny part of that
 
 # Two orders of adding the same float32 numbers differ by some millionths of the way; a gradient that was left out, or
-# averaged twice, by a large part of it.
+# averaged twice, by a large part of it. But rounding can also push a ReLU over its edge, or turn the sign of a gradient
+# that is almost nothing, which Adam makes a whole step of; then the ways part. So what is further apart is done again
+# in float64, where this does not happen within a few steps, and a wrong sum is as wrong as before.
 _TOLERANCE = 1e-2
+_STEPS_IN_FLOAT64 = 3
 
 
 class Trained(Protocol):
@@ -248,6 +259,13 @@ class Trained(Protocol):
     @property
     def model(self) -> nn.Module:
         """The plain model, whole."""
+
+
+class Stepping(Trained, Protocol):
+    """One that can be trained further."""
+
+    def step(self) -> None:
+        """One step of training."""
 
 
 def differences(
@@ -264,6 +282,41 @@ def differences(
         found.append(part if math.isfinite(part) else math.inf)
     worst = largest(comms, found)
     return {one.method: part for one, part in zip(replicas, worst, strict=True)}
+
+
+def without_rounding(
+    apart: dict[Method, float],
+    start: nn.Module,
+    batch: Batch,
+    comms: Comms,
+    reference: str,
+    make: Callable[[Method, nn.Module, Batch], Stepping],
+) -> tuple[dict[Method, float], tuple[str, ...]]:
+    """Do a few steps in float64 with each method that is too far apart; every rank calls this.
+
+    Args:
+        apart: what `differences` has found.
+        start: the model that all began with.
+        batch: inputs and targets of this rank.
+        comms: the ranks.
+        reference: the name of the method that is right.
+        make: makes a method's copy of a model, on these inputs and targets.
+
+    Returns:
+        How far apart they are, without rounding where that was needed; and which those were.
+    """
+    suspects = [method for method, part in apart.items() if method.synchronises and _TOLERANCE < part < math.inf]
+    if not suspects:
+        return apart, ()
+    exact = copy.deepcopy(start).double()
+    inputs, targets = (part.double() if part.is_floating_point() else part for part in batch)
+    right = next(method for method in apart if method.name == reference)
+    copies = [make(method, exact, (inputs, targets)) for method in (*suspects, right)]
+    for one in copies:
+        for _ in range(_STEPS_IN_FLOAT64):
+            one.step()
+    found = differences(copies, exact, comms, reference)
+    return apart | {method: found[method] for method in suspects}, tuple(method.label for method in suspects)
 
 
 def find_wrong(

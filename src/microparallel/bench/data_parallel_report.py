@@ -11,7 +11,16 @@ from rich.table import Table
 
 from microparallel.bench import report
 from microparallel.bench.data_parallel import DDP, NONE, TORCH_DDP, Measurements, Result, Timing
-from microparallel.bench.report import Column, Times, cores_are_shared, few_steps, legend, make_table, times_of
+from microparallel.bench.report import (
+    Column,
+    Times,
+    compared_in_float64,
+    cores_are_shared,
+    few_steps,
+    legend,
+    make_table,
+    times_of,
+)
 from microparallel.text import count, show_seconds, show_size
 
 
@@ -98,6 +107,7 @@ def report_on(measurements: Measurements) -> Report:
     rows = [_row(timing, result) for result in results for timing in result.timings]
     best = {result.model: found for result in results if (found := _best_bucket(rows, result)) is not None}
     notes = [note for result in results for note in few_steps(result.model, len(result.timings[0].seconds))]
+    notes += [note for result in results for note in compared_in_float64(result.model, result.in_float64)]
     return Report(measurements, notes + cores_are_shared(measurements), rows, best)
 
 

@@ -234,15 +234,30 @@ def ping_pong(comms: Comms, sizes: Sequence[int], repeats: int = 30) -> list[Mes
 
 
 def _time(comms: Comms, size: int, repeats: int) -> float:
+    seconds = 0.0
+    if comms.rank < 2:
+        seconds = one_way(comms, 1 - comms.rank, comms.rank == 0, size, repeats)
+    return comms.broadcast(torch.tensor(seconds, dtype=torch.float64), src=0).item()
+
+
+def one_way(comms: Comms, other: int, first: bool, size: int, repeats: int) -> float:
+    """The median time of a message to another rank, which calls this, too: half of the way there and back.
+
+    Args:
+        comms: the ranks.
+        other: the other one of the two.
+        first: whether this one begins.
+        size: bytes.
+        repeats: how many messages are timed; three more warm the connection up.
+    """
     ball = torch.zeros(size, dtype=torch.uint8, device=comms.device)
 
     def there_and_back() -> None:
-        if comms.rank == 0:
-            comms.send_tensor(ball, dest=1)
-            comms.recv_tensor((size,), src=1, dtype=torch.uint8)
-        elif comms.rank == 1:
-            comms.send_tensor(comms.recv_tensor((size,), src=0, dtype=torch.uint8), dest=0)
+        if first:
+            comms.send_tensor(ball, dest=other)
+            comms.recv_tensor((size,), src=other, dtype=torch.uint8)
+        else:
+            comms.send_tensor(comms.recv_tensor((size,), src=other, dtype=torch.uint8), dest=other)
 
-    times = [seconds_of(there_and_back, comms.device) for _ in range(repeats + 3)]  # the first 3 warm the connection up
-    median = torch.tensor(statistics.median(times[3:]) / 2, dtype=torch.float64)
-    return comms.broadcast(median, src=0).item()
+    times = [seconds_of(there_and_back, comms.device) for _ in range(repeats + 3)]
+    return statistics.median(times[3:]) / 2

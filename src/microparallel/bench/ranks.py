@@ -17,9 +17,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from microparallel.bench.settings import BenchSettings
-from microparallel.errors import ConfigError, MicroparallelError
+from microparallel.errors import MicroparallelError
 from microparallel.text import count
-from microparallel.topology import ALONE, Placement, find_placement
+from microparallel.topology import ALONE, Placement, find_placement, ranks_of_the_world
 
 if TYPE_CHECKING:
     from microparallel.bench.report import Report
@@ -68,14 +68,10 @@ def require_right(measured: Any, report_on: Callable[[Any], Report[Any]]) -> Rep
 
 def choose_ranks(settings: BenchSettings) -> int:
     """How many ranks there will be: those of torchrun's or Slurm's world, or as many as `--ranks` says."""
-    world = find_placement(os.environ)
-    if world == ALONE:
-        return settings.usual_ranks if settings.ranks is None else settings.ranks
-    if settings.ranks not in (None, world.world_size):
-        raise ConfigError(
-            f"--ranks {settings.ranks}: this process belongs to a world of {world.world_size} ranks; leave it out"
-        )
-    return world.world_size
+    there = ranks_of_the_world(os.environ, settings.ranks)
+    if there is not None:
+        return there
+    return settings.usual_ranks if settings.ranks is None else settings.ranks
 
 
 def measure_on_ranks(measure: Callable[..., Any], settings: BenchSettings, quiet: bool, unit: str = "steps") -> Any:

@@ -105,6 +105,13 @@ def few_steps(model: str, counted: int) -> list[str]:
     return [f"{model}: {steps} of each method, so chance speaks loudly; more --seconds or --steps would help"]
 
 
+def compared_in_float64(model: str, methods: Sequence[str]) -> list[str]:
+    """A remark where rounding led methods to other weights than the one they are compared with."""
+    if not methods:
+        return []
+    return [f"{model}: rounding led {', '.join(methods)} elsewhere in float32, so they were compared in float64"]
+
+
 def cores_are_shared(measured: Measured, methods: str = "the methods") -> list[str]:
     """A warning where ranks outnumber the cores: then the times say little about `methods`."""
     if measured.ranks_here <= measured.cores or measured.device != "cpu":

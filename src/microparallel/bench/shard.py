@@ -36,7 +36,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from microparallel.bench.data_parallel import Method, differences, find_wrong
+from microparallel.bench.data_parallel import Method, differences, find_wrong, without_rounding
 from microparallel.bench.engine import (
     Measured,
     TimeBudget,
@@ -112,6 +112,7 @@ class Result:
     units: tuple[int, ...]
     accumulate: int
     timings: tuple[Timing, ...]
+    in_float64: tuple[str, ...] = ()  # methods that rounding led elsewhere: these were compared without it
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,14 @@ def _bench_model(
     for one in replicas:
         for _ in range(_STEPS_COMPARED):
             one.step()
-    apart = differences(replicas, start, comms, TORCH_ZERO)
+    apart, again = without_rounding(
+        differences(replicas, start, comms, TORCH_ZERO),
+        start,
+        batch,
+        comms,
+        TORCH_ZERO,
+        lambda method, model, samples: Replica(method, model, samples, comms, group, settings),
+    )
     rounds = step_rounds(comms, replicas)
     rounds.fill(TimeBudget(settings.seconds / len(settings.models), repeats=settings.steps), progress)
     timings = []
@@ -171,7 +179,7 @@ def _bench_model(
     if settings.trace is not None:
         write_traces(comms, {f"{subject.name} {one.method.label}": one for one in replicas}, settings.trace)
     units = tuple(_bytes_of_units(start))
-    result = Result(subject.name, subject.text, subject.batch, size, units, settings.accumulate, tuple(timings))
+    result = Result(subject.name, subject.text, subject.batch, size, units, settings.accumulate, tuple(timings), again)
     return result, find_wrong(subject.name, replicas, apart, comms, TORCH_ZERO)
 
 

@@ -11,7 +11,16 @@ from rich.console import Console
 from rich.table import Table
 
 from microparallel.bench import report
-from microparallel.bench.report import Column, Times, cores_are_shared, few_steps, legend, make_table, times_of
+from microparallel.bench.report import (
+    Column,
+    Times,
+    compared_in_float64,
+    cores_are_shared,
+    few_steps,
+    legend,
+    make_table,
+    times_of,
+)
 from microparallel.bench.shard import (
     AGAIN,
     DDP,
@@ -162,6 +171,7 @@ def report_on(measurements: Measurements) -> Report:
     results = measurements.results
     rows = [_row(timing, result, measurements.ranks) for result in results for timing in result.timings]
     notes = [note for result in results for note in few_steps(result.model, len(result.timings[0].seconds))]
+    notes += [note for result in results for note in compared_in_float64(result.model, result.in_float64)]
     return Report(measurements, notes + cores_are_shared(measurements), rows)
 
 

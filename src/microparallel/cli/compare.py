@@ -19,7 +19,7 @@ from microparallel.cli import flags
 from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError
 from microparallel.text import count, without_nan
-from microparallel.topology import ALONE, find_placement
+from microparallel.topology import ALONE, find_placement, ranks_of_the_world
 from microparallel.train.config import MICROBATCHES, MIXED, STRATEGIES, TrainConfig, merge, read_config
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ EXAMPLES = flags.examples(
     ("microparallel compare --compress topk:0.01", "a hundredth of the gradients: with error feedback, and without"),
     ("microparallel compare --compress int8", "where error feedback does not matter"),
     ("microparallel compare --compress sign --optimizer adamw --lr 1e-3", "where it makes things worse"),
+    ("torchrun --nproc-per-node=4 -m microparallel compare", "the same between ranks that torchrun has started"),
     ("microparallel compare --shortcuts --every 8", "synchronise 8 times less often: the loss, and the bytes sent"),
 )
 SHORTCUT_EVERY = 4
@@ -150,6 +151,9 @@ def compare(
         defaults = defaults | {"strategy": "pipeline"}
     elif (in_file | given).get("shard") is not None and not (in_file | given).keys() & {"optimizer", "momentum"}:
         defaults = defaults | {"momentum": 0.9}  # a state to share
+    ranks = ranks_of_the_world(os.environ, given.get("ranks"))
+    if ranks is not None:  # torchrun or Slurm has decided how many there are
+        given["ranks"] = ranks
     chosen = TrainConfig(**merge(defaults | in_file, given)).resolved()
     _require_sense(chosen, in_process=in_process, shortcuts=shortcuts, pipelines=pipelines, every=every, seeds=seeds)
     if trace is not None and (in_process or shortcuts or compresses):
@@ -161,6 +165,8 @@ def compare(
     if shortcuts:
         return show_shortcuts(chosen, SHORTCUT_EVERY if every is None else every, json)
     rows = _rows(chosen, in_process, trace)
+    if not rows:  # rank 0 says what was found
+        return 0
     if json:
         print(json_format.dumps(without_nan([asdict(row) for row in rows]), indent=2))
     else:
@@ -181,8 +187,10 @@ def _require_sense(
             f"--compress {config.compress} compares sums between ranks; leave --pipelines, --in-process and "
             "--shortcuts out"
         )
-    if find_placement(os.environ) != ALONE:
-        raise ConfigError("compare starts its own ranks; run it without torchrun or srun")
+    if find_placement(os.environ) != ALONE and (in_process or shortcuts or config.compress is not None):
+        raise ConfigError(
+            "--in-process, --shortcuts and --compress start what they compare; run them without torchrun or srun"
+        )
     if config.precision in MIXED:
         raise ConfigError(
             f"--precision {config.precision}: rounded to 16 bits, two right runs end far apart; compare in float64"
@@ -224,7 +232,8 @@ def _rows(config: TrainConfig, in_process: bool, folder: Path | None) -> list[Co
     from microparallel.train.build import check
     from microparallel.train.compare import compare as compare_strategies
     from microparallel.train.compare import compare_in_process, pipeline_rows, sharded_rows
-    from microparallel.world import Pool
+    from microparallel.world import Pool, connect
+    from microparallel.world.given_ranks import GivenRanks
 
     check(config)
     with Console(stderr=True).status("running" if in_process else "starting ranks") as status:
@@ -239,12 +248,16 @@ def _rows(config: TrainConfig, in_process: bool, folder: Path | None) -> list[Co
 
         if in_process:
             return compare_in_process(config, progress)
-        with Pool() as pool:
-            if config.is_pipeline:
-                return compare_strategies(config, pipeline_rows(), pool, progress, keep)
-            if config.shard is not None:
-                return compare_strategies(config, sharded_rows(config.shard), pool, progress, keep)
+        if config.is_pipeline:
+            strategies = pipeline_rows()
+        elif config.shard is not None:
+            strategies = sharded_rows(config.shard)
+        else:
             strategies = [name for name in STRATEGIES if name not in ("auto", "single", "averaging", "pipeline")]
+        if find_placement(os.environ) != ALONE:
+            with connect(config.transport, device=config.device) as comms:
+                return compare_strategies(config, strategies, GivenRanks(comms), progress, keep)
+        with Pool() as pool:
             return compare_strategies(config, strategies, pool, progress, keep)
 
 

@@ -21,8 +21,8 @@ from microparallel.cli.flags import takes
 from microparallel.errors import ConfigError, Interrupted, LaunchError, MicroparallelError, RankFailed
 from microparallel.observe.processes import start_ticks
 from microparallel.settings import declared
-from microparallel.text import count, without_nan
-from microparallel.topology import ALONE, find_placement
+from microparallel.text import count, show_seconds, without_nan
+from microparallel.topology import ALONE, find_placement, ranks_of_the_world
 from microparallel.topology.limits import require_addresses
 from microparallel.train.checkpoint_folder import checkpoints
 from microparallel.train.config import OF_PARAMETERS, OF_PIPELINES, TrainConfig, merge, read_config
@@ -105,13 +105,9 @@ def _choose(given: dict[str, Any], file: Path | None, resume: Path | None) -> Tr
         values = merge(read_config(file) if file is not None else {}, given)
     else:
         values = merge(_values_of_run(resume, file, given), given)
-    world = find_placement(os.environ)
-    if world != ALONE:  # torchrun or Slurm has decided how many ranks there are
-        if given.get("ranks", world.world_size) != world.world_size:
-            raise ConfigError(
-                f"--ranks {given['ranks']}: this process belongs to a world of {world.world_size} ranks; leave it out"
-            )
-        values["ranks"] = world.world_size
+    ranks = ranks_of_the_world(os.environ, given.get("ranks"))
+    if ranks is not None:  # torchrun or Slurm has decided how many there are
+        values["ranks"] = ranks
     return TrainConfig(**values).resolved()
 
 
@@ -255,5 +251,7 @@ def _report(summary: dict[str, Any]) -> str:
     lines.append(f"{summary['steps']} steps{loss}; {summary['seconds']:.1f} s{speed}")
     lines.append(f"kept in {summary['folder']}")
     if (Path(summary["folder"]) / "trace.json").exists():
-        lines.append(f"recorded; see it with: microparallel report {summary['folder']}")
+        error = summary.get("clock_error")
+        clocks = f", all ranks on one clock to within {show_seconds(error)}" if error else ""
+        lines.append(f"recorded{clocks}; see it with: microparallel report {summary['folder']}")
     return "\n".join(lines)

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import socket
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -33,6 +32,7 @@ from torch.optim import optimizer as torch_optimizers
 from torch.utils.hooks import RemovableHandle
 
 from microparallel.collectives import traffic
+from microparallel.comms.clocks import Clocks
 from microparallel.comms.comms import Comms
 from microparallel.comms.memory_meter import MemoryMeter, sizes_of
 from microparallel.comms.wire import gather_json
@@ -40,6 +40,7 @@ from microparallel.errors import UsageError
 from microparallel.observe.observer import Activity
 from microparallel.program import Broadcast, Free, GroupOp, Kind, Op, OptimizerStep, halves, lane, parse_op
 from microparallel.program.ops import Observed
+from microparallel.topology.clocks import OtherClock
 from microparallel.torch_private import (
     Engine,
     backward_engine,
@@ -140,6 +141,7 @@ class Recorder:
         self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._gpu_moment
         self._zero: torch.cuda.Event | None = None
         self._zero_time = 0.0
+        self._clocks: Clocks | None = None
 
     @property
     def trace(self) -> Trace:
@@ -149,7 +151,8 @@ class Recorder:
         return self._trace
 
     def start(self) -> None:
-        """Observe the Comms, and hook into every module, backward and optimizer of this process."""
+        """Observe the Comms, and hook into this process's modules, backwards and optimizers; every rank calls this."""
+        self._clocks = Clocks(self._comms)
         if self._meter is not None:  # before the hooks that count the step
             self._optimizers = torch_optimizers.register_optimizer_step_post_hook(self._optimizer_ends)
         self._torch_hooks.start()
@@ -278,24 +281,27 @@ class Recorder:
         """Bring all ranks' events together, on one clock; every rank calls this."""
         if self._comms.device.type == "cuda":
             torch.cuda.synchronize(self._comms.device)
-        offset, error = offset_from_rank_0(self._comms)
-        mine = [self._written(row, offset) for row in self._rows if row.end is not None and not row.replaced]
+        if self._clocks is None:
+            raise UsageError("gather: nothing was recorded; call start() first")
+        clocks = self._clocks.align()
+        clock = clocks[self._comms.rank]
+        mine = [self._written(row, clock) for row in self._rows if row.end is not None and not row.replaced]
         sizes = {} if self._meter is None else self._meter.written()
-        by_rank = gather_json({"rows": mine, "error": error, "sizes": sizes}, self._comms)
+        by_rank = gather_json({"rows": mine, "sizes": sizes}, self._comms)
         begun = min((row[2] for recorded in by_rank for row in recorded["rows"]), default=0.0)
         events = met([_event(rank, row, begun) for rank, recorded in enumerate(by_rank) for row in recorded["rows"]])
         events = [_counted(event, self._comms.transport_name) for event in events]
-        worst = max(recorded["error"] for recorded in by_rank)
+        worst, about = self._clocks.worst(clocks), about | self._clocks.about(clocks)
         known = sizes_of([recorded["sizes"] for recorded in by_rank])
         self._trace = Trace(events, None, self._comms.world_size, worst, about, sizes=known or None)
         return self._trace
 
-    def _written(self, row: Row, offset: float) -> list[Any]:
+    def _written(self, row: Row, clock: OtherClock) -> list[Any]:
         start, *others = (self._seconds(moment) for moment in (row.start, row.end, row.waited, row.arrived))
         if row.previous is not None and row.previous.end is not None:
             start = max(start, min(self._seconds(row.previous.end), others[0]))
         moments = (start, *others)
-        times = [None if math.isnan(moment) else moment + offset for moment in moments]
+        times = [None if math.isnan(moment) else clock.at(moment) for moment in moments]
         file, line = row.place
         place = f"{PurePath(file.decode('utf-8', 'replace')).name}:{line}" if line else ""
         kind = row.op.kind if isinstance(row.op, Observed) else None
@@ -478,54 +484,3 @@ class TorchHooks:
             self._end(row)
         if not self._optimizers:
             self._step_ends()
-
-
-# ── one clock for all ranks ─────────────────────────────────────────────────────────────────────────────────────────
-
-_ROUNDS = 16
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-
-
-def offset_from_rank_0(comms: Comms) -> tuple[float, float]:
-    """How much to add to this rank's clock to have rank 0's, and how wrong that may be; every rank calls this.
-
-    Processes of one machine read the same clock (`time.perf_counter`, which is the kernel's monotonic one). Between
-    machines, a message goes there and back: rank 0's clock was read somewhere in between, and the quickest of several
-    rounds leaves the least doubt where.
-    """
-    machines = gather_json(_machine(), comms)
-    measured = [0.0, 0.0]
-    for rank in range(1, comms.world_size):
-        if machines[rank] == machines[0]:
-            continue
-        if comms.rank == 0:
-            _answer(comms, rank)
-        elif comms.rank == rank:
-            measured = _ask(comms)
-    return measured[0], measured[1]
-
-
-def _machine() -> str:
-    """A name that two processes share if, and only if, they read the same clock."""
-    try:
-        return _BOOT.read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-def _answer(comms: Comms, rank: int) -> None:
-    for _ in range(_ROUNDS):
-        comms.recv_tensor(1, rank, torch.float64)
-        comms.send_tensor(torch.tensor([time.perf_counter()], dtype=torch.float64), rank)
-
-
-def _ask(comms: Comms) -> list[float]:
-    rounds = []
-    for _ in range(_ROUNDS):
-        begun = time.perf_counter()
-        comms.send_tensor(torch.zeros(1, dtype=torch.float64), 0)
-        theirs = float(comms.recv_tensor(1, 0, torch.float64))
-        ended = time.perf_counter()
-        rounds.append((ended - begun, theirs - (begun + ended) / 2))
-    there_and_back, offset = min(rounds)
-    return [offset, there_and_back / 2]

@@ -244,7 +244,7 @@ def configuration_of(run: Run) -> dict[str, dict[str, str]]:
     groups = {"What it was told": run.config, "What came of it": found}
     if run.trace is not None:
         error = run.trace.clock_error
-        clocks = "the same for all ranks" if error == 0 else f"at most {time(error)} apart"
+        clocks = "the same for all ranks" if error == 0 else f"put on rank 0's; then at most {time(error)} apart"
         groups["The trace"] = {"clocks": clocks, "events": len(run.trace.events), **run.trace.about}
     return {name: {key: _text(value) for key, value in group.items()} for name, group in groups.items() if group}
 

@@ -1,6 +1,6 @@
 """The machine: its cores, the links between ranks, and where a process stands among them."""
 
-from microparallel.topology.links import Cluster, Link, Port, parse_link, parse_slow_links, parse_slow_ranks
+from microparallel.topology.links import Cluster, Link, Port, parse_link, parse_slow_links, parse_slow_ranks, show_link
 from microparallel.topology.machine import (
     DO_NOT_SPIN,
     available_cores,
@@ -10,7 +10,7 @@ from microparallel.topology.machine import (
     total_memory,
 )
 from microparallel.topology.mesh import Mesh
-from microparallel.topology.placement import ALONE, Placement, find_placement
+from microparallel.topology.placement import ALONE, Placement, find_placement, ranks_of_the_world
 
 __all__ = [
     "ALONE",
@@ -26,7 +26,9 @@ __all__ = [
     "parse_link",
     "parse_slow_links",
     "parse_slow_ranks",
+    "ranks_of_the_world",
     "require_cores",
+    "show_link",
     "threads_per_rank",
     "total_memory",
 ]

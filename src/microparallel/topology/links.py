@@ -141,6 +141,23 @@ def parse_link(text: str, given: str) -> Link:
     return Link(latency, seconds_per_byte)
 
 
+def show_link(link: Link) -> str:
+    """A link as `parse_link` reads it, to three digits: `5ms,100Mbit`."""
+    time, per_byte = link.latency or 0.0, link.seconds_per_byte or 0.0
+    length, unit = next(((one, unit) for one, unit in ((1, "s"), (1e-3, "ms")) if time >= one), (1e-6, "us"))
+    parts = [f"{_plain(time / length)}{unit}"]
+    if per_byte:
+        bits = 8 / per_byte
+        prefix = next((prefix for prefix in "GMK" if bits >= _PREFIXES[prefix]), "")
+        parts.append(f"{_plain(bits / _PREFIXES[prefix])}{prefix}bit")
+    return ",".join(parts)
+
+
+def _plain(number: float) -> str:
+    """Three digits, and never an exponent."""
+    return f"{float(f'{number:.3g}'):.9f}".rstrip("0").rstrip(".")
+
+
 def _require_rank(given: str, rank: int, ranks: int) -> None:
     if rank >= ranks:
         raise ConfigError(f"{given}: there is no rank {rank}; ranks are 0 to {ranks - 1}")

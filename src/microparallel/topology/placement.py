@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from microparallel.errors import UsageError
+from microparallel.errors import ConfigError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,16 @@ def find_placement(environment: Mapping[str, str]) -> Placement:
     if "SLURM_PROCID" in environment and "SLURM_NTASKS" in environment and not batch_script:
         return _from_slurm(environment)
     return ALONE
+
+
+def ranks_of_the_world(environment: Mapping[str, str], asked: int | None) -> int | None:
+    """How many ranks torchrun or Slurm has started; None without them. `asked` is the user's --ranks, if any."""
+    world = find_placement(environment)
+    if world == ALONE:
+        return None
+    if asked not in (None, world.world_size):
+        raise ConfigError(f"--ranks {asked}: this process belongs to a world of {world.world_size} ranks; leave it out")
+    return world.world_size
 
 
 def _from_torchrun(environment: Mapping[str, str]) -> Placement:

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from microparallel.errors import ProgramError
 from microparallel.program import Kind, Observed, Op, from_text, lane, parse_op, to_text
+from microparallel.text import without_nan
 from microparallel.trace.event import Event
 from microparallel.trace.meetings import meetings, met
 from microparallel.trace.memory import Sizes
@@ -160,7 +161,9 @@ def write_chrome(trace: Trace, path: Path, seconds_per_unit: float) -> None:
     entries = [*_names(trace.ranks), *(_bar(event, scale) for event in trace.events), *_arrows(trace.events, scale)]
     path = path.resolve()  # a link stays one, and what it leads to is replaced
     aside = path.with_name(f"{path.name}.part")
-    aside.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms"}))
+    known = without_nan({"about": trace.about, "clock_error": trace.clock_error})
+    content = {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": known}
+    aside.write_text(json.dumps(content, default=str))
     aside.replace(path)  # a reader sees the whole trace, or none
 
 

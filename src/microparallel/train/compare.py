@@ -28,9 +28,11 @@ from microparallel.train.optimizer import build_optimizer
 from microparallel.train.strategies import Step
 from microparallel.train.training import Training
 from microparallel.world import Pool, connect
+from microparallel.world.given_ranks import GivenRanks
 
 # How far apart two ways of adding the same numbers may end, relative to the largest: rounding, and nothing else.
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+_REFERENCE = "single"  # the row that all others are compared with
 _PIPELINE = "pp "  # begins the name of a row with a schedule
 _SHARD = "shard "  # begins the name of a row in which ranks keep their parts
 _RECORDED = 5  # steps
@@ -66,29 +68,39 @@ class Comparison:
 def compare(
     config: TrainConfig,
     strategies: Sequence[str],
-    pool: Pool,
+    pool: Pool | GivenRanks,
     progress: Progress = lambda _: None,
     keep: Keep = lambda _name, _trace: None,
 ) -> list[Comparison]:
     """Do a job as a single process, then with each strategy, and measure how far apart they end.
 
+    Where torchrun or Slurm has started the ranks, all of them call this; rank 0 has the result, the others nothing.
+
     Args:
         config: the job; with `trace`, its last steps are recorded.
         strategies: how else to do it.
-        pool: ranks to do it on.
+        pool: ranks to do it on, or those that are there.
         progress: called with what is being done, in words.
         keep: called with each strategy's name and trace.
     """
 
+    def do(strategy: str, ranks: int) -> Any:
+        job = _job(config, strategy, ranks)
+        return pool.run(outcome, ranks, job, transport=config.transport, device=config.device)[0]
+
     def run(strategy: str, ranks: int) -> Outcome:
         progress(f"{strategy} on {count(ranks, 'rank')}")
-        job = _job(config, strategy, ranks)
-        result: Outcome = pool.run(outcome, ranks, job, transport=config.transport, device=config.device)[0]
+        result: Outcome = do(strategy, ranks)
         if result.trace is not None:
             keep(strategy, result.trace)
         return result
 
-    return _side_by_side(run, dict.fromkeys(strategies, config.ranks), config.precision)
+    ways = dict.fromkeys(strategies, config.ranks)
+    if isinstance(pool, GivenRanks) and not pool.leads:
+        for strategy, ranks in ({_REFERENCE: 1} | ways).items():  # in the order in which rank 0 does them
+            do(strategy, ranks)
+        return []
+    return _side_by_side(run, ways, config.precision)
 
 
 def _job(config: TrainConfig, strategy: str, ranks: int) -> TrainConfig:
@@ -225,8 +237,8 @@ def _carry_out(training: Training, config: TrainConfig, state: Callable[[], dict
 
 def _side_by_side(run: Callable[[str, int], Outcome], strategies: dict[str, int], precision: str) -> list[Comparison]:
     """Run the job as it is, then with each strategy on its number of ranks or replicas."""
-    reference = run("single", 1)
-    rows = [_beside("single", 1, reference, reference, precision)]
+    reference = run(_REFERENCE, 1)
+    rows = [_beside(_REFERENCE, 1, reference, reference, precision)]
     return rows + [_beside(name, ranks, run(name, ranks), reference, precision) for name, ranks in strategies.items()]
 
 

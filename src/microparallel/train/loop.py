@@ -194,7 +194,7 @@ class _Run:
             self._display.note(f"stopped after step {training.steps_done} of {self._total}; {self._how_to_go_on()}")
         else:
             self._validate()
-        return self._summary(seconds, decision.stop)
+        return self._summary(seconds, decision.stop, trace.clock_error)
 
     def _how_to_go_on(self) -> str:
         folder = self._folder.path if self._folder is not None else "RUN"
@@ -306,7 +306,7 @@ class _Run:
         if self._logs is not None:
             self._logs.write(record)
 
-    def _summary(self, seconds: float, stopped: bool) -> dict[str, Any]:
+    def _summary(self, seconds: float, stopped: bool, clock_error: float | None) -> dict[str, Any]:
         training = self._training
         identical = training.replicas_are_identical()
         summary: dict[str, Any] = {
@@ -327,6 +327,7 @@ class _Run:
             "seconds": round(seconds, 3),
             "samples_per_second": round(self._samples / seconds, 1) if self._samples else None,
             "replicas_identical": identical,
+            **({"clock_error": clock_error} if clock_error else {}),  # several hosts have several clocks
             "torch": torch.__version__,
             "folder": str(self._folder.path) if self._folder is not None else None,
         }

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 import torch
 
 from microparallel.comms import Comms
+from microparallel.comms.wire import gather_json
 from microparallel.errors import MicroparallelError
 from microparallel.text import count
 from microparallel.train.compare import compare
 from microparallel.train.config import TrainConfig
 from microparallel.transport.shared_memory import futex
 from microparallel.world import Pool
+from microparallel.world.given_ranks import GivenRanks
 
 
 @dataclass(frozen=True)
@@ -59,9 +61,7 @@ def selftest(setting: Setting, pool: Pool, progress: Callable[[str], None] = lam
             wrong_collectives, setting.ranks, transport=setting.transport, device=setting.device, check=True
         )
         names = sorted({name for names in wrong for name in names})
-        findings.append(
-            Finding(setting, "collectives", not names, f"wrong: {', '.join(names)}" if names else "all right")
-        )
+        findings.append(_of_collectives(setting, names))
         for precision in ("float64", "float32"):
             findings += _parity(setting, precision, pool, progress)
     except MicroparallelError as error:
@@ -69,10 +69,27 @@ def selftest(setting: Setting, pool: Pool, progress: Callable[[str], None] = lam
     return findings
 
 
-def _parity(setting: Setting, precision: str, pool: Pool, progress: Callable[[str], None]) -> list[Finding]:
+def selftest_of_ranks(comms: Comms, progress: Callable[[str], None] = lambda _: None) -> list[Finding]:
+    """Check the ranks that torchrun or Slurm has started, all of which call this; rank 0 has what was found."""
+    setting = Setting(comms.transport_name, comms.device.type, comms.world_size)
+    progress(f"{setting}: collectives")
+    names = sorted({name for names in gather_json(wrong_collectives(comms), comms) for name in names})
+    findings = [_of_collectives(setting, names)]
+    for precision in ("float64", "float32"):
+        findings += _parity(setting, precision, GivenRanks(comms), progress)
+    return findings if comms.rank == 0 else []
+
+
+def _of_collectives(setting: Setting, wrong: list[str]) -> Finding:
+    return Finding(setting, "collectives", not wrong, f"wrong: {', '.join(wrong)}" if wrong else "all right")
+
+
+def _parity(
+    setting: Setting, precision: str, pool: Pool | GivenRanks, progress: Callable[[str], None]
+) -> list[Finding]:
     config = TrainConfig(
         ranks=setting.ranks,
-        transport=setting.transport,
+        transport=setting.transport if isinstance(pool, Pool) else "auto",  # decided when they met
         device=setting.device,
         precision=precision,
         # A smooth model: where there is a ReLU, rounding may push a number over its edge and the runs part.

@@ -19,7 +19,11 @@ _STEPS = 10  # that are recorded
 
 
 class Tracing:
-    """Records ten steps of a run, after its first ones; of a shorter run, its last."""
+    """Records ten steps of a run, after its first ones; of a shorter run, its last.
+
+    Attributes:
+        clock_error: how far apart the ranks' clocks may be in what was recorded; None if nothing was.
+    """
 
     def __init__(self, config: TrainConfig, training: Training, folder: RunFolder | None, total: int) -> None:
         self._wanted = bool(config.trace)
@@ -28,6 +32,7 @@ class Tracing:
         self._about: dict[str, Any] = {"model": config.model, "strategy": config.strategy, "batch": config.batch}
         self._first = min(training.steps_done + _WARM_UP, max(training.steps_done, total - 1))
         self._recorder: Recorder | None = None
+        self.clock_error: float | None = None
 
     def before_step(self) -> None:
         """Begin to record, or end it, if this is the step for it; every rank calls this."""
@@ -44,7 +49,7 @@ class Tracing:
             return
         recorder, self._recorder = self._recorder, None
         recorder.stop()
-        recorder.gather(self._about)
+        self.clock_error = recorder.gather(self._about).clock_error
         if self._folder is not None:
             write_atomically(self._folder.trace_file, recorder.trace.to_json().encode())
             recorder.trace.to_chrome(self._folder.chrome_file)

@@ -74,8 +74,13 @@ def _why_not_reached(place: Sequence[object], patience: float) -> str:
     address, port = str(place[0]), int(str(place[1]))
     try:
         socket.create_connection((address, port), timeout=patience).close()
-    except TimeoutError:
-        return f"no answer within {patience:g} s"
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        return why(error, patience)
     return ""
+
+
+def why(error: OSError, patience: float) -> str:
+    """Why nobody was reached, in a few words; `patience` is for how many seconds it was tried."""
+    if isinstance(error, TimeoutError) and error.errno is None:
+        return f"no answer within {patience:g} s"
+    return (error.strerror or str(error)).lower()
