@@ -26,6 +26,10 @@ MORE_TIME = 240  # seconds for a page: a fresh interpreter for each command and 
 TORCHRUN = (
     "torchrun --nnodes=2 --node-rank={} --nproc-per-node=4 --master-addr=HOST1 -m microparallel train --out runs/big"
 )
+ELASTIC = (
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:3 --nproc-per-node=2 --max-restarts=100 "
+    "--rdzv-backend=c10d --rdzv-endpoint=alpha:29400 -m microparallel train --shares 6 --timeout 60 --out runs/big"
+)
 ONE_HOST = "torchrun --nnodes=1 --nproc-per-node=2 -m microparallel train --out runs/big --steps 2"
 CANNOT = {
     "make train": Instead("make would install again", "microparallel train --ranks 4 --steps 5"),
@@ -47,6 +51,7 @@ CANNOT = {
     TORCHRUN.format(0): Instead("two hosts", ONE_HOST),
     TORCHRUN.format(1): Instead("two hosts"),
     "microparallel doctor --between HOST1,HOST2,HOST3": Instead("three hosts; tests/hosts runs it"),
+    ELASTIC: Instead("tests/hosts/test_elastic.py runs it between hosts"),
     "srun --ntasks=4 microparallel train --steps 200": Instead("tests/slurm runs it"),
     "sbatch examples/slurm.sh --steps 100000": Instead("tests/slurm runs it"),
 }

@@ -272,6 +272,18 @@ class Bed:
             for node, host in enumerate(self.hosts)
         ]
 
+    def elastic(self, host: Host, *words: str, hosts: str = "1:3", on_each: int = 1, flags=(), **environment):
+        """Start torchrun on one host, as leaving_one_machine.md says; the first host serves the rendezvous.
+
+        A host counts as lost after 10 seconds without a sign of life, as it may on a busy machine with less; and when
+        there are hosts enough, others have 2 seconds to join.
+        """
+        patience = "keep_alive_interval=1,keep_alive_max_attempt=10,last_call_timeout=2"
+        meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={self.hosts[0].name}:{PORT}", f"--rdzv-conf={patience}"]
+        torchrun = [f"--nnodes={hosts}", f"--nproc-per-node={on_each}", "--max-restarts=5", *meeting, *flags]
+        apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": 1}
+        return host.run("python", HERE / "agent.py", *torchrun, "-m", *words, **apart | environment)
+
     def close(self) -> None:
         """Remove them all."""
         self._parts.close()

@@ -37,6 +37,8 @@ def test_both_sides_of_a_link_that_stays_down_are_told_when_their_time_is_up(hos
     for number, rank in enumerate(ranks):
         assert rank.wait(20) == 7
         assert f"CommsTimeout: rank {number} {IN_VAIN}" in rank.output
+        assert "[/" not in rank.output  # where in gloo's own code
+        assert "the network between alpha and beta is down or slow, or a machine is slow" in rank.output
 
 
 @pytest.mark.slow

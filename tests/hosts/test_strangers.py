@@ -29,7 +29,7 @@ WRITER = """
 import sys, torch.distributed as dist
 store = dist.TCPStore(sys.argv[1], 29400, is_master=False)
 store.set("a stranger's key", "a stranger's value")
-print(store.get("microparallel/0/can/0").decode())
+print(store.get("microparallel/can/0").decode())
 """
 
 

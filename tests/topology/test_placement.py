@@ -20,14 +20,13 @@ def test_torchrun_wins_over_slurm():
             "MASTER_ADDR": "node7",
             "MASTER_PORT": "1234",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "2",
             "SLURM_PROCID": "0",
             "SLURM_NTASKS": "1",
         }
     )
     assert (placement.rank, placement.world_size, placement.local_rank, placement.local_world_size) == (5, 8, 1, 4)
-    assert (placement.address, placement.port, placement.attempt) == ("node7", 1234, "2")
-    assert not placement.hosts_store
+    assert (placement.address, placement.port) == ("node7", 1234)
+    assert placement.shared_store and not placement.hosts_store
 
 
 def test_slurm():

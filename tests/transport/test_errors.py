@@ -67,6 +67,11 @@ def test_what_the_system_says_of_a_link_is_told_from_what_gloo_says_of_its_own_t
     assert type(translate(dist.DistNetworkError("Connection timed out"))) is mp.errors.TransportTimeout
 
 
+def test_where_gloo_s_own_code_found_it_is_left_out():
+    said = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/buffer.cc:78] Timed out waiting 4000ms for recv"
+    assert str(translate(RuntimeError(said))) == "Timed out waiting 4000ms for recv"
+
+
 def test_a_store_behind_the_same_link_is_not_waited_for():
     never = threading.Event()
     assert _within(0.01, lambda: never.wait(50) and b"") is None

@@ -131,7 +131,7 @@ def meeting():
 
     def placement(rank, *present):
         for other in present:
-            store.set(f"microparallel/0/can/{other}", "")
+            store.set(f"microparallel/can/{other}", "")
         return Placement(rank, 4, rank, 4, "127.0.0.1", store.port)
 
     return placement

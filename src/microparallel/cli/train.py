@@ -6,6 +6,7 @@ import json as json_format
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -48,6 +49,7 @@ EXAMPLES = flags.examples(
     ("microparallel train --ranks 4 --restarts 10", "go on by itself when a rank dies"),
     ("torchrun --nproc-per-node=4 -m microparallel train", "the same, started by torchrun"),
 )
+_AGENTS_APART = 5.0  # seconds within which torchrun's agents on all hosts have noticed that a host joins
 # A resumed run goes on bit for bit, so only what does not change its course may be changed.
 _CHANGEABLE = [name for name, one in declared(TrainConfig).items() if one.setting.may_change]
 
@@ -77,15 +79,27 @@ def train(
     if resume == Path(AUTO):
         chosen = _with_folder(chosen)
     summary = _run(chosen, AUTO if resume == Path(AUTO) else resume, quiet)
-    if summary is None:  # another rank of torchrun's world speaks
-        return 0
-    print(json_format.dumps(without_nan(summary), indent=2) if json else _report(summary))
+    told_to_stop = summary.pop("told_to_stop", False)
+    if find_placement(os.environ).rank == 0:  # of torchrun's world, one rank speaks
+        print(json_format.dumps(without_nan(summary), indent=2) if json else _report(summary), flush=True)
+    if summary["stopped_early"] and not told_to_stop:
+        _let_agent_end_this()
     return 130 if summary["stopped_early"] else 0
 
 
 def _under_an_agent() -> Path | None:
     """Under torchrun with --max-restarts, a run goes on by itself: each attempt is this same command."""
     return Path(AUTO) if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0 else None
+
+
+def _let_agent_end_this() -> None:
+    """Let torchrun end this process, which has stopped, and saved, because another rank was told to.
+
+    When a host joins, the agents of all hosts stop their ranks, one a moment after the other, to start them anew. An
+    agent whose ranks had ended before its own turn would count that as a failure, or take it for the end of the run.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(_AGENTS_APART)
 
 
 def _with_folder(config: TrainConfig) -> TrainConfig:
@@ -143,7 +157,7 @@ def _no_longer_true(values: dict[str, Any], given: dict[str, Any]) -> set[str]:
     return left_out | {"dp", "pp", "replicas"}
 
 
-def _run(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[str, Any] | None:
+def _run(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[str, Any]:
     if resume is None and config.out is not None:
         check_new(Path(config.out))
     if resume == AUTO and config.out is not None and not (Path(config.out) / "config.toml").exists():
@@ -163,12 +177,11 @@ def _run(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[st
     if under_an_agent or (config.ranks == 1 and not config.restarts):
         with connect(config.transport, device=config.device, timeout=config.timeout or DEFAULT_TIMEOUT) as comms:
             try:
-                summary = _in_this_process(train_on_rank, comms, config, resume, quiet)
+                return _in_this_process(train_on_rank, comms, config, resume, quiet)
             except KeyboardInterrupt:
                 if not under_an_agent:
                     _say_what_is_lost(_folder_of(config, resume) if resume or config.out else None)
                 raise
-            return summary if comms.rank == 0 else None
     if not quiet:
         print(f"starting {count(config.ranks, 'rank')} …", file=sys.stderr)
     return _in_processes(config, resume, quiet)

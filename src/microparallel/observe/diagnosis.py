@@ -181,7 +181,8 @@ def _seen_elsewhere(
         there = [one.rank for one in roots if _out_of_sight(one) and one.host == host]
         text = (
             f"out of sight: {show_ranks(there)} {_verb(there, 'is', 'are')} on {host}, and what happens there cannot "
-            f"be seen from here; ask there: microparallel why{_waiting_for(there[0], ranks, waits)}"
+            f"be seen from here: {_verb(there, 'it is', 'they are')} busy, or stopped, or the link to {host} is down; "
+            f"ask there: microparallel why{_waiting_for(there[0], ranks, waits)}"
         )
         yield Finding("out of sight", tuple(there), None, text)
 
@@ -224,12 +225,16 @@ def _transfer(stuck: Sequence[WaitingRank], ranks: Mapping[int, Snapshot]) -> Fi
     oldest = min(stuck, key=lambda wait: wait.record.since)
     inside = tuple(sorted(wait.rank for wait in stuck))
     duration = _age(oldest.record, ranks[oldest.rank].now)
+    hosts = list(dict.fromkeys(one.host for one in ranks.values() if one.host))
+    network = "network, or the machine, is slow"
+    if len(hosts) > 1:
+        network = f"network between {' and '.join(hosts)} is down or slow, or a machine is slow"
     return Finding(
         "transfer",
         inside,
         oldest.record.place,
         f"transfer: {show_ranks(inside)} {_verb(inside, 'is', 'are')} in {oldest.record} since {duration}, "
-        "and all ranks have made the call: the network, or the machine, is slow",
+        f"and all ranks have made the call: the {network}",
     )
 
 

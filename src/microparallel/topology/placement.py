@@ -20,7 +20,7 @@ class Placement:
     address: str = "127.0.0.1"
     port: int = 0
     hosts_store: bool = True  # whether this rank opens the store: rank 0 does, unless torchrun's agent has one
-    attempt: str = "0"  # torchrun counts restarts, so that a new world does not read the old one's keys
+    shared_store: bool = False  # whether it is the agent's: then the worlds of all its attempts meet there
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
@@ -57,6 +57,7 @@ def _from_torchrun(environment: Mapping[str, str]) -> Placement:
     rank, world_size = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
     if world_size == 1 and "MASTER_PORT" not in environment:
         return ALONE
+    shared_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Placement(
         rank=rank,
         world_size=world_size,
@@ -64,8 +65,8 @@ def _from_torchrun(environment: Mapping[str, str]) -> Placement:
         local_world_size=_number(environment, "LOCAL_WORLD_SIZE", default=world_size),
         address=environment.get("MASTER_ADDR", "127.0.0.1"),
         port=_port(environment),
-        hosts_store=rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-        attempt=environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        hosts_store=rank == 0 and not shared_store,
+        shared_store=shared_store,
     )
 
 

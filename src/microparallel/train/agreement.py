@@ -48,6 +48,9 @@ class Agreement:
         answer: some numbers of this rank, none of them negative and on each rank as many, that all ranks are told with
             each question.
         hear: told what all ranks have answered, by rank.
+
+    Attributes:
+        told_to_stop: whether a signal has reached this rank.
     """
 
     def __init__(
@@ -64,7 +67,7 @@ class Agreement:
         self._answer, self._hear = answer, hear
         self._copy_every = 0
         self._since_copy = 0  # steps
-        self._stop_wanted = False
+        self.told_to_stop = False
         self._steps_until_question = 1
         self._asked = time.monotonic()
         self._steps_since = 0
@@ -102,7 +105,7 @@ class Agreement:
         said_by_first = [int(self._save_due()), moment, self._ask_copy_every(seconds_a_step)] if first else [0, 0, 0]
         own = self._answer()
         before, after = self._comms.rank * len(own), (self._comms.world_size - 1 - self._comms.rank) * len(own)
-        said = [int(self._stop_wanted), *said_by_first, *[0] * before, *own, *[0] * after]
+        said = [int(self.told_to_stop), *said_by_first, *[0] * before, *own, *[0] * after]
         told = self._comms.all_reduce(torch.tensor(said), op="max").tolist()
         stop, save, self._steps_until_question, self._copy_every, *answers = told
         self._hear([answers[len(own) * rank : len(own) * (rank + 1)] for rank in range(self._comms.world_size)])
@@ -110,7 +113,7 @@ class Agreement:
         return bool(stop), bool(save)
 
     def _want_stop(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        again = self._stop_wanted and number == signal.SIGINT
-        self._stop_wanted = True
+        again = self.told_to_stop and number == signal.SIGINT
+        self.told_to_stop = True
         if again:  # a person who does not want to wait until this step is done, and saved
             raise KeyboardInterrupt

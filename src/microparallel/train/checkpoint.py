@@ -29,6 +29,7 @@ import contextlib
 import itertools
 import json
 import math
+import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -228,9 +229,11 @@ def latest(folder: Path, comms: Comms | None = None) -> tuple[Checkpoint, list[s
 
     With `comms`, every rank calls it, and all get the same one: rank 0 says which there are.
     """
-    found = Ranks(comms).do(lambda: newest_first(folder))[0]
+    ranks = Ranks(comms)
+    found = ranks.do(lambda: newest_first(folder))[0]
     if not found:
         raise CheckpointError(f"{folder} holds no checkpoint to resume from; start a new run without --resume")
+    ranks.do(lambda: _require_any(folder, found, ranks.rank))
     warnings: list[str] = []
     for name in found:
         try:
@@ -239,6 +242,15 @@ def latest(folder: Path, comms: Comms | None = None) -> tuple[Checkpoint, list[s
             warnings.append(str(error))
     listing = "".join(f"\n  {warning}" for warning in warnings)
     raise CheckpointError(f"no checkpoint in {folder} can be used; start a new run without --resume{listing}")
+
+
+def _require_any(folder: Path, names: Sequence[str], rank: int) -> None:
+    """Raise a CheckpointError if this rank sees none of the checkpoints that rank 0 sees."""
+    if not any((folder / name).is_dir() for name in names):
+        raise CheckpointError(
+            f"rank {rank} on {socket.gethostname()} cannot find {folder / names[0]}, which rank 0 sees; every rank "
+            "reads checkpoints, so keep the run (--out) on a disk that all of them see"
+        )
 
 
 class Ranks:
@@ -418,8 +430,8 @@ def _write_part(path: Path, ranks: Ranks, tensors: TensorTable, index: Mapping[s
     writing = hidden(path, "writing")
     if not writing.is_dir():
         raise CheckpointError(
-            f"rank {ranks.rank} cannot find {writing}, which rank 0 has made; every rank writes its part of a "
-            "checkpoint, so choose an --out on a disk that all of them see"
+            f"rank {ranks.rank} on {socket.gethostname()} cannot find {writing}, which rank 0 has made; every rank "
+            "writes its part of a checkpoint, so choose an --out on a disk that all of them see"
         )
     with failing_in_one_line(path, f"rank {ranks.rank}: " if ranks.world_size > 1 else ""):
         return {file: asdict(tensor_file.write(writing / file, pieces))}

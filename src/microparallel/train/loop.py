@@ -48,7 +48,9 @@ def train_on_rank(
     resume: Path | str | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Run one rank of a training run, and return its summary (the same on every rank, but for the folder).
+    """Run one rank of a training run, and return its summary: the same on every rank, but for the folder.
+
+    If the run was stopped early, it also says whether this rank itself was told to (`told_to_stop`); all stop together.
 
     Rank 0 writes the run's folder: `config.out`, or the folder that `resume` names. With `resume="auto"` the run in
     `config.out` goes on if there is one, and otherwise begins. If an earlier attempt of the same launch has left a
@@ -84,7 +86,8 @@ def train_on_rank(
             _go_on_from_latest(training, checkpoints, copies, display)
             if folder is not None:
                 folder.truncate_metrics(after_step=training.steps_done)
-                folder.write_config(config)  # it may go on with more steps, or other ranks
+        if folder is not None:
+            folder.write_config(config)  # it may go on with more steps, or other ranks
         logs = None
         if folder is not None:
             logs = stack.enter_context(contextlib.closing(Logs(folder.path, config, training.steps_done, display.note)))
@@ -194,7 +197,8 @@ class _Run:
             self._display.note(f"stopped after step {training.steps_done} of {self._total}; {self._how_to_go_on()}")
         else:
             self._validate()
-        return self._summary(seconds, decision.stop, trace.clock_error)
+        summary = self._summary(seconds, decision.stop, trace.clock_error)
+        return summary | {"told_to_stop": agreement.told_to_stop} if decision.stop else summary
 
     def _how_to_go_on(self) -> str:
         folder = self._folder.path if self._folder is not None else "RUN"

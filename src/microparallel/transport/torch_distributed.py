@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +47,7 @@ _BATCHED = frozenset({"cuda"})
 # What the system says of a connection whose other end has not answered for long: 15 minutes, unless it is set up
 # otherwise. gloo's own timeouts are worded in another way.
 _LINK_IS_DOWN = ("connection timed out", "no route to host", "network is unreachable", "host is unreachable")
+_PLACE = re.compile(r"^\[\S+\.(cc|cpp|h):\d+\] ")  # in gloo's own code, where it found what it says
 _STORE_PATIENCE = 1.0  # seconds that a store may take to say who was lost first: it may be behind the same link
 _FIRST_LOSS = "microparallel/first-loss"
 
@@ -61,7 +63,7 @@ def translate(error: RuntimeError) -> TransportError:
     stands in the text alone: a socket that cannot listen and one that cannot connect have the same type, and so have
     gloo's timeouts and its lost connections. No other function reads an error's text.
     """
-    reason = str(error).partition("\n")[0]
+    reason = _PLACE.sub("", str(error).partition("\n")[0])
     said = reason.lower()
     if type(error) is RuntimeError and (broke := next((words for words in _LINK_IS_DOWN if words in said), None)):
         return LinkLost((), broke)

@@ -17,16 +17,21 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from microparallel.errors import AddressInUse, CommsError, CommsTimeout, TransportError, UsageError
+from microparallel.errors import AddressInUse, CommsError, CommsTimeout, TransportError, TransportTimeout, UsageError
 from microparallel.text import count, show_ranges
 from microparallel.topology.placement import Placement
 from microparallel.transport.interfaces import is_loopback
 from microparallel.transport.torch_distributed import TRANSLATED
+from microparallel.world.attempt import agree_on_attempt, missing_from_attempt
 
 _REPORT_AFTER = 10.0  # seconds of waiting for other ranks after which they are named; then twice as many, and so on
 _CONNECT_TIMEOUT = 5.0  # seconds that finding out which ranks are missing may take
 _LAST_LOOK = 1.0  # the same, when there is an error to be raised
+_FAREWELL = 0.3  # seconds for the thread to end that looks for missing ranks: it may wait for a host that is not there
+_ONE_TRY = 10.0  # seconds until a rank tries anew to reach the store: a lost packet is sent again after 1, 3 and 7
+_PAUSE = 0.05  # seconds between two tries
 _EVERYWHERE = ""  # as an address to listen at
+_OURS = "microparallel"  # in front of all our keys
 
 
 def open_store(placement: Placement, timeout: float) -> dist.Store:
@@ -34,9 +39,29 @@ def open_store(placement: Placement, timeout: float) -> dist.Store:
     if placement.world_size == 1 and placement.port == 0:
         return dist.HashStore()
     _require_known(placement)
-    if placement.hosts_store:
-        return _with_prefix(placement, _serve(placement, timeout))
-    return _connect(placement, timeout)
+    if not placement.hosts_store:
+        _await_listener(placement, timeout)
+    store = _serve(placement, timeout) if placement.hosts_store else _connect(placement, timeout)
+    if placement.shared_store:
+        return dist.PrefixStore(agree_on_attempt(placement, store, timeout), store)
+    return store
+
+
+def _await_listener(placement: Placement, timeout: float) -> None:
+    """Wait until a process listens where the store should be.
+
+    torch would try for up to twice the time, and print where in its own code it gave up.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        left = max(0.001, deadline - time.monotonic())
+        try:
+            socket.create_connection((placement.address, placement.port), timeout=min(left, _ONE_TRY)).close()
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() + _PAUSE > deadline:
+                raise TransportTimeout(str(error)) from None
+        time.sleep(_PAUSE)
 
 
 def _connect(placement: Placement, timeout: float) -> dist.Store:
@@ -47,11 +72,11 @@ def _connect(placement: Placement, timeout: float) -> dist.Store:
         wait_for_workers=False,
         timeout=timedelta(seconds=timeout),
     )
-    return _with_prefix(placement, store)
+    return dist.PrefixStore(_OURS, store)
 
 
 def _serve(placement: Placement, timeout: float) -> dist.Store:
-    return dist.TCPStore(
+    store = dist.TCPStore(
         placement.address,
         placement.port,
         is_master=True,
@@ -59,10 +84,7 @@ def _serve(placement: Placement, timeout: float) -> dist.Store:
         timeout=timedelta(seconds=timeout),
         master_listen_fd=_listener(placement).detach(),
     )
-
-
-def _with_prefix(placement: Placement, store: dist.Store) -> dist.Store:
-    return dist.PrefixStore(f"microparallel/{placement.attempt}", store)
+    return dist.PrefixStore(_OURS, store)
 
 
 # ── where the store listens ─────────────────────────────────────────────────────────────────────────────────────────
@@ -183,7 +205,7 @@ def report_missing_ranks(placement: Placement, after: float = _REPORT_AFTER) -> 
         yield
     finally:
         joined.set()
-        thread.join(_CONNECT_TIMEOUT)
+        thread.join(_FAREWELL)
 
 
 def _report_repeatedly(placement: Placement, pause: float, joined: threading.Event) -> None:
@@ -206,7 +228,10 @@ def show_missing_ranks(placement: Placement, patience: float = _CONNECT_TIMEOUT)
     except OSError as error:
         return _no_answer(placement, error) if placement.local_rank == 0 else ""
     store = _connect(placement, patience)
-    missing = [rank for rank in range(placement.world_size) if not store.check([f"can/{rank}"])]
+    if placement.shared_store:
+        missing = missing_from_attempt(placement, store)
+    else:
+        missing = [rank for rank in range(placement.world_size) if not store.check([f"can/{rank}"])]
     if not missing or any(rank not in missing for rank in range(placement.rank)):
         return ""
     ranks = f"{'rank' if len(missing) == 1 else 'ranks'} {show_ranges(missing)}"
