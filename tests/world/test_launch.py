@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import microparallel as mp
+from microparallel.world import fork_server as forking
 
 
 def gone(pid, patience=5.0):
@@ -200,6 +201,33 @@ def test_a_rank_that_was_stopped_ends_with_its_parent_too(tmp_path, start, stopp
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(ranks[stopped], signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says which process takes orphans, and wakes them")
+def test_ranks_that_were_all_stopped_end_with_their_parent_too(tmp_path, start):
+    """None of them can end the others, so the system must wake them.
+
+    This process takes them as orphans, as the first process of a container does. If that were in another session, the
+    system would wake them by itself.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    forking.take_orphans(True)
+    try:
+        parent = start("python", script, tmp_path)
+        ranks = pids(tmp_path, 2)
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait(20)
+        assert all(gone(pid) for pid in ranks)
+    finally:
+        forking.take_orphans(False)
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(rank, 0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)

@@ -78,8 +78,10 @@ class Raised:
 def main(parent_fd: int, lifeline_fd: int, stacks_fd: int, screen_fd: int, unfinished_fd: int) -> None:
     """Run jobs until the parent closes its connection."""
     from microparallel.world import rank_process
+    from microparallel.world.fork_server import wake_when_parent_ends
     from microparallel.world.output import RankOutput
 
+    wake_when_parent_ends()
     # Ctrl-C before the job has begun ends the process silently; the parent prints the error.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     rank_process.dump_stack_on_signal(stacks_fd)
