@@ -40,6 +40,7 @@ from microparallel.text import count
 from microparallel.train import checkpoint
 from microparallel.train.checkpoint_folder import checkpoints
 from microparallel.train.checkpoint_reader import Checkpoint, read_whole
+from microparallel.train.run_folder import RunFolder
 
 KINDS = (
     "kill-rank",
@@ -267,7 +268,7 @@ class Disturbed:
     def _look(self, waiting: list[Fault], process: subprocess.Popen[bytes], deadline: float) -> None:
         if time.monotonic() > deadline:
             raise MicroparallelError(f"the disturbed run takes more than {_MOST_SECONDS:g} s")
-        step, flights = self._step(), self._flights()
+        step, flights = RunFolder(self._folder).last_step(), self._flights()
         ranks = {rank: one.pid for rank, (_, one) in flights.items()}
         for one in [*self._open]:
             if one.is_over(step, ranks):
@@ -283,13 +284,6 @@ class Disturbed:
                     self._open.append(_Open(fault, time.monotonic(), step, {*ranks.values()}))
                 self._tell(f"step {step}: {fault.done}")
                 break
-
-    def _step(self) -> int:
-        """The last step that the run has written down."""
-        with contextlib.suppress(OSError, ValueError):
-            lines = (self._folder / "metrics.jsonl").read_bytes().splitlines()
-            return int(json.loads(lines[-1])["step"]) if lines else 0
-        return 0
 
     def _flights(self) -> dict[int, tuple[Path, Snapshot]]:
         """The flight files of the ranks that run now, by rank, and what is in them."""

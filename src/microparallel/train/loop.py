@@ -81,8 +81,7 @@ def train_on_rank(
             # One slot will do where a state that was cut off sends nobody back to the disk.
             copies = Copies.into_memory(comms, training.contents, writer, slots=2 if config.restarts else 1)
         if copies is not None:
-            go_on = f"microparallel train --resume {'RUN' if folder is None else folder.path}"
-            copies.if_all_fails(checkpoints, config.keep, config.keep_every, go_on, asdict(config))
+            copies.if_all_fails(checkpoints, config.keep, config.keep_every, None, asdict(config))
         if goes_on:
             _go_on_from_latest(training, checkpoints, copies, display)
             if folder is not None:
