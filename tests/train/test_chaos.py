@@ -16,6 +16,7 @@ LAYOUTS = {
     "dp x pp": ["--dp", "2", "--pp", "2"],
     "optimizer": ["--ranks", "2", "--shard", "optimizer"],
     "parameters": ["--ranks", "2", "--shard", "parameters"],
+    "workers": ["--ranks", "2", "--workers", "2"],
 }
 
 

@@ -1,12 +1,15 @@
 """Ranks start and end cleanly, also when one raises, exits or is killed."""
 
 import contextlib
+import multiprocessing.connection
 import os
 import signal
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -173,6 +176,22 @@ def test_a_result_that_cannot_be_sent(pool):
         pool.run(lambda comms: (number for number in range(3)), 1, timeout=30)
 
 
+def makes_a_socket(comms, folder):
+    """Open one as a data worker does, and be killed with it."""
+    name = multiprocessing.connection.arbitrary_address("AF_UNIX")
+    listener = multiprocessing.connection.Listener(name)
+    (folder / f"{comms.rank}").write_text(f"{listener.address}")
+    comms.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_sockets_of_a_rank_that_was_killed_are_removed(pool, tmp_path):
+    with pytest.raises(mp.errors.RankFailed, match="was killed by SIGKILL"):
+        pool.run(makes_a_socket, 2, tmp_path, timeout=30)
+    folders = [Path((tmp_path / f"{rank}").read_text()).parent for rank in range(2)]
+    assert len({*folders}) == 2 and not any(folder.exists() for folder in folders)
+
+
 SCRIPT = """
 import os, pathlib, sys, time
 import microparallel as mp
@@ -239,5 +258,6 @@ def test_ending_the_parent_ends_the_ranks(tmp_path, start, number):
     os.kill(parent.pid, number)
     assert parent.wait(20) != 0
     assert all(gone(pid) for pid in ranks)
+    assert not any(Path(tempfile.gettempdir(), f"microparallel-rank-{pid}").exists() for pid in ranks)
     if number == signal.SIGINT:
         assert parent.errors.count("Traceback") == 1, parent.errors  # the parent's own, none from the ranks

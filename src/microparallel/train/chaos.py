@@ -61,7 +61,7 @@ _GONE_AFTER = 5.0  # seconds in which a world ends whose launcher was killed
 _FULL_FOR = 0.5  # seconds that the disk is full, or until the next fault
 _MOST_SECONDS = 600.0
 # Of temporary files: those of ranks that died, for `microparallel why`, for a day; what torch has compiled.
-_MAY_STAY = ("microparallel-", "torchinductor_")
+_MAY_STAY = (f"microparallel-{os.getuid()}", "torchinductor_")
 _LAST_LINES = 10
 _STOPPED_AFTER = 0.1  # seconds in which a process stops that was told to
 
