@@ -82,10 +82,11 @@ def test_a_run_that_shrinks_and_grows_again_learns_the_same(pool, tmp_path, opti
     ("options", "rounds"),
     [
         # Until which step, how many ranks the command asks for, and how many can be had.
-        ({}, [(6, 4, 4), (9, 4, 3), (12, 1, 1)]),
-        ({"shard": "parameters", "replicas": 2}, [(6, 4, 4), (9, 4, 3), (12, 4, 1)]),
+        ({"validate_every": 2}, [(6, 4, 4), (9, 4, 3), (12, 1, 1)]),
+        ({"shard": "optimizer"}, [(6, 4, 4), (9, 4, 3), (12, 4, 1)]),
+        ({"shard": "parameters", "replicas": 2, "validate_every": 2}, [(6, 4, 4), (9, 4, 3), (12, 4, 1)]),
     ],
-    ids=["plain", "parameters"],
+    ids=["plain", "optimizer", "parameters"],
 )
 def test_the_same_command_goes_on_with_as_many_ranks_as_there_are(pool, tmp_path, options, rounds):
     """As --resume auto does, and --min-ranks: the run keeps the shares it began with."""

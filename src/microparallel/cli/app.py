@@ -13,7 +13,15 @@ from typer.core import TyperCommand, TyperGroup
 
 from microparallel import __version__
 from microparallel.broken_pipe import quiet_broken_pipe
-from microparallel.errors import CheckpointError, GradientError, MicroparallelError, RankFailed, UsageError
+from microparallel.errors import (
+    CheckpointError,
+    CommsTimeout,
+    GradientError,
+    MicroparallelError,
+    PeerLost,
+    RankFailed,
+    UsageError,
+)
 from microparallel.topology import DO_NOT_SPIN
 from microparallel.topology.limits import limit_behind
 
@@ -83,7 +91,7 @@ _REFUSALS = {  # what typer's validator calls a refusal → in our words
     "float_parsing": "a number is needed",
 }
 # Errors of ranks that say who and where themselves: a traceback would show lines of ours alone.
-_SAYS_WHERE = (CheckpointError, GradientError, MicroparallelError)
+_SAYS_WHERE = (CheckpointError, CommsTimeout, GradientError, MicroparallelError, PeerLost)
 _LISTS = ("NAMES", "SIZES")  # how the help calls values with commas between them
 
 

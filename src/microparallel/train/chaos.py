@@ -158,7 +158,7 @@ def chaos(
 def _other_ranks(summary: dict[str, Any]) -> list[list[str]]:
     """The flags of each number of ranks, or of pipelines, with which the run can go on; its own come last."""
     flag, most = ("--dp", summary["dp"]) if "pp" in summary else ("--ranks", summary["ranks"])
-    least = 2 if summary.get("shard") == "parameters" else 1  # which one rank has nobody to share with
+    least = 2 if "shard" in summary else 1  # as one rank has nobody to share with
     if most <= least:
         raise ConfigError(f"--kinds {FEWER}: the run cannot have fewer {'pipelines' if flag == '--dp' else 'ranks'}")
     if summary["precision"] != "float64":

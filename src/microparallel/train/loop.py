@@ -97,7 +97,7 @@ def train_on_rank(
 def _with_fewer_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
     """The same run with as many ranks as could be started; what so many cannot have is left out."""
     left_out: dict[str, Any] = {}
-    if config.shard == "parameters" and ranks == 1:
+    if config.shard is not None and ranks == 1:
         left_out = dict.fromkeys(("shard", *OF_PARAMETERS))
     elif ranks % (config.replicas or 1):
         left_out = {"replicas": None}
