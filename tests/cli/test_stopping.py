@@ -3,8 +3,11 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
+
+from microparallel.cli.train import _say_what_is_lost
 
 MODEL = """
 import time
@@ -121,3 +124,13 @@ def test_a_save_that_fails_after_an_interrupt_is_said(training):
     assert process.wait(20) == 1
     assert "raised ValueError: sleep length must be non-negative" in process.errors
     assert "ended at once" not in process.errors
+
+
+def test_a_second_interrupt_after_the_last_save_loses_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run" / "checkpoints" / "step-00000008").mkdir(parents=True)
+    (tmp_path / "run" / "config.toml").touch()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 8, "loss": 1.0}\n')
+    _say_what_is_lost(Path("run"))
+    said = capsys.readouterr().err
+    assert said.startswith("ended at once; step 8 is saved, and nothing is lost; go on with: ") and "\n" in said

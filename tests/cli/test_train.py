@@ -367,12 +367,45 @@ def test_what_is_in_memory_is_saved_when_there_is_no_restart(tmp_path, micropara
     (tmp_path / "mine_dies.py").write_text(DIES_ONCE)
     result = microparallel(*DYING, "--out", "killed")
     assert result.returncode == 1 and "rank 1 was killed by SIGKILL" in result.stderr
-    assert "which was in memory, is saved; go on with: microparallel train --resume killed" in result.stderr
-    last = max(path.name for path in (tmp_path / "killed" / "checkpoints").glob("step-*"))
-    assert 0 < int(last.removeprefix("step-")) < 40
+    last = max(int(path.name[5:]) for path in (tmp_path / "killed" / "checkpoints").glob("step-*"))
+    assert 0 < last < 40 and f"step {last}, which was in memory, is saved\n" in result.stderr
+    how = f"step {last} is saved; go on with: microparallel train --resume killed"
+    assert result.stderr.splitlines()[-1] == how
     resumed = microparallel("train", "--resume", "killed", "--json", "--quiet")
     whole = microparallel(*DYING, "--out", "whole", "--quiet")
     assert json.loads(resumed.stdout)["loss"] == json.loads(whole.stdout)["loss"]
+
+
+BECOMES_NAN = """
+import torch
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.calls += self.training
+        return self.layer(inputs) * (float("nan") if self.calls == 9 else 1)
+"""
+
+
+def test_a_run_that_fails_for_good_says_where_and_how_to_go_on(tmp_path, microparallel):
+    """Without lines of ours: the error says itself which rank and which parameters."""
+    (tmp_path / "becomes_nan.py").write_text(BECOMES_NAN)
+    words = ["--model", "becomes_nan:Model", "--data", "digits", "--steps", 20, "--save-every", 4, "--out", "run"]
+    result = microparallel("train", *words, "--ranks", 2, "--restarts", 5, "--quiet")
+    lines = result.stderr.splitlines()
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert lines[0].endswith(
+        "the loss of step 9 is nan, and nothing of this step was kept; starting again with 2 ranks (restart 1 of 5)"
+    )
+    assert "  rank 1: gradients that are not finite: layer.weight, layer.bias" in lines
+    assert lines[-2:] == [
+        "after step 8 this came 2 times: there is no other restart",
+        "step 8 is saved; go on with: microparallel train --resume run",
+    ]
 
 
 FAILS_ON_ONE_RANK = """

@@ -1,8 +1,10 @@
 """Whatever goes wrong, a run ends as if nothing had; with real processes that are really killed."""
 
+import os
+
 import pytest
 
-from microparallel.train import chaos
+from microparallel.train import chaos, checkpoint
 
 # Small models: what matters here is what is lost, not what is learnt.
 MLP = ["--steps", "400", "--dim", "16", "--depth", "3", "--batch", "50", "--save-every", "20"]
@@ -14,31 +16,43 @@ LAYOUTS = {
     "dp x pp": ["--dp", "2", "--pp", "2"],
     "optimizer": ["--ranks", "2", "--shard", "optimizer"],
     "parameters": ["--ranks", "2", "--shard", "parameters"],
+    "workers": ["--ranks", "2", "--workers", "2"],
 }
 
 
-# Starting processes is what takes time: two ranks in each run, and a new launcher in one of them alone.
-QUICK = [kind for kind in chaos.KINDS if kind not in ("kill-launcher", "corrupt")]
+WITH_FEWER = {
+    "dp": ["--ranks", "3"],
+    "dp x pp": ["--dp", "2", "--pp", "2"],
+    "optimizer": ["--ranks", "3", "--shard", "optimizer"],
+    "parameters": ["--ranks", "4", "--shard", "parameters"],
+}
+
+
+# Starting processes is what takes time: two ranks in each run, and a second launcher in one of them alone.
+ONE_LAUNCHER = [kind for kind in chaos.KINDS if kind not in ("kill-launcher", "corrupt")]
+TWO_LAUNCHERS = [*ONE_LAUNCHER, "corrupt"]
 
 
 def survives(tmp_path, words, seed, faults, kinds=chaos.KINDS):
     outcome = chaos.chaos(words, tmp_path, seed=seed, faults=faults, kinds=kinds, timeout=1.5)
+    for fault in outcome.faults:
+        print(f"step {fault.step}: {fault.done or fault.kind + ': no occasion'}; lost {fault.lost} steps")
     log = (tmp_path / "disturbed.log").read_text()
-    assert outcome.left == [] and outcome.same_losses and outcome.same_weights, f"{outcome}\n{log}"
-    assert outcome.largest_difference == 0
+    assert outcome.survived, f"{outcome}\n{log}"
+    assert outcome.largest_difference <= (chaos.ROUNDING if chaos.FEWER in kinds else 0)
     return outcome
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("model", "layout", "seed", "faults", "kinds"),
-    [(MLP, "parameters", 1, 7, chaos.KINDS), (GPT, "pp", 2, 13, QUICK)],
+    [(MLP, "parameters", 1, 8, TWO_LAUNCHERS), (GPT, "pp", 2, 12, ONE_LAUNCHER)],
     ids=["mlp-parameters", "gpt-pp"],
 )
 def test_twenty_faults(tmp_path, model, layout, seed, faults, kinds):
     outcome = survives(tmp_path, [*model, *LAYOUTS[layout]], seed, faults, kinds)
     done = {fault.kind for fault in outcome.faults if fault.done}
-    assert {"kill-rank", "stop-rank"} <= done and ("kill-launcher" in done) == ("kill-launcher" in kinds)
+    assert {"kill-rank", "stop-rank"} <= done and ("corrupt" in done) == ("corrupt" in kinds)
 
 
 @pytest.mark.slow
@@ -48,6 +62,50 @@ def test_twenty_faults(tmp_path, model, layout, seed, faults, kinds):
 @pytest.mark.parametrize("seed", [11, 12])
 def test_two_hundred_faults(tmp_path, model, layout, seed):
     survives(tmp_path, [*model, *LAYOUTS[layout]], seed, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", WITH_FEWER)
+@pytest.mark.parametrize("model", [MLP, GPT], ids=["mlp", "gpt"])
+def test_forty_faults_with_other_ranks(tmp_path, model, layout):
+    words = [*model, *WITH_FEWER[layout], "--precision", "float64"]
+    outcome = survives(tmp_path, words, 13, 5, [chaos.FEWER, "kill-rank", "kill-backward", "stop-rank"])
+    assert any(fault.done for fault in outcome.faults if fault.kind == chaos.FEWER)
+
+
+# 256 samples in batches of 32: eight steps an epoch.
+COUNTING = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Parameter(torch.zeros(256))
+
+    def forward(self, sample, _):
+        return -32 * self.used[sample].mean()  # SGD with a learning rate of 1 adds 1 for each sample of the batch
+
+def make_data():
+    return TensorDataset(torch.arange(256), torch.arange(256))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_every_sample_is_used_once_an_epoch(tmp_path, monkeypatch):
+    """The model counts: whatever is lost or done again, at the end each sample has changed it twenty times."""
+    (tmp_path / "counting.py").write_text(COUNTING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    words = ["--model", "counting:Counts", "--data", "counting:make_data", "--optimizer", "sgd", "--lr", "1"]
+    words += ["--schedule-lr", "constant", "--batch", "32", "--epochs", "20", "--ranks", "2", "--save-every", "10"]
+    outcome = survives(tmp_path / "runs", words, 4, 4, ["kill-rank", "kill-saving"])
+    assert any(fault.done for fault in outcome.faults)
+    for run in ("undisturbed", "disturbed"):
+        found, _ = checkpoint.latest(tmp_path / "runs" / run / "checkpoints")
+        assert found.step == 160 and found.model["used"].tolist() == [20.0] * 256
 
 
 def test_a_plan_has_every_kind_and_depends_on_its_seed_alone():

@@ -42,7 +42,7 @@ def weights(comms, config, resume):
     from microparallel.train import checkpoint
 
     train(comms, config, resume, True)
-    found, _ = checkpoint.latest(Path(resume or config.out) / "checkpoints")
+    found, _ = checkpoint.latest(Path(config.out) / "checkpoints")
     return found.model
 
 
@@ -76,6 +76,28 @@ def test_a_run_that_shrinks_and_grows_again_learns_the_same(pool, tmp_path, opti
     for name, tensor in whole.items():
         torch.testing.assert_close(ended[name], tensor, rtol=0, atol=1e-12)
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "rounds"),
+    [
+        # Until which step, how many ranks the command asks for, and how many can be had.
+        ({"validate_every": 2}, [(6, 4, 4), (9, 4, 3), (12, 1, 1)]),
+        ({"shard": "optimizer"}, [(6, 4, 4), (9, 4, 3), (12, 4, 1)]),
+        ({"shard": "parameters", "replicas": 2, "validate_every": 2}, [(6, 4, 4), (9, 4, 3), (12, 4, 1)]),
+    ],
+    ids=["plain", "optimizer", "parameters"],
+)
+def test_the_same_command_goes_on_with_as_many_ranks_as_there_are(pool, tmp_path, options, rounds):
+    """As --resume auto does, and --min-ranks: the run keeps the shares it began with."""
+    whole = pool.run(weights, 4, configuration(tmp_path / "whole", **options), None, timeout=50)[0]
+    out = tmp_path / "run"
+    for steps, ranks, world_size in rounds:
+        config = configuration(out, **options, ranks=ranks, save_every=1)
+        ended = pool.run(until, world_size, config, "auto", steps, timeout=50)[0]
+    for name, tensor in whole.items():
+        torch.testing.assert_close(ended[name], tensor, rtol=0, atol=1e-12)
+    assert losses(out) == pytest.approx(losses(tmp_path / "whole"), rel=0, abs=1e-12)
 
 
 def until(comms, config, resume, steps):

@@ -1,17 +1,21 @@
 """Ranks start and end cleanly, also when one raises, exits or is killed."""
 
 import contextlib
+import multiprocessing.connection
 import os
 import signal
 import sys
+import tempfile
 import textwrap
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 import microparallel as mp
+from microparallel.world import fork_server as forking
 
 
 def gone(pid, patience=5.0):
@@ -172,6 +176,22 @@ def test_a_result_that_cannot_be_sent(pool):
         pool.run(lambda comms: (number for number in range(3)), 1, timeout=30)
 
 
+def makes_a_socket(comms, folder):
+    """Open one as a data worker does, and be killed with it."""
+    name = multiprocessing.connection.arbitrary_address("AF_UNIX")
+    listener = multiprocessing.connection.Listener(name)
+    (folder / f"{comms.rank}").write_text(f"{listener.address}")
+    comms.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_sockets_of_a_rank_that_was_killed_are_removed(pool, tmp_path):
+    with pytest.raises(mp.errors.RankFailed, match="was killed by SIGKILL"):
+        pool.run(makes_a_socket, 2, tmp_path, timeout=30)
+    folders = [Path((tmp_path / f"{rank}").read_text()).parent for rank in range(2)]
+    assert len({*folders}) == 2 and not any(folder.exists() for folder in folders)
+
+
 SCRIPT = """
 import os, pathlib, sys, time
 import microparallel as mp
@@ -202,6 +222,33 @@ def test_a_rank_that_was_stopped_ends_with_its_parent_too(tmp_path, start, stopp
             os.kill(ranks[stopped], signal.SIGKILL)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone says which process takes orphans, and wakes them")
+def test_ranks_that_were_all_stopped_end_with_their_parent_too(tmp_path, start):
+    """None of them can end the others, so the system must wake them.
+
+    This process takes them as orphans, as the first process of a container does. If that were in another session, the
+    system would wake them by itself.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    forking.take_orphans(True)
+    try:
+        parent = start("python", script, tmp_path)
+        ranks = pids(tmp_path, 2)
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait(20)
+        assert all(gone(pid) for pid in ranks)
+    finally:
+        forking.take_orphans(False)
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(rank, 0)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_ending_the_parent_ends_the_ranks(tmp_path, start, number):
     script = tmp_path / "script.py"
@@ -211,5 +258,6 @@ def test_ending_the_parent_ends_the_ranks(tmp_path, start, number):
     os.kill(parent.pid, number)
     assert parent.wait(20) != 0
     assert all(gone(pid) for pid in ranks)
+    assert not any(Path(tempfile.gettempdir(), f"microparallel-rank-{pid}").exists() for pid in ranks)
     if number == signal.SIGINT:
         assert parent.errors.count("Traceback") == 1, parent.errors  # the parent's own, none from the ranks

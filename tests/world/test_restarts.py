@@ -36,12 +36,14 @@ def test_the_number_of_restarts_is_the_bound():
     failures = [killed(step) for step in range(5)]
     restarted, ended = decide(failures, most=3)
     assert restarted == 3 and ended is failures[3][0]
+    assert ended.__notes__ == ["3 restarts came before this, and no more are allowed"]
     assert decide(failures, most=0) == (0, failures[0][0])
 
 
 def test_an_exception_that_comes_again_at_the_same_step_ends_it_with_the_first():
     failures = [killed(1), raised(5), raised(5, "raised ValueError: 8")]
     assert decide(failures) == (2, failures[1][0])  # the same but for a number
+    assert failures[1][0].__notes__ == ["after step 5 this came 2 times: there is no other restart"]
     assert decide([raised(5), raised(6), raised(7)]) == (3, None)  # it gets further
     assert decide([raised(5), raised(5, "raised KeyError")]) == (2, None)
     assert decide([raised(5), killed(5), raised(5)]) == (3, None)  # chance came between

@@ -13,7 +13,15 @@ from typer.core import TyperCommand, TyperGroup
 
 from microparallel import __version__
 from microparallel.broken_pipe import quiet_broken_pipe
-from microparallel.errors import MicroparallelError, RankFailed, UsageError
+from microparallel.errors import (
+    CheckpointError,
+    CommsTimeout,
+    GradientError,
+    MicroparallelError,
+    PeerLost,
+    RankFailed,
+    UsageError,
+)
 from microparallel.topology import DO_NOT_SPIN
 from microparallel.topology.limits import limit_behind
 
@@ -82,6 +90,8 @@ _REFUSALS = {  # what typer's validator calls a refusal → in our words
     "int_from_float": "a whole number is needed",
     "float_parsing": "a number is needed",
 }
+# Errors of ranks that say who and where themselves: a traceback would show lines of ours alone.
+_SAYS_WHERE = (CheckpointError, CommsTimeout, GradientError, MicroparallelError, PeerLost)
 _LISTS = ("NAMES", "SIZES")  # how the help calls values with commas between them
 
 
@@ -112,9 +122,9 @@ def main() -> NoReturn:
         code = _fail(str(error), 2)
     except RankFailed as error:
         # A rank that refuses what it was asked to do needs no traceback, only the reason.
-        code = _fail(str(error), 1) if error.refusal is None else _fail(error.refusal, 2)
+        code = _fail(_text(error), 1) if error.refusal is None else _fail(error.refusal, 2)
     except MicroparallelError as error:
-        code = _fail(str(error), 1)
+        code = _fail(_text(error), 1)
     except Exception as error:
         if hasattr(error, "format_message"):
             code = _wrong_call(error)
@@ -163,6 +173,14 @@ def _with_commas(error: Any) -> str:
         if word in lists and len(values) > 1:
             return f"write commas between them: {word} {','.join(value.strip(',') for value in values)}"
     return ""
+
+
+def _text(error: MicroparallelError) -> str:
+    """What an error says, and below it what was noted about it."""
+    text = str(error)
+    if isinstance(error, RankFailed) and type(error.__cause__) in _SAYS_WHERE:
+        text = f"rank {error.rank} {error.reason}"
+    return "\n".join([text.rstrip("\n"), *getattr(error, "__notes__", ())])
 
 
 def _fail(message: str, code: int) -> int:

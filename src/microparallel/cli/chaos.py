@@ -35,10 +35,11 @@ def chaos(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="kill-rank, kill-saving (while a checkpoint is written), kill-launcher, stop-rank, full-disk, corrupt "
-            "(the newest checkpoint, and the launcher is killed), kill-writer (the process that writes checkpoints); "
-            "with commas between them.",
-            show_default="all of them",
+            help="kill-rank, kill-backward, kill-call (in a collective, a send or a receive), kill-saving (while a "
+            "checkpoint is written), kill-launcher, kill-writer (the process that writes checkpoints), stop-rank, "
+            "full-disk, corrupt (the newest checkpoint, and the launcher is killed), fewer-ranks (the launcher is "
+            "killed, and the run goes on with other ranks; needs --precision float64); with commas between them.",
+            show_default="all but fewer-ranks",
         ),
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.5, help="Seconds until ranks give up one that was stopped.")] = 5.0,
@@ -58,8 +59,8 @@ def chaos(
         raise ConfigError(f"chaos breaks runs of train, not {words[0]!r}; write: microparallel chaos -- train …")
     chosen = breaking.KINDS if kinds is None else tuple(kinds.split(","))
     for kind in chosen:
-        if kind not in breaking.KINDS:
-            raise ConfigError(f"--kinds {kinds}: {did_you_mean(kind, breaking.KINDS)}")
+        if kind not in (known := (*breaking.KINDS, breaking.FEWER)):
+            raise ConfigError(f"--kinds {kinds}: {did_you_mean(kind, known)}")
     if out is not None and out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {out} holds other files; choose a new or an empty folder")
     console = Console(stderr=True)

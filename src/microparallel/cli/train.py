@@ -174,13 +174,21 @@ def _run(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[st
             f"--restarts {config.restarts}: torchrun or Slurm has started this rank, and starts it again: "
             "torchrun --max-restarts"
         )
-    if under_an_agent or (config.ranks == 1 and not config.restarts):
+    if under_an_agent:  # which says what has failed
+        with connect(config.transport, device=config.device, timeout=config.timeout or DEFAULT_TIMEOUT) as comms:
+            return _in_this_process(train_on_rank, comms, config, resume, quiet)
+    if resume is None:
+        config = replace(config, out=config.out or str(RunFolder.default_path(config, datetime.now())))
+    if config.ranks == 1 and not config.restarts:
+        run = _folder_of(config, resume)
         with connect(config.transport, device=config.device, timeout=config.timeout or DEFAULT_TIMEOUT) as comms:
             try:
                 return _in_this_process(train_on_rank, comms, config, resume, quiet)
+            except MicroparallelError as error:
+                _note_how_to_go_on(error, run)
+                raise
             except KeyboardInterrupt:
-                if not under_an_agent:
-                    _say_what_is_lost(_folder_of(config, resume) if resume or config.out else None)
+                _say_what_is_lost(run)
                 raise
     if not quiet:
         print(f"starting {count(config.ranks, 'rank')} …", file=sys.stderr)
@@ -195,10 +203,8 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    if resume is None:
-        config = replace(config, out=config.out or str(RunFolder.default_path(config, datetime.now())))
-        if config.restarts:  # each attempt is told the same, and finds in this folder what there is to go on from
-            resume = AUTO
+    if resume is None and config.restarts:  # each attempt finds in this folder what there is to go on from
+        resume = AUTO
     run = _folder_of(config, resume)
     options: dict[str, Any] = {"transport": config.transport, "device": config.device, "call_timeout": config.timeout}
     options |= {"restarts": config.restarts, "min_ranks": config.min_ranks}
@@ -211,11 +217,13 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
             results = pool.run(train_on_rank, config.ranks, config, resume, quiet, **options)
         except Interrupted as interrupt:
             results = interrupt.results
-        except LaunchError:
+        except LaunchError as error:
             RunFolder.clear_if_nothing_happened(run)  # rank 0 may have been ended before it could do so
+            _note_how_to_go_on(error, run)
             raise
         except KeyboardInterrupt as interrupt:
             if isinstance(interrupt.__cause__, LaunchError):  # the first Ctrl-C, and a rank could not save
+                _note_how_to_go_on(interrupt.__cause__, run)
                 raise interrupt.__cause__ from None
             _say_what_is_lost(run)
             raise
@@ -227,14 +235,21 @@ def _folder_of(config: TrainConfig, resume: Path | str | None) -> Path:
     return Path(config.out) if resume in (None, AUTO) and config.out else Path(resume or "")
 
 
-def _say_what_is_lost(run: Path | None) -> None:
+def _note_how_to_go_on(error: MicroparallelError, run: Path) -> None:
+    """Let an error end with what is saved of the run, if anything is that was learnt."""
+    if newest := max(checkpoints(run / "checkpoints"), default=0):
+        error.add_note(f"step {newest} is saved; go on with: microparallel train --resume {run}")
+
+
+def _say_what_is_lost(run: Path) -> None:
     """After a second Ctrl-C, which has ended the ranks at once: what was done, and what is saved of it."""
-    if run is None:  # the process that was ended had chosen its name
-        print("ended at once; what was done after the last save is lost", file=sys.stderr)
-    elif (run / "config.toml").exists():  # otherwise it had not begun
-        steps = checkpoints(run / "checkpoints")
-        kept = f"what was done after step {max(steps)}" if steps else "everything"
-        print(f"ended at once; {kept} is lost; go on with: microparallel train --resume {run}", file=sys.stderr)
+    folder = RunFolder(run)
+    if folder.config_file.exists():  # otherwise it had not begun
+        steps = checkpoints(folder.checkpoints)
+        lost = f"what was done after step {max(steps)} is lost" if steps else "everything is lost"
+        if steps and max(steps) == folder.last_step():
+            lost = f"step {max(steps)} is saved, and nothing is lost"
+        print(f"ended at once; {lost}; go on with: microparallel train --resume {run}", file=sys.stderr)
 
 
 def _in_this_process(train_on_rank: Callable[..., Any], comms: Comms, *arguments: Any) -> dict[str, Any]:

@@ -8,6 +8,8 @@ disturbed     1 ─ 2 ─ 3 ✗ rank 1 killed                                   
 ```
 
 The run that is disturbed is an ordinary `microparallel train`, in processes of its own; nothing in it knows of this.
+With `fewer-ranks` it goes on with another number of ranks, as if a machine had been lost and come back: then sums are
+made in another order, and what is compared may differ by 1e-12, in float64.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,18 +33,37 @@ from typing import Any
 import torch
 
 from microparallel.errors import ConfigError, MicroparallelError
+from microparallel.observe.flight_file import Snapshot, read
 from microparallel.observe.folders import look
+from microparallel.observe.processes import ask_for_stack, state_of
 from microparallel.text import count
 from microparallel.train import checkpoint
 from microparallel.train.checkpoint_folder import checkpoints
 from microparallel.train.checkpoint_reader import Checkpoint, read_whole
+from microparallel.train.run_folder import RunFolder
 
-KINDS = ("kill-rank", "kill-saving", "kill-launcher", "stop-rank", "full-disk", "corrupt", "kill-writer")
+KINDS = (
+    "kill-rank",
+    "kill-backward",
+    "kill-call",
+    "kill-saving",
+    "kill-launcher",
+    "kill-writer",
+    "stop-rank",
+    "full-disk",
+    "corrupt",
+)
+FEWER = "fewer-ranks"  # only if it is asked for: it changes the last bits
+ROUNDING = 1e-12  # by which weights and losses may differ if the number of ranks has changed, in float64
 MARK = "MICROPARALLEL_CHAOS"  # in the environment of all that is started here, to find what is left of it
 _LOOK = 0.005  # seconds between two looks at the run
 _GONE_AFTER = 5.0  # seconds in which a world ends whose launcher was killed
 _FULL_FOR = 0.5  # seconds that the disk is full, or until the next fault
 _MOST_SECONDS = 600.0
+# Of temporary files: those of ranks that died, for `microparallel why`, for a day; what torch has compiled.
+_MAY_STAY = (f"microparallel-{os.getuid()}", "torchinductor_")
+_LAST_LINES = 10
+_STOPPED_AFTER = 0.1  # seconds in which a process stops that was told to
 
 Progress = Callable[[str], None]
 
@@ -68,6 +90,7 @@ class Outcome:
     same_losses: bool
     same_weights: bool
     largest_difference: float  # of weights and optimizer state
+    tolerance: float = 0.0  # by which losses and weights that count as the same may differ
     left: list[str] = field(default_factory=list)  # what the run has left behind
 
     @property
@@ -113,19 +136,37 @@ def chaos(
     folder.mkdir(parents=True, exist_ok=True)
     tell("training undisturbed")
     whole, broken = folder / "undisturbed", folder / "disturbed"
-    environment = os.environ | {MARK: f"{os.getpid()}-{time.monotonic_ns()}"}
-    shared_before = _shared_memory()
-    summary = _undisturbed([*arguments, "--out", str(whole)], environment)
-    planned = plan(seed, faults, summary["steps"], summary["ranks"], kinds)
-    given = ["--out", str(broken), "--resume", "auto", "--restarts", str(len(planned) + 3)]
-    command = _command([*arguments, *given, "--timeout", f"{timeout:g}"])
-    run = Disturbed(command, broken, planned, environment, tell)
-    starts = run.to_the_end()
-    outcome = _compared(whole, broken, planned, starts, summary["steps"])
-    outcome.left += _processes_left(environment[MARK])
-    outcome.left += [f"/dev/shm/{name}" for name in sorted(_shared_memory() - shared_before)]
-    outcome.left += [str(path) for path in broken.rglob(".*") if path.name != ".gitignore"]
+    with tempfile.TemporaryDirectory() as temporary:
+        environment = os.environ | {MARK: f"{os.getpid()}-{time.monotonic_ns()}", "TMPDIR": temporary}
+        environment.pop("XDG_RUNTIME_DIR", None)  # flight files lie there otherwise
+        shared_before = _shared_memory()
+        summary = _undisturbed([*arguments, "--out", str(whole)], environment)
+        planned = plan(seed, faults, summary["steps"], summary["ranks"], kinds)
+        given = ["--out", str(broken), "--resume", "auto", "--restarts", str(len(planned) + 3)]
+        command = _command([*arguments, *given, "--timeout", f"{timeout:g}"])
+        others = _other_ranks(summary) if FEWER in kinds else []
+        run = Disturbed(command, broken, planned, environment, tell, others)
+        starts = run.to_the_end()
+        outcome = _compared(whole, broken, planned, starts, summary["steps"], ROUNDING if others else 0.0)
+        outcome.left += _processes_left(environment[MARK])
+        outcome.left += [f"/dev/shm/{name}" for name in sorted(_shared_memory() - shared_before)]
+        outcome.left += [str(path) for path in broken.rglob(".*") if path.name != ".gitignore"]
+        outcome.left += [str(path) for path in Path(temporary).iterdir() if not path.name.startswith(_MAY_STAY)]
     return outcome
+
+
+def _other_ranks(summary: dict[str, Any]) -> list[list[str]]:
+    """The flags of each number of ranks, or of pipelines, with which the run can go on; its own come last."""
+    flag, most = ("--dp", summary["dp"]) if "pp" in summary else ("--ranks", summary["ranks"])
+    least = 2 if "shard" in summary else 1  # as one rank has nobody to share with
+    if most <= least:
+        raise ConfigError(f"--kinds {FEWER}: the run cannot have fewer {'pipelines' if flag == '--dp' else 'ranks'}")
+    if summary["precision"] != "float64":
+        raise ConfigError(
+            f"--kinds {FEWER}: with other ranks, sums in {summary['precision']} are rounded in another way; "
+            "to compare them, add --precision float64"
+        )
+    return [[flag, str(number)] for number in range(least, most + 1)]
 
 
 def _command(arguments: Sequence[str]) -> list[str]:
@@ -175,12 +216,21 @@ class Disturbed:
         faults: in the order of their steps; what was done, and what it cost, is written into them.
         environment: of the command; what it holds under `MARK` tells its processes from others.
         tell: shown to people while it goes on.
+        others: flags for each number of ranks with which the run can go on; those that it begins with come last.
     """
 
     def __init__(
-        self, command: list[str], folder: Path, faults: list[Fault], environment: dict[str, str], tell: Progress
+        self,
+        command: list[str],
+        folder: Path,
+        faults: list[Fault],
+        environment: dict[str, str],
+        tell: Progress,
+        others: Sequence[list[str]] = (),
     ) -> None:
         self._command = command
+        self._others = others
+        self._chosen = len(others) - 1
         self._folder = folder
         self._faults = faults
         self._environment = environment
@@ -196,7 +246,11 @@ class Disturbed:
             for start in itertools.count(1):
                 # A session of its own: Ctrl-C here does not reach it by itself.
                 process = subprocess.Popen(
-                    self._command, env=self._environment, stdout=log, stderr=log, start_new_session=True
+                    [*self._command, *self._flags_of_ranks()],
+                    env=self._environment,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
                 )
                 try:
                     while process.poll() is None:
@@ -207,89 +261,96 @@ class Disturbed:
                 if process.returncode == 0:
                     return start
                 if start > len(self._faults) + 3:
-                    raise MicroparallelError(
-                        f"the disturbed run does not come to its end; what it printed is in {log.name}"
-                    )
+                    printed = "".join(Path(log.name).read_text(errors="replace").splitlines(True)[-_LAST_LINES:])
+                    raise MicroparallelError(f"the disturbed run does not come to its end; it printed last:\n{printed}")
         raise AssertionError("itertools.count ends")  # pragma: no cover
 
     def _look(self, waiting: list[Fault], process: subprocess.Popen[bytes], deadline: float) -> None:
         if time.monotonic() > deadline:
             raise MicroparallelError(f"the disturbed run takes more than {_MOST_SECONDS:g} s")
-        step, ranks = self._step(), self._ranks()
+        step, flights = RunFolder(self._folder).last_step(), self._flights()
+        ranks = {rank: one.pid for rank, (_, one) in flights.items()}
         for one in [*self._open]:
             if one.is_over(step, ranks):
                 self._open.remove(one)
-        due = bool(waiting) and step >= waiting[0].step
-        if self._undo is not None and (due or time.monotonic() > self._undo[0]):
-            _, undo = self._undo
-            self._undo = None
-            undo()
-        if due:
-            fault = waiting[0]
-            if self._do(fault, process, ranks):
-                waiting.pop(0)
+        if self._undo is not None and time.monotonic() > self._undo[0]:
+            self._empty_disk()
+        for fault in [fault for fault in waiting if step >= fault.step]:  # for the first there may be no occasion yet
+            if (act := self._occasion(fault, process, flights)) is not None:
+                self._empty_disk()
+                fault.done = act()
+                waiting.remove(fault)
                 if fault.kind not in ("full-disk", "kill-writer"):  # which end no rank
                     self._open.append(_Open(fault, time.monotonic(), step, {*ranks.values()}))
                 self._tell(f"step {step}: {fault.done}")
+                break
 
-    def _step(self) -> int:
-        """The last step that the run has written down."""
-        with contextlib.suppress(OSError, ValueError):
-            lines = (self._folder / "metrics.jsonl").read_bytes().splitlines()
-            return int(json.loads(lines[-1])["step"]) if lines else 0
-        return 0
-
-    def _ranks(self) -> dict[int, int]:
-        """The processes of the ranks that run now, by rank."""
+    def _flights(self) -> dict[int, tuple[Path, Snapshot]]:
+        """The flight files of the ranks that run now, by rank, and what is in them."""
         flight = self._folder / "flight"
-        found = look(flight.resolve()).values() if flight.exists() else ()
-        return {one.rank: one.pid for one in found if one.state == "running"}
+        found = look(flight.resolve()).items() if flight.exists() else ()
+        return {one.rank: (path, one) for path, one in found if one.state == "running"}
 
     def _saved(self) -> dict[int, Path]:
         with contextlib.suppress(OSError):
             return checkpoints(self._folder / "checkpoints")
         return {}
 
-    def _do(self, fault: Fault, process: subprocess.Popen[bytes], ranks: dict[int, int]) -> bool:
-        """Let something go wrong; returns whether there was an occasion."""
-        if fault.rank not in ranks:
-            return False
-        pid = ranks[fault.rank]
-        saved = self._saved()
-        if fault.kind == "kill-saving" and not any((self._folder / "checkpoints").glob(".step-*-writing")):
-            return False
-        if fault.kind == "corrupt" and len(saved) < 2:
-            return False
-        writers = _writers(ranks.get(0))
-        if fault.kind == "kill-writer" and not writers:
-            return False
-        if fault.kind == "kill-launcher":
-            os.kill(process.pid, signal.SIGKILL)
-            fault.done = "the launcher was killed"
-        elif fault.kind == "corrupt":  # with the launcher goes what is in memory, so the disk is needed
-            _flip_a_byte(saved[max(saved)])
-            os.kill(process.pid, signal.SIGKILL)
-            fault.done = "the newest checkpoint was damaged and the launcher was killed"
-        elif fault.kind == "kill-writer":
-            for writer in writers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(writer, signal.SIGKILL)
-            fault.done = "the process that writes checkpoints was killed"
-        elif fault.kind == "stop-rank":
-            os.kill(pid, signal.SIGSTOP)
-            fault.done = f"rank {fault.rank} was stopped"
-        elif fault.kind == "full-disk":
-            self._fill_disk(ranks)
-            fault.done = "the disk was full for a moment"
-        else:
-            os.kill(pid, signal.SIGKILL)
-            fault.done = f"{'in saving, ' if fault.kind == 'kill-saving' else ''}rank {fault.rank} was killed"
-        return True
+    def _flags_of_ranks(self) -> list[str]:
+        return self._others[self._chosen] if self._others else []
 
-    def _fill_disk(self, ranks: dict[int, int]) -> None:
+    def _occasion(
+        self, fault: Fault, process: subprocess.Popen[bytes], flights: dict[int, tuple[Path, Snapshot]]
+    ) -> Callable[[], str] | None:
+        """What lets this go wrong now, and says in words what it did; None if there is no occasion."""
+        if not flights:
+            return None
+        rank = sorted(flights)[fault.rank % len(flights)]  # there may be fewer than the run began with
+        path, found = flights[rank]
+        kill = _killing(found.pid, f"rank {rank} was killed")
+        kill_launcher = _killing(process.pid, "the launcher was killed")
+        if fault.kind == "kill-rank":
+            return kill
+        if fault.kind == "kill-backward":
+            stack = ask_for_stack(path, found.pid, timeout=_STOPPED_AFTER)
+            in_backward = any(place.function in ("backward", "_engine_run_backward") for place in stack)
+            return (lambda: f"in backward, {kill()}") if in_backward else None
+        if fault.kind == "kill-call":
+            call = _stopped_in_call(path, found.pid)
+            return None if call is None else lambda: f"in {call}, {kill()}"
+        if fault.kind == "kill-saving":
+            saving = any((self._folder / "checkpoints").glob(".step-*-writing"))
+            return (lambda: f"in saving, {kill()}") if saving else None
+        if fault.kind == "kill-writer":
+            writers = _writers(flights[0][1].pid if 0 in flights else None)
+            return _killing(writers[0], "the process that writes checkpoints was killed") if writers else None
+        if fault.kind == "corrupt":
+            saved = self._saved()
+            if len(saved) < 2:
+                return None
+
+            def corrupt() -> str:  # with the launcher goes what is in memory, so the disk is needed
+                _flip_a_byte(saved[max(saved)])
+                return f"the newest checkpoint was damaged and {kill_launcher()}"
+
+            return corrupt
+        if fault.kind == FEWER:
+
+            def lose() -> str:
+                self._chosen = (self._chosen + 1 + fault.rank % (len(self._others) - 1)) % len(self._others)
+                return f"{kill_launcher()}, and the run went on with {' '.join(self._flags_of_ranks())}"
+
+            return lose
+        if fault.kind == "stop-rank":
+            return _killing(found.pid, f"rank {rank} was stopped", signal.SIGSTOP)
+        if fault.kind == "full-disk":
+            return lambda: self._fill_disk([one.pid for _, one in flights.values()])
+        return kill_launcher
+
+    def _fill_disk(self, ranks: list[int]) -> str:
         """Let every write of the ranks to a file fail, as on a full disk, for a while."""
         limits = {}
-        for pid in (*ranks.values(), *_writers(ranks.get(0))):
+        for pid in (*ranks, *(writer for rank in ranks for writer in _writers(rank))):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 limits[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, limits[pid][1]))
@@ -300,6 +361,40 @@ class Disturbed:
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
 
         self._undo = time.monotonic() + _FULL_FOR, undo
+        return "the disk was full for a moment"
+
+    def _empty_disk(self) -> None:
+        """There is room again."""
+        if self._undo is not None:
+            _, undo = self._undo
+            self._undo = None
+            undo()
+
+
+def _killing(pid: int, words: str, number: signal.Signals = signal.SIGKILL) -> Callable[[], str]:
+    """Send this signal to a process, if it still runs, and say so in these words."""
+
+    def kill() -> str:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        return words
+
+    return kill
+
+
+def _stopped_in_call(flight_file: Path, pid: int) -> str | None:
+    """The call to other ranks that a rank is in, which is stopped there; None, and nothing is stopped, if in none."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        deadline = time.monotonic() + _STOPPED_AFTER
+        while state_of(pid)[0] == "running" and time.monotonic() < deadline:
+            time.sleep(_LOOK / 10)
+        now = read(flight_file)
+        calls = [] if now is None else [record.name for record in now.records if record.waits]
+        if calls and state_of(pid)[0] == "stopped":
+            return calls[-1]
+        os.kill(pid, signal.SIGCONT)
+    return None
 
 
 def _writers(first: int | None) -> list[int]:
@@ -337,7 +432,9 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
 # ── comparing ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _compared(whole: Path, broken: Path, faults: list[Fault], starts: int, steps: int) -> Outcome:
+def _compared(
+    whole: Path, broken: Path, faults: list[Fault], starts: int, steps: int, tolerance: float = 0.0
+) -> Outcome:
     first, second = (checkpoint.latest(run / "checkpoints")[0] for run in (whole, broken))
     pairs = [*zip(_tensors(first), _tensors(second), strict=True)]
     largest = max((_difference(one, other) for one, other in pairs), default=0.0)
@@ -345,9 +442,11 @@ def _compared(whole: Path, broken: Path, faults: list[Fault], starts: int, steps
         faults,
         starts,
         steps,
-        same_losses=_losses(whole) == _losses(broken),
-        same_weights=first.step == second.step and all(torch.equal(one, other) for one, other in pairs),
+        same_losses=_are_alike(_losses(whole), _losses(broken), tolerance),
+        same_weights=first.step == second.step
+        and (all(torch.equal(one, other) for one, other in pairs) or largest <= tolerance),
         largest_difference=largest,
+        tolerance=tolerance,
     )
 
 
@@ -368,6 +467,12 @@ def _losses(run: Path) -> list[tuple[int, float]]:
     """Step and loss of each line: a step that was lost or done twice shows here."""
     records = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [(record["step"], record["loss"]) for record in records if "loss" in record]
+
+
+def _are_alike(first: list[tuple[int, float]], second: list[tuple[int, float]], tolerance: float) -> bool:
+    if tolerance == 0 or len(first) != len(second):
+        return first == second
+    return all(a == b and abs(x - y) <= tolerance for (a, x), (b, y) in zip(first, second, strict=True))
 
 
 def _processes_left(mark: str) -> list[str]:
@@ -393,6 +498,11 @@ def in_words(outcome: Outcome) -> str:
     ended = f"{faults}, {count(outcome.starts, 'start')} of the command, {outcome.steps} steps"
     if outcome.left:
         return f"{ended}: it has left {', '.join(outcome.left)}"
+    if outcome.survived and outcome.tolerance:
+        return (
+            f"{ended}: losses and weights are those of the undisturbed run within {outcome.tolerance:g} (largest "
+            f"difference {outcome.largest_difference:.1e}); nothing is left behind"
+        )
     if outcome.survived:
         return f"{ended}: losses and weights are those of the undisturbed run, bit for bit; nothing is left behind"
     return f"{ended}: it is not what the undisturbed run is; largest difference {outcome.largest_difference:.1e}"

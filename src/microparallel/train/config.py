@@ -799,7 +799,7 @@ def _check_sharding(config: TrainConfig) -> None:
     if config.strategy not in ("auto", "ddp", "pipeline"):
         raise ConfigError(f"{given} is for --strategy ddp, and it is {config.strategy}; try that, or --shard none")
     if config.world_size == 1 and config.strategy == "auto":
-        raise ConfigError(f"{given}: one rank has no other rank to share with; try --ranks 2, or leave it out")
+        raise ConfigError(f"{given}: one rank has no other rank to share with; try --ranks 2, or --shard none")
 
 
 def _check_precision(config: TrainConfig) -> None:

@@ -83,12 +83,12 @@ class Copies:
         return cls(comms, contents, own, memory, writer=writer)
 
     def if_all_fails(
-        self, folder: Path, keep: int, keep_every: int | None, go_on: str, run: dict[str, Any] | None = None
+        self, folder: Path, keep: int, keep_every: int | None, go_on: str | None, run: dict[str, Any] | None = None
     ) -> None:
-        """Let the launcher save the newest copy when there is no restart left, and say how to go on.
+        """Let the launcher save the newest copy when there is no restart left, and say how to `go_on`.
 
-        `run` are the settings of a run of `train`. Copies that are there already, and belong to another folder, are
-        forgotten.
+        `run` are the settings of a run of `train`, which says that itself. Copies that are there already, and belong to
+        another folder, are forgotten.
         """
         if self._first and self._held is not None:
             arguments = {"folder": str(folder.absolute()), "keep": keep, "keep_every": keep_every, "go_on": go_on}

@@ -15,7 +15,7 @@ import torch
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
 from microparallel.errors import ConfigError, GradientError, MicroparallelError
-from microparallel.files.state_memory import newest
+from microparallel.files.state_memory import HeldStates, newest
 from microparallel.settings import declared
 from microparallel.text import count
 from microparallel.train import checkpoint
@@ -23,7 +23,7 @@ from microparallel.train.agreement import Agreement, Decision
 from microparallel.train.alike import require_same_data, require_same_run_everywhere
 from microparallel.train.build import build
 from microparallel.train.checkpoint_writer import Writer
-from microparallel.train.config import TrainConfig, read_config
+from microparallel.train.config import OF_PARAMETERS, TrainConfig, read_config
 from microparallel.train.copies import Copies
 from microparallel.train.logs import Logs
 from microparallel.train.metrics import Validation
@@ -58,13 +58,16 @@ def train_on_rank(
     """
     config = config.resolved()
     if comms.world_size < config.world_size:  # not as many processes as before could be started
-        config = replace(config, ranks=comms.world_size).resolved()
+        config = _with_fewer_ranks(config, comms.world_size)
+    held = comms.held_states
+    in_memory = held is not None and newest(held.slots) is not None
+    shares = _shares_of_run(config, held if in_memory else None, comms)
+    if resume == AUTO and config.shares is None:  # there may have been other ranks when the run began
+        config = replace(config, shares=shares)
     config = config.with_shares()
     require_same_run_everywhere(config, comms)
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(contextlib.closing(display_for(comms.rank, quiet)))
-        held = comms.held_states
-        in_memory = held is not None and newest(held.slots) is not None
         folder = _on_first(comms, lambda: stack.enter_context(_open(config, resume, in_memory)))
         if folder is not None:
             stack.callback(folder.remove_if_nothing_happened)
@@ -80,8 +83,7 @@ def train_on_rank(
             # One slot will do where a state that was cut off sends nobody back to the disk.
             copies = Copies.into_memory(comms, training.contents, writer, slots=2 if config.restarts else 1)
         if copies is not None:
-            go_on = f"microparallel train --resume {'RUN' if folder is None else folder.path}"
-            copies.if_all_fails(checkpoints, config.keep, config.keep_every, go_on, asdict(config))
+            copies.if_all_fails(checkpoints, config.keep, config.keep_every, None, asdict(config))
         if goes_on:
             _go_on_from_latest(training, checkpoints, copies, display)
             if folder is not None:
@@ -93,6 +95,28 @@ def train_on_rank(
             logs = stack.enter_context(contextlib.closing(Logs(folder.path, config, training.steps_done, display.note)))
         saving = stack.enter_context(Saving(training, config, checkpoints, display, copies))
         return _Run(training, config, folder, saving, display, logs).to_the_end()
+
+
+def _with_fewer_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
+    """The same run with as many ranks as could be started; what so many cannot have is left out."""
+    left_out: dict[str, Any] = {}
+    if config.shard is not None and ranks == 1:
+        left_out = dict.fromkeys(("shard", *OF_PARAMETERS))
+    elif ranks % (config.replicas or 1):
+        left_out = {"replicas": None}
+    return replace(config, ranks=ranks, **left_out).resolved()
+
+
+def _shares_of_run(config: TrainConfig, held: HeldStates | None, comms: Comms) -> int | None:
+    """Into how many shares the run in this folder, or in memory, cuts each batch: rank 0 tells. None without a run."""
+    run: dict[str, Any] = {}
+    if comms.rank == 0 and held is not None and held.arguments is not None:
+        run = held.arguments["run"]
+    elif comms.rank == 0 and config.out is not None and (Path(config.out) / "config.toml").exists():
+        with contextlib.suppress(ConfigError):  # which is refused when the folder is opened
+            run = read_config(Path(config.out) / "config.toml")
+    shares: int | None = gather_json(run.get("shares"), comms)[0]
+    return shares
 
 
 def _open(config: TrainConfig, resume: Path | str | None, in_memory: bool) -> RunFolder:

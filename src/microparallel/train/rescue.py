@@ -23,11 +23,18 @@ from microparallel.train.run_folder import RunFolder
 
 
 def save_what_is_in_memory(
-    slots: Sequence[Slot], *, folder: str, keep: int, keep_every: int | None, go_on: str, run: dict[str, Any] | None
+    slots: Sequence[Slot],
+    *,
+    folder: str,
+    keep: int,
+    keep_every: int | None,
+    go_on: str | None,
+    run: dict[str, Any] | None,
 ) -> None:
-    """Save the newest state, if it is good and newer than what is on the disk, and say on stderr how to go on.
+    """Save the newest state, if it is good and newer than what is on the disk, and say so on stderr.
 
-    `run` are the settings of a run of `train`: its folder is made again if somebody has removed it.
+    `go_on` says how to go on, where nobody else does. `run` are the settings of a run of `train`: its folder is made
+    again if somebody has removed it.
     """
     number = newest(slots)
     step = None if number is None else slots[number].step
@@ -42,7 +49,8 @@ def save_what_is_in_memory(
     except (CheckpointError, ConfigError) as error:
         print(f"step {step} is in memory, and could not be saved: {error}", file=sys.stderr)
         return
-    print(f"step {step}, which was in memory, is saved; go on with: {go_on}", file=sys.stderr)
+    how = "" if go_on is None else f"; go on with: {go_on}"
+    print(f"step {step}, which was in memory, is saved{how}", file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -170,6 +170,13 @@ class RunFolder:
             return error
         return None
 
+    def last_step(self) -> int:
+        """The last step that has a line in metrics.jsonl; 0 if none has."""
+        with suppress(OSError, ValueError):
+            lines = self.metrics_file.read_bytes().splitlines()
+            return int(json.loads(lines[-1])["step"]) if lines else 0
+        return 0
+
     def truncate_metrics(self, after_step: int) -> None:
         """Drop the records of steps beyond this one, which the resumed run will write again.
 

@@ -218,7 +218,7 @@ class Training:
             for loaded in self._measuring.one_pass():
                 for batch in self.batches(loaded):
                     self._measure(batch, measurement)
-                if not loaded.parts:
+                for _ in range(self._shares.most_microbatches(loaded.samples, 1) - len(loaded.parts)):
                     self._measure_nothing()
         self.model.train()
         return measurement.over_all_ranks(self.comms)
@@ -235,7 +235,7 @@ class Training:
             self._compare(outputs, batch, measurement)
 
     def _measure_nothing(self) -> None:
-        """Do what the other ranks need of this one, which has no samples of a batch."""
+        """Do what other ranks need of this one while they measure one share more of a batch than it has."""
 
     def _compare(self, outputs: Any, batch: Batch, measurement: Measurement) -> None:
         measurement.add(outputs, batch.targets, batch.samples, lambda: self.with_loss.loss(outputs, batch))

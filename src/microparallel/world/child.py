@@ -78,8 +78,11 @@ class Raised:
 def main(parent_fd: int, lifeline_fd: int, stacks_fd: int, screen_fd: int, unfinished_fd: int) -> None:
     """Run jobs until the parent closes its connection."""
     from microparallel.world import rank_process
+    from microparallel.world.fork_server import wake_when_parent_ends
     from microparallel.world.output import RankOutput
 
+    wake_when_parent_ends()
+    rank_process.keep_sockets_together()
     # Ctrl-C before the job has begun ends the process silently; the parent prints the error.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     rank_process.dump_stack_on_signal(stacks_fd)
@@ -90,6 +93,7 @@ def main(parent_fd: int, lifeline_fd: int, stacks_fd: int, screen_fd: int, unfin
         try:
             message = pickle.loads(parent.recv_bytes())
         except (EOFError, OSError):  # the parent has closed its connection
+            rank_process.remove_sockets(os.getpid())
             return
         if isinstance(message, Job):
             rank.run(message)
@@ -243,7 +247,11 @@ def _end_with_parent(lifeline_fd: int, rank: _Rank) -> None:
 
     It ends the other ranks of its world first: one that was stopped, or that holds Python's lock, cannot end itself.
     """
+    from microparallel.world.rank_process import remove_sockets
+
     os.read(lifeline_fd, 1)
+    for process in {*rank.peers, os.getpid()}:  # before any is ended: one of them may end this one at the same time
+        remove_sockets(process)
     for process in rank.peers:
         if process != os.getpid():
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -25,6 +25,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -41,6 +42,7 @@ from microparallel.errors import LaunchError
 # What every rank imports, and what a process's first optimizer imports, which takes as long again.
 NEEDED = ("microparallel.world.connect", "microparallel.models", "microparallel.torch_private:load_for_optimizers")
 _TAKE_ORPHANS, _DOES_IT_TAKE_ORPHANS = 36, 37  # PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER
+_SIGNAL_WHEN_PARENT_ENDS = 1  # PR_SET_PDEATHSIG
 _GPUS = "CUDA_VISIBLE_DEVICES"
 # Held by the thread that asks a fork server for a rank: answers come in the order of requests, and adopting orphans is
 # a property of the whole process.
@@ -184,11 +186,22 @@ def _takes_orphans() -> bool:
     return bool(answer.value)
 
 
+def wake_when_parent_ends() -> None:
+    """Let the system continue this process when its parent ends: if it was stopped, it could not notice, and end, too.
+
+    A process that runs is not disturbed by that signal. Without this the system does so in some cases alone: not if the
+    process that takes orphans is in this session, as it is in a container without an init.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SIGNAL_WHEN_PARENT_ENDS, signal.SIGCONT, 0, 0, 0)
+
+
 # ── in the process that forks, and in the ranks ─────────────────────────────────────────────────────────────────────
 
 
 def serve(parent: socket.socket, modules: Sequence[str]) -> None:
     """Import what ranks will need, and fork one for every message until the parent closes the socket."""
+    wake_when_parent_ends()
     for module in modules:
         name, _, function = module.partition(":")
         imported = importlib.import_module(name)

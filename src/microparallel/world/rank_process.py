@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -135,6 +136,7 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        remove_sockets(self._process.pid)
         self._stacks.close()
         with self._unfinished:
             return Unfinished(self._unfinished.fileno()).take()
@@ -153,6 +155,30 @@ def _environment(ranks: int) -> dict[str, str]:
         if name.startswith(("TORCHELASTIC_", "SLURM_")) or name in ("GROUP_RANK", "ROLE_RANK"):
             del environment[name]
     return environment
+
+
+# ── sockets of the processes that a rank starts ─────────────────────────────────────────────────────────────────────
+
+
+def keep_sockets_together() -> None:
+    """Let processes that this rank starts with `multiprocessing`, as data workers are, put their sockets in one folder.
+
+    Each would make a folder of its own otherwise, which nobody finds and removes after it was killed.
+    """
+    with contextlib.suppress(OSError):  # then they make their own
+        folder = _sockets(os.getpid())
+        folder.mkdir(mode=0o700)
+        multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
+
+
+def remove_sockets(rank: int) -> None:
+    """Remove that folder of the rank with this process number, which has ended or is about to be ended."""
+    with contextlib.suppress(OSError):
+        shutil.rmtree(_sockets(rank), ignore_errors=True)
+
+
+def _sockets(rank: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"microparallel-rank-{rank}"
 
 
 # ── where a rank stands ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -61,10 +61,13 @@ class Restarts:
         """
         refused = isinstance(error, RankFailed) and error.refusal is not None
         if refused or len(self._failures) >= self._most:
+            if self._failures and not refused:
+                error.add_note(f"{count(self._most, 'restart')} came before this, and no more are allowed")
             raise error
         self._failures.append(_Failure(error, step))
         alike = self._alike()
         if len(alike) >= (_TIMES_RAISED if alike[-1].raised else _TIMES_DIED):
+            alike[0].error.add_note(f"after step {step} this came {len(alike)} times: there is no other restart")
             raise alike[0].error
         self._tell(error, len(self._failures), ranks)
 
