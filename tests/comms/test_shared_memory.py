@@ -55,7 +55,14 @@ def files():
     """What ranks may leave on this machine, but for the flight files of those that died, which are meant to stay."""
     folders = Path(tempfile.gettempdir()).glob("microparallel-*")
     kept = (f"microparallel-{os.getuid()}", "microparallel-tests-")
-    return {path for path in folders if not path.name.startswith(kept)} | {*Path("/dev/shm").glob("*microparallel*")}
+    ours = {path for path in folders if not path.name.startswith(kept) and not of_a_rank_that_runs(path)}
+    return ours | {*Path("/dev/shm").glob("*microparallel*")}
+
+
+def of_a_rank_that_runs(path):
+    """Whether a folder belongs to a rank of another test, which has not ended."""
+    name, _, pid = path.name.rpartition("-")
+    return name == "microparallel-rank" and Path("/proc", pid).exists()
 
 
 def left_behind(before):
