@@ -110,3 +110,10 @@ def test_a_job_that_is_cancelled_saves_and_is_not_started_again(cluster, tmp_pat
     assert cluster.state(job)["JobState"] == "CANCELLED"
     found = checkpoint.latest(run / "checkpoints")[0]
     assert found.step == losses(run)[-1]["step"] > 3, (tmp_path / f"slurm-{job}.log").read_text()
+
+
+def test_doctor_looks_at_the_hosts_of_a_step(cluster, tmp_path):
+    command = ["srun", "--ntasks=2", "microparallel", "doctor", "--between", "ranks"]
+    done = cluster.run(*command, folder=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("1 host, which met at ") and "no problems found" in done.stdout
