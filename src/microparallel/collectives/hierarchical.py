@@ -294,8 +294,8 @@ def best_all_reduce(hosts: Hosts, link: Link, size: float) -> str:
     With h hosts of k ranks, α and β of the network, a and b of memory:
 
     ```
-    leaders       ⌈lg h⌉(α + nβ)          + 2a + k·nb       α twice more unless h is a power of two
-    hierarchical  2(h−1)(kα + nβ/h)       + 4a + 2(k−1)/k·nb      k messages, one after another at the host's port
+    leaders       r(α + nβ)            + 2a + k·nb            r rounds: lg h, or ⌊lg h⌋ + 2 where leaders must fold
+    hierarchical  2(h−1)(kα + nβ/h)    + 4a + 2(k−1)/k·nb     k messages, one after another at the host's port
     ```
     """
     count, most = len(hosts.ranks), hosts.most

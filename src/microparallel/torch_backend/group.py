@@ -13,7 +13,6 @@ end of backward.
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -72,14 +71,15 @@ class _Place(NamedTuple):
 
 
 def _hosts(store: dist.Store, rank: int, ranks: int) -> Hosts:
-    """Which ranks can share memory; gloo is told which way leads to the others."""
-    meeting = os.environ.get("MASTER_ADDR")  # else the program has a store of its own
-    address = address_towards(meeting, 0) if meeting else ""
-    store.set(f"machine/{rank}", json.dumps([this_machine(), address]))
-    places = [_Place(*json.loads(store.get(f"machine/{other}"))) for other in range(ranks)]
-    hosts = Hosts.of([place.machine for place in places])
-    if address and len(hosts.ranks) > 1:
-        take_the_way(places, rank)
+    """Which ranks can share memory; where there are several hosts, gloo is told which way leads to the others."""
+    store.set(f"machine/{rank}", this_machine())
+    machines = [store.get(f"machine/{other}").decode() for other in range(ranks)]
+    hosts = Hosts.of(machines)
+    meeting = os.environ.get("MASTER_ADDR")  # without it, the program has a store of its own
+    if len(hosts.ranks) > 1 and meeting:
+        store.set(f"address/{rank}", address_towards(meeting, 0))
+        addresses = [store.get(f"address/{other}").decode() for other in range(ranks)]
+        take_the_way([_Place(*one) for one in zip(machines, addresses, strict=True)], rank)
     return hosts
 
 

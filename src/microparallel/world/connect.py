@@ -214,7 +214,8 @@ def require_possible(transport: str, device: str, placement: Placement) -> None:
         raise UsageError(f"there is no transport {transport!r}; choose one of {', '.join(TRANSPORTS)}")
     if hosts is not None and hosts.world_size != placement.world_size:
         raise UsageError(
-            f"transport {transport!r} is for {count(hosts.world_size, 'rank')}, and there are {placement.world_size}"
+            f"transport {transport!r} is for {count(hosts.world_size, 'rank')}, and there are {placement.world_size}; "
+            f"name them all, or let {MIXED!r} find out which share a host"
         )
     link_of(transport)
     if device not in DEVICES:
