@@ -19,6 +19,7 @@ import microparallel as mp
 from microparallel.cli.app import VERBS
 from microparallel.topology import DO_NOT_SPIN
 from microparallel.topology.hosts import MIXED, Hosts, transport_between
+from microparallel.torch_private import pytree
 from microparallel.world.fork_server import NEEDED, ForkServer, can_fork
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background, where Ctrl-C means nothing
@@ -228,7 +229,26 @@ def pool(warm_ranks):
     return CpuPool(warm_ranks, "gloo")
 
 
-@pytest.fixture(scope="session", params=["gloo", "shm", pytest.param(MIXED, marks=pytest.mark.slow)])
+class GpuPool(CpuPool):
+    """Warm ranks that share the GPU, on which everything is made that a test does not put elsewhere."""
+
+    def run(self, function, ranks, *arguments, **named_arguments):
+        named_arguments = {"device": "cuda"} | named_arguments
+        return super().run(_on_gpu, ranks, function, *arguments, **named_arguments)
+
+
+def _on_gpu(comms, function, *arguments, **named_arguments):
+    with comms.device:
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(comms, *arguments, **named_arguments))
+
+
+ON_ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="ranks that share a GPU need one")
+
+
+@pytest.fixture(
+    scope="session",
+    params=["gloo", "shm", pytest.param(MIXED, marks=pytest.mark.slow), pytest.param("cuda", marks=ON_ONE_GPU)],
+)
 def any_pool(request, warm_ranks):
     """For what must hold on every transport."""
-    return CpuPool(warm_ranks, request.param)
+    return (GpuPool if request.param == "cuda" else CpuPool)(warm_ranks, request.param)

@@ -16,7 +16,7 @@ def register() -> None:
     distributed = sys.modules.get("torch.distributed.distributed_c10d")  # not there in builds without distributed
     if distributed is not None:
         with contextlib.suppress(Exception):  # whatever it is, `import torch` matters more
-            distributed.Backend.register_backend("microparallel", _create, extended_api=True, devices=["cpu"])
+            distributed.Backend.register_backend("microparallel", _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(options: Any, _backend_options: Any = None) -> Any:

@@ -209,6 +209,26 @@ def share_by_descriptor(storage: torch.UntypedStorage) -> tuple[int, int]:
     return int(descriptor), int(size)
 
 
+# ── streams of a GPU ────────────────────────────────────────────────────────────────────────────────────────────────
+
+_streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}
+
+
+def stream_of_thread(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which this thread's work for a GPU runs: the same object for the same stream.
+
+    Without it: each message between ranks on a GPU would take some ten microseconds longer. `torch.cuda.current_stream`
+    takes four, and is asked several times.
+    """
+    key: tuple[int, int, int] = torch._C._cuda_getCurrentStream(device.index)
+    stream = _streams.get(key)
+    if stream is None:
+        stream_id, index, kind = key
+        stream = torch.cuda.Stream(stream_id=stream_id, device_index=index, device_type=kind)  # type: ignore[no-untyped-call]
+        stream = _streams.setdefault(key, stream)
+    return stream
+
+
 # ── every operation ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 # Without it, `changed_by` and `takes_device`: `deferred_init` could not record how a model's weights are made.

@@ -289,8 +289,9 @@ def test_sequence_numbers(both):  # noqa: F811
 def asked(rank):
     world = dist.group.WORLD
     options = world._get_backend(CPU).options
-    with pytest.raises(RuntimeError, match=r"shares the CPU's memory.*cpu:microparallel,cuda:nccl"):
-        world._get_backend(torch.device("cuda"))
+    assert world._get_backend(torch.device("cuda")) is world._get_backend(CPU)  # it carries both
+    with pytest.raises(RuntimeError, match=r"of one GPU.*on xpu.*cpu:microparallel,xpu:gloo"):
+        world._get_backend(torch.device("xpu"))
     return options._timeout, options.backend, options.global_ranks_in_group, options.group_name == world.group_name
 
 

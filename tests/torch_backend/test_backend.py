@@ -395,7 +395,7 @@ def test_mixed_groups_send_cpu_tensors_to_us(pool, tmp_path):
 
 def test_other_devices_are_refused_with_the_reason(pool, tmp_path):
     def body(rank):
-        with pytest.raises(mp.errors.UsageError, match=r"shares the CPU's memory.*on meta.*init_process_group"):
+        with pytest.raises(mp.errors.UsageError, match=r"shares the memory of the CPU.*on meta.*init_process_group"):
             dist.all_reduce(torch.ones(2, device="meta"))
         with pytest.raises(mp.errors.UsageError, match="bits of integers"):
             dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)

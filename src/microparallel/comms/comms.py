@@ -158,7 +158,7 @@ class Comms(Collectives):
     @property
     def messages_run_in_order(self) -> bool:
         """Whether a rank's messages run one after another, as NCCL's do: then none may be posted before its time."""
-        return self.device.type == "cuda" and "cuda" in self._group.carries
+        return self.transport_name == "nccl" and self.device.type == "cuda"
 
     def explain(self, error: TransportError, call: str) -> CommsError:
         """Turn a failure of one of `messages` into an error that names the rank and the call."""

@@ -119,7 +119,10 @@ class ProgramGroup:
         self.world_size = world_size
         self.transport_name = transport_name
         self._block_bytes = block_bytes
-        self._queue = WorkQueue()
+        self._queue = WorkQueue(self._thread_begins)
+
+    def _thread_begins(self) -> None:
+        """What each of the queue's threads does first."""
 
     def _run(
         self, program: RankProgram, blocks: Blocks, op: str = "sum", first: Callable[[], object] | None = None

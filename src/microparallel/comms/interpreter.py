@@ -366,5 +366,7 @@ def personal(inputs: list[torch.Tensor], outputs: list[torch.Tensor], rank: int)
 
 
 def _elements(block_bytes: int | None, tensor: torch.Tensor) -> int:
-    """How many elements of a tensor make a block; None: all of them do."""
-    return max(1, tensor.numel() if block_bytes is None else block_bytes // tensor.element_size())
+    """How many elements of a tensor make a block; None: all of them do, as on a GPU, where nothing large is copied."""
+    if block_bytes is None or tensor.is_cuda:
+        return max(1, tensor.numel())
+    return max(1, block_bytes // tensor.element_size())

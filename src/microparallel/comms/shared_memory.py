@@ -142,7 +142,7 @@ class SharedMemoryGroup(ProgramGroup):
         def run(_: float | None) -> None:
             action()
 
-        return self._queue.append(run)
+        return self._append(run)
 
     @property
     def has_free_cores(self) -> bool:
@@ -226,12 +226,15 @@ class SharedMemoryGroup(ProgramGroup):
 
     def _queued(self, run: Callable[[float | None], None], state: CallState) -> QueuedWork:
         peers = self.transport.peers
-        return self._queue.append(
+        return self._append(
             run,
             getattr(self._call, "timeout", None),
             ready=functools.partial(peers.have_called, state.number),
             missing=functools.partial(peers.missing, state.number),
         )
+
+    def _append(self, run: Callable[[float | None], None], timeout: float | None = None, **about: Any) -> QueuedWork:
+        return self._queue.append(run, timeout, **about)
 
     # ── memory, smaller groups, the end ─────────────────────────────────────────────────────────────────────────
 

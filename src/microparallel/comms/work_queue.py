@@ -33,6 +33,7 @@ class QueuedWork:
         timeout: after how many seconds of running it gives up; None: when the transport does.
         ready: whether every rank has called this collective.
         missing: the ranks that have not.
+        joined: what each thread does that has waited for it: on a GPU, its stream waits, too.
     """
 
     def __init__(
@@ -42,12 +43,14 @@ class QueuedWork:
         timeout: float | None,
         ready: Callable[[], bool],
         missing: Callable[[], Sequence[int]],
+        joined: Callable[[], None],
     ) -> None:
         self._queue = queue
         self._action: Action | None = action
         self._timeout = timeout
         self.ready = ready
         self.missing = missing
+        self._joined = joined
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self.error: BaseException | None = None
@@ -60,6 +63,7 @@ class QueuedWork:
             self._queue.run_up_to(self, _deadline(timeout))
         if self.error is not None:
             raise self.error
+        self._joined()
 
     def then(self, callback: Callable[[], None]) -> None:
         """Call this when the collective has run: at once if it has, else in the thread that runs it."""
@@ -105,14 +109,22 @@ class QueuedWork:
             callback()
 
 
+def _nothing() -> None:
+    """Do nothing."""
+
+
 class WorkQueue:
     """The collectives of one group that this rank has called and that have not run.
 
     A callback may call another collective and wait for it. So a queue's thread that runs callbacks does not count as
     free: while it does, another thread is started if there is work.
+
+    Args:
+        begin: what each of the queue's threads does first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], None] = _nothing) -> None:
+        self._begin = begin
         self._waiting: deque[QueuedWork] = deque()
         self._running = threading.Lock()  # held by the thread that runs a collective
         self._wakeups: SimpleQueue[None] = SimpleQueue()
@@ -128,9 +140,10 @@ class WorkQueue:
         timeout: float | None = None,
         ready: Callable[[], bool] = lambda: True,
         missing: Callable[[], Sequence[int]] = tuple,
+        joined: Callable[[], None] = _nothing,
     ) -> QueuedWork:
         """Add a collective at the end."""
-        work = QueuedWork(self, action, timeout, ready, missing)
+        work = QueuedWork(self, action, timeout, ready, missing, joined)
         if self._closed:
             work.end(_closed())
         else:
@@ -207,6 +220,7 @@ class WorkQueue:
                 thread.start()
 
     def _keep_running(self) -> None:
+        self._begin()
         while True:
             self._sleep()
             if self._closed:

@@ -29,7 +29,7 @@ from microparallel.torch_backend.tensors import (
     TorchReduction,
     bring_back,
     copy_over,
-    first_tensor,
+    device_of,
     in_words,
     is_copy,
     plain,
@@ -55,16 +55,16 @@ _OPERATORS = {
 }
 
 
-def on_cpu(method: Method) -> Method:
-    """Hand a call whose tensors are on another device to the backend that the user chose for that device."""
+def carried(method: Method) -> Method:
+    """Hand a call whose tensors this group does not carry to the backend that the user chose for their device."""
     name = method.__name__
     operator = f"c10d::{_OPERATORS.get(name, f'{name}_')}"
 
     @functools.wraps(method)
     def dispatch(self: GroupBase, *arguments: Any, **named: Any) -> Any:
-        tensor = first_tensor(arguments)
-        if tensor is not None and not tensor.is_cpu:
-            return torch_private.call_on(self.side_of(tensor.device), name, *arguments, **named)
+        device = device_of(arguments)
+        if device is not None and device.type not in self.carries:
+            return torch_private.call_on(self.side_of(device), name, *arguments, **named)
         if torch_private.is_profiling():
             with torch_private.profiled_call(operator, tensors_of(arguments)):
                 return method(self, *arguments, **named)
@@ -88,6 +88,7 @@ class GroupBase(torch_private.CalledProcessGroup):
         super().__init__(group.rank, group.world_size)
         self._store = store
         self._group = group
+        self.carries = group.carries
         group.process_group = self
         self._timeout = timeout
         self._names = ["", ""]
@@ -198,14 +199,14 @@ class GroupBase(torch_private.CalledProcessGroup):
 
     def start_coalescing(self, device: torch.device) -> None:
         """Start the calls from here on together."""
-        if device.type != "cpu":
+        if device.type not in self.carries:
             torch_private.start_coalescing(self.side_of(device), device)
         else:
             self._together = []
 
     def end_coalescing(self, device: torch.device) -> dist.Work:
         """All calls since `start_coalescing`, as one."""
-        if device.type != "cpu":
+        if device.type not in self.carries:
             return torch_private.end_coalescing(self.side_of(device), device)
         works, self._together = self._together or [], None
         return SeveralWorks(works)
@@ -216,12 +217,29 @@ class GroupBase(torch_private.CalledProcessGroup):
         """The process group for the tensors of another device, started when it is first needed."""
         backend = _backends_of(self).get(device.type)
         if backend is None:
-            raise _no_backend_for(device)
+            raise no_backend_for(device)
         if device.type not in self._sides:
-            self._sides[device.type] = _start_beside(
-                device, backend, self._store, self.rank(), self._group.world_ranks, self._timeout
-            )
+            self._sides[device.type] = self._start_beside(device, backend)
         return self._sides[device.type]
+
+    def _start_beside(self, device: torch.device, backend: str) -> dist.ProcessGroup:
+        """A process group for the tensors of one device."""
+        # Not the keys that torch itself would use: it may have begun to start this backend and stopped halfway.
+        store = dist.PrefixStore(f"{device.type} beside microparallel", self._store)
+        if backend == "microparallel":
+            return self._on_gpu(device, store)
+        if backend == "nccl":
+            return nccl_group(device, store, self.rank(), self._group.world_ranks, self._timeout)
+        if backend == "gloo":
+            return gloo_group(device, store, self.rank(), self._group.world_ranks, self._timeout)
+        raise UsageError(
+            f"backend 'microparallel' cannot stand beside {backend!r}, only beside nccl and gloo; "
+            f"make a group of its own for {device.type}: torch.distributed.new_group(backend={backend!r})"
+        )
+
+    def _on_gpu(self, device: torch.device, store: dist.Store) -> dist.ProcessGroup:
+        """A group of the same ranks that share a GPU, for its tensors; an error if they do not."""
+        raise NotImplementedError
 
     def devices(self) -> list[torch.device]:
         """The kinds of devices whose tensors this group carries."""
@@ -229,7 +247,8 @@ class GroupBase(torch_private.CalledProcessGroup):
 
     def backend_of(self, device: torch.device) -> Any:
         """The backend of a device's tensors: this group itself, or the one beside it."""
-        if torch.device(device).type == "cpu" or not _backends_of(self):
+        backends, kind = _backends_of(self), torch.device(device).type
+        if kind in self.carries or not backends or backends.get(kind) == "microparallel":
             return self
         return torch_private.backend_of(self.side_of(device), device)
 
@@ -318,26 +337,11 @@ def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
     return {device: backend for device, _, backend in pairs if backend}
 
 
-def _start_beside(
-    device: torch.device, backend: str, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: timedelta
-) -> dist.ProcessGroup:
-    """A process group of torch's own for the tensors of one device."""
-    # Not the keys that torch itself would use: it may have begun to start this backend and stopped halfway.
-    store = dist.PrefixStore(f"{device.type} beside microparallel", store)
-    if backend == "nccl":
-        return nccl_group(device, store, rank, world_ranks, timeout)
-    if backend == "gloo":
-        return gloo_group(device, store, rank, world_ranks, timeout)
-    raise UsageError(
-        f"backend 'microparallel' cannot stand beside {backend!r}, only beside nccl and gloo; "
-        f"make a group of its own for {device.type}: torch.distributed.new_group(backend={backend!r})"
-    )
-
-
-def _no_backend_for(device: torch.device) -> DeviceError:
-    """The error for a tensor on a device that this group has no backend for."""
+def no_backend_for(device: torch.device) -> DeviceError:
+    """The error for a tensor on a device that this group does not carry."""
     return DeviceError(
-        f"backend 'microparallel' shares the CPU's memory, and this tensor is on {device}; "
+        f"backend 'microparallel' shares the memory of the CPU, and of one GPU that all ranks use; this tensor is on "
+        f"{device}; "
         f"call init_process_group('cpu:microparallel,{device.type}:{'nccl' if device.type == 'cuda' else 'gloo'}')"
     )
 

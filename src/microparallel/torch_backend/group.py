@@ -4,6 +4,9 @@
 torch.distributed.init_process_group("microparallel")    # or "cpu:microparallel,cuda:nccl"
 ```
 
+It takes tensors of the CPU, and those of a GPU that all ranks share. If the ranks have begun to use that GPU when they
+make the group, one transport carries both; otherwise, one for the GPU is started with its first tensor.
+
 torch calls the methods of a `ProcessGroup`. Each makes plain tensors of its arguments, puts collectives into the work
 queue of a `SharedMemoryGroup`, and returns a `Work`. Without `async_op`, a call runs in the thread that calls. With it,
 the call runs in the queue's thread while the caller computes, as DDP wants it; where all cores compute, it runs at the
@@ -15,19 +18,22 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from microparallel.comms.calls import Call, describe, describe_list
+from microparallel.comms.on_one_gpu import OneGpuGroup
 from microparallel.comms.request import named_failures
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import UsageError
+from microparallel.observe.flight import Flight
 from microparallel.observe.flight_recorder import Entry, NoEntry
 from microparallel.topology.hosts import Hosts, hosts_of, transport_between
-from microparallel.torch_backend.base import GroupBase, agreed_link, flight_for, on_cpu, transport_for
+from microparallel.torch_backend.base import GroupBase, agreed_link, carried, flight_for, no_backend_for, transport_for
 from microparallel.torch_backend.tensors import (
     Contribution,
     Options,
@@ -44,6 +50,7 @@ from microparallel.torch_backend.work import MessageWork
 from microparallel.torch_private import is_profiling, number_of_backward, uncompiled
 from microparallel.transport.base import Work
 from microparallel.transport.between_hosts import HostsTransport
+from microparallel.transport.cuda import CudaTransport
 from microparallel.transport.interfaces import address_towards, take_the_way
 from microparallel.transport.shared_memory import SharedMemoryTransport, futex, this_machine
 
@@ -56,11 +63,52 @@ def create(options: Any) -> MicroparallelGroup:
         raise UsageError(f"backend 'microparallel' cannot work here: {obstacle}; choose 'gloo'")
     ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
     store, rank, timeout = options.store, options.group_rank, options.timeout
-    name = transport_for(ranks) or transport_between(_hosts(store, rank, len(ranks)), agreed_link(store, rank))
+    name = transport_for(ranks) or _transport(store, rank, len(ranks))
     flight, owns_flight = flight_for(store, ranks[rank], len(ranks))
-    kind = SharedMemoryTransport if hosts_of(name) is None else functools.partial(HostsTransport, name=name)
-    transport = kind(dist.PrefixStore("shm", store), rank, ranks, timeout.total_seconds())
-    return MicroparallelGroup(store, SharedMemoryGroup(transport, flight), timeout, owns_flight=owns_flight)
+    return make(name, store, rank, ranks, timeout, flight, owns_flight=owns_flight)
+
+
+def make(
+    name: str,
+    store: dist.Store,
+    rank: int,
+    world_ranks: Sequence[int],
+    timeout: timedelta,
+    flight: Flight,
+    *,
+    owns_flight: bool = False,
+) -> MicroparallelGroup:
+    """Make a group over a transport that these ranks can use."""
+    arguments = (dist.PrefixStore("shm", store), rank, world_ranks, timeout.total_seconds())
+    group: SharedMemoryGroup
+    if name == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+        group = OneGpuGroup(CudaTransport(*arguments, device=device), flight)
+    elif hosts_of(name) is not None:
+        group = SharedMemoryGroup(HostsTransport(*arguments, name=name), flight)
+    else:
+        group = SharedMemoryGroup(SharedMemoryTransport(*arguments), flight)
+    return MicroparallelGroup(store, group, timeout, owns_flight=owns_flight)
+
+
+def _transport(store: dist.Store, rank: int, ranks: int) -> str:
+    """What these ranks can use; a rank says which GPU it uses if it has begun to use one."""
+    name = transport_between(_hosts(store, rank, ranks), agreed_link(store, rank))
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    gpu = identity_of_gpu(torch.device("cuda", torch.cuda.current_device())) if begun else ""
+    return "cuda" if name == "shm" and all_on_one_gpu(store, rank, ranks, gpu) else name
+
+
+def identity_of_gpu(device: torch.device) -> str:
+    """A text that is the same in all processes that use this GPU."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def all_on_one_gpu(store: dist.Store, rank: int, ranks: int, gpu: str) -> bool:
+    """Whether all ranks name the same GPU; every rank asks."""
+    store.set(f"gpu/{rank}", gpu)
+    gpus = {store.get(f"gpu/{other}").decode() for other in range(ranks)}
+    return gpus == {gpu} and bool(gpu)
 
 
 class _Place(NamedTuple):
@@ -87,14 +135,20 @@ def _hosts(store: dist.Store, rank: int, ranks: int) -> Hosts:
 class MicroparallelGroup(GroupBase):
     """One rank's place in a group, as torch sees it."""
 
+    def _on_gpu(self, device: torch.device, store: dist.Store) -> MicroparallelGroup:
+        """A group of the same ranks that share a GPU, for its tensors; an error if they do not."""
+        if not all_on_one_gpu(store, self.rank(), self.size(), identity_of_gpu(device)):
+            raise no_backend_for(device)
+        return make("cuda", store, self.rank(), self._group.world_ranks, self._timeout, self._group.flight)
+
     # ── combining ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    @on_cpu
+    @carried
     def allreduce(self, tensors: Any, opts: Any = None, **named: Any) -> dist.Work:
         """Combine the ranks' tensors, in place, on every rank."""
         return self._all_reduce(_as_list(tensors), Options.of(opts, **named))
 
-    @on_cpu
+    @carried
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         """The same, for several tensors."""
         return self._all_reduce(_as_list(tensors), Options.of(opts))
@@ -130,7 +184,7 @@ class MicroparallelGroup(GroupBase):
             works.append(self._group.in_turn(functools.partial(contribution.add_up, counts, *arrived)))
         return self._work(call, works, tensors, options)
 
-    @on_cpu
+    @carried
     def reduce(self, tensors: Any, opts: Any = None, **named: Any) -> dist.Work:
         """Combine the ranks' tensors on one rank; those of the other ranks stay as they are."""
         (tensor,), options = _as_list(tensors), Options.of(opts, **named)
@@ -145,7 +199,7 @@ class MicroparallelGroup(GroupBase):
             works += self._finish([wire], [tensor], reduction)
         return self._work(call, works, [tensor], options)
 
-    @on_cpu
+    @carried
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> dist.Work:
         """Combine the ranks' lists position by position; rank r gets position r."""
         (output,), options = _as_list(outputs), Options.of(opts, **named)
@@ -158,12 +212,12 @@ class MicroparallelGroup(GroupBase):
         works += self._reduce_scatter(output, wires, reduction)
         return self._work(call, works, [output], options)
 
-    @on_cpu
+    @carried
     def reduce_scatter_single(self, output: torch.Tensor, entire: torch.Tensor, opts: Any = None) -> dist.Work:
         """The same, with the list as one tensor."""
         return self._reduce_scatter_tensors([output], [entire], Options.of(opts))
 
-    @on_cpu
+    @carried
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """The same, for several tensors."""
         return self._reduce_scatter_tensors(outputs, inputs, Options.of(opts))
@@ -194,7 +248,7 @@ class MicroparallelGroup(GroupBase):
 
     # ── moving ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    @on_cpu
+    @carried
     def broadcast(self, tensors: Any, opts: Any = None, **named: Any) -> dist.Work:
         """Copy one rank's tensors over those of every other rank."""
         tensors, options = _as_list(tensors), Options.of(opts, **named)
@@ -206,12 +260,12 @@ class MicroparallelGroup(GroupBase):
             works += self._finish([wire], [tensor])
         return self._work(call, works, tensors, options)
 
-    @on_cpu
+    @carried
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> dist.Work:
         """Collect every rank's tensor on every rank."""
         return self._all_gather_lists(_as_lists(outputs), _as_list(inputs), Options.of(opts, **named))
 
-    @on_cpu
+    @carried
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """The same for several tensors, with a list of them for each rank."""
         lists = [list(of_one) for of_one in zip(*outputs, strict=True)]
@@ -227,12 +281,12 @@ class MicroparallelGroup(GroupBase):
             works += self._all_gather(tensor, [plain(output) for output in listed], listed, str(call))
         return self._work(call, works, lists, options)
 
-    @on_cpu
+    @carried
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         """The same, with the list as one tensor."""
         return self._all_gather_tensors([output], [tensor], Options.of(opts))
 
-    @on_cpu
+    @carried
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
         """The same, for several tensors."""
         return self._all_gather_tensors(outputs, inputs, Options.of(opts))
@@ -265,7 +319,7 @@ class MicroparallelGroup(GroupBase):
         shaped = [wire.view(output.shape) for wire, output in zip(wires, outputs, strict=True)]
         return works + self._finish(shaped, outputs)
 
-    @on_cpu
+    @carried
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> dist.Work:
         """Collect every rank's tensor on one rank."""
         options, (tensor,) = Options.of(opts, **named), _as_list(inputs)
@@ -282,7 +336,7 @@ class MicroparallelGroup(GroupBase):
         works += self._finish(wires, listed)
         return self._work(call, works, [listed], options)
 
-    @on_cpu
+    @carried
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> dist.Work:
         """Hand one rank's list out, a tensor to each rank."""
         options, (output,) = Options.of(opts, **named), _as_list(outputs)
@@ -297,7 +351,7 @@ class MicroparallelGroup(GroupBase):
         works += [self._group.scatter(mine, wires, options.root), *self._finish([mine], [output])]
         return self._work(call, works, [output], options)
 
-    @on_cpu
+    @carried
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None, **named: Any) -> dist.Work:
         """Hand tensor r to rank r, and get one from each."""
         self._require_one_for_each("all_to_all", inputs)
@@ -306,7 +360,7 @@ class MicroparallelGroup(GroupBase):
         wires = [self._wire(tensor, works) for tensor in inputs]
         return self._all_to_all("all_to_all", list(outputs), wires, list(outputs), options, works)
 
-    @on_cpu
+    @carried
     def all_to_all_single(
         self,
         output: torch.Tensor,
@@ -346,17 +400,19 @@ class MicroparallelGroup(GroupBase):
             works += self._finish([entire], result)
         return self._work(call, works, result, options)
 
-    @on_cpu
+    @carried
     def barrier(self, opts: Any = None, **named: Any) -> dist.Work:
         """Meet: complete when every rank has called this."""
         device = getattr(opts, "device", None)
-        if device is not None and device.type != "cpu":
+        if device is not None and device.type not in self.carries:
             return self.side_of(device).barrier(opts)
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         options = Options.of(opts, **named)
         call = self._announce(options, "barrier", "")
         return self._work(call, [self._group.barrier()], [], options)
 
-    @on_cpu
+    @carried
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:  # noqa: ARG002
         """Meet in time, or raise `CommsTimeout` on every rank that came, naming all ranks that did not.
 
@@ -369,7 +425,7 @@ class MicroparallelGroup(GroupBase):
 
     # ── messages between two ranks ──────────────────────────────────────────────────────────────────────────────
 
-    @on_cpu
+    @carried
     def send(self, tensors: Any, to: int, tag: int = 0) -> dist.Work:
         """Start sending."""
         (tensor,) = _as_list(tensors)
@@ -381,7 +437,7 @@ class MicroparallelGroup(GroupBase):
         entry.started()
         return self._message(MessageWork(self._group, call, entry, work, [tensor]))
 
-    @on_cpu
+    @carried
     def recv(self, tensors: Any, source: int, tag: int = 0) -> dist.Work:
         """Start receiving."""
         (tensor,) = _as_list(tensors)
@@ -392,7 +448,7 @@ class MicroparallelGroup(GroupBase):
         work = self._group.irecv(wire, source, tag, allow_less=True)
         return self._receiving(call, entry, work, wire, tensor)
 
-    @on_cpu
+    @carried
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Start receiving the first message that comes, from any rank."""
         (tensor,) = _as_list(tensors)

@@ -28,8 +28,6 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a contiguous tensor that autograd does not watch; where that cannot be, room for a copy."""
     if tensor.layout is not torch.strided:
         raise UsageError(f"backend 'microparallel' moves dense tensors, not {tensor.layout}; call .to_dense() first")
-    if not tensor.is_cpu:
-        raise UsageError(f"backend 'microparallel' was given tensors on the CPU and on {tensor.device} in one call")
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         return room_for(tensor)
     return _same_memory(tensor) if tensor.is_inference() else tensor.data
@@ -38,7 +36,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def room_for(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor of the same shape and dtype, into which the thread that runs a collective may write."""
     with torch.inference_mode(False):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,7 +54,7 @@ def copy_over(tensor: torch.Tensor, wire: torch.Tensor) -> None:
 
 def _same_memory(tensor: torch.Tensor) -> torch.Tensor:
     # Tensors made in inference mode may be changed only inside it, and the thread that runs a collective is not.
-    memory = torch.empty(0, dtype=tensor.dtype)
+    memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return memory.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
@@ -90,14 +88,14 @@ def flat_pieces(tensor: torch.Tensor, like: torch.Tensor, ranks: int, call: str)
     return list(tensor.view(ranks, -1).unbind()) if like.numel() else [tensor.view(-1)] * ranks
 
 
-def first_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
-    """The first tensor among a call's arguments, which may be lists of lists."""
-    for argument in arguments:
-        if isinstance(argument, torch.Tensor):
-            return argument
-        if isinstance(argument, list | tuple) and (found := first_tensor(argument)) is not None:
-            return found
-    return None
+def device_of(arguments: Iterable[Any]) -> torch.device | None:
+    """The device of the tensors among a call's arguments, which may be lists of lists; None if there are none."""
+    found: torch.device | None = None
+    for tensor in tensors_of(arguments):
+        if found is not None and tensor.device != found:
+            raise UsageError(f"backend 'microparallel' was given tensors on {found} and on {tensor.device} in one call")
+        found = tensor.device
+    return found
 
 
 def tensors_of(values: Any) -> Iterator[torch.Tensor]:

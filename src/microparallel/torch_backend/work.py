@@ -115,7 +115,7 @@ class StartedWork(CalledWork):
         raise NotImplementedError
 
     def synchronize(self) -> None:
-        """The same as waiting: there are no streams on a CPU."""
+        """The same as waiting: a thread that waits lets its stream wait, too."""
         self.wait()
 
     def result(self) -> Any:
@@ -138,7 +138,9 @@ class StartedWork(CalledWork):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future with the result; DDP chains what it does next to it."""
-        done: torch.futures.Future[Any] = torch.futures.Future()
+        # torch lets the streams of those who wait for a future with devices wait for what comes with it.
+        devices = {tensor.device for tensor in tensors_of(self._result) if tensor.is_cuda}
+        done: torch.futures.Future[Any] = torch.futures.Future(devices=list(devices))
 
         # An exception that is put into a future reaches Python only; one that a callback raises reaches C++ too.
         def outcome(_: torch.futures.Future[Any]) -> Any:
@@ -277,6 +279,7 @@ class MessageWork(StartedWork):
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._completed: Callable[[], None] = _nothing
+        self._received: Any = None  # where the thread's stream was that has received it
 
     def _finish(self, timeout: float | None) -> None:
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
@@ -286,6 +289,7 @@ class MessageWork(StartedWork):
                 self._receive(timeout)
         finally:
             self._lock.release()
+        self._group.transport.order.join(self._received)
         if self._error is not None:
             raise self._error
 
@@ -296,6 +300,7 @@ class MessageWork(StartedWork):
                 self._bring_back()
         except Exception as error:
             self._error = error
+        self._received = self._group.transport.order.now()
         self._done = True
         self._completed()
 

@@ -29,7 +29,7 @@ from microparallel.topology import threads_per_rank
 from microparallel.topology.hosts import MIXED, Hosts, hosts_of, link_of, transport_between
 from microparallel.topology.placement import Placement, find_placement
 from microparallel.torch_backend.base import agreed_link, using
-from microparallel.torch_backend.group import MicroparallelGroup
+from microparallel.torch_backend.group import MicroparallelGroup, identity_of_gpu
 from microparallel.torch_private import store_of_the_world
 from microparallel.transport.interfaces import take_the_way
 from microparallel.transport.shared_memory import futex
@@ -41,7 +41,13 @@ DEFAULT_TIMEOUT = 1800.0  # seconds
 
 # torch's names for our transports. With NCCL, gloo stands beside it: it carries CPU tensors, and the headers of checked
 # mode.
-_BACKENDS = {"shm": "microparallel", MIXED: "microparallel", "gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+_BACKENDS = {
+    "shm": "microparallel",
+    "cuda": "microparallel",
+    MIXED: "microparallel",
+    "gloo": "gloo",
+    "nccl": "cpu:gloo,cuda:nccl",
+}
 
 # The flights of worlds that other programs have made, and will end.
 _flights: WeakKeyDictionary[dist.ProcessGroup, Flight] = WeakKeyDictionary()
@@ -53,11 +59,12 @@ def connect(
     """Join the world that torchrun or Slurm describes in environment variables; without them, a world of one.
 
     Args:
-        transport: "shm" (shared memory: all ranks on one Linux machine), "gloo" (TCP), "shm+gloo" (shared memory inside
-            of each host, gloo between hosts; "shm+gloo:0-1+2-3" says which ranks count as being on one host), "nccl" (a
-            GPU for every rank), or "auto": nccl where it can work, else shared memory for the ranks that can share it,
-            and gloo to the others.
-        device: where received tensors go: "cpu", "cuda", or "auto": the GPU with nccl, else the CPU.
+        transport: "shm" (shared memory: all ranks on one Linux machine), "cuda" (all ranks share one GPU, and read each
+            other's memory there), "gloo" (TCP), "shm+gloo" (shared memory inside of each host, gloo between hosts;
+            "shm+gloo:0-1+2-3" says which ranks count as being on one host), "nccl" (a GPU for every rank), or "auto":
+            nccl where every rank has a GPU, cuda where all share one; else shared memory for the ranks that can share
+            it, and gloo to the others.
+        device: where received tensors go: "cpu", "cuda", or "auto": the GPU with nccl and cuda, else the CPU.
         timeout: seconds a rank waits for the others, when joining and in each call.
         check: compare calls between ranks before each one, so that a mismatch is an error and not a hang.
 
@@ -159,7 +166,7 @@ def _comms_of_the_world(
         raise UsageError("this process belongs to no torch process group; call mp.connect() first")
     carries = _carried_by(world)
     group: Group
-    if isinstance(world, MicroparallelGroup) and carries == {"cpu"}:
+    if isinstance(world, MicroparallelGroup) and carries == world.shared_memory.carries:
         group = world.shared_memory
         leave, forget = world.shared_memory.close, _nothing
     else:
@@ -185,6 +192,8 @@ def _carried_by(world: dist.ProcessGroup) -> frozenset[str]:
     """The devices whose tensors a group moves without copying them to another device first."""
     backends = str(dist.get_backend_config(world)).split(",")
     able = {"cpu:gloo": "cpu", "cpu:microparallel": "cpu", "cuda:nccl": "cuda"}
+    if isinstance(world, MicroparallelGroup) and "cuda" in world.shared_memory.carries:
+        able["cuda:microparallel"] = "cuda"
     return frozenset(able[backend] for backend in backends if backend in able)
 
 
@@ -224,6 +233,10 @@ def require_possible(transport: str, device: str, placement: Placement) -> None:
         raise UsageError(f"transport 'nccl' cannot work here: {obstacle}; choose 'gloo'")
     if kind in ("shm", MIXED) and (obstacle := futex.why_not()):
         raise UsageError(f"transport {transport!r} cannot work here: {obstacle}; choose 'gloo'")
+    if kind == "cuda" and (obstacle := _obstacle_to_one_gpu()):
+        raise UsageError(f"transport 'cuda' cannot work here: {obstacle}; choose 'gloo'")
+    if kind == "cuda" and device == "cpu":
+        raise UsageError("transport 'cuda' shares a GPU; choose device='cuda', or transport='shm'")
     if kind in ("shm", MIXED) and device == "cuda":
         raise UsageError(f"transport {transport!r} shares the CPU's memory; choose device='cpu', or transport='gloo'")
     if device == "cuda" and not torch.cuda.is_available():
@@ -234,7 +247,9 @@ def _call_the_roll(transport: str, device: str, placement: Placement, store: dis
     """What every rank says of itself; this one says what it can use of the transports that the user has chosen from."""
     nccl = transport in ("auto", "nccl") and not _obstacle_to_nccl(placement)
     shm = transport.partition(":")[0] in ("auto", "shm", MIXED) and not futex.why_not() and device != "cuda"
-    return roll_call(placement, store, nccl=nccl, shm=shm)
+    one_gpu = transport in ("auto", "cuda") and device != "cpu" and not nccl and not _obstacle_to_one_gpu()
+    gpu = identity_of_gpu(_choose_device("cuda", "cuda", placement)) if one_gpu else ""
+    return roll_call(placement, store, nccl=nccl, shm=shm, gpu=gpu)
 
 
 def _choose_transport(transport: str, answers: list[Answer], link: str) -> str:
@@ -249,10 +264,19 @@ def _choose_transport(transport: str, answers: list[Answer], link: str) -> str:
         raise UsageError(
             f"transport 'shm' cannot work here: rank {elsewhere[0]} is on another machine; choose {MIXED!r} or 'gloo'"
         )
+    gpus = [one.gpu for one in answers]
+    if transport == "cuda" and (len(set(gpus)) > 1 or len(hosts.ranks) > 1):
+        other = next(rank for rank, gpu in enumerate(gpus) if gpu != gpus[0] or rank not in hosts.ranks[0])
+        raise UsageError(
+            f"transport 'cuda' is for ranks that share one GPU, and rank {other} has another than rank 0; choose "
+            "'nccl' with a GPU for every rank, or 'gloo'"
+        )
     if transport != "auto":
         return transport
     if all(one.nccl for one in answers):
         return "nccl"
+    if gpus[0] and len(set(gpus)) == 1 and len(hosts.ranks) == 1:
+        return "cuda"
     return "gloo" if unable or (elsewhere and hosts.most == 1) else mixed
 
 
@@ -279,7 +303,13 @@ def _obstacle_to_nccl(placement: Placement) -> str | None:
     return f"NCCL needs a GPU for every rank, and {ranks} ranks share {gpus}" if ranks > gpus else None
 
 
+def _obstacle_to_one_gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    return futex.why_not()
+
+
 def _choose_device(device: str, backend: str, placement: Placement) -> torch.device:
-    if device == "cuda" or (device == "auto" and backend == "nccl"):
+    if device == "cuda" or (device == "auto" and backend in ("nccl", "cuda")):
         return torch.device("cuda", placement.local_rank % torch.cuda.device_count())
     return torch.device("cpu")

@@ -87,7 +87,7 @@ def launch(
         function: takes a `Comms` first; what it returns comes back to the caller.
         ranks: how many processes.
         arguments: handed to the function after its Comms.
-        transport: "auto", "shm", "gloo", "shm+gloo" or "nccl"; see `connect`.
+        transport: "auto", "shm", "cuda", "gloo", "shm+gloo" or "nccl"; see `connect`.
         device: "auto", "cpu" or "cuda"; see `connect`.
         timeout: seconds after which the ranks are ended; None waits for ever.
         check: compare calls between ranks before each one; see `connect`.

@@ -37,6 +37,7 @@ class Answer:
         nccl: whether it can use NCCL.
         shm: whether it can use shared memory.
         machine: the lowest rank that it can share memory with; the same number for all ranks of one machine.
+        gpu: the identity of the GPU that it would share with other ranks; empty if there is none.
     """
 
     host: str
@@ -44,6 +45,7 @@ class Answer:
     nccl: bool
     shm: bool
     machine: int
+    gpu: str = ""
 
 
 def places(answers: Sequence[Answer]) -> list[str]:
@@ -54,11 +56,11 @@ def places(answers: Sequence[Answer]) -> list[str]:
     return [one.host if len(machines_of[one.host]) == 1 else f"{one.host} of rank {one.machine}" for one in answers]
 
 
-def roll_call(placement: Placement, store: Store, *, nccl: bool, shm: bool) -> list[Answer]:
+def roll_call(placement: Placement, store: Store, *, nccl: bool, shm: bool, gpu: str = "") -> list[Answer]:
     """What every rank says of itself, in rank order; waits until all of them have come."""
     ranks = range(placement.world_size)
     address = address_towards(placement.address, placement.port)
-    mine = {"host": socket.gethostname(), "address": address, "nccl": nccl, "shm": shm}
+    mine = {"host": socket.gethostname(), "address": address, "nccl": nccl, "shm": shm, "gpu": gpu}
     with _door() as door:
         store.set(f"can/{placement.rank}", json.dumps(mine | {"door": door}))
         said = [json.loads(store.get(f"can/{rank}")) for rank in ranks]

@@ -5,6 +5,9 @@
 The sender fills a slot, marks it POSTED and counts up `posted`. The receiver waits on `posted`, reads the tensor where
 it lies in the sender's memory, and marks the slot TAKEN. The sender may wait on that mark before it uses the tensor
 again. Each number has one writer at a time, and is a futex: a thread that waits for it sleeps in the kernel.
+
+Of a tensor on a GPU, both marks come before the GPU has done the work. So a message has two events (`order.py`): the
+sender's, POSTED with it, and the receiver's, TAKEN with it. The sender marks the slot FREE when it needs neither.
 """
 
 from __future__ import annotations
@@ -35,15 +38,17 @@ class Channel:
         self._taken_early: set[int] = set()  # the numbers of messages that this process has taken beyond `count`
         self.lock = threading.Lock()  # held by the thread of this process that posts or takes
 
-    # A slot's 64 bytes: state and tag (32 bits each), then place, offset, size and signature (64 bits each).
+    # A slot's 64 bytes: state and tag (32 bits each), then place, offset, size, signature, the sender's event and the
+    # receiver's (64 bits each).
 
-    def post(self, tag: int, place: int, offset: int, size: int, signature: int) -> int:
+    def post(self, tag: int, place: int, offset: int, size: int, signature: int, event: int = 0) -> int:
         """Offer a message; returns its slot, whose state must not be POSTED."""
         slot = self.count % SLOTS
         self.count += 1  # first: a thread that reads the slot's state from now on must know that the message is another
         word, long = self._first_word + 16 * (slot + 1), self._first_long + 8 * (slot + 1)
         self._longs[long + 1], self._longs[long + 2] = place, offset
         self._longs[long + 3], self._longs[long + 4] = size, signature
+        self._longs[long + 5], self._longs[long + 6] = event, 0
         self._words[word + 1] = tag
         self._words[word] = POSTED
         self._words[self._first_word] = self.count & 0xFFFFFFFF
@@ -75,6 +80,20 @@ class Channel:
         long = self._first_long + 8 * (slot + 1)
         return self._longs[long + 1], self._longs[long + 2], self._longs[long + 3], self._longs[long + 4]
 
+    def event(self, slot: int) -> int:
+        """The number of the event with which a message was posted; 0 if it needs none."""
+        return self._longs[self._first_long + 8 * (slot + 1) + 5]
+
+    def event_of_taking(self, slot: int) -> int:
+        """The number of the event with which a message was taken; 0 if it needs none."""
+        return self._longs[self._first_long + 8 * (slot + 1) + 6]
+
+    def settle(self, slot: int) -> None:
+        """Tell the receiver that its event of a message is needed no longer."""
+        if self.event_of_taking(slot):
+            self._longs[self._first_long + 8 * (slot + 1) + 6] = 0
+            self._words[self._first_word + 16 * (slot + 1)] = FREE
+
     def find(self, tag: int, posted: int) -> int | None:
         """The number of the first message with this tag that this process has not taken; None if there is none.
 
@@ -87,15 +106,17 @@ class Channel:
             number += 1
         return None
 
-    def take_number(self, number: int) -> None:
+    def take_number(self, number: int, event: int = 0) -> None:
         """Take a message, which need not be the next one."""
         self._taken_early.add(number)
         while self.count in self._taken_early:
             self._taken_early.remove(self.count)
             self.count += 1
-        self.take(number % SLOTS)
+        self.take(number % SLOTS, event)
 
-    def take(self, slot: int) -> None:
-        """Tell the sender that its message has been read."""
+    def take(self, slot: int, event: int = 0) -> None:
+        """Tell the sender that its message has been read, or will be when the receiver's device comes to an event."""
+        if event:
+            self._longs[self._first_long + 8 * (slot + 1) + 6] = event
         self._words[self._first_word + 16 * (slot + 1)] = TAKEN
         futex.wake(self._address + 64 * (slot + 1))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+import threading
 import weakref
 from collections import deque
 from collections.abc import Mapping
@@ -34,7 +35,8 @@ VARIABLE = "MICROPARALLEL_MOVE"
 _LEAST = 2**20  # bytes; copying less costs next to nothing
 _MOST_REGIONS = 256  # at a time: each takes a descriptor
 _FOLDER = "/dev/shm"  # where torch's anonymous files take their memory from
-_NOTICE = struct.Struct("QQ")  # a region's number and size, with its descriptor; or its number and 0, when it is gone
+# A region's number and size, with its descriptor, or a handle to it; or its number and 0, when it is gone.
+_NOTICE = struct.Struct("QQ64s")
 
 
 class OwnRegions:
@@ -85,10 +87,10 @@ class OwnRegions:
         while self._gone:
             self._send_notice(self._gone.popleft(), 0, [])
 
-    def _send_notice(self, number: int, size: int, descriptors: list[int]) -> bool:
+    def _send_notice(self, number: int, size: int, descriptors: list[int], handle: bytes = b"") -> bool:
         try:
             for connection in self._connections.values():
-                socket.send_fds(connection, [_NOTICE.pack(number, size)], descriptors)
+                socket.send_fds(connection, [_NOTICE.pack(number, size, handle)], descriptors)
         except OSError:  # a peer died, or does not read: ranks that wait for it will notice (`Peers.require_alive`)
             self._given_up = True
             return False
@@ -104,13 +106,19 @@ class TheirRegions:
         self._connection = connection
         self._status = status
         self._read = 0  # notices, modulo 2³²
+        self._reading = threading.Lock()  # held by the thread that reads notices: messages and collectives need them
         self._regions: dict[int, torch.Tensor] = {}
 
     def refresh(self) -> None:
         """Read the notices that the peer has sent since the last call."""
-        while self._read != self._status.notices:
-            self._read = (self._read + 1) % 2**32
-            self._read_notice()
+        if self._read == self._status.notices:
+            return
+        with self._reading:
+            while self._read != self._status.notices:
+                try:
+                    self._read_notice()
+                finally:  # only now: another thread may see that there is nothing to read, and use what was handed over
+                    self._read = (self._read + 1) % 2**32
 
     def bytes_of(self, number: int) -> torch.Tensor:
         """A region's memory. The peer has sent its notice before it offers a tensor there."""
@@ -128,9 +136,11 @@ class TheirRegions:
             raise CommsError(f"rank {self._peer} has not handed over memory that it announced: {error}") from error
         if len(message) != _NOTICE.size:
             raise PeerGone([self._peer])
-        number, size = _NOTICE.unpack(message)
+        number, size, handle = _NOTICE.unpack(message)
         if not size:
-            self._regions.pop(number, None)
+            self._forget(number)
+        elif any(handle):
+            self._open(number, size, handle)
         elif descriptors:
             self._regions[number] = _mapped(descriptors[0], size)
         else:
@@ -138,9 +148,17 @@ class TheirRegions:
                 f"no file descriptor is left for memory of rank {self._peer}; raise `ulimit -n`, or unset {VARIABLE}"
             )
 
+    def _open(self, number: int, size: int, handle: bytes) -> None:  # noqa: ARG002
+        """Open memory of another kind, to which the peer has sent a handle."""
+        raise CommsError(f"rank {self._peer} hands over memory that this rank cannot open")
+
+    def _forget(self, number: int) -> None:
+        self._regions.pop(number, None)
+
     def close(self) -> None:
         """Unmap all regions."""
-        self._regions.clear()
+        for number in list(self._regions):
+            self._forget(number)
 
 
 def _mapped(descriptor: int, size: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ that lies neither in its rank's segment nor in memory that was moved (`regions.p
     works.py       transfers that were started: a tensor that was offered, borrowed, or is to be received
     channel.py     the slots in which a sender posts its messages
     futex.py       sleep until a number in shared memory changes
+    order.py       in which order ranks read and write a tensor, also on a GPU
     peers.py       which ranks are gone, and which made another call
     call_log.py    the last calls of each rank, to say which one differs
     segment.py     the memory itself, and its pieces
@@ -18,11 +19,12 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,7 @@ from microparallel.errors import CommsError, TransportTimeout
 from microparallel.topology import available_cores
 from microparallel.transport.shared_memory import futex
 from microparallel.transport.shared_memory.channel import CHANNEL_BYTES, COPY, LANES, POSTED, SEGMENT, SLOTS, Channel
+from microparallel.transport.shared_memory.order import HostOrder, Order
 from microparallel.transport.shared_memory.peers import STATUS_BYTES, Peers, RankStatus
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
 from microparallel.transport.shared_memory.rendezvous import exchange_descriptors
@@ -78,7 +81,7 @@ class SharedMemoryTransport:
         self.here = frozenset(range(ranks) if here is None else here)
         self.timeout = timeout
         control = STATUS_BYTES + ranks * LANES * CHANNEL_BYTES
-        descriptor, self._segment = create_segment(control)
+        descriptor, self._segment = create_segment(control + self._control_bytes(ranks))
         try:
             found = exchange_descriptors(store, rank, ranks, sorted(self.here), descriptor, timeout)
         finally:
@@ -86,19 +89,40 @@ class SharedMemoryTransport:
         self._arena = Arena(self._segment)
         self._segments = {rank: self._segment}
         for peer, (_, theirs) in found.items():
-            self._segments[peer] = Segment(theirs, control)
+            self._segments[peer] = Segment(theirs, control + self._control_bytes(ranks))
             os.close(theirs)
         connections = {peer: connection for peer, (connection, _) in found.items()}
         self.peers = Peers(rank, self.world_ranks, self._segments, connections)
         statuses = {member: RankStatus(segment) for member, segment in self._segments.items()}
-        self._regions = OwnRegions(connections, statuses[rank])
-        self._their_regions = {peer: TheirRegions(peer, connections[peer], statuses[peer]) for peer in connections}
+        self._regions = self._own_regions(connections, statuses[rank])
+        self._their_regions = {
+            peer: self._regions_of(peer, connection, statuses[peer]) for peer, connection in connections.items()
+        }
+        self.order: Order = self._make_order(control)
         self._out = [{peer: _channel(self._segment, peer, lane) for peer in self.here} for lane in range(LANES)]
         self._in = [{peer: _channel(self._segments[peer], rank, lane) for peer in self.here} for lane in range(LANES)]
         self._staged: list[deque[Sent]] = [deque() for _ in range(LANES)]  # copies that may not have been read yet
         self._reclaiming = threading.Lock()  # held by the thread that frees copies
         self._pending: dict[tuple[int, int], PendingReceives] = defaultdict(PendingReceives)  # by source and tag
         self._spins = _SPINS if futex.SPINNING_IS_SAFE and len(self.here) <= available_cores() else 0
+
+    # ── what a transport that reads other memory, too, makes in another way ─────────────────────────────────────
+
+    def _control_bytes(self, ranks: int) -> int:  # noqa: ARG002
+        """How many bytes of the segment it needs behind the channels."""
+        return 0
+
+    def _own_regions(self, connections: Mapping[int, socket.socket], status: RankStatus) -> OwnRegions:
+        return OwnRegions(connections, status)
+
+    def _regions_of(self, peer: int, connection: socket.socket, status: RankStatus) -> TheirRegions:
+        return TheirRegions(peer, connection, status)
+
+    def _make_order(self, start: int) -> Order:  # noqa: ARG002
+        """How ranks keep their devices in order; the bytes that `_control_bytes` has asked for begin at `start`."""
+        return HostOrder()
+
+    # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor in this rank's segment; its memory is free again when the tensor is gone."""
@@ -138,17 +162,21 @@ class SharedMemoryTransport:
         slot = number % SLOTS
         place, offset, size, signature = channel.read(slot)
         channel.count = number + 1
+        content = self._content(source, place, offset, size)
+        self.order.before_reading(source, channel.event(slot))
+        return Borrowed(content, place == COPY, signature, channel, slot, self.order)
+
+    def _content(self, source: int, place: int, offset: int, size: int) -> torch.Tensor:
+        """A rank's tensor, where it lies, as bytes."""
         if place > SEGMENT:
-            content = self._their_regions[source].bytes_of(place - SEGMENT)[offset : offset + size]
-        else:
-            content = self._segments[source].view(offset, size)
-        return Borrowed(content, place == COPY, signature, channel, slot)
+            return self._their_regions[source].bytes_of(place - SEGMENT)[offset : offset + size]
+        return self._segments[source].view(offset, size)
 
     # ── messages between two ranks, by tag ──────────────────────────────────────────────────────────────────────
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Sent:
         """Start sending a contiguous tensor."""
-        copy = self._copy_into_segment(tensor, lane=1)
+        copy = self._copy_to_offer(tensor, lane=1)
         sent = self._post(1, tensor, to, tag, 0, copy)
         if copy is not None:
             copy.let_go()
@@ -199,12 +227,17 @@ class SharedMemoryTransport:
             self._sleep_until_changed(channel.posted_address(), channel.posted, seen, source, deadline)
 
     def _copy_message(self, channel: Channel, number: int, into: torch.Tensor, source: int, allow_less: bool) -> None:
-        _, offset, size, _ = channel.read(number % SLOTS)
+        slot = number % SLOTS
+        place, offset, size, _ = channel.read(slot)
         room = into.numel() * into.element_size()
         fits = size == room or (allow_less and size < room)
+        self.order.before_reading(source, channel.event(slot))
         if fits:
-            _as_bytes(into)[:size].copy_(self._segments[source].view(offset, size))
-        channel.take_number(number)
+            _as_bytes(into)[:size].copy_(self._content(source, place, offset, size))
+        event = self.order.has_been_read(channel.event(slot))
+        channel.take_number(number, event)
+        if event:
+            self.order.free_when(event, lambda: channel.event_of_taking(slot) != event)
         if not fits:
             raise CommsError(
                 f"rank {source} sent {size} bytes, and {room} were expected; send and receive tensors of the same size"
@@ -214,9 +247,10 @@ class SharedMemoryTransport:
 
     def copy(self, tensor: torch.Tensor) -> Copy | None:
         """Copy a tensor into the segment for a collective; None if peers can read it where it lies, or it is empty."""
-        return None if self._regions.find(tensor) else self._copy_into_segment(tensor, lane=0)
+        return None if self._regions.find(tensor) else self._copy_to_offer(tensor, lane=0)
 
-    def _copy_into_segment(self, tensor: torch.Tensor, lane: int) -> Copy | None:
+    def _copy_to_offer(self, tensor: torch.Tensor, lane: int) -> Copy | None:
+        """A copy of a tensor for the others to read, unless they can read the tensor itself."""
         size = tensor.numel() * tensor.element_size()
         if not size or self._segment.offset_of(tensor) is not None:
             return None
@@ -248,7 +282,12 @@ class SharedMemoryTransport:
             sent = Sent(self, channel, slot, to, channel.count, tensor, copy)
             if channel.state(slot) == POSTED:  # all slots are in use
                 self.wait_until_taken(channel, slot, to, None)
-            channel.post(tag, place, offset, size, signature)
+            if unread := channel.event_of_taking(slot):
+                self.order.wait_until_read(to, unread)
+            event = self.order.offered(tensor)
+            channel.post(tag, place, offset, size, signature, event)
+        if event:
+            self.order.free_when(event, sent.taken)
         if copy is not None:
             self._staged[lane].append(sent)
         return sent
@@ -256,7 +295,7 @@ class SharedMemoryTransport:
     def _place(self, tensor: torch.Tensor, copy: Copy | None) -> tuple[int, int]:
         """Where the peers find a tensor: in which memory, and at which offset."""
         if copy is not None:
-            return COPY, copy.start
+            return copy.place
         offset = self._segment.offset_of(tensor)
         if offset is not None:
             return SEGMENT, offset
@@ -267,7 +306,7 @@ class SharedMemoryTransport:
         """Free the copies that the peers have read."""
         staged = self._staged[lane]
         with self._reclaiming:
-            while staged and staged[0].taken():
+            while staged and staged[0].settled():
                 staged.popleft().let_go()
 
     def _wait_for_post(self, channel: Channel, number: int, source: int, timeout: float | None) -> None:

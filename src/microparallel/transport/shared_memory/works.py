@@ -9,12 +9,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from microparallel.transport.base import COMPLETE, Loan, Work
-from microparallel.transport.shared_memory.channel import POSTED, SLOTS, Channel
+from microparallel.transport.shared_memory.channel import COPY, POSTED, SLOTS, Channel
+from microparallel.transport.shared_memory.order import Order
 from microparallel.transport.shared_memory.segment import Arena
 
 if TYPE_CHECKING:
@@ -26,10 +27,18 @@ class Copy:
 
     def __init__(self, arena: Arena, size: int) -> None:
         self.start = arena.take(size)
-        self.size = size
         self._arena = arena
+        self._begin(size)
+
+    def _begin(self, size: int) -> None:
+        self.size = size
         self._holders = 1
         self._lock = threading.Lock()
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Where the peers find it: in which memory, and at which offset."""
+        return COPY, self.start
 
     def hold(self) -> None:
         """Count one more holder."""
@@ -41,7 +50,10 @@ class Copy:
         with self._lock:
             self._holders -= 1
             if self._holders == 0:
-                self._arena.give_back(self.start, self.size)
+                self._free()
+
+    def _free(self) -> None:
+        self._arena.give_back(self.start, self.size)
 
 
 class Sent:
@@ -68,17 +80,37 @@ class Sent:
 
     def poll(self) -> bool:
         """Whether the caller may change the tensor."""
-        return self.copied or self.taken()
+        return self.copied or self.settled()
 
     def taken(self) -> bool:
         """Whether the receiver has read it: its slot says so, or holds a later message."""
         return self._channel.count - self._number > SLOTS or self._channel.state(self._slot) != POSTED
 
+    def settled(self) -> bool:
+        """Whether the receiver, and its device, have read it."""
+        if not self.taken():
+            return False
+        event = self._event_of_taking()
+        if event and not self._transport.order.has_read(self._to, event):
+            return False
+        self._settle()
+        return True
+
     def wait(self, timeout: float | None = None) -> None:
         """Return when the caller may change the tensor: at once if it was copied, else when it has been read."""
         if not self.copied:
             self.wait_until_taken(timeout)
+            self._transport.order.before_writing(self._to, self._event_of_taking())
+            self._settle()
         self._tensor = None
+
+    def _event_of_taking(self) -> int:
+        """The receiver's event; 0 if it has none, or this rank has waited for it."""
+        return 0 if self._channel.count - self._number > SLOTS else self._channel.event_of_taking(self._slot)
+
+    def _settle(self) -> None:
+        if self._channel.count - self._number <= SLOTS:
+            self._channel.settle(self._slot)
 
     def wait_until_taken(self, timeout: float | None = None) -> None:
         """Return when the receiver has read it."""
@@ -99,18 +131,25 @@ class Sent:
 class Borrowed:
     """A peer's tensor, where it lies in the peer's memory."""
 
-    __slots__ = ("_channel", "_slot", "bytes", "copied", "signature")
+    __slots__ = ("_channel", "_order", "_slot", "bytes", "copied", "signature")
 
-    def __init__(self, content: torch.Tensor, copied: bool, signature: int, channel: Channel, slot: int) -> None:
+    def __init__(
+        self, content: torch.Tensor, copied: bool, signature: int, channel: Channel, slot: int, order: Order
+    ) -> None:
         self.bytes = content
         self.copied = copied  # the peer had to copy it there
         self.signature = signature
         self._channel = channel
         self._slot = slot
+        self._order = order
 
     def give_back(self) -> None:
         """Tell the peer that it may change its tensor."""
-        self._channel.take(self._slot)
+        slot, channel = self._slot, self._channel
+        event = self._order.has_been_read(channel.event(slot))
+        channel.take(slot, event)
+        if event:
+            self._order.free_when(event, lambda: channel.event_of_taking(slot) != event)
 
 
 class PendingReceives:
@@ -140,6 +179,8 @@ class Received:
         self._tag = tag
         self._pending = pending
         self._complete = False
+        self._called = transport.order.now()
+        self._copied: Any = None
         self.arrived = 0.0  # when the message could be copied, by time.perf_counter
 
     def wait(self, timeout: float | None = None) -> None:
@@ -149,9 +190,12 @@ class Received:
             while not self._complete:
                 first = self._pending.receives.popleft()
                 first._take(deadline)
+        self._transport.order.join(self._copied)
 
     def _take(self, deadline: float) -> None:
+        self._transport.order.join(self._called)
         self.arrived = self._transport.take_message(self._into, self._source, self._tag, deadline, self._allow_less)
+        self._copied = self._transport.order.now()
         self._complete = True
 
 
@@ -163,12 +207,17 @@ class ReceivedFromAny:
         self._transport = transport
         self._into = into
         self._tag = tag
+        self._called = transport.order.now()
+        self._copied: Any = None
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the message is in the tensor."""
         if self.source < 0:
             deadline = time.monotonic() + (self._transport.timeout if timeout is None else timeout)
+            self._transport.order.join(self._called)
             self.source = self._transport.take_from_any(self._into, self._tag, deadline)
+            self._copied = self._transport.order.now()
+        self._transport.order.join(self._copied)
 
 
 # ── exchanges, for collective programs ──────────────────────────────────────────────────────────────────────────────
@@ -257,7 +306,7 @@ class Lent:
             )
         if borrowed.copied:
             self._call.copied = True
-        self.tensor = borrowed.bytes.view(like.dtype)
+        self.tensor = borrowed.bytes.view(like.dtype) if sent else like
         self._borrowed = borrowed
 
     def keep(self) -> None:
