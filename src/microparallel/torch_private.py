@@ -229,6 +229,11 @@ def stream_of_thread(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+def raw_stream_of_thread(device: torch.device) -> int:
+    """The same stream, as CUDA's driver knows it."""
+    return int(torch._C._cuda_getCurrentRawStream(device.index))
+
+
 # ── every operation ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 # Without it, `changed_by` and `takes_device`: `deferred_init` could not record how a model's weights are made.

@@ -147,7 +147,7 @@ _OVER_HOSTS: dict[str, Callable[..., Program]] = {
 }
 _WITH_HOSTS = re.compile(r"((?:gather-add|hierarchical|leaders)[a-z-]*?)-([0-9][0-9.+-]*)")
 # Up to this size gather-add, at which the ranks meet once, beats direct, at which they meet twice and add less.
-_LITTLE_BYTES = {"shm": 512 * 2**10, "cuda": 8 * 2**20}
+_LITTLE_BYTES = 512 * 2**10
 
 
 def build(name: str, ranks: int, **options: int) -> Program:
@@ -270,7 +270,7 @@ def resolve(collective: GroupKind, algorithm: str, ranks: int, size: float, tran
     | `shm`      | gather-add while there is little to add,    | direct      | direct         | direct     |
     |            | since meeting costs more than adding; then  |             |                |            |
     |            | direct                                      |             |                |            |
-    | `cuda`     | the same, with more that counts as little    | direct      | direct         | direct     |
+    | `cuda`     | direct, at which the hosts meet once        | direct      | direct         | direct     |
     | `shm+gloo` | leaders for few bytes, hierarchical for     | leaders     | hierarchical   | direct     |
     |            | many (`best_all_reduce`)                    |             |                |            |
     | all others | ring: gloo's only one, and NCCL's for large | tree        | ring           | direct     |
@@ -296,9 +296,9 @@ def resolve(collective: GroupKind, algorithm: str, ranks: int, size: float, tran
         return f"{best_all_reduce(hosts, link_of(transport), size)}-{hosts}"
     if hosts is not None and collective in _BETWEEN_HOSTS:
         return f"{_BETWEEN_HOSTS[collective]}-{hosts}"
-    if transport not in _LITTLE_BYTES:
+    if transport not in ("shm", "cuda"):
         return _ON_A_NETWORK[collective]
-    little = collective == "all-reduce" and size * (ranks - 1) <= _LITTLE_BYTES[transport]
+    little = collective == "all-reduce" and transport == "shm" and size * (ranks - 1) <= _LITTLE_BYTES
     return "gather-add" if little else "direct"
 
 

@@ -96,7 +96,7 @@ def _walk(program: Program, memories: Sequence[Memory]) -> None:
     if walk.stuck():
         raise ProgramError(f"program {program.name!r} stands still: {'; '.join(map(str, walk.waits()))}")
     for sums in everyones:
-        sums.round_all()
+        sums.finish()
 
 
 class _Straight(Policy):

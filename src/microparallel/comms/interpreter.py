@@ -8,6 +8,7 @@ ranks that share a process go on with another rank.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -16,7 +17,7 @@ import torch
 from microparallel.collectives import GroupKind, program_of
 from microparallel.errors import ProgramError
 from microparallel.program import Add, Collective, Join, Op, OpenSends, Part, Program, Recv, Send, Slices, Value, touch
-from microparallel.transport.base import COMPLETE, Exchange, Loan, Transport, Work
+from microparallel.transport.base import COMPLETE, Exchange, Loan, Transport, Work, together
 
 # Messages of a program have a tag of their own, so that they never mix with the caller's.
 PROGRAM_TAG = 4
@@ -40,11 +41,20 @@ _SUMMED_WIDE = frozenset({torch.float16, torch.bfloat16})
 class RankProgram:
     """What one rank does in a collective's program: built once, and performed again and again."""
 
+    # Of a program that all ranks know by its name: what all of them do, and which of them this one is.
+    whole: Program | None = None
+    rank = 0
+
     def __init__(self, name: str, slices: int, ops: Sequence[Op], *, all_receive_from_all: bool = False) -> None:
         self.name = name
         self.slices = slices
         self.rounds: tuple[Round, ...] = tuple(rounds(ops))
         self.all_receive_from_all = all_receive_from_all  # whether every rank receives from every other
+        # Whether it adds to what others may still read, and so would wait for them unless they read a copy.
+        self.adds_to_sent = any(
+            any(add.after for add in one.adds) or any(write.after for write in one.receives if write.op.reduce)
+            for one in self.rounds
+        )
         written = [op.value if isinstance(op, Recv) else op.into for op in ops if isinstance(op, Recv | Add)]
         # The slices of this rank's tensor that are changed.
         self.written = frozenset(index for value in written if isinstance(value, Slices) for index in value.slices)
@@ -65,7 +75,9 @@ Algorithm = str | RankProgram
 @functools.lru_cache(maxsize=1024)
 def rank_program(collective: GroupKind, algorithm: str, ranks: int, rank: int, root: int | None = None) -> RankProgram:
     """What one rank does in a collective by one of its algorithms."""
-    return RankProgram.of(program_of(collective, algorithm, ranks, root), rank)
+    program = RankProgram.of(program_of(collective, algorithm, ranks, root), rank)
+    program.whole, program.rank = program_of(collective, algorithm, ranks, root), rank
+    return program
 
 
 def slices_of(program: Program) -> int:
@@ -76,10 +88,17 @@ def slices_of(program: Program) -> int:
 
 
 class Write(NamedTuple, Generic[Writing]):
-    """An operation that writes, and the sends that still read there: by their number among all sends of the rank."""
+    """An operation that writes.
+
+    Attributes:
+        op: the operation.
+        after: the sends that still read there: by their number among all sends of the rank.
+        once: whether it is a receive, and nothing else is ever written there.
+    """
 
     op: Writing
     after: tuple[int, ...]
+    once: bool = False
 
 
 class Round:
@@ -124,6 +143,11 @@ def rounds(ops: Iterable[Op]) -> Iterator[Round]:
     gather-add    >C0@1 >C0@2 <P2@2 <P1@1 C0+=P1    →    >C0@1 >C0@2 <P2@2 <P1@1 | C0+=P1
     ```
     """
+    ops = list(ops)
+    received = Counter(op.value for op in ops if isinstance(op, Recv))
+    added_to = {op.into for op in ops if isinstance(op, Add)} | {
+        op.value for op in ops if isinstance(op, Recv) and op.reduce
+    }
     current = Round()
     sent = 0
     reading: OpenSends[int] = OpenSends()  # the sends, by their number, that no write has waited for yet
@@ -139,7 +163,8 @@ def rounds(ops: Iterable[Op]) -> Iterator[Round]:
         if isinstance(op, Add):
             current.adds.append(Write(op, tuple(conflicts)))
         elif isinstance(op, Recv):
-            current.receives.append(Write(op, tuple(conflicts)))
+            once = isinstance(op.value, Part) and received[op.value] == 1 and op.value not in added_to
+            current.receives.append(Write(op, tuple(conflicts), once))
         elif isinstance(op, Send):
             current.sends.append(op)
             reading.add(op.value, sent)
@@ -157,18 +182,18 @@ def perform(
     under_way: dict[int, Work] = {}  # sends that have started and have not been waited for, by their number
     sums = Sums(memory, combine)
     for current in steps:
-        for add, after in current.adds:
+        for add, after, _ in current.adds:
             yield from _sends_in_the_way(after, under_way)
             sums.add(add.into, sums.to_add(add.value))
         if current.sends or current.receives:
             yield from _exchange(current, sums, transport.exchange(tag), under_way)
-    sums.round_all()
-    yield from under_way.values()
+    sums.finish()
+    yield from together(list(under_way.values()))
 
 
-def _sends_in_the_way(after: tuple[int, ...], under_way: dict[int, Work]) -> list[Work]:
+def _sends_in_the_way(after: tuple[int, ...], under_way: dict[int, Work]) -> Iterator[Work]:
     """The sends to wait for before a write: what is being sent must leave first."""
-    return [under_way.pop(number) for number in after if number in under_way] if after else []
+    return together([under_way.pop(number) for number in after if number in under_way])
 
 
 def _exchange(current: Round, sums: Sums, exchange: Exchange, under_way: dict[int, Work]) -> Iterator[Work]:
@@ -179,23 +204,42 @@ def _exchange(current: Round, sums: Sums, exchange: Exchange, under_way: dict[in
             under_way[number] = work
     arriving: list[tuple[Work, Write[Recv], Loan | None]] = []
     for write in current.receives:
-        receive, after = write
-        if receive.reduce:
-            loan = exchange.borrow(sums.memory[receive.value], receive.source)
+        receive, after, _ = write
+        if receive.reduce or exchange.lends(receive.source):
+            loan = exchange.borrow(sums.memory.like(receive.value), receive.source)
             arriving.append((loan.work, write, loan))
         else:
             yield from _sends_in_the_way(after, under_way)  # of earlier rounds: this round's are elsewhere
             arriving.append((exchange.irecv(sums[receive.value], receive.source), write, None))
     exchange.close()
-    for work, (receive, after), lent in arriving:
-        yield work
-        if lent is not None:
-            must_leave = _sends_in_the_way(after, under_way)
-            if must_leave:
+    yield from _work_on(arriving, sums, under_way, at_once=exchange.at_once)
+
+
+def _work_on(
+    arriving: Sequence[tuple[Work, Write[Recv], Loan | None]], sums: Sums, under_way: dict[int, Work], *, at_once: bool
+) -> Iterator[Work]:
+    """Add or copy what arrives to its place."""
+    if at_once:
+        overwritten = [number for _, (receive, after, _), _ in arriving if not receive.reduce for number in after]
+        in_the_way = _sends_in_the_way(tuple(overwritten), under_way)
+        yield from together([*(work for work, _, _ in arriving), *in_the_way])
+    for work, (receive, after, once), lent in arriving:
+        if not at_once:
+            yield work
+        if lent is None:
+            continue
+        in_the_way = _sends_in_the_way(after, under_way)
+        if receive.reduce:
+            for before in in_the_way:
                 lent.keep()  # two ranks that read each other's value and then write to it would wait for each other
-                yield from must_leave
+                yield before
             sums.add(receive.value, lent.tensor)
-            lent.give_back()
+        else:
+            yield from in_the_way
+            if once and lent.copied and sums.lend(receive.value, lent):
+                continue
+            sums[receive.value].copy_(lent.tensor)
+        lent.give_back()
 
 
 class Sums:
@@ -218,6 +262,7 @@ class Sums:
         self.memory = memory
         self._combine = combine
         self._wide: dict[Value, torch.Tensor] = {}  # sums that have not been rounded
+        self._loans: list[Loan] = []
 
     def __getitem__(self, value: Value) -> torch.Tensor:
         """The memory that a value names, with all that was added to it."""
@@ -240,11 +285,25 @@ class Sums:
         else:
             self._wide[into] = self[into].float().add_(tensor)
 
-    def round_all(self) -> None:
-        """Write back the sums that are still in float32."""
+    def settle(self, value: Value) -> None:
+        """See to it that the memory that a value names holds all that was added to it."""
+        if self._wide:
+            self[value]
+
+    def lend(self, value: Value, loan: Loan) -> bool:
+        """Read what was borrowed where it lies, instead of in memory of this rank; whether that can be done."""
+        if not self.memory.lend(value, loan.tensor):
+            return False
+        self._loans.append(loan)
+        return True
+
+    def finish(self) -> None:
+        """Write back the sums that are still in float32, and give back what was lent."""
         for place, wide in self._wide.items():
             self.memory[place].copy_(wide)
         self._wide.clear()
+        for loan in self._loans:
+            loan.give_back()
 
 
 # ── the tensors of a collective, by the names that its program gives them ───────────────────────────────────────────
@@ -256,12 +315,21 @@ class Pieces(Protocol):
     def __getitem__(self, value: Value) -> torch.Tensor:
         """The memory that a value names."""
 
+    def like(self, value: Value) -> torch.Tensor:
+        """A tensor of the size and dtype of what a value names."""
+        return self[value]
 
-class Memory:
+    def lend(self, value: Value, tensor: torch.Tensor) -> bool:  # noqa: ARG002
+        """Let a value name this tensor, which is gone when the program ends; whether that can be done."""
+        return False
+
+
+class Memory(Pieces):
     """Pieces of one tensor: its slices, and other ranks' contributions to it."""
 
     def __init__(self, tensor: torch.Tensor, slices: int) -> None:
-        self._tensor = tensor.view(-1)
+        self.tensor = tensor.view(-1)
+        self._cut: dict[tuple[int, int], torch.Tensor] = {}  # the slices that were asked for
         # Equal slices as far as possible: some are longer by one, and some empty when there are few elements.
         self._bounds = [index * tensor.numel() // slices for index in range(slices + 1)]
         self._parts: dict[Part, torch.Tensor] = {}
@@ -269,15 +337,31 @@ class Memory:
     def __getitem__(self, value: Value) -> torch.Tensor:
         """The memory that a value names."""
         if isinstance(value, Slices):
-            return self._tensor[self._bounds[value.start] : self._bounds[value.stop]]
+            if len(self._bounds) == 2:
+                return self.tensor
+            place = value.start, value.stop
+            if place not in self._cut:
+                self._cut[place] = self.tensor[self._bounds[value.start] : self._bounds[value.stop]]
+            return self._cut[place]
         if isinstance(value, Part):
             if value not in self._parts:
-                self._parts[value] = torch.empty_like(self._tensor)
+                self._parts[value] = torch.empty_like(self.tensor)
             return self._parts[value]
         raise ProgramError(f"{value} has no place in a collective; a collective has slices (C0) and parts (P0)")
 
+    def like(self, value: Value) -> torch.Tensor:
+        """A tensor of the size and dtype of what a value names."""
+        return self.tensor if isinstance(value, Part) else self[value]
 
-class _Listed:
+    def lend(self, value: Value, tensor: torch.Tensor) -> bool:
+        """Let a part name a tensor that lies elsewhere."""
+        if not isinstance(value, Part):
+            return False
+        self._parts[value] = tensor
+        return True
+
+
+class _Listed(Pieces):
     """A list of tensors, one for each slice."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -289,7 +373,7 @@ class _Listed:
         return self._tensors[value.start]
 
 
-class Personal:
+class Personal(Pieces):
     """One rank's tensors in an all-to-all: those it has for the others, and those it gets from them."""
 
     def __init__(self, inputs: list[torch.Tensor], outputs: list[torch.Tensor], rank: int) -> None:

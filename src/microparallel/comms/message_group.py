@@ -17,7 +17,7 @@ from microparallel.comms.interpreter import COMBINE, Blocks, RankProgram, perfor
 from microparallel.comms.rounds import WireRounds, perform_rounds
 from microparallel.comms.work_queue import QueuedWork
 from microparallel.errors import UsageError
-from microparallel.transport.base import Exchange, Loan, ReceivedCopy, Transport, Work
+from microparallel.transport.base import Exchange, Receiving, Transport, Work
 from microparallel.transport.counting import CountingTransport, Counts
 
 
@@ -157,7 +157,7 @@ class LazyReceives:
         return _LazyExchange(self._transport.exchange(tag))
 
 
-class _LazyExchange:
+class _LazyExchange(Receiving):
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
 
@@ -166,9 +166,6 @@ class _LazyExchange:
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
         return _LazyReceive(lambda: self._exchange.irecv(tensor, source))
-
-    def borrow(self, like: torch.Tensor, source: int) -> Loan:
-        return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
         self._exchange.close()

@@ -14,7 +14,7 @@ from microparallel.comms.calls import describe
 from microparallel.comms.group import Group
 from microparallel.comms.wire import as_bytes, to_wire
 from microparallel.observe.flight_recorder import Entry, NoEntry
-from microparallel.transport.base import Exchange, Loan, ReceivedCopy, Work
+from microparallel.transport.base import Exchange, Receiving, Work
 
 
 class Messages:
@@ -41,7 +41,7 @@ class Messages:
         return MessageExchange(self._group.exchange(tag), self._group, tag)
 
 
-class MessageExchange:
+class MessageExchange(Receiving):
     """An exchange of a group whose messages may need to start together."""
 
     def __init__(self, exchange: Exchange, group: Group, tag: int) -> None:
@@ -59,10 +59,6 @@ class MessageExchange:
         entry = _receiving(self._group, tensor, source, self._tag)
         work = _received(tensor, self._group.carries, lambda wire: self._exchange.irecv(wire, source))
         return RecordedWork(work, entry)
-
-    def borrow(self, like: torch.Tensor, source: int) -> Loan:
-        """Add a receive of a copy."""
-        return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
         """Start what has not started."""

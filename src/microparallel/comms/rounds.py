@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 
 from microparallel.collectives import RoundKind, program_of, program_of_round
-from microparallel.comms.interpreter import COMBINE, RankProgram, perform, rank_program, whole
+from microparallel.comms.interpreter import COMBINE, Pieces, RankProgram, perform, rank_program, whole
 from microparallel.errors import ProgramError
 from microparallel.program import Add, Part, Slices, Value
 from microparallel.transport.base import Transport, Work
@@ -38,7 +38,7 @@ def gather_program(ranks: int, rank: int, transport: str) -> RankProgram:
     return RankProgram("gather", 1, [op for op in ops if not isinstance(op, Add)], all_receive_from_all=True)
 
 
-class _Gathered:
+class _Gathered(Pieces):
     """One rank's own tensor, and room for those of the others."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], rank: int) -> None:

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, cast
 
 import torch
@@ -182,7 +182,7 @@ class SharedMemoryGroup(ProgramGroup):
         first: Callable[[], object] | None = None,
         movable: torch.Tensor | None = None,
     ) -> QueuedWork:
-        state = self._next_call(program.name)
+        state = self._next_call(program.name, adds_to_sent=program.adds_to_sent, at_once=program.whole is not None)
         exchanges = _Exchanges(self.transport, state)
         combine = COMBINE[op]
 
@@ -198,8 +198,7 @@ class SharedMemoryGroup(ProgramGroup):
             if movable is not None:  # now: while the collective runs, no other thread may use the tensor
                 self.transport.move_what_comes_again(movable)
             for pieces in blocks(program.slices, in_blocks):
-                for work in perform(program.rounds, pieces, exchanges, combine):
-                    work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                self._wait_for(perform(program.rounds, pieces, exchanges, combine), deadline)
 
         return self._queued(run, state)
 
@@ -212,17 +211,24 @@ class SharedMemoryGroup(ProgramGroup):
             self.transport.exchange_notices()
             ranks, rank, name = self.world_size, self.rank, self.transport_name
             in_order = perform_rounds(rounds, ranks, rank, exchanges, name, self._block_bytes, lambda: state.copied)
-            for work in in_order:
-                work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            self._wait_for(in_order, deadline)
 
         return self._queued(run, state)
 
-    def _next_call(self, name: str) -> CallState:
+    def _wait_for(self, works: Iterator[Work], deadline: float | None) -> None:
+        """Wait for what a program must wait for; what its device must wait for, is handed over."""
+        marks = self.transport.order.marks()
+        for work in works:
+            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            marks.hand_over()
+        marks.hand_over()
+
+    def _next_call(self, name: str, *, adds_to_sent: bool = False, at_once: bool = True) -> CallState:
         """Give the call that this thread has announced its number among the group's calls."""
         text = getattr(self._call, "text", name)
         signature = signature_of(getattr(self._call, "agreement", text))
         number = self.transport.peers.call(signature, text)
-        return CallState(text, number, numbered(signature, number))
+        return CallState(text, number, numbered(signature, number), adds_to_sent=adds_to_sent, at_once=at_once)
 
     def _queued(self, run: Callable[[float | None], None], state: CallState) -> QueuedWork:
         peers = self.transport.peers

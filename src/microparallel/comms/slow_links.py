@@ -30,7 +30,7 @@ from microparallel.comms.group import Group
 from microparallel.comms.message_group import MessageGroup, over
 from microparallel.errors import CommsError, TransportTimeout
 from microparallel.topology import Link
-from microparallel.transport.base import COMPLETE, Exchange, Loan, ReceivedCopy, Work
+from microparallel.transport.base import COMPLETE, Exchange, Receiving, Work
 from microparallel.transport.in_process import Pollable
 
 Links = Mapping[frozenset[int], Link]
@@ -146,7 +146,7 @@ class SlowLinks:
             wire.close()
 
 
-class _SlowExchange:
+class _SlowExchange(Receiving):
     def __init__(self, links: SlowLinks, tag: int) -> None:
         self._links = links
         self._tag = tag
@@ -156,9 +156,6 @@ class _SlowExchange:
 
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
         return self._links.irecv(tensor, source, self._tag)
-
-    def borrow(self, like: torch.Tensor, source: int) -> Loan:
-        return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
         """Nothing to do: everything has started already."""

@@ -300,7 +300,7 @@ class MessageWork(StartedWork):
                 self._bring_back()
         except Exception as error:
             self._error = error
-        self._received = self._group.transport.order.now()
+        self._received = self._group.transport.order.here()
         self._done = True
         self._completed()
 

@@ -6,6 +6,8 @@ several messages that are started together.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -37,6 +39,32 @@ class Complete:
 COMPLETE = Complete()
 
 
+class Together:
+    """Several transfers as one work."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def poll(self) -> bool:
+        """Whether all are complete; each of them must be work that can be polled."""
+        return all(work.poll() for work in self._works)  # type: ignore[attr-defined]
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return when all are complete."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        for work in self._works:
+            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+
+    def __str__(self) -> str:
+        return " and ".join(map(str, self._works))
+
+
+def together(works: Sequence[Work]) -> Iterator[Work]:
+    """Several transfers as one work to wait for; nothing if there are none."""
+    if works:
+        yield works[0] if len(works) == 1 else Together(works)
+
+
 class Loan(Protocol):
     """A tensor of another rank that this rank only reads: a copy that was received, or the peer's own memory."""
 
@@ -47,6 +75,10 @@ class Loan(Protocol):
     @property
     def tensor(self) -> torch.Tensor:
         """The other rank's tensor."""
+
+    @property
+    def copied(self) -> bool:
+        """Whether the other rank goes on without waiting for this loan; known when `work` is complete."""
 
     def keep(self) -> None:
         """Copy the tensor, unless it is a copy, so that it stays as it is when the other rank goes on."""
@@ -61,7 +93,17 @@ class Exchange(Protocol):
     On some transports a rank's messages run one after another, and a send ends only when it is received. Two ranks that
     send to each other and then receive would wait for ever, each inside its send. Handed over as one exchange, the send
     and the receive run side by side.
+
+    Attributes:
+        at_once: whether its receives are to be waited for together, before anything is done with one of them.
     """
+
+    @property
+    def at_once(self) -> bool:
+        """As above."""
+
+    def lends(self, source: int) -> bool:
+        """Whether what is borrowed from this rank lies in its memory; else it is received, and costs room."""
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
         """Add a contiguous tensor to be sent; it starts now, or when the exchange is closed."""
@@ -104,6 +146,8 @@ class Transport(Protocol):
 class ReceivedCopy:
     """The loan of a transport that cannot read its peers' memory: a copy that was received."""
 
+    copied = True
+
     def __init__(self, exchange: Exchange, like: torch.Tensor, source: int) -> None:
         self.tensor = torch.empty_like(like)
         self.work = exchange.irecv(self.tensor, source)
@@ -115,7 +159,21 @@ class ReceivedCopy:
         """Nothing to do: the other rank sent the copy, and does not wait for it."""
 
 
-class SeparateMessages:
+class Receiving(Exchange):
+    """An exchange of a transport that cannot read its peers' memory: what is borrowed is received."""
+
+    at_once = False
+
+    def lends(self, source: int) -> bool:  # noqa: ARG002
+        """It does not."""
+        return False
+
+    def borrow(self, like: torch.Tensor, source: int) -> Loan:
+        """Add a receive of a copy."""
+        return ReceivedCopy(self, like, source)
+
+
+class SeparateMessages(Receiving):
     """The exchange of a transport whose messages never wait for each other: each starts at once, by itself."""
 
     def __init__(self, transport: Transport, tag: int) -> None:
@@ -129,10 +187,6 @@ class SeparateMessages:
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
         """Start receiving."""
         return self._transport.irecv(tensor, source, self._tag)
-
-    def borrow(self, like: torch.Tensor, source: int) -> Loan:
-        """Start receiving a copy."""
-        return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
         """Nothing to do: every message has started already."""

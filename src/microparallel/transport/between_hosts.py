@@ -94,9 +94,13 @@ class HostsExchange(SharedMemoryExchange):
         """Offer a tensor to a rank of this host, or send it to another host."""
         return super().isend(tensor, to) if to in self._here else self._across.isend(tensor, to)
 
+    def lends(self, source: int) -> bool:
+        """A rank of this host does."""
+        return source in self._here
+
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
-        """Copy the tensor that a rank of this host offers, or receive what one of another host sends."""
-        return super().irecv(tensor, source) if source in self._here else self._across.irecv(tensor, source)
+        """Receive what a rank of another host sends."""
+        return self._across.irecv(tensor, source)
 
     def borrow(self, like: torch.Tensor, source: int) -> Loan:
         """Read the tensor of a rank of this host where it lies; receive a copy of another's."""

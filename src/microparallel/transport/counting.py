@@ -78,6 +78,8 @@ class CountingExchange:
     def __init__(self, exchange: Exchange, counts: Counts) -> None:
         self._exchange = exchange
         self._counts = counts
+        self.at_once = exchange.at_once
+        self.lends = exchange.lends
 
     def isend(self, tensor: torch.Tensor, to: int) -> Work:
         """Count a message, and add it to the exchange."""

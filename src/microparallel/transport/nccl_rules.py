@@ -25,7 +25,7 @@ from itertools import combinations
 import torch
 
 from microparallel.errors import CommsError, Mismatch, TransportTimeout
-from microparallel.transport.base import Loan, ReceivedCopy
+from microparallel.transport.base import Receiving
 
 
 @dataclass(eq=False, slots=True)
@@ -118,7 +118,7 @@ class StreamWork:
         return self._streams.position(self._rank)
 
 
-class StreamExchange:
+class StreamExchange(Receiving):
     """An exchange that joins its rank's stream when it is closed."""
 
     def __init__(self, rank: int, streams: Streams) -> None:
@@ -135,10 +135,6 @@ class StreamExchange:
         """Add a receive."""
         self._work.transfers.append(Transfer(tensor, source, sends=False))
         return self._work
-
-    def borrow(self, like: torch.Tensor, source: int) -> Loan:
-        """Add a receive of a copy."""
-        return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
         """Join the stream."""

@@ -31,7 +31,7 @@ from microparallel.errors import (
     TransportTimeout,
 )
 from microparallel.torch_private import next_group_is_called
-from microparallel.transport.base import Loan, ReceivedCopy, Work
+from microparallel.transport.base import Receiving, Work
 
 ReduceOpName = Literal["sum", "min", "max", "product"]
 
@@ -149,7 +149,7 @@ class DelayedSend:
         self._work.wait(timeout)
 
 
-class TorchExchange:
+class TorchExchange(Receiving):
     """Messages that NCCL runs side by side, as one batch; gloo starts each by itself, receives before sends.
 
     A batch completes as a whole, so it is itself the Work of each of its messages, and keeps their tensors alive.
@@ -181,10 +181,6 @@ class TorchExchange:
         group = self._transport.group
         self._batch.append(dist.P2POp(dist.irecv, tensor, group=group, tag=self._tag, group_peer=source))
         return self
-
-    def borrow(self, like: torch.Tensor, source: int) -> Loan:
-        """Receive a copy."""
-        return ReceivedCopy(self, like, source)
 
     def close(self) -> None:
         """Start the messages that have not started."""

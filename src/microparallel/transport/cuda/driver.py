@@ -1,4 +1,4 @@
-"""The calls of CUDA's driver by which processes share memory of one GPU; torch has them under other rules only.
+"""The calls of CUDA's driver by which processes share memory of one GPU, and keep their streams in order.
 
 torch's own sharing (`torch.multiprocessing`) counts who holds each tensor, in a file, and keeps memory for that. Here a
 whole allocation is shared once, and read again and again.
@@ -18,6 +18,8 @@ from microparallel.errors import CommsError
 HANDLE_BYTES = 64
 _BUFFER_ID, _START, _SIZE, _CAN_BE_SHARED = 7, 11, 12, 13  # CU_POINTER_ATTRIBUTE_…
 _ON_FIRST_USE = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_FOR_THE_GPU = 2  # CU_MEMHOSTREGISTER_DEVICEMAP
+_CAN_USE_MARKS = 122  # CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
 _thread = threading.local()
 
 
@@ -99,6 +101,33 @@ class Opened:
         _driver().cuIpcCloseMemHandle(ctypes.c_ulonglong(self._address))  # the other process may be gone
 
 
+def put_marks(stream: int, count: int, operations: int) -> None:
+    """Let a stream wait for words and write words, as told by `count` operations that lie at an address."""
+    code = _driver().cuStreamBatchMemOp_v2(stream, count, operations, 0)
+    if code:
+        _check(code, "let the GPU wait for another process")
+
+
+def can_put_marks(device: torch.device) -> bool:
+    """Whether streams of this GPU can wait for words in memory."""
+    answer = ctypes.c_int()
+    code = _driver().cuDeviceGetAttribute(ctypes.byref(answer), _CAN_USE_MARKS, ctypes.c_int(device.index))
+    return not code and bool(answer.value)
+
+
+def register(address: int, size: int) -> int:
+    """Let the GPU use memory of the host; returns where it lies for the GPU."""
+    here, there = ctypes.c_void_p(address), ctypes.c_ulonglong()
+    _check(_driver().cuMemHostRegister_v2(here, ctypes.c_size_t(size), _FOR_THE_GPU), "use memory of the host")
+    _check(_driver().cuMemHostGetDevicePointer_v2(ctypes.byref(there), here, 0), "use memory of the host")
+    return there.value
+
+
+def unregister(address: int) -> None:
+    """The GPU uses this memory of the host no longer."""
+    _driver().cuMemHostUnregister(ctypes.c_void_p(address))
+
+
 def use(device: torch.device) -> None:
     """Let this thread make calls for a GPU: the driver's calls are for the device that a thread uses."""
     if getattr(_thread, "device", None) != device:
@@ -108,7 +137,9 @@ def use(device: torch.device) -> None:
 
 @functools.cache
 def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuStreamBatchMemOp_v2.argtypes = (ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
+    return library
 
 
 def _check(code: int, what: str) -> None:

@@ -3,26 +3,29 @@
 It is the transport of shared memory, with the same channels and messages. Three things differ:
 
     allocations.py   where a tensor lies: in GPU memory to which each rank has a handle
-    events.py        when it may be read and written: the GPU runs behind the host, so messages carry events
+    marks.py         when it may be read and written: the GPU runs behind the host, so streams wait for each other
     driver.py        the calls of CUDA's driver for that
 
-Ranks meet on the host: a rank can wait only for an event that was recorded. But no thread waits for the GPU.
+Ranks meet on the host, to say where a tensor lies. No thread waits for the GPU.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
+import select
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
+from microparallel.transport.cuda import driver
 from microparallel.transport.cuda.allocations import OwnAllocations, TheirAllocations
-from microparallel.transport.cuda.driver import HANDLE_BYTES
-from microparallel.transport.cuda.events import EventOrder, OwnEvents, TheirEvents
-from microparallel.transport.shared_memory.channel import LANES, SEGMENT, SLOTS
+from microparallel.transport.cuda.marks import StreamOrder
+from microparallel.transport.shared_memory.channel import COPIED, LANES
 from microparallel.transport.shared_memory.peers import RankStatus
 from microparallel.transport.shared_memory.regions import OwnRegions
 from microparallel.transport.shared_memory.transport import SharedMemoryTransport
@@ -31,6 +34,7 @@ from microparallel.transport.shared_memory.works import Copy
 # A collective's tensor of at most so many bytes is copied, so that its rank may go on and change it: waiting until the
 # others have read it costs more than the copy.
 _COPIED_BYTES = 8 * 2**20
+_AGAIN = 0.05  # seconds until what a dead rank's GPU may still have written is written over again
 _LAST_WAIT = 2.0  # seconds for peers to read what was sent to them, before this rank's memory goes
 
 
@@ -46,17 +50,26 @@ class CudaTransport(SharedMemoryTransport):
     """
 
     carries = frozenset({"cpu", "cuda"})
+    at_once = True
 
     def __init__(
         self, store: dist.Store, rank: int, world_ranks: Sequence[int], timeout: float, *, device: torch.device
     ) -> None:
         self.device = device
+        self._registered: list[int] = []
+        self._closed = os.eventfd(0)
         super().__init__(store, rank, world_ranks, timeout)
         self.name = "cuda"
-
-    def _control_bytes(self, ranks: int) -> int:
-        """Room for the handles of this rank's events."""
-        return _most_events(ranks) * HANDLE_BYTES
+        driver.use(device)
+        for segment in self._segments.values():
+            there = driver.register(segment.address, segment.control_bytes)
+            self._registered.append(segment.address)
+            for channel in itertools.chain(*(channels.values() for channels in (*self._out, *self._in))):
+                channel.lies_at(segment, there)
+        self._watch = threading.Thread(
+            target=self._release_for_those_who_die, name="microparallel peers of the GPU", daemon=True
+        )
+        self._watch.start()
 
     def _own_regions(self, connections: Mapping[int, socket.socket], status: RankStatus) -> OwnAllocations:
         return OwnAllocations(connections, status, self.device)
@@ -64,39 +77,73 @@ class CudaTransport(SharedMemoryTransport):
     def _regions_of(self, peer: int, connection: socket.socket, status: RankStatus) -> TheirAllocations:
         return TheirAllocations(peer, connection, status, self.device)
 
-    def _make_order(self, start: int) -> EventOrder:
-        own = OwnEvents(self._segment, start, _most_events(self.world_size), self.device)
-        segments = {peer: segment for peer, segment in self._segments.items() if peer != self.rank}
-        theirs = {peer: TheirEvents(segment, start, self.device) for peer, segment in segments.items()}
-        return EventOrder(own, theirs, self.device)
+    def _make_order(self) -> StreamOrder:
+        return StreamOrder(self.device)
 
     def _copy_to_offer(self, tensor: torch.Tensor, lane: int) -> Copy | None:
-        """A copy of a message, and of a collective's tensor if it is small."""
+        """A copy of a message, so that its rank may go on."""
         if not tensor.is_cuda:
             return super()._copy_to_offer(tensor, lane)
-        if not tensor.numel() or (lane == 0 and tensor.nbytes > _COPIED_BYTES):
+        if not tensor.numel():
             return None
         self._reclaim(lane)
         return DeviceCopy(tensor, self._regions)
 
-    def copy(self, tensor: torch.Tensor) -> Copy | None:
-        """Copy a tensor for a collective, if it is small or lies where peers cannot read it."""
-        return self._copy_to_offer(tensor, lane=0) if tensor.is_cuda else super().copy(tensor)
+    def copy(self, tensor: torch.Tensor, adds_to_sent: bool = True) -> Copy | None:
+        """Copy a tensor of a collective if its program adds to it while others read it, and it is not large."""
+        if not tensor.is_cuda:
+            return super().copy(tensor, adds_to_sent)
+        return self._copy_to_offer(tensor, lane=0) if adds_to_sent and tensor.nbytes <= _COPIED_BYTES else None
+
+    # ── the end ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _release_for_those_who_die(self) -> None:
+        """In a thread: when a rank dies, let this rank's GPU go on that waits for it.
+
+        What the GPU computes then is wrong, and no call of this group will say that it was right: the next one fails.
+        But a thread that waits for the GPU comes back.
+        """
+        ends = select.poll()
+        ranks = {connection.fileno(): rank for rank, connection in self._connections.items()}
+        for descriptor in ranks:
+            ends.register(descriptor, select.POLLRDHUP)
+        ends.register(self._closed, select.POLLIN)
+        while True:
+            for descriptor, _ in ends.poll():
+                if descriptor == self._closed:
+                    return
+                rank = ranks[descriptor]
+                if self.peers.has_closed(rank):
+                    ends.unregister(descriptor)
+                else:  # again and again: what its GPU had to do may not have ended yet
+                    self._release(rank)
+                    time.sleep(_AGAIN)
+
+    def _release(self, rank: int) -> None:
+        for lane in range(LANES):
+            self._out[lane][rank].release()
+            self._in[lane][rank].release()
 
     def close(self) -> None:
         """Leave the group: when the others have read what this rank has sent, or are gone."""
-        deadline = time.monotonic() + _LAST_WAIT
-        if not self._all_is_read(deadline):
-            # A stream waits for a rank that is gone, for ever, and to let go of memory is to wait for all streams.
+        everything_read = self._all_is_read(time.monotonic() + _LAST_WAIT)
+        if not everything_read:
+            # To let go of memory is to wait for all streams, and one may wait for a rank that never comes.
             self._their_regions.clear()
+        os.eventfd_write(self._closed, 1)
+        self._watch.join()
+        os.close(self._closed)
         super().close()
+        if everything_read:
+            for address in self._registered:
+                driver.unregister(address)
 
     def _all_is_read(self, deadline: float) -> bool:
         """Wait until the others have read this rank's memory, and this rank what it reads of theirs."""
         try:
             for sent in itertools.chain(*self._staged):
                 sent.wait_until_taken(max(0.0, deadline - time.monotonic()))
-            end = self.order.now()
+            end = self.order.here().mark()
             while not (end.passed and all(sent.settled() for sent in itertools.chain(*self._staged))):
                 if time.monotonic() > deadline:
                     return False
@@ -112,7 +159,7 @@ class DeviceCopy(Copy):
     def __init__(self, tensor: torch.Tensor, allocations: OwnRegions) -> None:
         self._memory: torch.Tensor | None = tensor.clone()
         number, offset = allocations.find(self._memory) or (0, 0)
-        self._place = SEGMENT + number, offset
+        self._place = COPIED + number, offset
         self._begin(tensor.nbytes)
 
     @property
@@ -122,8 +169,3 @@ class DeviceCopy(Copy):
 
     def _free(self) -> None:
         self._memory = None
-
-
-def _most_events(ranks: int) -> int:
-    """How many events a rank may need at a time: two for each slot of its channels."""
-    return 2 * ranks * LANES * (SLOTS + 1)

@@ -166,6 +166,10 @@ class Peers:
         status = self._statuses[rank]
         return status.has_called(number) or status.closed or (rank != self._rank and self._is_disconnected(rank))
 
+    def has_closed(self, peer: int) -> bool:
+        """Whether a peer has left, as one does that has come to its end."""
+        return self._statuses[peer].closed
+
     def close(self) -> None:
         """Let the others know that this rank leaves, and close its connections."""
         self._statuses[self._rank].close()

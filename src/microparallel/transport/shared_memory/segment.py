@@ -64,6 +64,11 @@ class Segment:
         self._extents: list[Extent] = []
         self._mapping = threading.Lock()  # held by the thread that maps an extent
 
+    @property
+    def control_bytes(self) -> int:
+        """How many bytes from its address on are mapped at once, for control."""
+        return self._begin
+
     def offset_of(self, tensor: torch.Tensor) -> int | None:
         """Where in the segment a tensor lies; None when it lies elsewhere."""
         address = tensor.data_ptr()

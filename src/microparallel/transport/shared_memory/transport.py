@@ -32,7 +32,7 @@ import torch.distributed as dist
 from microparallel.errors import CommsError, TransportTimeout
 from microparallel.topology import available_cores
 from microparallel.transport.shared_memory import futex
-from microparallel.transport.shared_memory.channel import CHANNEL_BYTES, COPY, LANES, POSTED, SEGMENT, SLOTS, Channel
+from microparallel.transport.shared_memory.channel import CHANNEL_BYTES, COPIED, LANES, POSTED, SEGMENT, SLOTS, Channel
 from microparallel.transport.shared_memory.order import HostOrder, Order
 from microparallel.transport.shared_memory.peers import STATUS_BYTES, Peers, RankStatus
 from microparallel.transport.shared_memory.regions import OwnRegions, TheirRegions
@@ -62,9 +62,12 @@ class SharedMemoryTransport:
         name: what "auto" is resolved for.
         here: the ranks whose memory this one can reach, itself among them: all, unless a subclass reaches the others
             in another way.
+        at_once: whether a rank waits for all messages of an exchange, and then works on all of them: as many calls to a
+            device become one. Where the CPU does the work, it better works on one while others are on their way.
     """
 
     carries = frozenset({"cpu"})
+    at_once = False
 
     def __init__(
         self,
@@ -81,7 +84,7 @@ class SharedMemoryTransport:
         self.here = frozenset(range(ranks) if here is None else here)
         self.timeout = timeout
         control = STATUS_BYTES + ranks * LANES * CHANNEL_BYTES
-        descriptor, self._segment = create_segment(control + self._control_bytes(ranks))
+        descriptor, self._segment = create_segment(control)
         try:
             found = exchange_descriptors(store, rank, ranks, sorted(self.here), descriptor, timeout)
         finally:
@@ -89,16 +92,16 @@ class SharedMemoryTransport:
         self._arena = Arena(self._segment)
         self._segments = {rank: self._segment}
         for peer, (_, theirs) in found.items():
-            self._segments[peer] = Segment(theirs, control + self._control_bytes(ranks))
+            self._segments[peer] = Segment(theirs, control)
             os.close(theirs)
-        connections = {peer: connection for peer, (connection, _) in found.items()}
+        connections = self._connections = {peer: connection for peer, (connection, _) in found.items()}
         self.peers = Peers(rank, self.world_ranks, self._segments, connections)
         statuses = {member: RankStatus(segment) for member, segment in self._segments.items()}
         self._regions = self._own_regions(connections, statuses[rank])
         self._their_regions = {
             peer: self._regions_of(peer, connection, statuses[peer]) for peer, connection in connections.items()
         }
-        self.order: Order = self._make_order(control)
+        self.order: Order = self._make_order()
         self._out = [{peer: _channel(self._segment, peer, lane) for peer in self.here} for lane in range(LANES)]
         self._in = [{peer: _channel(self._segments[peer], rank, lane) for peer in self.here} for lane in range(LANES)]
         self._staged: list[deque[Sent]] = [deque() for _ in range(LANES)]  # copies that may not have been read yet
@@ -108,18 +111,13 @@ class SharedMemoryTransport:
 
     # ── what a transport that reads other memory, too, makes in another way ─────────────────────────────────────
 
-    def _control_bytes(self, ranks: int) -> int:  # noqa: ARG002
-        """How many bytes of the segment it needs behind the channels."""
-        return 0
-
     def _own_regions(self, connections: Mapping[int, socket.socket], status: RankStatus) -> OwnRegions:
         return OwnRegions(connections, status)
 
     def _regions_of(self, peer: int, connection: socket.socket, status: RankStatus) -> TheirRegions:
         return TheirRegions(peer, connection, status)
 
-    def _make_order(self, start: int) -> Order:  # noqa: ARG002
-        """How ranks keep their devices in order; the bytes that `_control_bytes` has asked for begin at `start`."""
+    def _make_order(self) -> Order:
         return HostOrder()
 
     # ── memory ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -139,6 +137,11 @@ class SharedMemoryTransport:
     def offer(self, tensor: torch.Tensor, to: int, signature: int = 0, copy: Copy | None = None) -> Sent:
         """Offer a contiguous tensor, or its copy, for a collective; wait for it before you change the tensor."""
         return self._post(0, tensor, to, 0, signature, copy)
+
+    def offer_to(self, tensor: torch.Tensor, ranks: Sequence[int], signature: int) -> dict[int, Sent]:
+        """Offer one contiguous tensor to several ranks, for a collective."""
+        place = self._place(tensor, None)
+        return {to: self._post(0, tensor, to, 0, signature, None, place) for to in ranks}
 
     def open_exchange(self, call: CallState) -> SharedMemoryExchange:
         """Open an exchange of a collective."""
@@ -163,14 +166,18 @@ class SharedMemoryTransport:
         place, offset, size, signature = channel.read(slot)
         channel.count = number + 1
         content = self._content(source, place, offset, size)
-        self.order.before_reading(source, channel.event(slot))
-        return Borrowed(content, place == COPY, signature, channel, slot, self.order)
+        marks, mark = self.order.marks(), channel.number(slot)
+        if mark:
+            marks.after(channel.ready_at(slot), mark)
+            channel.take(slot)  # the sender's GPU waits for `read`
+        return Borrowed(content, place >= COPIED, signature, channel, slot, mark, marks)
 
     def _content(self, source: int, place: int, offset: int, size: int) -> torch.Tensor:
         """A rank's tensor, where it lies, as bytes."""
-        if place > SEGMENT:
-            return self._their_regions[source].bytes_of(place - SEGMENT)[offset : offset + size]
-        return self._segments[source].view(offset, size)
+        region = place % COPIED
+        if region == SEGMENT:
+            return self._segments[source].view(offset, size)
+        return self._their_regions[source].bytes_of(region)[offset : offset + size]
 
     # ── messages between two ranks, by tag ──────────────────────────────────────────────────────────────────────
 
@@ -178,6 +185,7 @@ class SharedMemoryTransport:
         """Start sending a contiguous tensor."""
         copy = self._copy_to_offer(tensor, lane=1)
         sent = self._post(1, tensor, to, tag, 0, copy)
+        self.order.marks().hand_over()
         if copy is not None:
             copy.let_go()
         return sent
@@ -231,13 +239,16 @@ class SharedMemoryTransport:
         place, offset, size, _ = channel.read(slot)
         room = into.numel() * into.element_size()
         fits = size == room or (allow_less and size < room)
-        self.order.before_reading(source, channel.event(slot))
+        marks, mark = self.order.marks(), channel.number(slot)
+        if mark:
+            marks.after(channel.ready_at(slot), mark)
+            marks.hand_over()
         if fits:
             _as_bytes(into)[:size].copy_(self._content(source, place, offset, size))
-        event = self.order.has_been_read(channel.event(slot))
-        channel.take_number(number, event)
-        if event:
-            self.order.free_when(event, lambda: channel.event_of_taking(slot) != event)
+        if mark:
+            marks.write(channel.read_at(slot), mark)
+            marks.hand_over()
+        channel.take_number(number)
         if not fits:
             raise CommsError(
                 f"rank {source} sent {size} bytes, and {room} were expected; send and receive tensors of the same size"
@@ -245,7 +256,7 @@ class SharedMemoryTransport:
 
     # ── sending and waiting ─────────────────────────────────────────────────────────────────────────────────────
 
-    def copy(self, tensor: torch.Tensor) -> Copy | None:
+    def copy(self, tensor: torch.Tensor, adds_to_sent: bool = True) -> Copy | None:  # noqa: ARG002
         """Copy a tensor into the segment for a collective; None if peers can read it where it lies, or it is empty."""
         return None if self._regions.find(tensor) else self._copy_to_offer(tensor, lane=0)
 
@@ -268,26 +279,37 @@ class SharedMemoryTransport:
         """
         staged = self._staged[0]
         while staged and sum(sent.size for sent in staged) > _MOST_STAGED:
+            self.order.marks().hand_over()
             staged[0].wait_until_taken()
             self._reclaim(0)
 
-    def _post(self, lane: int, tensor: torch.Tensor, to: int, tag: int, signature: int, copy: Copy | None) -> Sent:
+    def _post(
+        self,
+        lane: int,
+        tensor: torch.Tensor,
+        to: int,
+        tag: int,
+        signature: int,
+        copy: Copy | None,
+        where: tuple[int, int] | None = None,
+    ) -> Sent:
         channel = self._out[lane][to]
         size = tensor.numel() * tensor.element_size()
-        place, offset = self._place(tensor, copy)
+        place, offset = where or self._place(tensor, copy)
         if copy is not None:
             copy.hold()
         with channel.lock:
             slot = channel.count % SLOTS
-            sent = Sent(self, channel, slot, to, channel.count, tensor, copy)
+            mark = channel.next_number() if self.order.is_kept_for(tensor) else 0
+            sent = Sent(self, channel, slot, to, channel.count, mark, tensor, copy)
             if channel.state(slot) == POSTED:  # all slots are in use
                 self.wait_until_taken(channel, slot, to, None)
-            if unread := channel.event_of_taking(slot):
-                self.order.wait_until_read(to, unread)
-            event = self.order.offered(tensor)
-            channel.post(tag, place, offset, size, signature, event)
-        if event:
-            self.order.free_when(event, sent.taken)
+            if mark:
+                marks, before = self.order.marks(), channel.number(slot)
+                if before and not channel.is_read(slot, before):
+                    marks.after(channel.read_at(slot), before)  # else an earlier `ready` might come after this one
+                marks.write(channel.ready_at(slot), mark)
+            channel.post(tag, place, offset, size, signature, mark)
         if copy is not None:
             self._staged[lane].append(sent)
         return sent
@@ -300,7 +322,7 @@ class SharedMemoryTransport:
         if offset is not None:
             return SEGMENT, offset
         region = self._regions.find(tensor)
-        return (SEGMENT, 0) if region is None else (SEGMENT + region[0], region[1])
+        return (SEGMENT, 0) if region is None else region
 
     def _reclaim(self, lane: int) -> None:
         """Free the copies that the peers have read."""

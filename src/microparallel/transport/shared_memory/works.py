@@ -1,7 +1,7 @@
 """Transfers over shared memory that were started: tensors offered to a peer, borrowed from one, or to be received.
 
 `Sent` and `Received` are messages between two ranks. A collective program sends and receives through a
-`SharedMemoryExchange`, which reads peers' tensors where they lie (`Lent`) or copies them (`Fetched`).
+`SharedMemoryExchange`, which reads peers' tensors where they lie (`Lent`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from microparallel.transport.base import COMPLETE, Loan, Work
-from microparallel.transport.shared_memory.channel import COPY, POSTED, SLOTS, Channel
-from microparallel.transport.shared_memory.order import Order
+from microparallel.transport.shared_memory.channel import COPIED, POSTED, SEGMENT, SLOTS, Channel
+from microparallel.transport.shared_memory.order import Marks
 from microparallel.transport.shared_memory.segment import Arena
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Copy:
     @property
     def place(self) -> tuple[int, int]:
         """Where the peers find it: in which memory, and at which offset."""
-        return COPY, self.start
+        return COPIED + SEGMENT, self.start
 
     def hold(self) -> None:
         """Count one more holder."""
@@ -66,6 +66,7 @@ class Sent:
         slot: int,
         to: int,
         number: int,
+        mark: int,
         tensor: torch.Tensor,
         copy: Copy | None,
     ) -> None:
@@ -73,7 +74,8 @@ class Sent:
         self._channel = channel
         self._slot = slot
         self._to = to
-        self._number = number
+        self._number = number  # how many messages the channel had before
+        self._mark = mark  # the number that GPUs write; 0: none
         self.copied = copy is not None or not tensor.numel()
         self._tensor = None if self.copied else tensor
         self._copy = copy
@@ -87,30 +89,27 @@ class Sent:
         return self._channel.count - self._number > SLOTS or self._channel.state(self._slot) != POSTED
 
     def settled(self) -> bool:
-        """Whether the receiver, and its device, have read it."""
-        if not self.taken():
-            return False
-        event = self._event_of_taking()
-        if event and not self._transport.order.has_read(self._to, event):
-            return False
-        self._settle()
-        return True
+        """Whether the receiver, and its GPU, have read it."""
+        return self.taken() and (not self._mark or self._channel.is_read(self._slot, self._mark))
 
     def wait(self, timeout: float | None = None) -> None:
-        """Return when the caller may change the tensor: at once if it was copied, else when it has been read."""
+        """Return when the caller may change the tensor: at once if it was copied, else when it has been read.
+
+        A GPU may change it after what the calling thread's marks say from now on.
+        """
         if not self.copied:
             self.wait_until_taken(timeout)
-            self._transport.order.before_writing(self._to, self._event_of_taking())
-            self._settle()
+            if self._mark:
+                self._transport.order.marks().after(self._channel.read_at(self._slot), self._mark)
         self._tensor = None
 
-    def _event_of_taking(self) -> int:
-        """The receiver's event; 0 if it has none, or this rank has waited for it."""
-        return 0 if self._channel.count - self._number > SLOTS else self._channel.event_of_taking(self._slot)
+    def is_ready(self, marks: Marks, step: int) -> None:
+        """When this rank's GPU comes to this place, the receiver's may go a step further."""
+        marks.write(self._channel.ready_at(self._slot), self._mark + step)
 
-    def _settle(self) -> None:
-        if self._channel.count - self._number <= SLOTS:
-            self._channel.settle(self._slot)
+    def after_reading(self, marks: Marks, step: int) -> None:
+        """Let this rank's GPU wait here until the receiver's has done a step."""
+        marks.after(self._channel.read_at(self._slot), self._mark + step)
 
     def wait_until_taken(self, timeout: float | None = None) -> None:
         """Return when the receiver has read it."""
@@ -131,25 +130,40 @@ class Sent:
 class Borrowed:
     """A peer's tensor, where it lies in the peer's memory."""
 
-    __slots__ = ("_channel", "_order", "_slot", "bytes", "copied", "signature")
+    __slots__ = ("_channel", "_marks", "_number", "_slot", "bytes", "copied", "signature")
 
     def __init__(
-        self, content: torch.Tensor, copied: bool, signature: int, channel: Channel, slot: int, order: Order
+        self,
+        content: torch.Tensor,
+        copied: bool,
+        signature: int,
+        channel: Channel,
+        slot: int,
+        number: int,
+        marks: Marks,
     ) -> None:
         self.bytes = content
         self.copied = copied  # the peer had to copy it there
         self.signature = signature
         self._channel = channel
         self._slot = slot
-        self._order = order
+        self._number = number
+        self._marks = marks
+
+    def after_ready(self, marks: Marks, step: int) -> None:
+        """Let this rank's GPU wait here until the sender's lets it do a step."""
+        marks.after(self._channel.ready_at(self._slot), self._number + step)
+
+    def is_read(self, marks: Marks, step: int) -> None:
+        """When this rank's GPU comes to this place, it has done a step."""
+        marks.write(self._channel.read_at(self._slot), self._number + step)
 
     def give_back(self) -> None:
         """Tell the peer that it may change its tensor."""
-        slot, channel = self._slot, self._channel
-        event = self._order.has_been_read(channel.event(slot))
-        channel.take(slot, event)
-        if event:
-            self._order.free_when(event, lambda: channel.event_of_taking(slot) != event)
+        if self._number:
+            self._marks.write(self._channel.read_at(self._slot), self._number)
+        else:
+            self._channel.take(self._slot)
 
 
 class PendingReceives:
@@ -179,7 +193,7 @@ class Received:
         self._tag = tag
         self._pending = pending
         self._complete = False
-        self._called = transport.order.now()
+        self._called = transport.order.here()
         self._copied: Any = None
         self.arrived = 0.0  # when the message could be copied, by time.perf_counter
 
@@ -195,7 +209,7 @@ class Received:
     def _take(self, deadline: float) -> None:
         self._transport.order.join(self._called)
         self.arrived = self._transport.take_message(self._into, self._source, self._tag, deadline, self._allow_less)
-        self._copied = self._transport.order.now()
+        self._copied = self._transport.order.here()
         self._complete = True
 
 
@@ -207,7 +221,7 @@ class ReceivedFromAny:
         self._transport = transport
         self._into = into
         self._tag = tag
-        self._called = transport.order.now()
+        self._called = transport.order.here()
         self._copied: Any = None
 
     def wait(self, timeout: float | None = None) -> None:
@@ -216,7 +230,7 @@ class ReceivedFromAny:
             deadline = time.monotonic() + (self._transport.timeout if timeout is None else timeout)
             self._transport.order.join(self._called)
             self.source = self._transport.take_from_any(self._into, self._tag, deadline)
-            self._copied = self._transport.order.now()
+            self._copied = self._transport.order.here()
         self._transport.order.join(self._copied)
 
 
@@ -230,13 +244,17 @@ class CallState:
         text: the call in words.
         number: of the call, among those of this rank in its group.
         signature: a number for both, which each message carries.
+        adds_to_sent: whether its program adds to what other ranks may still read.
+        at_once: whether its receives may be waited for together: its program is known never to stand still then.
         copied: whether this rank, or one that it has received from, had to copy its tensor.
     """
 
-    def __init__(self, text: str, number: int, signature: int) -> None:
+    def __init__(self, text: str, number: int, signature: int, *, adds_to_sent: bool, at_once: bool) -> None:
         self.text = text
         self.number = number
         self.signature = signature
+        self.adds_to_sent = adds_to_sent
+        self.at_once = at_once
         self.copied = False
 
 
@@ -244,6 +262,7 @@ class SharedMemoryExchange:
     """Messages of one call; each carries the call's signature, so that ranks which make different calls notice."""
 
     def __init__(self, transport: SharedMemoryTransport, call: CallState) -> None:
+        self.at_once = transport.at_once and call.at_once
         self._transport = transport
         self._call = call
         self._copies: dict[tuple[int, int], Copy | None] = {}
@@ -253,16 +272,20 @@ class SharedMemoryExchange:
         """Offer a tensor; one that must be copied is copied once, for all ranks that it is offered to."""
         place = (tensor.data_ptr(), tensor.numel())
         if place not in self._copies:
-            self._copies[place] = self._transport.copy(tensor)
+            self._copies[place] = self._transport.copy(tensor, self._call.adds_to_sent)
         copy = self._copies[place]
         if copy is not None:
             self._call.copied = True
         sent = self._transport.offer(tensor, to, self._call.signature, copy)
         return COMPLETE if sent.copied else sent
 
+    def lends(self, source: int) -> bool:  # noqa: ARG002
+        """It does: a rank reads what it receives where it lies."""
+        return True
+
     def irecv(self, tensor: torch.Tensor, source: int) -> Work:
-        """Copy the tensor that a rank offers, once `Fetched.wait` is called."""
-        return Fetched(self._transport, tensor, source, self._call)
+        """Not for this exchange: whoever wants a copy makes it of what was borrowed."""
+        raise NotImplementedError
 
     def borrow(self, like: torch.Tensor, source: int) -> Loan:
         """Read the tensor that a rank offers where it lies."""
@@ -274,6 +297,7 @@ class SharedMemoryExchange:
             if copy is not None:
                 copy.let_go()
         self._copies.clear()
+        self._transport.order.marks().hand_over()
 
 
 class Lent:
@@ -290,6 +314,11 @@ class Lent:
     def work(self) -> Lent:
         """The transfer to wait for: this object."""
         return self
+
+    @property
+    def copied(self) -> bool:
+        """Whether it is a copy that the peer has made, and does not wait for."""
+        return self._borrowed is not None and self._borrowed.copied
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the peer has offered its tensor."""
@@ -309,6 +338,16 @@ class Lent:
         self.tensor = borrowed.bytes.view(like.dtype) if sent else like
         self._borrowed = borrowed
 
+    def after_ready(self, marks: Marks, step: int) -> None:
+        """Let this rank's GPU wait here until the peer's lets it do a step; `wait` has returned."""
+        assert self._borrowed is not None
+        self._borrowed.after_ready(marks, step)
+
+    def is_read(self, marks: Marks, step: int) -> None:
+        """When this rank's GPU comes to this place, it has done a step."""
+        assert self._borrowed is not None
+        self._borrowed.is_read(marks, step)
+
     def keep(self) -> None:
         """Copy the tensor, and tell the peer that it may change its own."""
         self.tensor = self.tensor.clone()
@@ -319,14 +358,3 @@ class Lent:
         if self._borrowed is not None:
             self._borrowed.give_back()
             self._borrowed = None
-
-
-class Fetched(Lent):
-    """A peer's tensor that `wait` copies into a tensor of this rank."""
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Return when the peer's tensor has been copied."""
-        mine = self.tensor
-        super().wait(timeout)
-        mine.copy_(self.tensor)
-        self.give_back()
