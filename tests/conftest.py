@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.on_gpu import on_gpu
 
 import microparallel as mp
 from microparallel.cli.app import VERBS
 from microparallel.topology import DO_NOT_SPIN
 from microparallel.topology.hosts import MIXED, Hosts, transport_between
-from microparallel.torch_private import pytree
 from microparallel.world.fork_server import NEEDED, ForkServer, can_fork
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background, where Ctrl-C means nothing
@@ -234,12 +234,7 @@ class GpuPool(CpuPool):
 
     def run(self, function, ranks, *arguments, **named_arguments):
         named_arguments = {"device": "cuda"} | named_arguments
-        return super().run(_on_gpu, ranks, function, *arguments, **named_arguments)
-
-
-def _on_gpu(comms, function, *arguments, **named_arguments):
-    with comms.device:
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, function(comms, *arguments, **named_arguments))
+        return super().run(on_gpu, ranks, function, *arguments, **named_arguments)
 
 
 ON_ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="ranks that share a GPU need one")

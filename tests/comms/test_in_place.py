@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from microparallel.collectives import ALL_REDUCES, all_reduce_program
-from microparallel.comms.in_place import perform_in_place, plan_of, plans_of
+from microparallel.comms.in_place import Views, perform_in_place, plan_of, plans_of
 from microparallel.comms.interpreter import COMBINE, Memory, Sums, rank_program
 from microparallel.transport.shared_memory.works import CallState
 
@@ -75,12 +75,13 @@ def as_on_a_gpu(comms):
 
 def in_place(comms, algorithm, sizes, dtype, op):
     transport, results = as_on_a_gpu(comms), []
+    views = Views()
     plan = plan_of(rank_program("all-reduce", algorithm, comms.world_size, comms.rank))
     for number, size in enumerate(sizes):
         tensor = comms.empty((size,), dtype=dtype).copy_(contribution(comms.rank, size, dtype))
         sums = Sums(memory := Memory(tensor, plan.slices), COMBINE[op])
         call = CallState("all_reduce", number, 1000 + number, adds_to_sent=False, at_once=True)
-        perform_in_place(plan, memory, sums, transport, call, 20.0)
+        perform_in_place(plan, memory, sums, transport, views, call, 20.0)
         results.append(tensor.clone())
     comms.barrier()
     return results
@@ -122,13 +123,13 @@ def over_messages(comms, algorithm, sizes, dtype):
 def again_and_again(comms, algorithm, times):
     """More calls than a channel has slots, with nothing in between."""
     transport = as_on_a_gpu(comms)
+    views = Views()
     plan = plan_of(rank_program("all-reduce", algorithm, comms.world_size, comms.rank))
     tensor = comms.empty((50,), dtype=torch.float64).fill_(1)
     for number in range(times):
         call = CallState("all_reduce", number, number, adds_to_sent=False, at_once=True)
-        perform_in_place(
-            plan, memory := Memory(tensor, plan.slices), Sums(memory, COMBINE["max"]), transport, call, 20.0
-        )
+        sums = Sums(memory := Memory(tensor, plan.slices), COMBINE["max"])
+        perform_in_place(plan, memory, sums, transport, views, call, 20.0)
         tensor += comms.rank == number % comms.world_size
     comms.barrier()
     return tensor.tolist()
@@ -140,7 +141,12 @@ def test_slots_are_used_again(warm_ranks):
 
 
 @settings(max_examples=8)
-@given(st.sampled_from(sorted(ALL_REDUCES)), st.integers(2, 5), st.integers(0, 60), st.sampled_from(["sum", "min", "product"]))
+@given(
+    st.sampled_from(sorted(ALL_REDUCES)),
+    st.integers(2, 5),
+    st.integers(0, 60),
+    st.sampled_from(["sum", "min", "product"]),
+)
 def test_messages_that_are_ordered_as_on_a_gpu(warm_ranks, algorithm, ranks, size, op):
     """Every program, also those that are performed message by message."""
     results = warm_ranks.run(ordered, ranks, algorithm, size, op, transport="shm", timeout=40)

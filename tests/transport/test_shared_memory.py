@@ -100,7 +100,7 @@ def test_what_lies_in_the_segment_is_not_copied():
             return None
         changed.wait(10)
         borrowed = transport.borrow(0)
-        seen = borrowed.bytes.view(torch.float32).clone()
+        seen = borrowed.bytes().view(torch.float32).clone()
         borrowed.give_back()
         return seen.tolist()
 
@@ -118,7 +118,7 @@ def test_what_lies_elsewhere_is_copied_at_once():
             changed.set()
             return None
         changed.wait(10)
-        return transport.borrow(0).bytes.view(torch.float32).tolist()
+        return transport.borrow(0).bytes().view(torch.float32).tolist()
 
     assert everywhere(2, talk)[1] == [1.0] * 4
 
@@ -229,7 +229,7 @@ def test_a_segment_grows_by_parts_that_the_peers_map_when_they_read():
             return len(transport._segment._extents)
         for number, size in enumerate(sizes):
             borrowed = transport.borrow(0)
-            assert borrowed.bytes.numel() == size and borrowed.bytes.eq(number).all()
+            assert borrowed.bytes().numel() == size and borrowed.bytes().eq(number).all()
             borrowed.give_back()
         for number, size in enumerate(sizes):
             into = torch.empty(size, dtype=torch.uint8)
@@ -356,7 +356,7 @@ def test_a_rank_that_only_offers_waits_for_ranks_that_read(monkeypatch):
                 most.append(sum(sent.size for sent in transport._staged[0]))
             else:
                 borrowed = transport.borrow(0)
-                assert borrowed.bytes.eq(number).all()
+                assert borrowed.bytes().eq(number).all()
                 borrowed.give_back()
 
     everywhere(2, pass_on)

@@ -22,12 +22,16 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
+
 from microparallel.comms.interpreter import Memory, RankProgram, Sums
 from microparallel.program import Op, Program, Recv, Send, Slices
 from microparallel.transport.cuda import CudaTransport
 from microparallel.transport.shared_memory.channel import STEPS
 from microparallel.transport.shared_memory.order import Marks
-from microparallel.transport.shared_memory.works import CallState, Lent, Sent
+from microparallel.transport.shared_memory.works import Borrowed, CallState, Lent, Sent
+
+_MOST_VIEWS = 4096
 
 
 class Message(NamedTuple):
@@ -127,8 +131,31 @@ def _plan(program: RankProgram, rank: int, messages: list[list[Message]]) -> Pla
     )
 
 
+class Views:
+    """The peers' tensors that were read before, cut into slices: to make them anew takes longer than to find them."""
+
+    def __init__(self) -> None:
+        self._memories: dict[tuple[object, ...], Memory] = {}
+
+    def of(self, source: int, borrowed: Borrowed, like: torch.Tensor, slices: int) -> Memory:
+        """What was borrowed, as tensors like one of this rank."""
+        place = source, *borrowed.place, borrowed.size, like.dtype, slices
+        memory = self._memories.get(place)
+        if memory is None:
+            if len(self._memories) == _MOST_VIEWS:
+                self._memories.clear()
+            memory = self._memories[place] = Memory(borrowed.bytes().view(like.dtype), slices)
+        return memory
+
+
 def perform_in_place(
-    plan: Plan, memory: Memory, sums: Sums, transport: CudaTransport, call: CallState, timeout: float | None
+    plan: Plan,
+    memory: Memory,
+    sums: Sums,
+    transport: CudaTransport,
+    views: Views,
+    call: CallState,
+    timeout: float | None,
 ) -> None:
     """Do one rank's part: meet the others once, and ask all of the GPU.
 
@@ -137,17 +164,17 @@ def perform_in_place(
         memory: the call's tensor.
         sums: combines what is read with it.
         transport: reads the peers' tensors.
+        views: of the peers' tensors.
         call: carries the signature that ranks compare.
         timeout: seconds for each rank to come.
     """
     tensor, marks = memory.tensor, transport.order.marks()
     sent = transport.offer_to(tensor, list(plan.to), call.signature)
     marks.hand_over()
-    lent = {source: Lent(transport, tensor, source, call) for source in plan.sources}
-    theirs: dict[int, Memory] = {}
-    for source, loan in lent.items():
-        loan.wait(timeout)
-        theirs[source] = Memory(loan.tensor, plan.slices)
+    lent, theirs = {}, {}
+    for source in plan.sources:
+        lent[source] = borrowed = Lent(transport, tensor, source, call).come(timeout)
+        theirs[source] = views.of(source, borrowed, tensor, plan.slices)
     for step in plan.steps:
         _do(step, sums, marks, sent, lent, theirs)
     sums.finish()
@@ -157,7 +184,7 @@ def perform_in_place(
 
 
 def _do(
-    step: Step, sums: Sums, marks: Marks, sent: dict[int, Sent], lent: dict[int, Lent], theirs: dict[int, Memory]
+    step: Step, sums: Sums, marks: Marks, sent: dict[int, Sent], lent: dict[int, Borrowed], theirs: dict[int, Memory]
 ) -> None:
     for message in step.ready:
         sums.settle(message.value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -329,20 +330,20 @@ class Memory(Pieces):
 
     def __init__(self, tensor: torch.Tensor, slices: int) -> None:
         self.tensor = tensor.view(-1)
-        self._cut: dict[tuple[int, int], torch.Tensor] = {}  # the slices that were asked for
-        # Equal slices as far as possible: some are longer by one, and some empty when there are few elements.
-        self._bounds = [index * tensor.numel() // slices for index in range(slices + 1)]
+        self._sizes = _sizes(tensor.numel(), slices)
+        self._cut: tuple[torch.Tensor, ...] | None = None  # into slices, when one is asked for
         self._parts: dict[Part, torch.Tensor] = {}
 
     def __getitem__(self, value: Value) -> torch.Tensor:
         """The memory that a value names."""
         if isinstance(value, Slices):
-            if len(self._bounds) == 2:
+            start, stop = value.start, value.stop
+            if stop - start == len(self._sizes):
                 return self.tensor
-            place = value.start, value.stop
-            if place not in self._cut:
-                self._cut[place] = self.tensor[self._bounds[value.start] : self._bounds[value.stop]]
-            return self._cut[place]
+            if stop - start == 1:
+                self._cut = self._cut or self.tensor.split_with_sizes(self._sizes)
+                return self._cut[start]
+            return self.tensor[sum(self._sizes[:start]) : sum(self._sizes[:stop])]
         if isinstance(value, Part):
             if value not in self._parts:
                 self._parts[value] = torch.empty_like(self.tensor)
@@ -359,6 +360,13 @@ class Memory(Pieces):
             return False
         self._parts[value] = tensor
         return True
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes(elements: int, slices: int) -> list[int]:
+    """Equal slices as far as possible: some are longer by one, and some empty when there are few elements."""
+    bounds = [index * elements // slices for index in range(slices + 1)]
+    return [stop - start for start, stop in pairwise(bounds)]
 
 
 class _Listed(Pieces):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from microparallel.comms.in_place import perform_in_place, plan_of
+from microparallel.comms.in_place import Views, perform_in_place, plan_of
 from microparallel.comms.interpreter import COMBINE, Algorithm, Memory, Sums
 from microparallel.comms.shared_memory import SharedMemoryGroup
 from microparallel.comms.work_queue import QueuedWork
@@ -37,6 +37,7 @@ class OneGpuGroup(SharedMemoryGroup):
         super().__init__(transport, flight)
         self._device = transport.device
         self._stream = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        self._views = Views()
         self._called: list[StreamPoint] = []  # where calls stand in their callers' streams, not marked yet
         self._last: StreamPoint | None = None  # the end of the last collective on the queue's stream
         # What has run on another stream than its caller's, and when that ends: until then the tensors must stay.
@@ -58,7 +59,7 @@ class OneGpuGroup(SharedMemoryGroup):
             self.transport.exchange_notices()
             timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
             memory = Memory(tensor, plan.slices)
-            perform_in_place(plan, memory, Sums(memory, COMBINE[op]), self.transport, state, timeout)
+            perform_in_place(plan, memory, Sums(memory, COMBINE[op]), self.transport, self._views, state, timeout)
 
         return self._queued(run, state)
 

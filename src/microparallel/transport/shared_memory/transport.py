@@ -162,19 +162,11 @@ class SharedMemoryTransport:
         channel = self._in[0][source]
         number = channel.count
         self._wait_for_post(channel, number, source, timeout)
-        slot = number % SLOTS
-        place, offset, size, signature = channel.read(slot)
         channel.count = number + 1
-        content = self._content(source, place, offset, size)
-        marks, mark = self.order.marks(), channel.number(slot)
-        if mark:
-            marks.after(channel.ready_at(slot), mark)
-            channel.take(slot)  # the sender's GPU waits for `read`
-        return Borrowed(content, place >= COPIED, signature, channel, slot, mark, marks)
+        return Borrowed(self, channel, source, number % SLOTS)
 
-    def _content(self, source: int, place: int, offset: int, size: int) -> torch.Tensor:
+    def content(self, source: int, region: int, offset: int, size: int) -> torch.Tensor:
         """A rank's tensor, where it lies, as bytes."""
-        region = place % COPIED
         if region == SEGMENT:
             return self._segments[source].view(offset, size)
         return self._their_regions[source].bytes_of(region)[offset : offset + size]
@@ -244,7 +236,7 @@ class SharedMemoryTransport:
             marks.after(channel.ready_at(slot), mark)
             marks.hand_over()
         if fits:
-            _as_bytes(into)[:size].copy_(self._content(source, place, offset, size))
+            _as_bytes(into)[:size].copy_(self.content(source, place % COPIED, offset, size))
         if mark:
             marks.write(channel.read_at(slot), mark)
             marks.hand_over()

@@ -128,27 +128,33 @@ class Sent:
 
 
 class Borrowed:
-    """A peer's tensor, where it lies in the peer's memory."""
+    """A peer's tensor, where it lies in the peer's memory.
 
-    __slots__ = ("_channel", "_marks", "_number", "_slot", "bytes", "copied", "signature")
+    Attributes:
+        place: in which of the peer's memories it lies, and at which offset.
+        size: in bytes.
+        copied: whether the peer had to copy it there.
+        signature: of the call that it is for.
+    """
 
-    def __init__(
-        self,
-        content: torch.Tensor,
-        copied: bool,
-        signature: int,
-        channel: Channel,
-        slot: int,
-        number: int,
-        marks: Marks,
-    ) -> None:
-        self.bytes = content
-        self.copied = copied  # the peer had to copy it there
-        self.signature = signature
+    __slots__ = ("_channel", "_number", "_slot", "_source", "_transport", "copied", "place", "signature", "size")
+
+    def __init__(self, transport: SharedMemoryTransport, channel: Channel, source: int, slot: int) -> None:
+        place, offset, self.size, self.signature = channel.read(slot)
+        self.copied = place >= COPIED
+        self.place = place % COPIED, offset
+        self._transport = transport
         self._channel = channel
+        self._source = source
         self._slot = slot
-        self._number = number
-        self._marks = marks
+        self._number = channel.number(slot)
+        if self._number:
+            self.after_ready(transport.order.marks(), 0)
+            channel.take(slot)  # the sender's GPU waits for `read`
+
+    def bytes(self) -> torch.Tensor:
+        """What lies there."""
+        return self._transport.content(self._source, *self.place, self.size)
 
     def after_ready(self, marks: Marks, step: int) -> None:
         """Let this rank's GPU wait here until the sender's lets it do a step."""
@@ -161,7 +167,7 @@ class Borrowed:
     def give_back(self) -> None:
         """Tell the peer that it may change its tensor."""
         if self._number:
-            self._marks.write(self._channel.read_at(self._slot), self._number)
+            self.is_read(self._transport.order.marks(), 0)
         else:
             self._channel.take(self._slot)
 
@@ -322,31 +328,27 @@ class Lent:
 
     def wait(self, timeout: float | None = None) -> None:
         """Return when the peer has offered its tensor."""
+        borrowed = self.come(timeout)
+        if borrowed.size:
+            self.tensor = borrowed.bytes().view(self.tensor.dtype)
+
+    def come(self, timeout: float | None = None) -> Borrowed:
+        """What the peer offers, when it has; `tensor` stays as it is."""
         like = self.tensor
         borrowed = self._transport.borrow(self._source, timeout)
         if borrowed.signature != self._call.signature:
             self._transport.peers.disagree(self._call.number)
-        sent, expected = borrowed.bytes.numel(), like.numel() * like.element_size()
-        if sent != expected:
+        expected = like.numel() * like.element_size()
+        if borrowed.size != expected:
             self._transport.peers.disagree(
                 self._call.number,
-                f"  {self._call.text}: rank {self._source} has {sent} bytes for rank {self._transport.rank}, "
+                f"  {self._call.text}: rank {self._source} has {borrowed.size} bytes for rank {self._transport.rank}, "
                 f"which expects {expected}",
             )
         if borrowed.copied:
             self._call.copied = True
-        self.tensor = borrowed.bytes.view(like.dtype) if sent else like
         self._borrowed = borrowed
-
-    def after_ready(self, marks: Marks, step: int) -> None:
-        """Let this rank's GPU wait here until the peer's lets it do a step; `wait` has returned."""
-        assert self._borrowed is not None
-        self._borrowed.after_ready(marks, step)
-
-    def is_read(self, marks: Marks, step: int) -> None:
-        """When this rank's GPU comes to this place, it has done a step."""
-        assert self._borrowed is not None
-        self._borrowed.is_read(marks, step)
+        return borrowed
 
     def keep(self) -> None:
         """Copy the tensor, and tell the peer that it may change its own."""
