@@ -363,6 +363,7 @@ choice.gpus_here = lambda: 1
 daemon.use_gpus = lambda changes, with_context: []
 
 def work(comms, folder):
+    pathlib.Path(f"/dev/shm/cuda.shm.0.{os.getpid():x}.1").touch()  # as CUDA does
     (folder / f"{comms.rank}.tmp").write_text(str(os.getpid()))
     (folder / f"{comms.rank}.tmp").rename(folder / f"{comms.rank}.pid")
     time.sleep(60)
@@ -384,6 +385,7 @@ def test_the_daemon_ends_with_the_launcher_however_that_ends(one_gpu, tmp_path, 
     pid, server, folder, *_ = daemons(tmp_path)[0]
     assert gone(pid) and gone(server)
     assert comes_true(lambda: not Path(folder).parent.exists())
+    assert not any(Path(f"/dev/shm/cuda.shm.0.{rank:x}.1").exists() for rank in ranks)
 
 
 def comes_true(condition, patience=5.0):
