@@ -23,6 +23,8 @@ from microparallel.text import did_you_mean, one_of
 # What several declarations choose from.
 DEVICES = ("auto", "cpu", "cuda")
 TRANSPORTS = ("auto", "shm", "cuda", "gloo", "shm+gloo", "nccl")
+MPS = ("auto", "on", "off")
+MPS_HELP = "auto, on or off: whether ranks that share a GPU use NVIDIA's MPS; auto: if it is here."
 
 _WORDS = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false", tuple: "a tuple"}
 _EXAMPLES = {int: "4", float: "0.001", str: '"mlp"', bool: "true", tuple: "(1, 2)"}

@@ -47,6 +47,12 @@ def refused(result):
         (["train", "--model", "absent_module:make", "--data", "digits"], ["absent_module"]),
         (["train", "--data", "own:raises"], ["own:raises", "ValueError: no data today"]),
         (["train", "--device", "cuda", "--transport", "nccl"], ["GPU"]),
+        (["train", "--mps", "onn"], ["--mps onn", "did you mean 'on'"]),
+        (["train", "--ranks", "2", "--quiet", "--mps", "on"], ["mps 'on'", "torch sees no GPU", "'auto'"]),
+        (["bench", "allreduce", "--quiet", "--mps", "on"], ["mps 'on'", "torch sees no GPU", "'auto'"]),
+        (["analyze", "--quiet", "--mps", "on"], ["mps 'on'", "torch sees no GPU", "'auto'"]),
+        (["train", "--ranks", "1", "--quiet", "--mps", "on"], ["--mps on", "no MPS daemon runs here", "leave it out"]),
+        (["compare", "--in-process", "--mps", "off"], ["--mps off", "--in-process", "leave it out"]),
         (["train", "--data", "dgits"], ["dgits", "did you mean 'digits'"]),
         (["train", "--data", "own:ragged", "--model", "own:make_model", "--quiet"], ["samples [", "put together"]),
         (
@@ -71,7 +77,7 @@ def refused(result):
     ids=lambda value: " ".join(value) if value and value[0] in ("train", "compare", "trian", "doctor") else "",
 )
 def test_wrong_calls(tmp_path, microparallel, arguments, words):
-    if "nccl" in arguments and torch.cuda.is_available():
+    if {"nccl", "on"} & set(arguments) and torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     (tmp_path / "bad.toml").write_text("bacth = 3\n")
     (tmp_path / "binary.bin").write_bytes(bytes(range(256)) * 10)

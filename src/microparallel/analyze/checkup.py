@@ -17,6 +17,8 @@ from microparallel.errors import MicroparallelError
 from microparallel.text import show_seconds, show_size
 from microparallel.topology import available_cores
 from microparallel.world import Pool
+from microparallel.world.mps import choice
+from microparallel.world.mps.daemon import MpsDaemon
 
 SIZES = (4 << 10, 4 << 20)
 _OLDEST_TORCH = (2, 9)
@@ -40,7 +42,15 @@ class Problem:
     fix: str
 
 
-def facts(version: str) -> dict[str, str]:
+@dataclass(frozen=True)
+class MpsCheck:
+    """Whether ranks that share a GPU have NVIDIA's MPS here; or why they take turns."""
+
+    works: bool
+    detail: str
+
+
+def facts(version: str, mps: MpsCheck | None = None) -> dict[str, str]:
     """The versions and the machine, in the order in which a person would ask."""
     gpus = [
         f"{torch.cuda.get_device_name(index)} ({show_size(torch.cuda.get_device_properties(index).total_memory)})"
@@ -53,7 +63,25 @@ def facts(version: str) -> dict[str, str]:
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "cores": str(available_cores()),
         "GPUs": ", ".join(gpus) or "none",
+        **({} if mps is None else {"MPS": mps.detail}),
     }
+
+
+def check_mps(progress: Callable[[str], None] = lambda _: None) -> MpsCheck | None:
+    """Look for a daemon, or start one and use the GPU through it; None where there is no GPU."""
+    if not choice.gpus_here():
+        return None
+    progress("trying MPS")
+    given, program = choice.given_daemon(os.environ), choice.control_program()
+    if given is not None:
+        return MpsCheck(True, f"a daemon runs in {given}, and ranks use it")
+    if program is None:
+        return MpsCheck(False, f"{choice.CONTROL} is not on the PATH")
+    try:
+        MpsDaemon(program).close()
+    except (MicroparallelError, OSError) as error:
+        return MpsCheck(False, f"does not work: {error}")
+    return MpsCheck(True, "works: ranks that share a GPU get a daemon of their own, and compute at once")
 
 
 def check_transports(pool: Pool, progress: Callable[[str], None] = lambda _: None) -> list[TransportCheck]:
@@ -72,9 +100,12 @@ def check_transports(pool: Pool, progress: Callable[[str], None] = lambda _: Non
     return checks
 
 
-def problems(checks: list[TransportCheck]) -> list[Problem]:
+def problems(checks: list[TransportCheck], mps: MpsCheck | None = None) -> list[Problem]:
     """What is wrong or slow on this machine, each with its fix."""
     found = []
+    if mps is not None and not mps.works:
+        what = "without MPS, several ranks on one GPU take turns by time slices"
+        found.append(Problem(what, f"{mps.detail}; the program comes with NVIDIA's driver"))
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     if version < _OLDEST_TORCH:
         found.append(Problem(f"torch {torch.__version__} is older than 2.9", "install torch 2.9 or newer"))

@@ -104,6 +104,7 @@ def measure_scaling(
     steps: int = 10,
     transport: str = "auto",
     device: str = "auto",
+    mps: str = "auto",
     progress: Callable[[int], None] = lambda _: None,
 ) -> Scaling:
     """Run worlds of several sizes, one after another.
@@ -118,17 +119,19 @@ def measure_scaling(
         steps: that are timed in each world.
         transport: how ranks talk.
         device: where they compute.
+        mps: whether ranks that share a GPU use MPS; see `mp.launch`.
         progress: is told how many ranks come next.
     """
     if not counts or list(counts) != sorted(set(counts)) or counts[0] < 1:
         raise UsageError(f"counts={list(counts)}: name numbers of ranks, from few to many, as in [1, 2, 4]")
     threads = threads_per_rank(counts[-1])
+    how: dict[str, Any] = {"transport": transport, "device": device, "mps": mps}
     points = []
     where = device
     for ranks in counts:
         progress(ranks)
         samples = batch if kind == "strong" else batch * ranks // counts[0]
-        found = pool.run(_time_steps, ranks, make_step, samples, steps, threads, transport=transport, device=device)
+        found = pool.run(_time_steps, ranks, make_step, samples, steps, threads, **how)
         seconds, where = found[0]
         points.append(ScalingPoint(ranks, samples, tuple(seconds)))
     return Scaling(kind, tuple(points), available_cores(), where, threads)

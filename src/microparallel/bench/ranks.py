@@ -78,9 +78,11 @@ def measure_on_ranks(measure: Callable[..., Any], settings: BenchSettings, quiet
     """What `measure(comms, settings, progress)` returns on rank 0; None on the other ranks of torchrun's world."""
     from microparallel.world import connect, launch
     from microparallel.world.connect import require_possible
+    from microparallel.world.mps.choice import require_as_given
 
     ranks, transport, device = choose_ranks(settings), settings.transport, settings.device
     if find_placement(os.environ) != ALONE:
+        require_as_given(settings.mps)
         comms: Comms
         with connect(transport, device=device) as comms:
             measured = _measure(comms, measure, settings, quiet, unit)
@@ -88,7 +90,8 @@ def measure_on_ranks(measure: Callable[..., Any], settings: BenchSettings, quiet
     require_possible(transport, device, Placement(0, ranks, local_rank=0, local_world_size=ranks))
     if not quiet:
         print(f"starting {count(ranks, 'rank')} …", file=sys.stderr)
-    return launch(_measure, ranks, measure, settings, quiet, unit, transport=transport, device=device)[0]
+    how: dict[str, Any] = {"transport": transport, "device": device, "mps": settings.mps}
+    return launch(_measure, ranks, measure, settings, quiet, unit, **how)[0]
 
 
 def _measure(comms: Comms, measure: Callable[..., Any], settings: BenchSettings, quiet: bool, unit: str) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 from microparallel.collectives import ALL_REDUCES
 from microparallel.errors import ConfigError
 from microparallel.schedules import PIPELINES
-from microparallel.settings import AT_LEAST_ONE, DEVICES, POSITIVE, Range, check_all, setting
+from microparallel.settings import AT_LEAST_ONE, DEVICES, MPS, MPS_HELP, POSITIVE, Range, check_all, setting
 from microparallel.text import did_you_mean, parse_sizes
 from microparallel.topology import Link, available_cores, parse_link, require_cores
 from microparallel.topology.hosts import TRANSPORT_HELP, check_transport
@@ -135,6 +135,7 @@ class BenchSettings:
     seconds: float = _seconds(60.0)
     device: str = setting("auto", group=HOW, choices=DEVICES)
     transport: str = setting("auto", TRANSPORT_HELP, group=HOW, check=check_transport)
+    mps: str = setting("auto", MPS_HELP, group=HOW, choices=MPS)
 
     def __post_init__(self) -> None:
         check_all(self)

@@ -51,7 +51,7 @@ _STEPS_OF_SCHEDULE = 10**6  # of the learning rate's schedule, whose end is neve
         *("model", "data", "collate", "loss", "dim", "depth", "heads", "context", "batch", "accumulate", "optimizer"),
         "seed",
         *("precision", "ranks", "strategy", "average_every", "compress", *OF_COMPRESSION),
-        *("dp", "pp", *OF_PIPELINES, "device", "transport"),
+        *("dp", "pp", *OF_PIPELINES, "device", "transport", "mps"),
         *("slow_rank", "slow_link"),
     ),
     changed={"ranks": {"shown": str(_RANKS)}},
@@ -170,10 +170,9 @@ def _live(
 
     if not quiet:
         print(f"starting {count(config.ranks, 'rank')} …", file=sys.stderr)
+    how: dict[str, Any] = {"transport": config.transport, "device": config.device, "mps": config.mps}
     with Pool() as pool:
-        findings: Findings = pool.run(
-            *(measure, config.ranks, config, steps, barriers, quiet), transport=config.transport, device=config.device
-        )[0]
+        findings: Findings = pool.run(measure, config.ranks, config, steps, barriers, quiet, **how)[0]
         scalings = _scale(pool, config, kinds, counts, quiet)
     return _analysis(config, findings, scalings)
 
@@ -195,7 +194,9 @@ def _in_a_given_world(config: TrainConfig, steps: int, barriers: bool, quiet: bo
     """Among the ranks that torchrun or Slurm started, whose number cannot be changed: so there is no scaling."""
     from microparallel.analyze.measure import measure
     from microparallel.world import connect
+    from microparallel.world.mps.choice import require_as_given
 
+    require_as_given(config.mps)
     with connect(config.transport, device=config.device) as comms:
         findings = measure(comms, config, steps, barriers, quiet)
         return _analysis(config, findings, []) if comms.rank == 0 else None
@@ -234,10 +235,9 @@ def _scale(pool: Pool, config: TrainConfig, kinds: list[Kind], counts: list[int]
             batch = config.batch or 1
             # Weak scaling gives each rank what it has in the largest world of strong scaling.
             smallest = batch if kind == "strong" else max(1, batch * counts[0] // counts[-1])
-            step, how, device = partial(make_step, config), config.transport, config.device
-            found.append(
-                measure_scaling(pool, step, kind, counts, smallest, transport=how, device=device, progress=tell)
-            )
+            how: dict[str, Any] = {"transport": config.transport, "device": config.device, "mps": config.mps}
+            step = partial(make_step, config)
+            found.append(measure_scaling(pool, step, kind, counts, smallest, progress=tell, **how))
     return found
 
 

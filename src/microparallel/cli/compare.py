@@ -86,7 +86,7 @@ _CHANGED["microbatches"] = {"help": "With --pipelines: micro-batches of each bat
         *("model", "data", "collate", "loss", "dim", "depth", "heads", "context", "steps", "batch", "lr"),
         "schedule_lr",
         *("optimizer", "momentum", "seed", "precision", "ranks", "shard", "prefetch", "keep_parameters", "replicas"),
-        *("compress", "compress_warmup", "accumulate", "microbatches", "device", "transport"),
+        *("compress", "compress_warmup", "accumulate", "microbatches", "device", "transport", "mps"),
     ),
     changed=_CHANGED,
 )
@@ -197,8 +197,9 @@ def _require_sense(
         )
     if config.ranks < 2:
         raise ConfigError(f"--ranks {config.ranks}: there is nothing to compare with fewer than 2 ranks; try --ranks 2")
-    if in_process and config.transport != "auto":
-        raise ConfigError(f"--transport {config.transport}: with --in-process nothing is transported; leave it out")
+    if in_process and (config.transport, config.mps) != ("auto", "auto"):
+        given = f"--mps {config.mps}" if config.transport == "auto" else f"--transport {config.transport}"
+        raise ConfigError(f"{given}: with --in-process nothing is transported; leave it out")
     if pipelines and (in_process or shortcuts):
         raise ConfigError("--pipelines compares schedules between ranks; leave --in-process and --shortcuts out")
     if shortcuts and in_process:
@@ -234,6 +235,7 @@ def _rows(config: TrainConfig, in_process: bool, folder: Path | None) -> list[Co
     from microparallel.train.compare import compare_in_process, pipeline_rows, sharded_rows
     from microparallel.world import Pool, connect
     from microparallel.world.given_ranks import GivenRanks
+    from microparallel.world.mps.choice import require_as_given
 
     check(config)
     with Console(stderr=True).status("running" if in_process else "starting ranks") as status:
@@ -255,6 +257,7 @@ def _rows(config: TrainConfig, in_process: bool, folder: Path | None) -> list[Co
         else:
             strategies = [name for name in STRATEGIES if name not in ("auto", "single", "averaging", "pipeline")]
         if find_placement(os.environ) != ALONE:
+            require_as_given(config.mps)
             with connect(config.transport, device=config.device) as comms:
                 return compare_strategies(config, strategies, GivenRanks(comms), progress, keep)
         with Pool() as pool:

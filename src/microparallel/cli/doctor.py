@@ -95,10 +95,11 @@ def doctor(
             status.update(text)
 
         transports = checkup.check_transports(pool, progress)
+        mps = checkup.check_mps(progress)
         if selftest:
             for setting in settings_here(ranks):
                 findings += run_selftest(setting, pool, progress)
-    facts, problems = checkup.facts(__version__), checkup.problems(transports)
+    facts, problems = checkup.facts(__version__, mps), checkup.problems(transports, mps)
     if json:
         report = {
             "facts": facts,

@@ -166,6 +166,7 @@ def _run(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[st
     from microparallel.train.build import check
     from microparallel.train.loop import train_on_rank
     from microparallel.world.connect import DEFAULT_TIMEOUT, connect
+    from microparallel.world.mps.choice import require_as_given
 
     check(config)
     under_an_agent = find_placement(os.environ) != ALONE
@@ -175,11 +176,13 @@ def _run(config: TrainConfig, resume: Path | str | None, quiet: bool) -> dict[st
             "torchrun --max-restarts"
         )
     if under_an_agent:  # which says what has failed
+        require_as_given(config.mps)
         with connect(config.transport, device=config.device, timeout=config.timeout or DEFAULT_TIMEOUT) as comms:
             return _in_this_process(train_on_rank, comms, config, resume, quiet)
     if resume is None:
         config = replace(config, out=config.out or str(RunFolder.default_path(config, datetime.now())))
     if config.ranks == 1 and not config.restarts:
+        require_as_given(config.mps)
         run = _folder_of(config, resume)
         with connect(config.transport, device=config.device, timeout=config.timeout or DEFAULT_TIMEOUT) as comms:
             try:
@@ -207,7 +210,7 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
         resume = AUTO
     run = _folder_of(config, resume)
     options: dict[str, Any] = {"transport": config.transport, "device": config.device, "call_timeout": config.timeout}
-    options |= {"restarts": config.restarts, "min_ranks": config.min_ranks}
+    options |= {"restarts": config.restarts, "min_ranks": config.min_ranks, "mps": config.mps}
     with ExitStack() as stack:
         quick = None
         if config.restarts and can_fork():  # ranks that are there at once

@@ -86,7 +86,7 @@ def compare(
 
     def do(strategy: str, ranks: int) -> Any:
         job = _job(config, strategy, ranks)
-        return pool.run(outcome, ranks, job, transport=config.transport, device=config.device)[0]
+        return pool.run(outcome, ranks, job, transport=config.transport, device=config.device, mps=config.mps)[0]
 
     def run(strategy: str, ranks: int) -> Outcome:
         progress(f"{strategy} on {count(ranks, 'rank')}")

@@ -23,6 +23,8 @@ from microparallel.schedules import PIPELINES
 from microparallel.settings import (
     AT_LEAST_ONE,
     DEVICES,
+    MPS,
+    MPS_HELP,
     POSITIVE,
     Range,
     check_all,
@@ -425,6 +427,7 @@ class TrainConfig:
     )
     device: str = setting("auto", group=WORLD, choices=DEVICES, may_change=True)
     transport: str = setting("auto", TRANSPORT_HELP, group=WORLD, check=check_transport, may_change=True)
+    mps: str = setting("auto", MPS_HELP, group=WORLD, choices=MPS, may_change=True)
 
     slow_rank: str | None = setting(
         None,

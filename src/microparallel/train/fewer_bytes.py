@@ -80,7 +80,9 @@ def compare_compression(
         for seed in seeds:
             progress(f"{way}, seed {seed}, on {config.ranks} ranks")
             job = replace(config, seed=seed, **settings)
-            found.append(pool.run(learn, config.ranks, job, transport=config.transport, device=config.device)[0])
+            found.append(
+                pool.run(learn, config.ranks, job, transport=config.transport, device=config.device, mps=config.mps)[0]
+            )
         curves.append(_curve(way, found))
     return curves
 

@@ -72,7 +72,9 @@ def compare_shortcuts(config: TrainConfig, every: int, pool: Pool, progress: Pro
     curves: list[Curve] = []
     for way in WAYS:
         progress(f"{way} on {config.ranks} ranks")
-        results = pool.run(learn, config.ranks, config, way, every, transport=config.transport, device=config.device)
+        results = pool.run(
+            learn, config.ranks, config, way, every, transport=config.transport, device=config.device, mps=config.mps
+        )
         curves.append(_curve(way, config, every, results, curves[0].losses if curves else results[0].losses))
     return curves
 

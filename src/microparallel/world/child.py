@@ -247,11 +247,11 @@ def _end_with_parent(lifeline_fd: int, rank: _Rank) -> None:
 
     It ends the other ranks of its world first: one that was stopped, or that holds Python's lock, cannot end itself.
     """
-    from microparallel.world.rank_process import remove_sockets
+    from microparallel.world.rank_process import remove_leftovers
 
     os.read(lifeline_fd, 1)
     for process in {*rank.peers, os.getpid()}:  # before any is ended: one of them may end this one at the same time
-        remove_sockets(process)
+        remove_leftovers(process)
     for process in rank.peers:
         if process != os.getpid():
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -25,16 +25,22 @@ class GivenRanks:
         return self._comms.rank == 0
 
     def run(
-        self, function: Callable[..., Any], ranks: int, *arguments: Any, transport: str = "auto", device: str = "auto"
+        self,
+        function: Callable[..., Any],
+        ranks: int,
+        *arguments: Any,
+        transport: str = "auto",
+        device: str = "auto",
+        mps: str = "auto",
     ) -> list[Any]:
         """Run `function(comms, *arguments)` on all ranks, or on rank 0 alone while the others wait.
 
-        Which transport and device they use was decided when they met, so these are not looked at.
+        Which transport and device they use was decided when they met, and MPS before, so these are not looked at.
 
         Returns:
             What the function returned here; None on a rank that waited. One value, where a Pool returns each rank's.
         """
-        del transport, device
+        del transport, device, mps
         if ranks not in (1, self._comms.world_size):
             raise UsageError(f"ranks={ranks}: this world has {self._comms.world_size}; run on all of them, or on one")
         members = self._comms.group(range(ranks))

@@ -48,6 +48,8 @@ from microparallel.world.debugging import (
     require_stdin,
 )
 from microparallel.world.fork_server import ForkServer, can_fork
+from microparallel.world.mps import MpsOfRanks
+from microparallel.world.mps.of_ranks import Wanted
 from microparallel.world.output import Screen, prefix_of
 from microparallel.world.rank_process import RankProcess
 from microparallel.world.restarts import OnRestart, Restarts
@@ -70,6 +72,7 @@ def launch(
     prefix: bool = False,
     debug: bool = False,
     call_timeout: float | None = None,
+    mps: str = "auto",
     restarts: int = 0,
     min_ranks: int | None = None,
     on_restart: OnRestart | None = None,
@@ -96,6 +99,9 @@ def launch(
         debug: let `breakpoint()` stop a rank, which then reads commands from this terminal; the others wait. Nothing
             times out: neither `timeout` nor that of calls between ranks holds.
         call_timeout: seconds that a call between ranks waits for the others; None for the usual half an hour.
+        mps: whether ranks that share a GPU compute under NVIDIA's MPS, and so at once and not by turns. "auto": if its
+            control program is here, a daemon of their own is started before them, and ended after them; one that this
+            process's environment leads to is used instead. "on": doing without is an error. "off": they use none.
         restarts: how often the function is run again, from its beginning and in new processes, after a rank has
             failed. It should then go on from what it saved last: see `Checkpointer`.
         min_ranks: with how few ranks it may be run again, if the system cannot start as many; None for all of them.
@@ -131,6 +137,7 @@ def launch(
             prefix=prefix,
             debug=debug,
             call_timeout=call_timeout,
+            mps=mps,
             restarts=restarts,
             min_ranks=min_ranks,
             on_restart=on_restart,
@@ -164,6 +171,7 @@ class Pool:
         self._screen = Screen(self._screen_file.fileno())
         self._lifeline_read, self._lifeline_write = os.pipe()
         self._worlds = 0
+        self._mps = MpsOfRanks()
 
     def run(
         self,
@@ -177,6 +185,7 @@ class Pool:
         prefix: bool = False,
         debug: bool = False,
         call_timeout: float | None = None,
+        mps: str = "auto",
         restarts: int = 0,
         min_ranks: int | None = None,
         on_restart: OnRestart | None = None,
@@ -192,6 +201,7 @@ class Pool:
         if debug:
             require_stdin()
         require_possible(transport, device, Placement(0, ranks, local_rank=0, local_world_size=ranks))
+        wanted = self._mps.choose(mps, transport, device, ranks)
         job = Job(
             rank=0,
             world_size=ranks,
@@ -210,18 +220,18 @@ class Pool:
         with _memory_for_states(ranks) as memory:
             try:
                 job = replace(job, states=None if memory is None else memory.held)
-                return self._attempts(job, deadline, min_ranks or ranks, Restarts(restarts, on_restart))
+                return self._attempts(job, deadline, min_ranks or ranks, Restarts(restarts, on_restart), wanted)
             except (LaunchError, KeyboardInterrupt):
                 with contextlib.suppress(Exception):  # what has ended the ranks matters more
                     if memory is not None:
                         memory.all_has_failed()
                 raise
 
-    def _attempts(self, job: Job, deadline: float | None, min_ranks: int, attempts: Restarts) -> list[Any]:
+    def _attempts(self, job: Job, deadline: float | None, min_ranks: int, attempts: Restarts, mps: Wanted) -> list[Any]:
         """Run a job until it succeeds, or there is to be no other attempt."""
         while True:
             try:
-                self._start(job.world_size, job.debug)
+                self._start(job.world_size, job.debug, mps)
             except (LaunchError, OSError) as error:
                 if self._lifeline_write < 0 or job.world_size <= min_ranks:
                     raise
@@ -278,17 +288,24 @@ class Pool:
     ) -> None:
         self.close()
 
-    def _start(self, ranks: int, debug: bool) -> None:
+    def _start(self, ranks: int, debug: bool, mps: Wanted) -> None:
         if self._lifeline_write < 0:
             raise LaunchError("this pool is closed; make a new one")
-        if debug != self._debug or not all(process.alive for process in self._processes):
+        suits = debug == self._debug and self._mps.suits(mps)
+        if not suits or not all(process.alive for process in self._processes):
             self._end_processes()
         self._debug = debug
         require_files(_FILES + _FILES_A_RANK * (ranks - len(self._processes)))
+        if not self._processes:
+            self._mps.begin(mps)
         while len(self._processes) < ranks:
             screen = self._screen_file.fileno()
             try:
-                process = RankProcess(self._lifeline_read, screen, ranks, self._fork_server, debug=debug)
+                process = RankProcess(
+                    *(self._lifeline_read, screen, ranks, self._fork_server),
+                    debug=debug,
+                    environment=self._mps.environment,
+                )
             except LaunchError:
                 if self._fork_server is None or not self._worlds:
                     raise
@@ -309,6 +326,7 @@ class Pool:
                         self._screen.show(number, text + b"\n", pid, prefix)
             self._processes = []
         finally:
+            self._mps.end()  # after the ranks: they use it to the end
             _restore_interrupts(before)
 
 

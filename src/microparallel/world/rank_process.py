@@ -6,13 +6,14 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from microparallel.world.output import Unfinished
 
 _SIGNAL = signal.SIGUSR2  # on which a rank dumps its stack; the flight recorder's, SIGUSR1, may be turned off
 _OUT_OF_ADDRESSES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)  # how C and C++ end when they get no memory
+_CUDA_FILE = re.compile(r"cuda\.shm\.[0-9a-f]+\.([0-9a-f]+)\.[0-9a-f]+")
 _COMMS = str(Path(__file__).parent.parent / "comms" / "comms.py")
 
 
@@ -41,6 +43,7 @@ class RankProcess:
         fork_server: ForkServer | None = None,
         *,
         debug: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.connection, theirs = multiprocessing.Pipe()
         self._stacks = tempfile.TemporaryFile()  # noqa: SIM115  (closed by kill)
@@ -55,7 +58,7 @@ class RankProcess:
                 [sys.executable, "-u", "-c", program],
                 pass_fds=(0, *fds) if debug else fds,
                 stdin=None if debug else subprocess.DEVNULL,
-                env=_environment(ranks) | ({AFTER_VARIABLE: "0"} if debug else {}),
+                env=_environment(ranks) | ({AFTER_VARIABLE: "0"} if debug else {}) | dict(environment or {}),
                 process_group=0,
             )
         except BaseException:
@@ -136,7 +139,7 @@ class RankProcess:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        remove_sockets(self._process.pid)
+        remove_leftovers(self._process.pid)
         self._stacks.close()
         with self._unfinished:
             return Unfinished(self._unfinished.fileno()).take()
@@ -177,8 +180,30 @@ def remove_sockets(rank: int) -> None:
         shutil.rmtree(_sockets(rank), ignore_errors=True)
 
 
+def remove_leftovers(rank: int) -> None:
+    """Remove what a rank that has ended, or is about to be ended, leaves in folders that others use, too."""
+    remove_sockets(rank)
+    remove_shared_gpu_files(rank)
+
+
 def _sockets(rank: int) -> Path:
     return Path(tempfile.gettempdir()) / f"microparallel-rank-{rank}"
+
+
+# ── files of CUDA ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def remove_shared_gpu_files(rank: int, folder: Path = Path("/dev/shm")) -> None:
+    """Remove the files by which the rank with this process number shared memory and events of a GPU with others.
+
+    CUDA makes them, `cuda.shm.USER.PROCESS.NUMBER` with hexadecimal numbers, and removes them only if a process ends in
+    order: not if it was killed, or ended by `os._exit`.
+    """
+    for path in folder.glob("cuda.shm.*"):
+        with contextlib.suppress(OSError):
+            found = _CUDA_FILE.fullmatch(path.name)
+            if found and int(found[1], 16) == rank and path.lstat().st_uid == os.geteuid():
+                path.unlink()
 
 
 # ── where a rank stands ─────────────────────────────────────────────────────────────────────────────────────────────
