@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tests.on_gpu import on_gpu
+from tests.on_gpu import on_gpu, without_device
 
 import microparallel as mp
 from microparallel.cli.app import VERBS
@@ -230,11 +230,18 @@ def pool(warm_ranks):
 
 
 class GpuPool(CpuPool):
-    """Warm ranks that share the GPU, on which everything is made that a test does not put elsewhere."""
+    """Warm ranks that share the GPU, on which everything is made that a test does not put elsewhere.
+
+    Without MPS, unless the environment says so: several pools at a time would each start a daemon.
+    """
 
     def run(self, function, ranks, *arguments, **named_arguments):
-        named_arguments = {"device": "cuda"} | named_arguments
-        return super().run(on_gpu, ranks, function, *arguments, **named_arguments)
+        named_arguments = {"device": "cuda", "mps": os.environ.get("TEST_MPS", "off")} | named_arguments
+        try:
+            return super().run(on_gpu, ranks, function, *arguments, **named_arguments)
+        except mp.errors.RankFailed as error:
+            error.reason, error.args = without_device(error.reason), tuple(map(without_device, map(str, error.args)))
+            raise
 
 
 ON_ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="ranks that share a GPU need one")

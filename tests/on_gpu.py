@@ -24,16 +24,27 @@ class OnGpu(TorchFunctionMode):
             needs_gradient = kwargs.pop("requires_grad", False)
             made = func(*args, **kwargs).to(self._device)
             return made.requires_grad_() if needs_gradient else made
-        if func in DRAWS and args[0].is_cuda:
-            drawn = func(torch.empty_like(args[0], device="cpu"), *args[1:], **kwargs)
+        if (func in DRAWS or getattr(func, "__module__", "") == "torch.nn.init") and _first(args, kwargs).is_cuda:
+            place, rest = _first(args, kwargs), {name: value for name, value in kwargs.items() if name != "tensor"}
+            drawn = func(place.detach().cpu(), *args[1:], **rest)
             with torch.no_grad():
-                args[0].copy_(drawn)
-            return args[0]
+                place.copy_(drawn)
+            return place
         return func(*args, **kwargs)
+
+
+def _first(args, kwargs):
+    return args[0] if args else kwargs["tensor"]
 
 
 def on_gpu(comms, function, *arguments, **named_arguments):
     """Run a rank's function there; what it returns is brought back."""
     with OnGpu(comms.device):
         result = function(comms, *arguments, **named_arguments)
-    return torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
+    result = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
+    return torch.utils._pytree.tree_map_only(str, without_device, result)
+
+
+def without_device(text):
+    """What is said of a call, without the device that it is said of where ranks use two."""
+    return text.replace(" on cuda", "").replace(" on cpu", "")

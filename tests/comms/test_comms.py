@@ -14,10 +14,11 @@ def topology(comms):
 
 
 def test_topology_is_a_line_with_two_ends(any_pool):
-    assert any_pool.run(topology, 3, device="cpu", timeout=30) == [
-        (0, 3, 0, None, 1, "cpu"),
-        (1, 3, 1, 0, 2, "cpu"),
-        (2, 3, 2, 1, None, "cpu"),
+    device = "cuda:0" if any_pool._transport == "cuda" else "cpu"
+    assert any_pool.run(topology, 3, timeout=30) == [
+        (0, 3, 0, None, 1, device),
+        (1, 3, 1, 0, 2, device),
+        (2, 3, 2, 1, None, device),
     ]
 
 

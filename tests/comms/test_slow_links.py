@@ -41,7 +41,9 @@ def every_collective(comms, exact):
     """The result of each collective, by name: sums that are exact in any order, or such as depend on the order."""
     generator = torch.Generator().manual_seed(comms.rank)
     if exact:
-        pieces = list(torch.randint(-9, 9, (comms.world_size, ELEMENTS), generator=generator).float())
+        pieces = list(
+            torch.randint(-9, 9, (comms.world_size, ELEMENTS), generator=generator).float() * 6
+        )  # so is their mean
     else:
         pieces = list(torch.randn(comms.world_size, ELEMENTS, generator=generator))
     whole = torch.cat(pieces)
