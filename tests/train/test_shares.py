@@ -1,9 +1,11 @@
 """A run's shares stay what they were, whatever becomes of its ranks."""
 
 import json
+import random
 import shutil
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -121,3 +123,63 @@ def until(comms, config, resume, steps):
         return None
     finally:
         Training.step = before
+
+
+# ── pipelines: a share belongs to a replica, and each layer draws for itself ─────────────────────────────────────────
+
+
+class Drawing(nn.Module):
+    """Draws from all three generators."""
+
+    def forward(self, inputs):
+        if not self.training:
+            return inputs
+        return inputs * (1 + 0.1 * random.random() + 0.1 * numpy.random.rand()) + 0.1 * torch.rand_like(inputs)
+
+
+def deep_with_dropout():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        *(nn.Linear(64, 20), nn.Dropout(0.4), nn.ReLU(), nn.Linear(20, 16), Drawing(), nn.Dropout(0.3)),
+        *(nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 10)),
+    )
+
+
+def in_pipelines(out, **changes):
+    settings = {"model": f"{__name__}:deep_with_dropout", "ranks": 1, "dp": 3, "pp": 2, "microbatches": 3, "steps": 9}
+    return configuration(out, **settings | {"batch": 50, "validate_every": 3} | changes)
+
+
+def goes_on(pool, tmp_path, options, rounds, resume="auto"):
+    """A run that is killed again and again, and goes on in other layouts, beside one that is left alone."""
+    first = in_pipelines(tmp_path / "whole", **options)
+    whole = pool.run(weights, first.world_size, first, None, timeout=110)[0]
+    out = tmp_path / "run"
+    for steps, changes in rounds:
+        config = in_pipelines(out, save_every=1, **options | changes)
+        ended = pool.run(until, config.world_size, config, resume, steps, timeout=110)[0]
+    assert whole.keys() == ended.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(ended[name], tensor, rtol=0, atol=1e-12, msg=lambda text, name=name: name + text)
+    assert losses(out) == pytest.approx(losses(tmp_path / "whole"), rel=0, abs=1e-12)
+    measured = [validation_losses(one) for one in (out, tmp_path / "whole")]
+    assert measured[0] == pytest.approx(measured[1], rel=0, abs=1e-12)
+
+
+def validation_losses(out):
+    records = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
+    return [record["validation_loss"] for record in records if "validation_loss" in record]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"recompute": True, "schedule": "zb-h1", "optimizer": "sgd", "momentum": 0.9, "clip": 0.5},
+        {"schedule": "interleaved", "stages_per_rank": 2},
+    ],
+    ids=["1f1b", "zb-h1-recompute", "interleaved"],
+)
+def test_replicas_of_a_pipeline_come_and_go(pool, tmp_path, options):
+    """3 replicas, 2, 1, then 3 again; batches of 50 are shared out as 17, 17 and 16."""
+    goes_on(pool, tmp_path, options, [(3, {}), (5, {"dp": 2}), (7, {"dp": 1}), (9, {})])

@@ -194,20 +194,29 @@ def _cuda_devices(layers: Sequence[NamedLayer], example: Any) -> list[torch.devi
 def left_as_found(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Remove the gradients; at the end restore them and the buffers."""
     gradients = {parameter: parameter.grad for layer in layers for parameter in layer.parameters()}
+    for parameter in gradients:
+        parameter.grad = None
+    with buffers_left_as_found(layers):
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
+
+@contextmanager
+def buffers_left_as_found(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """At the end restore the buffers, such as the running statistics of a BatchNorm; autograd does not notice."""
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for layer in layers
         for module in layer.modules()
         for name, buffer in buffers_of(module).items()
     ]
-    for parameter in gradients:
-        parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
         for module, name, buffer, contents in buffers:
             if buffer is not None and contents is not None:
-                buffer.detach().copy_(contents)
+                buffer.data.copy_(contents)
             setattr(module, name, buffer)  # a layer may also have put another tensor in its place

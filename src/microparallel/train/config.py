@@ -574,19 +574,32 @@ class TrainConfig:
     def _resolved_pipeline(self, batch: int) -> dict[str, Any]:
         dp, pp = self.layout
         schedule = user_code.canonical_schedule(self.schedule or "1f1b")
-        microbatches = self.microbatches or user_code.microbatches_of_schedule(schedule)
         return {
             "strategy": "pipeline",
             "dp": dp,
             "pp": pp,
             "schedule": schedule,
-            "microbatches": microbatches or max(1, min(MICROBATCHES, batch // dp)),
+            "microbatches": self.microbatches or self._usual_microbatches(batch),
             "balance": self.balance or "parameters",
         }
 
-    def with_shares(self) -> TrainConfig:
-        """Return the same settings with the number of shares that this run keeps from now on."""
-        return replace(self, shares=max(self.shares or 0, self.layout[0]))
+    def with_shares(self, of_run: int | None = None) -> TrainConfig:
+        """Return the same settings with the number of shares that this run keeps from now on.
+
+        Args:
+            of_run: how many it has had so far, if it goes on.
+        """
+        shares = max(self.shares or of_run or 0, self.layout[0])
+        settings: dict[str, Any] = {"shares": shares}
+        if self.is_pipeline and self.microbatches == self._usual_microbatches(self.batch or 1):
+            settings["microbatches"] = replace(self, **settings)._usual_microbatches(self.batch or 1)
+        return replace(self, **settings)
+
+    def _usual_microbatches(self, batch: int) -> int:
+        """Into how many micro-batches a pipeline cuts each share, unless it is told: it goes by the size of a share."""
+        schedule = user_code.canonical_schedule(self.schedule or "1f1b")
+        by_size = max(1, min(MICROBATCHES, batch // max(self.shares or 1, self.layout[0])))
+        return user_code.microbatches_of_schedule(schedule) or by_size
 
     @property
     def is_pipeline(self) -> bool:

@@ -62,9 +62,8 @@ def train_on_rank(
     held = comms.held_states
     in_memory = held is not None and newest(held.slots) is not None
     shares = _shares_of_run(config, held if in_memory else None, comms)
-    if resume == AUTO and config.shares is None:  # there may have been other ranks when the run began
-        config = replace(config, shares=shares)
-    config = config.with_shares()
+    # There may have been other ranks when the run began.
+    config = config.with_shares(shares if resume == AUTO else None)
     require_same_run_everywhere(config, comms)
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(contextlib.closing(display_for(comms.rank, quiet)))
