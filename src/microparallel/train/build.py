@@ -152,7 +152,7 @@ def _drawn(config: TrainConfig, shares: Shares) -> str:
     """How random numbers are dealt out: as long as this stays the same, so do the numbers."""
     each = _resolved(config.microbatches) if config.is_pipeline else config.accumulate
     apart = "for each layer" if config.is_pipeline else "in a row"
-    return f"{count(shares.total, 'share')} of {count(each, 'micro-batch')}, drawing {apart}"
+    return f"{count(shares.total, 'share')} of {count(each, 'micro-batch', 'es')}, drawing {apart}"
 
 
 def build_loader(

@@ -682,8 +682,7 @@ def _check_together(config: TrainConfig) -> None:
         raise ConfigError(
             f"--min-ranks {config.min_ranks} is more than --ranks {config.world_size}; leave it out, or lower it"
         )
-    if config.min_ranks is not None and config.is_pipeline:
-        raise ConfigError(f"--min-ranks {config.min_ranks}: a pipeline needs all of its ranks; leave it out")
+    _check_min_ranks(config)
     parse_slow_ranks((config.slow_rank or "").split(), config.world_size)
     parse_slow_links((config.slow_link or "").split(), config.world_size)
     if config.slow_link is not None and config.strategy == "torch-ddp":
@@ -718,6 +717,21 @@ def _check_together(config: TrainConfig) -> None:
         nearest = used["dim"] // used["heads"] * used["heads"] or used["heads"]
         raise ConfigError(
             f"--dim {used['dim']} cannot be split evenly over --heads {used['heads']}; try --dim {nearest}"
+        )
+
+
+def _check_min_ranks(config: TrainConfig) -> None:
+    """Raise a ConfigError if a run could not go on with as few ranks as that."""
+    if config.min_ranks is None:
+        return
+    given, (_, pp) = f"--min-ranks {config.min_ranks}", config.layout
+    if config.min_ranks % pp:
+        fitting = max(1, config.min_ranks // pp) * pp
+        raise ConfigError(f"{given}: a pipeline needs all of its {pp} ranks; try --min-ranks {fitting}")
+    if config.compress not in (None, "none") and config.min_ranks < 2 * pp:
+        raise ConfigError(
+            f"{given}: --compress {config.compress} needs two replicas that send each other gradients; "
+            f"try --min-ranks {2 * pp}"
         )
 
 
