@@ -12,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import microparallel as mp
+from microparallel.train import checkpoint
+from microparallel.train.build import build
 from microparallel.train.config import TrainConfig
 from microparallel.train.loop import train_on_rank as train
 from microparallel.train.sampler import share
@@ -41,8 +44,6 @@ def losses(out, name="loss"):
 
 def weights(comms, config, resume):
     """Train, and return the final weights of the whole model."""
-    from microparallel.train import checkpoint
-
     train(comms, config, resume, True)
     found, _ = checkpoint.latest(Path(config.out) / "checkpoints")
     return found.model
@@ -239,7 +240,9 @@ def over_tokens(outputs, targets):
 
 def of_tokens():
     torch.manual_seed(5)
-    return nn.Sequential(nn.Embedding(11, 8), nn.Dropout(0.2), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Embedding(11, 8), nn.Dropout(0.2), nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 4)
+    )
 
 
 SENTENCES = {
@@ -276,19 +279,39 @@ def test_the_same_replicas_go_on_bit_for_bit(pool, tmp_path, precision):
     assert all(torch.equal(ended[name], tensor) for name, tensor in whole.items())
 
 
-def test_a_line_says_when_random_numbers_cannot_be_kept(pool, tmp_path, capfd):
+def remark(comms, config):
+    """What is said when a run of two shares goes on so."""
+    training = build(config.resolved().with_shares(2), comms)
+    return training.load(checkpoint.latest(Path(config.out) / "checkpoints", comms)[0])
+
+
+def test_a_line_says_when_random_numbers_cannot_be_kept(pool, tmp_path):
+    config = in_pipelines(tmp_path / "run", dp=2, steps=1)
+    pool.run(train, config.world_size, config, None, True, timeout=110)
+
     def on_with(**changes):
         config = in_pipelines(tmp_path / "run", **changes)
-        pool.run(train, config.world_size, config, "auto", False, timeout=110)
-        return capfd.readouterr().err
+        return pool.run(remark, config.world_size, config, timeout=110)[0] or ""
 
-    assert "random numbers" not in on_with(dp=2, steps=1) + on_with(dp=1, pp=3, steps=2)
-    note = "there are 2 shares of 4 micro-batches, drawing for each layer, and there were 2 shares of 3 micro-batches"
-    assert note in on_with(dp=1, microbatches=4, steps=3)
-    assert "there are 2 shares of 1 micro-batch, drawing in a row" in on_with(
-        **dict.fromkeys(("dp", "pp", "microbatches")), ranks=2, steps=4
+    assert on_with(dp=2) == on_with(dp=1, pp=3, schedule="gpipe") == ""
+    end = "drawing for each layer, and there were 2 shares of 3 micro-batches, drawing for each layer"
+    assert on_with(dp=1, microbatches=4) == (
+        "note: random numbers are not those of the undisturbed run from here on, which matters with dropout: "
+        f"there are 2 shares of 4 micro-batches, {end}"
     )
-    assert "there are 3 shares" in on_with(dp=3, steps=5)
+    assert on_with(dp=3).endswith(f"there are 3 shares of 3 micro-batches, {end}")
+    none = dict.fromkeys(("dp", "pp", "microbatches"))
+    assert "there are 2 shares of 1 micro-batch, drawing in a row" in on_with(**none, ranks=2)
+
+
+def test_the_same_command_may_ask_for_more_pipelines_than_shares(pool, tmp_path):
+    for steps, dp in ((1, 1), (2, 2)):
+        config = in_pipelines(tmp_path / "run", dp=dp, steps=steps)
+        pool.run(train, config.world_size, config, "auto", True, timeout=110)
+    assert len(losses(tmp_path / "run")) == 2
+    refused = in_pipelines(tmp_path / "run", dp=2, steps=3, shares=4)
+    with pytest.raises(mp.errors.RankFailed, match="--shares 4 would change the run"):
+        pool.run(train, refused.world_size, refused, "auto", True, timeout=110)
 
 
 # ── every combination ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -312,4 +335,6 @@ def test_four_pipelines_then_three_then_one_then_four(pool, tmp_path, schedule, 
 )
 def test_four_pipelines_come_and_go(pool, tmp_path, options):
     whole = {"shard": "none"} if "shard" in options else {}
-    goes_on(pool, tmp_path, {"dp": 4, "steps": 12} | options, [(4, {}), (6, {"dp": 3}), (9, {"dp": 1, **whole}), (12, {})])
+    goes_on(
+        pool, tmp_path, {"dp": 4, "steps": 12} | options, [(4, {}), (6, {"dp": 3}), (9, {"dp": 1, **whole}), (12, {})]
+    )

@@ -223,8 +223,8 @@ class Pipeline(Member):
     def step_in_shares(self, shares: Sequence[Share], microbatches: int, *, samples: int) -> torch.Tensor:
         """Do a step of a batch that comes in shares, each of which is cut into micro-batches by itself; as `step`.
 
-        Then another number of pipelines, each with other shares, does the same step up to rounding: a run may go on with
-        fewer. Buffers, such as BatchNorm's running statistics, learn from the first share alone, on each pipeline.
+        Then another number of pipelines, each with other shares, does the same step up to rounding: a run may go on
+        with fewer. On each pipeline, buffers such as BatchNorm's running statistics learn from its first share alone.
 
         Args:
             shares: those of this pipeline, on each of its ranks; none where it has no samples.
@@ -234,8 +234,8 @@ class Pipeline(Member):
         """
         if len(shares) * microbatches > self._schedule.microbatches:
             raise UsageError(
-                f"step_in_shares: {len(shares)} shares of {microbatches} micro-batches, and this pipeline was made with "
-                f"microbatches={self._schedule.microbatches}; make it with {len(shares) * microbatches}"
+                f"step_in_shares: {len(shares)} shares of {microbatches} micro-batches, and this pipeline was made "
+                f"with microbatches={self._schedule.microbatches}; make it with {len(shares) * microbatches}"
             )
         loss, _ = self._step(shares, None, samples, allow_fewer=True, microbatches=microbatches)
         return loss
@@ -381,9 +381,7 @@ class Pipeline(Member):
         """A share as the layers take it."""
         return replace(share, inputs=self._precision.inside(as_plain(share.inputs)), targets=as_plain(share.targets))
 
-    def _worker(
-        self, shapes: BatchShapes, shares: Sequence[Share], weight: torch.Tensor | None, total: int
-    ) -> Worker:
+    def _worker(self, shapes: BatchShapes, shares: Sequence[Share], weight: torch.Tensor | None, total: int) -> Worker:
         boundaries = iter(shapes.microbatches)
         microbatches: list[Microbatch] = []
         for number, lengths in enumerate(shapes.lengths):

@@ -130,12 +130,11 @@ class Shapes:
         return bytes(content.tolist()).decode()
 
 
-def _describe(
-    shares: Sequence[Any], microbatches: int, allow_fewer: bool, device: str
-) -> tuple[str, list[Boundary]]:
+def _describe(shares: Sequence[Any], microbatches: int, allow_fewer: bool, device: str) -> tuple[str, list[Boundary]]:
     """The batch as a text for all ranks; and for this rank, the kinds of micro-batches that there are.
 
-    Micro-batches of one size are of one kind, if they are of one share, or their shares have tensors of the same shapes.
+    Micro-batches of one size are of one kind if they are of one share, or if their shares have tensors of the same
+    shapes.
     What stages return depends on `torch.autocast`, too.
     """
     lengths: list[list[int]] = []

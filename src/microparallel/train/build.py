@@ -120,7 +120,7 @@ def _wrapped(config: TrainConfig, with_loss: ModelWithLoss, comms: Comms) -> Dat
 
 
 def _shares(config: TrainConfig, comms: Comms) -> Shares:
-    """This rank's shares of each batch: there are as many as the run had replicas of the model at first.
+    """Deal out each batch, for this rank: there are as many as the run had replicas of the model at first.
 
     All ranks of a pipeline have the same shares. Where a rank can compute but one, there are as many as ranks.
     """
