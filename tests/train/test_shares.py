@@ -330,7 +330,7 @@ def test_four_pipelines_then_three_then_one_then_four(pool, tmp_path, schedule, 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "options",
-    [{"shard": "optimizer"}, {"optimizer": "sgd", "momentum": 0.9, "clip": 0.3}, {"pp": 3}, SENTENCES],
+    [{"shard": "optimizer"}, {"optimizer": "sgd", "momentum": 0.9, "clip": 0.3}, {"pp": 3}, SENTENCES | {"batch": 9}],
     ids=["shard", "clip", "pp-3", "sentences"],
 )
 def test_four_pipelines_come_and_go(pool, tmp_path, options):
