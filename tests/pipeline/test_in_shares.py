@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import microparallel as mp
-from microparallel.pipeline.microbatches import Share
+from microparallel.pipeline import Share
 from microparallel.pipeline.programs import repeated
 from microparallel.program import from_text, to_text
 from microparallel.verifier import verify

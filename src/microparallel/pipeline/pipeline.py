@@ -227,7 +227,8 @@ class Pipeline(Member):
         with fewer. On each pipeline, buffers such as BatchNorm's running statistics learn from its first share alone.
 
         Args:
-            shares: those of this pipeline, on each of its ranks; none where it has no samples.
+            shares: those of this pipeline, on each of its ranks (`microparallel.pipeline.Share`); none where it has no
+                samples.
             microbatches: into how many each is cut; one with fewer samples into as many as it has samples. All shares
                 of a pipeline together have at most as many as the pipeline was made for.
             samples: of all pipelines together.

@@ -289,9 +289,10 @@ class TrainConfig:
     )
     shares: int | None = setting(
         None,
-        "Into how many shares each batch is cut, each with its own random numbers; a rank computes one or more.",
+        "Into how many shares each batch is cut, each with its own random numbers; a rank, or a pipeline, computes one "
+        "or more.",
         WORLD,
-        shown="as many as the run has ranks at first",
+        shown="as many as the run has ranks, or pipelines, at first",
         within=AT_LEAST_ONE,
         example=4,
     )
@@ -383,7 +384,7 @@ class TrainConfig:
     )
     microbatches: int | None = setting(
         None,
-        "Into which a pipeline cuts its samples.",
+        "Into which a pipeline cuts each of its shares of the batch.",
         WORLD,
         shown=f"{MICROBATCHES} with --pp",
         within=AT_LEAST_ONE,
@@ -480,7 +481,7 @@ class TrainConfig:
     )
     min_ranks: int | None = setting(
         None,
-        "With --restarts: with how few ranks it may go on, if the system cannot start as many.",
+        "With --restarts: with how few ranks it may go on, if the system cannot start as many; pipelines stay whole.",
         SURVIVAL,
         shown="all of them",
         within=AT_LEAST_ONE,

@@ -20,8 +20,7 @@ from microparallel.comms.wire import gather_json
 from microparallel.course.shortcuts import ParameterAveraging
 from microparallel.data_parallel import DataParallel, LossScale, replicas_are_identical
 from microparallel.errors import CheckpointError, GradientError
-from microparallel.pipeline import Pipeline
-from microparallel.pipeline.microbatches import Share
+from microparallel.pipeline import Pipeline, Share
 from microparallel.train import checkpoint
 from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, placed
 from microparallel.train.checkpoint_reader import Checkpoint
