@@ -8,6 +8,7 @@ from torch.nn.functional import mse_loss
 
 import microparallel as mp
 from microparallel.pipeline import Share
+from microparallel.pipeline.layers import may_draw
 from microparallel.pipeline.programs import repeated
 from microparallel.program import from_text, to_text
 from microparallel.verifier import verify
@@ -25,9 +26,13 @@ def shares_of(numbers, seen=None):
     return [Share(*parts[number], one) for number, one in zip(numbers, before, strict=True) if LENGTHS[number]]
 
 
+class Drawing(nn.Sequential):
+    """Another class than torch's: it may draw."""
+
+
 def step(comms, replicas, schedule, **options):
     """One step of these shares, dealt out; returns the loss, this rank's gradients, and what each layer was told."""
-    layers = layers_of_its_own(6, 5, 5, 4, 3, 2, 2)
+    layers = nn.Sequential(*(Drawing(*layer) for layer in layers_of_its_own(6, 5, 5, 4, 3, 2, 2)))
     most = -(-len(LENGTHS) // replicas)
     pipe = mp.Pipeline(layers, comms, schedule, 2 * most, mse_loss, replicas=replicas, **options)
     mine = [number for number in range(len(LENGTHS)) if number * replicas // len(LENGTHS) == pipe.replica]
@@ -61,14 +66,25 @@ def test_the_step_is_that_of_one_process_and_layers_are_told_the_same(pool, rank
     assert loss == pytest.approx(float(expected.detach()), rel=1e-13)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-12, atol=1e-14)
-    # Two micro-batches of each share, one of that with one sample; six layers.
+    # Two micro-batches of each share, one of that with one sample; six layers and the loss.
     places = [(0, 2), (1, 2), (2, 2), (3, 1)]
-    assert seen == [(share, one, layer) for share, count in places for one in range(count) for layer in range(6)]
+    assert seen == [(share, one, layer) for share, count in places for one in range(count) for layer in range(7)]
 
 
 def test_a_layer_that_computes_again_is_told_again(pool):
     _, _, seen = together(pool.run(step, 2, 1, "1f1b", recompute=True, timeout=50))
-    assert seen == sorted(2 * [*dict.fromkeys(seen)]) and len(seen) == 2 * 7 * 6
+    assert seen == sorted(2 * [*dict.fromkeys(seen)]) and len(seen) == 2 * 7 * 7
+
+
+def test_layers_that_draw_nothing_are_not_told():
+    nothing = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), *mp.models.FullMLP(4, 3, 4, 4).pipeline_layers()]
+    nothing += mp.models.GPT(context=8, dim=8, heads=2, depth=1).pipeline_layers()
+    assert not any(map(may_draw, nothing))
+    hooked = nn.Linear(2, 2)
+    hooked.register_forward_hook(lambda *_: None)
+    draws = [nn.Dropout(0.1), nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), nn.RReLU(), Drawing(nn.Linear(2, 2))]
+    draws += [nn.MultiheadAttention(4, 2, dropout=0.1), nn.LSTM(2, 2), nn.TransformerEncoderLayer(4, 2), hooked]
+    assert all(map(may_draw, draws))
 
 
 def statistics(comms, recompute, lengths):

@@ -94,7 +94,7 @@ def test_dropout_is_that_of_the_undisturbed_run_with_other_ranks(tmp_path, monke
     (tmp_path / "drawing.py").write_text(DRAWING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     words = ["--model", "drawing:make_model", "--data", "digits", "--batch", "60", "--optimizer", "sgd", "--lr", "0.05"]
-    words += ["--steps", "300", "--save-every", "20", "--precision", "float64", *layout]
+    words += ["--steps", "100", "--save-every", "10", "--precision", "float64", *layout]
     outcome = survives(tmp_path / "runs", words, 3, 4, [chaos.FEWER, "kill-rank"])
     assert any(fault.done for fault in outcome.faults if fault.kind == chaos.FEWER)
 
@@ -138,7 +138,7 @@ def as_it_is(outputs, _):
     "layout",
     [
         ["--model", "counting:Counts", "--ranks", "2"],
-        ["--model", "counting:make_layers", "--loss", "counting:as_it_is", "--dp", "3", "--pp", "2"],
+        ["--model", "counting:make_layers", "--loss", "counting:as_it_is", "--dp", "2", "--pp", "2"],
     ],
     ids=["dp", "dp x pp"],
 )

@@ -1,6 +1,7 @@
 """Runs with pipelines: as good as one process, and free to go on in another layout."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -211,6 +212,13 @@ class OwnLoss(nn.Module):
 def test_what_cannot_be_is_refused_before_anything_starts(settings, message):
     with pytest.raises(mp.errors.ConfigError, match="(?s).*" + message.replace("(", r"\(")):
         TrainConfig(**settings)
+
+
+def test_a_loss_that_is_not_finite_names_the_rank_and_its_parameters(pool, tmp_path):
+    config = configuration(tmp_path / "run", pp=2, lr=1e300, optimizer="sgd", steps=3)
+    with pytest.raises(mp.errors.RankFailed, match=r"the loss of step \d is (nan|inf)") as failed:
+        run(pool, config)
+    assert re.search(r"rank 1: gradients that are not finite: \S+weight", str(failed.value))
 
 
 def test_the_usual_micro_batches_go_by_the_shares_of_a_run():

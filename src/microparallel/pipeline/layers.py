@@ -14,7 +14,7 @@ from torch import nn
 
 from microparallel.errors import PartitionError, UsageError
 from microparallel.pipeline.parts import Part
-from microparallel.torch_private import buffers_of, children_of, pytree
+from microparallel.torch_private import buffers_of, children_of, has_forward_hooks, pytree
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,35 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every parameter and buffer of a module, by name."""
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+# ── random numbers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+# Layers of torch that are known to draw none, and what holds them. Seeding generators takes as long as a small layer.
+_DRAW_NOTHING = (
+    *(nn.Identity, nn.Flatten, nn.Unflatten, nn.Linear, nn.Bilinear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus),
+    *(
+        nn.Softmax,
+        nn.LogSoftmax,
+        nn.LayerNorm,
+        nn.GroupNorm,
+        nn.RMSNorm,
+        nn.BatchNorm1d,
+        nn.BatchNorm2d,
+        nn.BatchNorm3d,
+    ),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Sequential, nn.ModuleList),
+)
+
+
+def may_draw(layer: nn.Module) -> bool:
+    """Whether a layer may draw random numbers; one of another class than torch's, or ours, or with hooks, may."""
+    return any(
+        (type(module) not in _DRAW_NOTHING and not type(module).__module__.startswith("microparallel.models."))
+        or has_forward_hooks(module)
+        for module in layer.modules()
+    )
 
 
 # ── what each layer costs ───────────────────────────────────────────────────────────────────────────────────────────

@@ -33,9 +33,9 @@ class Share:
         inputs: its own; they may have other shapes than those of another share.
         targets: what its outputs are compared with.
         before_layer: is called with the number of a micro-batch in this share, and the number of a layer in the whole
-            model, before that layer computes that micro-batch, and when it computes it again (`recompute`). If it seeds
-            the random generators, the random numbers do not depend on the number of pipelines, nor on where the
-            model is cut, nor on the schedule.
+            model, before that layer computes that micro-batch, and when it computes it again (`recompute`), if it may
+            draw random numbers; and before the loss, whose number is the next. If it seeds the random generators, the
+            random numbers do not depend on the number of pipelines, nor on where the model is cut, nor on the schedule.
     """
 
     inputs: Any = None

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from microparallel.comms.calls import describe_content
 from microparallel.errors import PartitionError, UsageError
-from microparallel.pipeline.layers import NamedLayer, buffers_left_as_found, left_as_found
+from microparallel.pipeline.layers import NamedLayer, buffers_left_as_found, left_as_found, may_draw
 from microparallel.pipeline.parts import Part
 from microparallel.pipeline.precision import StagePrecision
 from microparallel.pipeline.split_backward import DeferredGradients, DeferringLinear, SplitBackward
@@ -96,7 +96,7 @@ class Stage:
             inputs: its tensors.
             targets: for the last stage, to compute the loss.
             before_layer: is called with the number that a layer has in the whole model before that layer computes, also
-                when it computes again.
+                when it computes again, if it may draw random numbers; and before the loss, which has the next number.
             moves_buffers: whether buffers, such as BatchNorm's running statistics, stay as the layers leave them.
 
         Returns:
@@ -120,17 +120,25 @@ class Stage:
 
     def _apply(self, value: Any, targets: Any, before_layer: Callable[[int], None] | None) -> Any:
         *layers, last = self.modules
-        for number, layer in enumerate(layers, start=self._first_layer):
-            if before_layer is not None:
-                before_layer(number)
+        tell = before_layer or (lambda _: None)
+        for place, layer in enumerate(layers):
+            if place in self._drawing:
+                tell(self._first_layer + place)
             value = layer(value)
-        if before_layer is not None:
-            before_layer(self._first_layer + len(layers))
+        if len(layers) in self._drawing:
+            tell(self._first_layer + len(layers))
         if targets is None:
             return self.precision.outside(last(value)) if self.is_last else self.precision.inside(last(value))
         if self.loss_fn is None:
             return self.precision.outside(last(value, targets))
-        return self.loss_fn(self.precision.outside(last(value)), targets)
+        outputs = self.precision.outside(last(value))
+        tell(self._first_layer + len(self.layers))
+        return self.loss_fn(outputs, targets)
+
+    @functools.cached_property
+    def _drawing(self) -> set[int]:
+        """The places of its layers that may draw random numbers."""
+        return {place for place, layer in enumerate(self.modules) if may_draw(layer)}
 
     # ── backward ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -340,6 +340,9 @@ class PipelineTraining(Training):
         self._microbatches = microbatches  # of each share
         self._parameters = pipe.count_parameters()
 
+    def _not_finite(self, what: str, batches: Sequence[Batch]) -> GradientError:  # noqa: ARG002
+        return super()._not_finite(what, [])  # no rank can compute its share alone
+
     def _step_of_pipeline(self, batches: Sequence[Batch], samples: int) -> torch.Tensor:
         """Compute this replica's shares; the last of them, and it may be all, have no samples in a small batch."""
         shares = [
