@@ -131,6 +131,14 @@ def has_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks) or bool(hooks_of_gradient(tensor))
 
 
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether a hook is called before or after a module.
+
+    Without it: a pipeline would seed random generators before layers that draw nothing.
+    """
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
 def what_arrives_at(edge: GradientEdge) -> Any:
     """The shape and dtype of the gradient that flows along an edge of autograd's graph.
 

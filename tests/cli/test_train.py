@@ -204,6 +204,16 @@ def test_what_cannot_be_stops_before_anything_starts(tmp_path, microparallel, fl
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_goes_on_with_other_pipelines_alone(train):
+    small = ["--dim", 8, "--depth", 4, "--batch", 20, "--dp", 2, "--pp", 2, "--microbatches", 3, "--steps", 2]
+    train(*small, "--schedule", "gpipe", "--out", "run", "--quiet")
+    summary = json.loads(train("--resume", "run", "--dp", 1, "--steps", 3, "--json", "--quiet"))
+    layout = {"ranks": 2, "dp": 1, "pp": 2, "schedule": "gpipe", "microbatches": 3, "strategy": "pipeline"}
+    assert layout.items() <= summary.items()
+    summary = json.loads(train("--resume", "run", "--ranks", 2, "--steps", 4, "--json", "--quiet"))
+    assert summary["strategy"] == "ddp" and "pp" not in summary
+
+
 def test_a_stream_without_a_state_says_what_its_resume_costs(tmp_path, microparallel, train):
     (tmp_path / "mine.py").write_text(MINE)
     train("--model", "mine:make_model", "--data", "mine:Endless", "--steps", 3, "--ranks", 2, "--out", "run")

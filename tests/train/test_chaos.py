@@ -74,6 +74,31 @@ def test_forty_faults_with_other_ranks(tmp_path, model, layout):
     assert any(fault.done for fault in outcome.faults if fault.kind == chaos.FEWER)
 
 
+PIPES = ["--dp", "3", "--pp", "2", "--microbatches", "3"]
+# Each layer draws; running statistics, too, must be those of the undisturbed run.
+DRAWING = """
+from torch import nn
+
+def make_model():
+    return nn.Sequential(
+        nn.Linear(64, 16), nn.Dropout(0.4), nn.Tanh(), nn.Linear(16, 16), nn.Dropout(0.3),
+        nn.BatchNorm1d(16), nn.Linear(16, 10)
+    )
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", [["--ranks", "3"], PIPES, [*PIPES, "--recompute"]])
+def test_dropout_is_that_of_the_undisturbed_run_with_other_ranks(tmp_path, monkeypatch, layout):
+    (tmp_path / "drawing.py").write_text(DRAWING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    words = ["--model", "drawing:make_model", "--data", "digits", "--batch", "60", "--optimizer", "sgd", "--lr", "0.05"]
+    words += ["--steps", "100", "--save-every", "10", "--precision", "float64", *layout]
+    outcome = survives(tmp_path / "runs", words, 3, 4, [chaos.FEWER, "kill-rank"])
+    assert any(fault.done for fault in outcome.faults if fault.kind == chaos.FEWER)
+
+
 # 256 samples in batches of 32: eight steps an epoch.
 COUNTING = """
 import torch
@@ -90,22 +115,50 @@ class Counts(nn.Module):
 
 def make_data():
     return TensorDataset(torch.arange(256), torch.arange(256))
+
+class Passes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.nothing = nn.Parameter(torch.zeros(1))
+
+    def forward(self, loss):
+        return loss + 0 * self.nothing
+
+class Uses(Counts):
+    def forward(self, sample):
+        return super().forward(sample, sample).reshape(1)
+
+def make_layers():
+    return nn.Sequential(Uses(), Passes())
+
+def as_it_is(outputs, _):
+    return outputs.mean()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_every_sample_is_used_once_an_epoch(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["--model", "counting:Counts", "--ranks", "2"],
+        ["--model", "counting:make_layers", "--loss", "counting:as_it_is", "--dp", "2", "--pp", "2"],
+    ],
+    ids=["dp", "dp x pp"],
+)
+def test_every_sample_is_used_once_an_epoch(tmp_path, monkeypatch, layout):
     """The model counts: whatever is lost or done again, at the end each sample has changed it twenty times."""
     (tmp_path / "counting.py").write_text(COUNTING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    words = ["--model", "counting:Counts", "--data", "counting:make_data", "--optimizer", "sgd", "--lr", "1"]
-    words += ["--schedule-lr", "constant", "--batch", "32", "--epochs", "20", "--ranks", "2", "--save-every", "10"]
-    outcome = survives(tmp_path / "runs", words, 4, 4, ["kill-rank", "kill-saving"])
+    words = [*layout, "--data", "counting:make_data", "--optimizer", "sgd", "--lr", "1", "--precision", "float64"]
+    words += ["--schedule-lr", "constant", "--batch", "32", "--epochs", "20", "--save-every", "10"]
+    kinds = [chaos.FEWER, "kill-rank"] if "--dp" in layout else ["kill-rank", "kill-saving"]
+    outcome = survives(tmp_path / "runs", words, 4, 4, kinds)
     assert any(fault.done for fault in outcome.faults)
     for run in ("undisturbed", "disturbed"):
         found, _ = checkpoint.latest(tmp_path / "runs" / run / "checkpoints")
-        assert found.step == 160 and found.model["used"].tolist() == [20.0] * 256
+        used = next(one for name, one in found.model.items() if name.endswith("used"))
+        assert found.step == 160 and used.tolist() == pytest.approx([20.0] * 256, rel=0, abs=chaos.ROUNDING)
 
 
 def test_a_plan_has_every_kind_and_depends_on_its_seed_alone():

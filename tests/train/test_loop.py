@@ -5,8 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import microparallel as mp
+from microparallel.train import checkpoint
 from microparallel.train.config import TrainConfig
 from microparallel.train.loop import train_on_rank as train
 
@@ -128,3 +130,27 @@ def test_speed_counts_the_samples_there_are(pool, tmp_path):
     """1438 samples in batches of 1000: the second step has 438."""
     summary = run(pool, configuration(tmp_path / "out", batch=1000, steps=2, ranks=1))
     assert summary["samples_per_second"] * summary["seconds"] == pytest.approx(1438, rel=0.2)  # not 2000
+
+
+class UsedInAnotherOrder(torch.nn.Module):
+    """DDP arranges its buckets anew when it has seen in which order gradients come."""
+
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(32, 10)
+        self.first, self.normed = torch.nn.Linear(64, 32), torch.nn.BatchNorm1d(32)
+        self.dropout = torch.nn.Dropout(0.2)
+
+    def forward(self, inputs):
+        return self.last(self.dropout(self.normed(self.first(inputs)).tanh()))
+
+
+def test_torchs_ddp_on_three_ranks_goes_on_bit_for_bit(pool, tmp_path):
+    settings = {"model": f"{__name__}:UsedInAnotherOrder", "data": "digits", "dim": None, "depth": None}
+    settings |= {"strategy": "torch-ddp", "ranks": 3, "save_every": 1}
+    run(pool, configuration(tmp_path / "whole", steps=6, **settings))
+    for steps in (2, 3, 6):
+        run(pool, configuration(tmp_path / "run", steps=steps, **settings), "auto")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    ended = [checkpoint.latest(tmp_path / name / "checkpoints")[0].model for name in ("whole", "run")]
+    assert all(torch.equal(ended[1][name], one) for name, one in ended[0].items())

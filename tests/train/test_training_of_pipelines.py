@@ -1,6 +1,7 @@
 """Runs with pipelines: as good as one process, and free to go on in another layout."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -203,11 +204,30 @@ class OwnLoss(nn.Module):
         ({"pp": 2, "balance": "3;4"}, "--balance 3;4: choose parameters or time"),
         ({"pp": 2, "accumulate": 4}, "try --microbatches"),
         ({"pp": 0}, "--pp 0: must be at least 1"),
+        ({"pp": 2, "dp": 2, "min_ranks": 3}, "--min-ranks 3: a pipeline needs all of its 2 ranks; try --min-ranks 2"),
+        ({"pp": 2, "dp": 2, "min_ranks": 2, "compress": "topk"}, "--compress topk needs two replicas that send each"),
+        ({"ranks": 3, "min_ranks": 1, "compress": "topk"}, "send each other gradients; try --min-ranks 2"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(settings, message):
     with pytest.raises(mp.errors.ConfigError, match="(?s).*" + message.replace("(", r"\(")):
         TrainConfig(**settings)
+
+
+def test_a_loss_that_is_not_finite_names_the_rank_and_its_parameters(pool, tmp_path):
+    config = configuration(tmp_path / "run", pp=2, lr=1e300, optimizer="sgd", steps=3)
+    with pytest.raises(mp.errors.RankFailed, match=r"the loss of step \d is (nan|inf)") as failed:
+        run(pool, config)
+    assert re.search(r"rank 1: gradients that are not finite: \S+weight", str(failed.value))
+
+
+def test_the_usual_micro_batches_go_by_the_shares_of_a_run():
+    begun = TrainConfig(pp=2, dp=4, batch=8).resolved().with_shares()
+    assert (begun.shares, begun.microbatches) == (4, 2)
+    fewer = TrainConfig(pp=2, dp=1, batch=8).resolved()
+    assert fewer.microbatches == 8 and fewer.with_shares(4).microbatches == 2  # the same command, with one pipeline
+    assert TrainConfig(pp=2, dp=1, batch=8, microbatches=5).resolved().with_shares(4).microbatches == 5
+    assert TrainConfig(pp=2, dp=1, batch=8, shares=4).resolved().microbatches == 2
 
 
 def test_layouts():

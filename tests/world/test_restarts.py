@@ -158,7 +158,14 @@ def test_bad_numbers_are_refused(named):
         mp.launch(always_raises, 2, **named)
 
 
-def test_fewer_ranks_where_no_more_can_be_started(warm_ranks, tmp_path, monkeypatch):
+@pytest.mark.parametrize("groups", [0, 2, "2"])
+def test_groups_that_ranks_cannot_be_cut_into_are_refused(groups):
+    with pytest.raises(mp.errors.UsageError, match=r"in_groups_of=\S+: ranks=3 cannot be cut into such groups"):
+        mp.launch(always_raises, 3, restarts=1, in_groups_of=groups)
+
+
+@pytest.mark.parametrize(("ranks", "groups"), [(3, 1), (4, 2), (6, 2)])
+def test_fewer_ranks_where_no_more_can_be_started(warm_ranks, tmp_path, monkeypatch, ranks, groups):
     launch = importlib.import_module("microparallel.world.launch")
     started = []
 
@@ -173,15 +180,17 @@ def test_fewer_ranks_where_no_more_can_be_started(warm_ranks, tmp_path, monkeypa
     warm_ranks.replace_ranks()
     told = []
     results = warm_ranks.run(
-        *(where, 3),
+        *(where, ranks),
         restarts=2,
         min_ranks=2,
+        in_groups_of=groups,
         on_restart=lambda error, number, ranks: told.append((str(error), number, ranks)),
         device="cpu",
         timeout=50,
     )
     assert results == [(0, 2), (1, 2)]
-    assert told == [("a process cannot be started (no more processes)", 1, 2)]
+    fewer = range(ranks - groups, 1, -groups)
+    assert told == [("a process cannot be started (no more processes)", *one) for one in enumerate(fewer, start=1)]
 
 
 def where(comms):

@@ -150,6 +150,8 @@ def _no_longer_true(values: dict[str, Any], given: dict[str, Any]) -> set[str]:
         return left_out
     if given.keys() & {"dp", "pp"}:
         left_out |= {"ranks", "strategy"}
+    if values.get("strategy") == "pipeline" and "dp" in given and not given.keys() & {"ranks", "pp", "strategy"}:
+        return left_out  # more replicas of the same pipeline, or fewer
     if "pp" not in given and given.get("strategy") != "pipeline":
         left_out |= set(OF_PIPELINES)
         if values.get("strategy") == "pipeline":
@@ -211,6 +213,8 @@ def _in_processes(config: TrainConfig, resume: Path | str | None, quiet: bool) -
     run = _folder_of(config, resume)
     options: dict[str, Any] = {"transport": config.transport, "device": config.device, "call_timeout": config.timeout}
     options |= {"restarts": config.restarts, "min_ranks": config.min_ranks, "mps": config.mps}
+    if config.is_pipeline:
+        options |= {"in_groups_of": config.layout[1]}
     with ExitStack() as stack:
         quick = None
         if config.restarts and can_fork():  # ranks that are there at once

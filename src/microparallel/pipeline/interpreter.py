@@ -294,6 +294,8 @@ class Microbatch:
         weight: its part of the whole batch's samples.
         sample: one sample's part of them.
         counts: for how much its mean loss counts, where that is not its number of samples.
+        before_layer: is called with the number of each layer in the whole model before that computes.
+        moves_buffers: whether it counts in buffers, such as BatchNorm's running statistics.
     """
 
     boundaries: Mapping[int, Boundary]
@@ -302,6 +304,8 @@ class Microbatch:
     weight: float = 1.0
     sample: float = 1.0
     counts: float | None = None
+    before_layer: Callable[[int], None] | None = None
+    moves_buffers: bool = True
 
 
 class Worker:
@@ -381,7 +385,13 @@ class Worker:
         microbatch = self._microbatches[number]
         boundary = microbatch.boundaries[stage.index - 1]
         targets = self._targets(number) if stage.index == self._last else None
-        outputs, leaves, deferred = stage.forward(boundary, self._inputs(stage.index, number), targets)
+        outputs, leaves, deferred = stage.forward(
+            boundary,
+            self._inputs(stage.index, number),
+            targets,
+            microbatch.before_layer,
+            moves_buffers=microbatch.moves_buffers,
+        )
         results = self._results(stage, number, outputs)
         self.values[Act(stage.index, number)] = [result.detach() for result in results]
         if torch.is_grad_enabled():

@@ -14,7 +14,7 @@ from torch import nn
 
 from microparallel.errors import PartitionError, UsageError
 from microparallel.pipeline.parts import Part
-from microparallel.torch_private import buffers_of, children_of, pytree
+from microparallel.torch_private import buffers_of, children_of, has_forward_hooks, pytree
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,35 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
+# ── random numbers ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+# Layers of torch that are known to draw none, and what holds them. Seeding generators takes as long as a small layer.
+_DRAW_NOTHING = (
+    *(nn.Identity, nn.Flatten, nn.Unflatten, nn.Linear, nn.Bilinear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus),
+    *(
+        nn.Softmax,
+        nn.LogSoftmax,
+        nn.LayerNorm,
+        nn.GroupNorm,
+        nn.RMSNorm,
+        nn.BatchNorm1d,
+        nn.BatchNorm2d,
+        nn.BatchNorm3d,
+    ),
+    *(nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Sequential, nn.ModuleList),
+)
+
+
+def may_draw(layer: nn.Module) -> bool:
+    """Whether a layer may draw random numbers; one of another class than torch's, or ours, or with hooks, may."""
+    return any(
+        (type(module) not in _DRAW_NOTHING and not type(module).__module__.startswith("microparallel.models."))
+        or has_forward_hooks(module)
+        for module in layer.modules()
+    )
+
+
 # ── what each layer costs ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -194,20 +223,29 @@ def _cuda_devices(layers: Sequence[NamedLayer], example: Any) -> list[torch.devi
 def left_as_found(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Remove the gradients; at the end restore them and the buffers."""
     gradients = {parameter: parameter.grad for layer in layers for parameter in layer.parameters()}
+    for parameter in gradients:
+        parameter.grad = None
+    with buffers_left_as_found(layers):
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients.items():
+                parameter.grad = gradient
+
+
+@contextmanager
+def buffers_left_as_found(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """At the end restore the buffers, such as the running statistics of a BatchNorm; autograd does not notice."""
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())
         for layer in layers
         for module in layer.modules()
         for name, buffer in buffers_of(module).items()
     ]
-    for parameter in gradients:
-        parameter.grad = None
     try:
         yield
     finally:
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
         for module, name, buffer, contents in buffers:
             if buffer is not None and contents is not None:
-                buffer.detach().copy_(contents)
+                buffer.data.copy_(contents)
             setattr(module, name, buffer)  # a layer may also have put another tensor in its place

@@ -13,7 +13,8 @@ micro-batches differ in size (see `sizes`), the loss of each counts by its numbe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -22,6 +23,24 @@ import torch
 
 from microparallel.errors import UsageError
 from microparallel.torch_private import pytree
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a batch that is cut into micro-batches by itself, whichever pipeline computes it.
+
+    Attributes:
+        inputs: its own; they may have other shapes than those of another share.
+        targets: what its outputs are compared with.
+        before_layer: is called with the number of a micro-batch in this share, and the number of a layer in the whole
+            model, before that layer computes that micro-batch, and when it computes it again (`recompute`), if it may
+            draw random numbers; and before the loss, whose number is the next. If it seeds the random generators, the
+            random numbers do not depend on the number of pipelines, nor on where the model is cut, nor on the schedule.
+    """
+
+    inputs: Any = None
+    targets: Any = None
+    before_layer: Callable[[int, int], None] | None = None
 
 
 def split_batch(batch: Any, count: int, what: str = "batch") -> list[Any]:

@@ -24,7 +24,7 @@ from microparallel.pipeline.generate import Prompt, generate
 from microparallel.pipeline.interpreter import Interpreter, Microbatch, Worker
 from microparallel.pipeline.layers import NamedLayer
 from microparallel.pipeline.member import LossSum, Member, beside_earlier_gradients
-from microparallel.pipeline.microbatches import batch_size, join_batch, sizes, split_batch
+from microparallel.pipeline.microbatches import Share, batch_size, join_batch, split_batch
 from microparallel.pipeline.parts import Part, as_plain
 from microparallel.pipeline.precision import StagePrecision
 from microparallel.pipeline.programs import Schedule
@@ -135,7 +135,7 @@ class Pipeline(Member):
         pieces = cut_together(layers, chosen.stages, balance, example, comms, *settings)
         warn_of_whole_models(pieces)
         stages = {
-            index: Stage(index, pieces[index], loss_fn, recompute, numbers)
+            index: Stage(index, pieces[index], loss_fn, recompute, numbers, sum(map(len, pieces[:index])))
             for index, home in enumerate(chosen.homes)
             if home == mesh.where(comms.rank)[1]
         }
@@ -217,7 +217,28 @@ class Pipeline(Member):
                 passes no inputs.
             allow_fewer: cut a batch with fewer samples than micro-batches into fewer, instead of refusing it.
         """
-        loss, _ = self._step(inputs, targets, weight, samples, allow_fewer)
+        loss, _ = self._step([Share(inputs, targets)], weight, samples, allow_fewer)
+        return loss
+
+    def step_in_shares(self, shares: Sequence[Share], microbatches: int, *, samples: int) -> torch.Tensor:
+        """Do a step of a batch that comes in shares, each of which is cut into micro-batches by itself; as `step`.
+
+        Then another number of pipelines, each with other shares, does the same step up to rounding: a run may go on
+        with fewer. On each pipeline, buffers such as BatchNorm's running statistics learn from its first share alone.
+
+        Args:
+            shares: those of this pipeline, on each of its ranks (`microparallel.pipeline.Share`); none where it has no
+                samples.
+            microbatches: into how many each is cut; one with fewer samples into as many as it has samples. All shares
+                of a pipeline together have at most as many as the pipeline was made for.
+            samples: of all pipelines together.
+        """
+        if len(shares) * microbatches > self._schedule.microbatches:
+            raise UsageError(
+                f"step_in_shares: {len(shares)} shares of {microbatches} micro-batches, and this pipeline was made "
+                f"with microbatches={self._schedule.microbatches}; make it with {len(shares) * microbatches}"
+            )
+        loss, _ = self._step(shares, None, samples, allow_fewer=True, microbatches=microbatches)
         return loss
 
     def traced_step(
@@ -234,7 +255,7 @@ class Pipeline(Member):
         self.comms.barrier()
         recorder.start()
         try:
-            loss, count = self._step(inputs, targets, weight, samples, allow_fewer)
+            loss, count = self._step([Share(inputs, targets)], weight, samples, allow_fewer)
         finally:
             recorder.stop()
         counts = gather_json(count, self.comms)  # a replica with fewer samples may have fewer micro-batches, or none
@@ -297,15 +318,20 @@ class Pipeline(Member):
         )
 
     def _step(
-        self, inputs: Any, targets: Any, weight: torch.Tensor | None, samples: int | None, allow_fewer: bool
+        self,
+        shares: Sequence[Share],
+        weight: torch.Tensor | None,
+        samples: int | None,
+        allow_fewer: bool,
+        microbatches: int | None = None,
     ) -> tuple[torch.Tensor, int]:
         """Do a step; returns the loss, and into how many micro-batches this rank's batch was cut."""
-        inputs, targets = self._precision.inside(as_plain(inputs)), as_plain(targets)
-        self._require_batch("step", inputs, targets, samples)
-        shapes = self._agree(True, inputs, allow_fewer)
-        self._require_targets("step", shapes, targets)
+        shares = [self._as_computed(share) for share in shares]
+        self._require_batch("step", shares, samples)
+        shapes = self._agree(True, shares, allow_fewer, microbatches)
+        self._require_targets("step", shapes, shares)
         total = self._samples_of_all(shapes.samples) if samples is None else samples
-        worker = self._worker(shapes, inputs, targets, weight, total)
+        worker = self._worker(shapes, shares, weight, total)
         loss_sum = LossSum(worker, self.comms, total)
         self._column.prepare()
         if self.loss_scale is not None:
@@ -352,32 +378,41 @@ class Pipeline(Member):
             return None
         return self._schedule.message_orders(microbatches, training)[self._place]
 
-    def _worker(
-        self, shapes: BatchShapes, inputs: Any, targets: Any, weight: torch.Tensor | None, total: int
-    ) -> Worker:
-        count = len(shapes.microbatches)
-        lengths = sizes(shapes.samples, count) if count else []
-        parts = self._split(inputs, self._has_first, shapes, "inputs")
-        answers = self._split(targets, self._has_last, shapes, "targets")
-        weights = self._split(weight, self._has_last, shapes, "weights")
-        microbatches = [
-            Microbatch(
-                boundaries, part, answer, length / total, 1 / total, None if counts is None else float(counts.sum())
-            )
-            for boundaries, part, answer, counts, length in zip(
-                shapes.microbatches, parts, answers, weights, lengths, strict=True
-            )
-        ]
+    def _as_computed(self, share: Share) -> Share:
+        """A share as the layers take it."""
+        return replace(share, inputs=self._precision.inside(as_plain(share.inputs)), targets=as_plain(share.targets))
+
+    def _worker(self, shapes: BatchShapes, shares: Sequence[Share], weight: torch.Tensor | None, total: int) -> Worker:
+        boundaries = iter(shapes.microbatches)
+        microbatches: list[Microbatch] = []
+        for number, lengths in enumerate(shapes.lengths):
+            share = shares[number] if number < len(shares) else Share()  # needed on some of the ranks alone
+            parts = self._split(share.inputs, self._has_first, lengths, "inputs")
+            answers = self._split(share.targets, self._has_last, lengths, "targets")
+            weights = self._split(weight, self._has_last, lengths, "weights")
+            for index, (part, answer, counts) in enumerate(zip(parts, answers, weights, strict=True)):
+                one = Microbatch(
+                    next(boundaries),
+                    part,
+                    answer,
+                    lengths[index] / total,
+                    1 / total,
+                    None if counts is None else float(counts.sum()),
+                    None if share.before_layer is None else functools.partial(share.before_layer, index),
+                    moves_buffers=number == 0,
+                )
+                microbatches.append(one)
+        for share in shares[len(shapes.lengths) :]:  # the rank with the first stage was given no inputs
+            self._split(share.targets, self._has_last, [], "targets")
         return Worker(self.comms.rank, self.stages, self._schedule.stages - 1, microbatches, self.comms.device)
 
-    def _split(self, batch: Any, needed: bool, shapes: BatchShapes, what: str) -> list[Any]:
-        count = len(shapes.microbatches)
+    def _split(self, batch: Any, needed: bool, lengths: Sequence[int], what: str) -> list[Any]:
         if not needed or batch is None:
-            return [None] * count
+            return [None] * len(lengths)
         samples = batch_size(batch, what)
-        if samples != shapes.samples:
-            raise UsageError(f"rank {self.comms.rank} was given {samples} {what}, and the batch has {shapes.samples}")
-        return split_batch(batch, count, what) if count else []
+        if samples != sum(lengths):
+            raise UsageError(f"rank {self.comms.rank} was given {samples} {what}, and the batch has {sum(lengths)}")
+        return split_batch(batch, len(lengths), what)
 
     def _run(
         self, ops: Sequence[Op], worker: Worker, message_order: Sequence[Send | Recv] | None, loss_sum: LossSum
@@ -402,29 +437,33 @@ class Pipeline(Member):
             doing = _in_words(interpreter.now, self._row.world_ranks)
             raise self._row.explain(error, f"the pipeline's {doing}") from error
 
-    def _agree(self, training: bool, inputs: Any, allow_fewer: bool) -> BatchShapes:
+    def _agree(
+        self, training: bool, shares: Sequence[Share], allow_fewer: bool, microbatches: int | None = None
+    ) -> BatchShapes:
         """Learn from the rank with the first stage how many samples come, and in which shapes."""
         operation = Broadcast(BATCH, "pp", self.mesh.rank(self.replica, self._homes[0]))
         activity = Activity(operation, group=tuple(self._row.world_ranks))
         try:
             with Observation(self.comms.observers if self.mesh.pp > 1 else (), activity) as told:
                 told.waits()
-                return self._shapes[training].agree(inputs, self._schedule.microbatches, allow_fewer)
+                given = [share.inputs for share in shares if share.inputs is not None]
+                return self._shapes[training].agree(given, microbatches or self._schedule.microbatches, allow_fewer)
         except TransportError as error:
             raise self._row.explain(error, "the pipeline's exchange of the batch's shapes") from error
 
-    def _require_batch(self, call: str, inputs: Any, targets: Any, samples: int | None) -> None:
+    def _require_batch(self, call: str, shares: Sequence[Share], samples: int | None) -> None:
         if not self._knows_loss:
             raise UsageError(f"{call}: this pipeline has no loss_fn; pass loss_fn= to mp.Pipeline")
         if samples is not None:  # then a replica may have none
             return
-        for name, value, needed in (("inputs", inputs, self._has_first), ("targets", targets, self._has_last)):
-            if needed and value is None:
+        for name, needed in (("inputs", self._has_first), ("targets", self._has_last)):
+            if needed and any(getattr(share, name) is None for share in shares):
                 stage = "first" if name == "inputs" else "last"
                 raise UsageError(f"{call}: rank {self.comms.rank} has the {stage} stage, and was given no {name}")
 
-    def _require_targets(self, call: str, shapes: BatchShapes, targets: Any) -> None:
-        if self._has_last and targets is None and shapes.samples:
+    def _require_targets(self, call: str, shapes: BatchShapes, shares: Sequence[Share]) -> None:
+        given = [share for share in shares if share.targets is not None]
+        if self._has_last and len(given) < len(shapes.lengths):
             raise UsageError(
                 f"{call}: rank {self.comms.rank} has the last stage, and was given no targets for its pipeline's "
                 f"{shapes.samples} samples"
@@ -444,17 +483,21 @@ class Pipeline(Member):
 
         The arguments are those of `step`. The batch may have fewer samples than there are micro-batches.
         """
-        self._require_batch("evaluate", inputs, targets, samples)
-        loss_sum, shapes, _ = self._forwards(inputs, targets, weight, samples)
-        self._require_targets("evaluate", shapes, targets)
+        share = self._as_computed(Share(inputs, targets))
+        self._require_batch("evaluate", [share], samples)
+        loss_sum, shapes, _ = self._forwards(share, weight, samples)
+        self._require_targets("evaluate", shapes, [share])
         loss_sum.start(AllReduce(LOSS, WORLD))
         return loss_sum.loss
 
     def predict(self, inputs: Any = None) -> Any:
-        """Return the last stage's outputs on the rank that has it, and None on all others."""
+        """Return the last stage's outputs on the rank that has it, and None on all others.
+
+        The ranks of one pipeline call this together; other replicas need not.
+        """
         if self._has_first and inputs is None:
             raise UsageError(f"predict: rank {self.comms.rank} has the first stage, and was given no inputs")
-        _, shapes, worker = self._forwards(inputs, None, None, None)
+        _, shapes, worker = self._forwards(self._as_computed(Share(inputs)), None, samples=1)  # there is no loss
         return (
             join_batch([worker.outputs[number] for number in range(len(shapes.microbatches))])
             if self._has_last
@@ -462,18 +505,17 @@ class Pipeline(Member):
         )
 
     def _forwards(
-        self, inputs: Any, targets: Any, weight: torch.Tensor | None, samples: int | None
+        self, share: Share, weight: torch.Tensor | None, samples: int | None
     ) -> tuple[LossSum, BatchShapes, Worker]:
-        inputs, targets = self._precision.inside(as_plain(inputs)), as_plain(targets)
         modules = [module for layer in self._layers() for module in layer.module.modules()]
         modes = [module.training for module in modules]
         for layer in self._layers():
             layer.module.eval()
         try:
             with torch.no_grad(), self._precision.computing():
-                shapes = self._agree(False, inputs, allow_fewer=True)
+                shapes = self._agree(False, [share], allow_fewer=True)
                 total = self._samples_of_all(shapes.samples) if samples is None else samples
-                worker = self._worker(shapes, inputs, targets, weight, total)
+                worker = self._worker(shapes, [share], weight, total)
                 loss_sum = LossSum(worker, self.comms, total)
                 if count := len(shapes.microbatches):
                     ops = self._schedule.forwards(count).ranks[self._place]

@@ -24,6 +24,7 @@ from microparallel.program import (
 )
 from microparallel.schedules import DATA_PARALLEL, PIPELINES, build, complete, forwards_only, lower, with_sums
 from microparallel.schedules.passes import first_microbatches
+from microparallel.schedules.replicas import shifted
 from microparallel.verifier import verify
 
 
@@ -115,6 +116,23 @@ class Schedule:
         if microbatches == self.microbatches:
             return self._given
         return _shortened(self._given, microbatches)
+
+
+def repeated(program: Program, times: int) -> Program:
+    """The program of so many times as many micro-batches: the same again and again, with other micro-batches.
+
+    ```
+    twice     rank 0: F0.0 F0.1 B0.0 B0.1     →     rank 0: F0.0 F0.1 B0.0 B0.1 F0.2 F0.3 B0.2 B0.3
+    ```
+    """
+    if times == 1:
+        return program
+    goal = _goal(program)
+    orders = tuple(
+        tuple(shifted(op, copy * goal.microbatches, 0) for copy in range(times) for op in ops if halves(op))
+        for ops in program.ranks
+    )
+    return lower(replace(program, goal=TrainingStep(goal.stages, times * goal.microbatches), ranks=orders))
 
 
 def _shortened(program: Program, microbatches: int) -> Program:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,20 @@ Boundaries = dict[int, Boundary]  # what a stage returns, by the number of the s
 
 @dataclass(frozen=True)
 class BatchShapes:
-    """What a rank knows of a batch before its step: the samples, and for each micro-batch what crosses boundaries."""
+    """What a rank knows of a batch before its step.
 
-    samples: int
+    Attributes:
+        lengths: for each share of the batch, the samples of each of its micro-batches.
+        microbatches: for each micro-batch of all shares, one after another, what crosses boundaries.
+    """
+
+    lengths: list[list[int]]
     microbatches: list[Boundaries]
+
+    @property
+    def samples(self) -> int:
+        """How many samples all shares have."""
+        return sum(map(sum, self.lengths))
 
 
 class Shapes:
@@ -52,17 +62,18 @@ class Shapes:
         self._known: dict[str, BatchShapes] = {}  # by the description that rank 0 sends
         self._last = ""  # the description of the last batch
 
-    def agree(self, inputs: Any, microbatches: int, allow_fewer: bool) -> BatchShapes:
+    def agree(self, shares: Sequence[Any], microbatches: int, allow_fewer: bool) -> BatchShapes:
         """Let the rank with the first stage describe the batch to all others; every rank calls this before a step.
 
         Args:
-            inputs: the batch; None on a rank without the first stage, and where there are no samples at all.
-            microbatches: into how many micro-batches the batch is cut.
-            allow_fewer: cut a batch with fewer samples than that into fewer.
+            shares: the inputs of each share of the batch; there are none where there are no samples. They are looked
+                at on the rank with the first stage alone.
+            microbatches: into how many micro-batches each share is cut.
+            allow_fewer: cut a share with fewer samples than that into fewer.
         """
-        parts: dict[int, Boundary] = {}
+        kinds: list[Boundary] = []
         if self._homes[0] == self._rank:
-            text, parts = _describe(inputs, microbatches, allow_fewer, self._device.type)
+            text, kinds = _describe(shares, microbatches, allow_fewer, self._device.type)
             for rank in range(self._ranks):
                 if rank != self._rank:
                     self._send(rank, text if text != self._last else "")
@@ -70,13 +81,13 @@ class Shapes:
             text = self._receive(self._homes[0]) or self._last
         self._last = text
         if text not in self._known:
-            self._known[text] = self._learn(json.loads(text), parts)
+            self._known[text] = self._learn(json.loads(text), kinds)
         return self._known[text]
 
-    def _learn(self, description: dict[str, Any], parts: Mapping[int, Boundary]) -> BatchShapes:
-        """Dry-run this rank's stages, once for each size of micro-batch."""
-        by_size = {size: self._boundaries(parts.get(size)) for size in dict.fromkeys(description["sizes"])}
-        return BatchShapes(description["samples"], [by_size[size] for size in description["sizes"]])
+    def _learn(self, description: dict[str, Any], kinds: Sequence[Boundary]) -> BatchShapes:
+        """Dry-run this rank's stages, once for each kind of micro-batch; the rank with the first stage has these."""
+        known = [self._boundaries(kinds[number] if kinds else None) for number in range(len(description["kinds"]))]
+        return BatchShapes(description["lengths"], [known[number] for number in description["kind"]])
 
     def _boundaries(self, inputs: Boundary | None) -> Boundaries:
         """What crosses this rank's boundaries: it dry-runs its own stages, and other ranks send what theirs return."""
@@ -119,18 +130,25 @@ class Shapes:
         return bytes(content.tolist()).decode()
 
 
-def _describe(inputs: Any, microbatches: int, allow_fewer: bool, device: str) -> tuple[str, dict[int, Boundary]]:
-    """The batch as a text for all ranks; and for this rank, what a micro-batch of each size looks like.
+def _describe(shares: Sequence[Any], microbatches: int, allow_fewer: bool, device: str) -> tuple[str, list[Boundary]]:
+    """The batch as a text for all ranks; and for this rank, the kinds of micro-batches that there are.
 
+    Micro-batches of one size are of one kind if they are of one share, or if their shares have tensors of the same
+    shapes.
     What stages return depends on `torch.autocast`, too.
     """
-    if inputs is None:
-        return json.dumps({"samples": 0, "sizes": [], "inputs": []}), {}
-    samples = batch_size(inputs, "inputs")
-    count = min(microbatches, samples) if allow_fewer else microbatches
-    examples = dict(zip(sizes(samples, count), split_batch(inputs, count, "inputs"), strict=True))
-    parts = {size: Boundary.of(part, "inputs").without_gradients() for size, part in examples.items()}
-    described = [str(part) for part in parts.values()]
+    lengths: list[list[int]] = []
+    kind: list[str] = []  # of each micro-batch
+    kinds: dict[str, Boundary] = {}
+    for inputs in shares:
+        samples = batch_size(inputs, "inputs")
+        count = min(microbatches, samples) if allow_fewer else microbatches
+        lengths.append(sizes(samples, count))
+        examples = dict(zip(lengths[-1], split_batch(inputs, count, "inputs"), strict=True))
+        described = {size: Boundary.of(part, "inputs").without_gradients() for size, part in examples.items()}
+        kinds |= {str(boundary): boundary for boundary in described.values()}
+        kind += [str(described[size]) for size in lengths[-1]]
     autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
-    text = {"samples": samples, "sizes": sizes(samples, count), "inputs": described, "autocast": autocast}
-    return json.dumps(text), parts
+    numbers = {text: number for number, text in enumerate(kinds)}
+    text = {"lengths": lengths, "kind": [numbers[one] for one in kind], "kinds": [*kinds], "autocast": autocast}
+    return json.dumps(text), list(kinds.values())

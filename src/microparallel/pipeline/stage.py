@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from microparallel.comms.calls import describe_content
 from microparallel.errors import PartitionError, UsageError
-from microparallel.pipeline.layers import NamedLayer, left_as_found
+from microparallel.pipeline.layers import NamedLayer, buffers_left_as_found, left_as_found, may_draw
 from microparallel.pipeline.parts import Part
 from microparallel.pipeline.precision import StagePrecision
 from microparallel.pipeline.split_backward import DeferredGradients, DeferringLinear, SplitBackward
@@ -39,6 +40,7 @@ class Stage:
             called with the targets, and returns the loss.
         recompute: keep only the input of a micro-batch, and compute its activations again when its backward comes.
         precision: in which dtypes it computes; None: in those of its input and its parameters.
+        first_layer: the number that its first layer has in the whole model.
 
     Attributes:
         copies_input: the stage changes its input in place, so it is given a copy.
@@ -54,9 +56,11 @@ class Stage:
         loss_fn: LossFunction | None,
         recompute: bool = False,
         precision: StagePrecision | None = None,
+        first_layer: int = 0,
     ) -> None:
         self.index = index
         self.layers = layers
+        self._first_layer = first_layer
         self.loss_fn = loss_fn
         self.copies_input = False
         self.splits = False
@@ -77,9 +81,23 @@ class Stage:
     # ── forward ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def forward(
-        self, boundary: Boundary, inputs: Sequence[torch.Tensor], targets: Any = None
+        self,
+        boundary: Boundary,
+        inputs: Sequence[torch.Tensor],
+        targets: Any = None,
+        before_layer: Callable[[int], None] | None = None,
+        *,
+        moves_buffers: bool = True,
     ) -> tuple[Any, list[torch.Tensor], DeferredGradients]:
         """Apply the layers to the input.
+
+        Args:
+            boundary: describes the input.
+            inputs: its tensors.
+            targets: for the last stage, to compute the loss.
+            before_layer: is called with the number that a layer has in the whole model before that layer computes, also
+                when it computes again, if it may draw random numbers; and before the loss, which has the next number.
+            moves_buffers: whether buffers, such as BatchNorm's running statistics, stay as the layers leave them.
 
         Returns:
             The outputs, or with targets the loss; those leaves of the input that will get gradients; and the weight
@@ -87,22 +105,40 @@ class Stage:
         """
         value, leaves = as_inputs(boundary, inputs, self.copies_input)
         deferred = DeferredGradients()
-        if self._recompute and torch.is_grad_enabled():
-            return checkpoint(self._apply, value, targets, use_reentrant=False), leaves, deferred
-        if not self.splits or not torch.is_grad_enabled():
-            return self._apply(value, targets), leaves, deferred
-        with DeferringLinear(deferred):
-            return self._apply(value, targets), leaves, deferred
+        with nullcontext() if moves_buffers else buffers_left_as_found(self.modules):
+            if self._recompute and torch.is_grad_enabled():
+                again = functools.partial(checkpoint, use_reentrant=False, context_fn=self._computing_again)
+                return again(self._apply, value, targets, before_layer), leaves, deferred
+            if not self.splits or not torch.is_grad_enabled():
+                return self._apply(value, targets, before_layer), leaves, deferred
+            with DeferringLinear(deferred):
+                return self._apply(value, targets, before_layer), leaves, deferred
 
-    def _apply(self, value: Any, targets: Any) -> Any:
+    def _computing_again(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Around a forward and its repetition: the second must not count in running statistics once more."""
+        return nullcontext(), buffers_left_as_found(self.modules)
+
+    def _apply(self, value: Any, targets: Any, before_layer: Callable[[int], None] | None) -> Any:
         *layers, last = self.modules
-        for layer in layers:
+        tell = before_layer or (lambda _: None)
+        for place, layer in enumerate(layers):
+            if place in self._drawing:
+                tell(self._first_layer + place)
             value = layer(value)
+        if len(layers) in self._drawing:
+            tell(self._first_layer + len(layers))
         if targets is None:
             return self.precision.outside(last(value)) if self.is_last else self.precision.inside(last(value))
         if self.loss_fn is None:
             return self.precision.outside(last(value, targets))
-        return self.loss_fn(self.precision.outside(last(value)), targets)
+        outputs = self.precision.outside(last(value))
+        tell(self._first_layer + len(self.layers))
+        return self.loss_fn(outputs, targets)
+
+    @functools.cached_property
+    def _drawing(self) -> set[int]:
+        """The places of its layers that may draw random numbers."""
+        return {place for place, layer in enumerate(self.modules) if may_draw(layer)}
 
     # ── backward ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -24,8 +24,8 @@ from microparallel.pipeline import Pipeline
 from microparallel.pipeline.cut import cut
 from microparallel.pipeline.layers import has_layers
 from microparallel.pipeline.parts import pipeline_layers
-from microparallel.pipeline.programs import Schedule
-from microparallel.text import nearest
+from microparallel.pipeline.programs import Schedule, repeated
+from microparallel.text import count, nearest
 from microparallel.topology import parse_slow_links, parse_slow_ranks
 from microparallel.train import user_code
 from microparallel.train.batch import ModelSignature, ModelWithLoss, fitting_loss, placed
@@ -63,15 +63,14 @@ def build(config: TrainConfig, comms: Comms) -> Training:
         model.to(comms.device)
     if config.shard != "parameters":  # then the wrapper does it
         replicate(model, comms)  # the same model, even if it was made with other random numbers than torch's
-    shares = Shares(_shares_of(config), comms.rank, comms.world_size)
-    # From here on each rank draws its own random numbers: those of its first share.
-    torch.manual_seed(config.seed + 1 + (comms.rank if config.is_pipeline else shares.mine[0]))
+    shares = _shares(config, comms)
+    shares.begin()  # from here on each rank draws random numbers of its own
     made_of = fingerprint(config, data.training, [name for name, _ in model.named_parameters()])
     loss_fn = build_loss(config, model)
     _slow_down(config, model, comms.rank)
     training: Training
     if config.is_pipeline:
-        training = _build_pipeline(config, comms, model, loss_fn, data, dtype)
+        training = _build_pipeline(config, comms, shares, model, loss_fn, data, dtype)
     elif config.shard == "parameters":
         training = _build_fully_sharded(config, comms, shares, model, loss_fn, data, dtype)
     else:
@@ -120,10 +119,14 @@ def _wrapped(config: TrainConfig, with_loss: ModelWithLoss, comms: Comms) -> Dat
     return DataParallel(with_loss, comms, **options) if config.strategy == "ddp" else None
 
 
-def _shares_of(config: TrainConfig) -> int:
-    """Into how many shares each batch is cut: as many as the run had ranks at first, if a rank can compute several."""
-    can = config.strategy in ("single", "ddp") and config.average_every is None
-    return (config.shares or config.world_size) if can else config.world_size
+def _shares(config: TrainConfig, comms: Comms) -> Shares:
+    """Deal out each batch, for this rank: there are as many as the run had replicas of the model at first.
+
+    All ranks of a pipeline have the same shares. Where a rank can compute but one, there are as many as ranks.
+    """
+    replicas, pp = config.layout if config.is_pipeline else (comms.world_size, 1)
+    can = config.strategy in ("single", "ddp", "pipeline") and config.average_every is None
+    return Shares((config.shares or replicas) if can else replicas, comms.rank // pp, replicas, config.seed)
 
 
 def _rest(config: TrainConfig, comms: Comms, data: Split, shares: Shares, dtype: torch.dtype) -> dict[str, Any]:
@@ -137,11 +140,19 @@ def _rest(config: TrainConfig, comms: Comms, data: Split, shares: Shares, dtype:
         "shares": shares,
         "measuring": None if held_back is None else _measuring(config, held_back, shares.fresh(), comms),
         "learning_rate": build_learning_rate(config, total_steps(config, loader)),
+        "drawn": _drawn(config, shares),
         "dtype": dtype,
         "clip": config.clip,
         "on_nan": config.on_nan,
         "metrics": load_metrics(config.metric),
     }
+
+
+def _drawn(config: TrainConfig, shares: Shares) -> str:
+    """How random numbers are dealt out: as long as this stays the same, so do the numbers."""
+    each = _resolved(config.microbatches) if config.is_pipeline else config.accumulate
+    apart = "for each layer" if config.is_pipeline else "in a row"
+    return f"{count(shares.total, 'share')} of {count(each, 'micro-batch', 'es')}, drawing {apart}"
 
 
 def build_loader(
@@ -214,7 +225,13 @@ def _mixed(config: TrainConfig) -> dict[str, Any]:
 
 
 def _build_pipeline(
-    config: TrainConfig, comms: Comms, model: nn.Module, loss_fn: LossFunction | None, data: Split, dtype: torch.dtype
+    config: TrainConfig,
+    comms: Comms,
+    shares: Shares,
+    model: nn.Module,
+    loss_fn: LossFunction | None,
+    data: Split,
+    dtype: torch.dtype,
 ) -> PipelineTraining:
     """Make one rank's part of a run whose model is spread over ranks."""
     if loss_fn is None and _takes_targets(model):
@@ -223,11 +240,13 @@ def _build_pipeline(
         )
     loss_fn = loss_fn or fitting_loss
     names = _first_names(model)
+    schedule = user_code.schedule_of(_resolved(config.schedule))
+    times = shares.most_of_a_rank
     pipe = Pipeline(
         model if has_layers(model) else _parts(config, model, data, dtype),
         comms,
-        user_code.schedule_of(_resolved(config.schedule)),
-        _resolved(config.microbatches),
+        schedule if isinstance(schedule, str) else repeated(schedule, times),
+        times * _resolved(config.microbatches),
         loss_fn,  # type: ignore[arg-type]
         parse_balance(_resolved(config.balance)),
         replicas=_resolved(config.dp),
@@ -247,8 +266,8 @@ def _build_pipeline(
         signature=ModelSignature(model, has_loss=True, one_argument=True),
         optimizer=build_optimizer(config, pipe, shared_by=None if config.shard is None else comms),
         compressed=None if config.compress is None else pipe,
-        # All ranks of a pipeline share the samples of one replica.
-        **_rest(config, comms, data, Shares(pipe.mesh.dp, pipe.replica, pipe.mesh.dp), dtype),
+        microbatches=_resolved(config.microbatches),
+        **_rest(config, comms, data, shares, dtype),
     )
 
 

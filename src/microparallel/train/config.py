@@ -291,9 +291,10 @@ class TrainConfig:
     )
     shares: int | None = setting(
         None,
-        "Into how many shares each batch is cut, each with its own random numbers; a rank computes one or more.",
+        "Into how many shares each batch is cut, each with its own random numbers; a rank, or a pipeline, computes one "
+        "or more.",
         WORLD,
-        shown="as many as the run has ranks at first",
+        shown="as many as the run has ranks, or pipelines, at first",
         within=AT_LEAST_ONE,
         example=4,
     )
@@ -385,7 +386,7 @@ class TrainConfig:
     )
     microbatches: int | None = setting(
         None,
-        "Into which a pipeline cuts its samples.",
+        "Into which a pipeline cuts each of its shares of the batch.",
         WORLD,
         shown=f"{MICROBATCHES} with --pp",
         within=AT_LEAST_ONE,
@@ -483,7 +484,7 @@ class TrainConfig:
     )
     min_ranks: int | None = setting(
         None,
-        "With --restarts: with how few ranks it may go on, if the system cannot start as many.",
+        "With --restarts: with how few ranks it may go on, if the system cannot start as many; pipelines stay whole.",
         SURVIVAL,
         shown="all of them",
         within=AT_LEAST_ONE,
@@ -577,19 +578,32 @@ class TrainConfig:
     def _resolved_pipeline(self, batch: int) -> dict[str, Any]:
         dp, pp = self.layout
         schedule = user_code.canonical_schedule(self.schedule or "1f1b")
-        microbatches = self.microbatches or user_code.microbatches_of_schedule(schedule)
         return {
             "strategy": "pipeline",
             "dp": dp,
             "pp": pp,
             "schedule": schedule,
-            "microbatches": microbatches or max(1, min(MICROBATCHES, batch // dp)),
+            "microbatches": self.microbatches or self._usual_microbatches(batch),
             "balance": self.balance or "parameters",
         }
 
-    def with_shares(self) -> TrainConfig:
-        """Return the same settings with the number of shares that this run keeps from now on."""
-        return replace(self, shares=max(self.shares or 0, self.layout[0]))
+    def with_shares(self, of_run: int | None = None) -> TrainConfig:
+        """Return the same settings with the number of shares that this run keeps from now on.
+
+        Args:
+            of_run: how many it has had so far, if it goes on.
+        """
+        shares = max(self.shares or of_run or 0, self.layout[0])
+        settings: dict[str, Any] = {"shares": shares}
+        if self.is_pipeline and self.microbatches == self._usual_microbatches(self.batch or 1):
+            settings["microbatches"] = replace(self, **settings)._usual_microbatches(self.batch or 1)
+        return replace(self, **settings)
+
+    def _usual_microbatches(self, batch: int) -> int:
+        """Into how many micro-batches a pipeline cuts each share, unless it is told: it goes by the size of a share."""
+        schedule = user_code.canonical_schedule(self.schedule or "1f1b")
+        by_size = max(1, min(MICROBATCHES, batch // max(self.shares or 1, self.layout[0])))
+        return user_code.microbatches_of_schedule(schedule) or by_size
 
     @property
     def is_pipeline(self) -> bool:
@@ -672,8 +686,7 @@ def _check_together(config: TrainConfig) -> None:
         raise ConfigError(
             f"--min-ranks {config.min_ranks} is more than --ranks {config.world_size}; leave it out, or lower it"
         )
-    if config.min_ranks is not None and config.is_pipeline:
-        raise ConfigError(f"--min-ranks {config.min_ranks}: a pipeline needs all of its ranks; leave it out")
+    _check_min_ranks(config)
     parse_slow_ranks((config.slow_rank or "").split(), config.world_size)
     parse_slow_links((config.slow_link or "").split(), config.world_size)
     if config.slow_link is not None and config.strategy == "torch-ddp":
@@ -708,6 +721,21 @@ def _check_together(config: TrainConfig) -> None:
         nearest = used["dim"] // used["heads"] * used["heads"] or used["heads"]
         raise ConfigError(
             f"--dim {used['dim']} cannot be split evenly over --heads {used['heads']}; try --dim {nearest}"
+        )
+
+
+def _check_min_ranks(config: TrainConfig) -> None:
+    """Raise a ConfigError if a run could not go on with as few ranks as that."""
+    if config.min_ranks is None:
+        return
+    given, (_, pp) = f"--min-ranks {config.min_ranks}", config.layout
+    if config.min_ranks % pp:
+        fitting = max(1, config.min_ranks // pp) * pp
+        raise ConfigError(f"{given}: a pipeline needs all of its {pp} ranks; try --min-ranks {fitting}")
+    if config.compress not in (None, "none") and config.min_ranks < 2 * pp:
+        raise ConfigError(
+            f"{given}: --compress {config.compress} needs two replicas that send each other gradients; "
+            f"try --min-ranks {2 * pp}"
         )
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from microparallel.comms import Comms
 from microparallel.comms.wire import gather_json
+from microparallel.pipeline.member import GradientOfStage
 from microparallel.text import show_some
 from microparallel.train.batch import Batch, ModelWithLoss
 
@@ -31,8 +32,8 @@ def not_finite(named: Iterable[tuple[str, Any]]) -> list[str]:
     """The names of the plain tensors that are not finite; gradients of which a rank has but parts are left out."""
     found = []
     for name, tensor in named:
-        plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.is_floating_point()
-        if plain and not is_finite(tensor.detach()):
+        plain = type(tensor) in (torch.Tensor, nn.Parameter, GradientOfStage) and tensor.is_floating_point()
+        if plain and not is_finite(tensor.detach().as_subclass(torch.Tensor)):
             found.append(name)
     return found
 

@@ -62,9 +62,8 @@ def train_on_rank(
     held = comms.held_states
     in_memory = held is not None and newest(held.slots) is not None
     shares = _shares_of_run(config, held if in_memory else None, comms)
-    if resume == AUTO and config.shares is None:  # there may have been other ranks when the run began
-        config = replace(config, shares=shares)
-    config = config.with_shares()
+    # There may have been other ranks when the run began.
+    config = config.with_shares(shares if resume == AUTO else None)
     require_same_run_everywhere(config, comms)
     with contextlib.ExitStack() as stack:
         display = stack.enter_context(contextlib.closing(display_for(comms.rank, quiet)))
@@ -100,10 +99,13 @@ def train_on_rank(
 def _with_fewer_ranks(config: TrainConfig, ranks: int) -> TrainConfig:
     """The same run with as many ranks as could be started; what so many cannot have is left out."""
     left_out: dict[str, Any] = {}
-    if config.shard is not None and ranks == 1:
-        left_out = dict.fromkeys(("shard", *OF_PARAMETERS))
+    replicas = ranks // (config.layout[1] if config.is_pipeline else 1)
+    if config.shard is not None and replicas == 1:
+        left_out |= dict.fromkeys(("shard", *OF_PARAMETERS))
     elif ranks % (config.replicas or 1):
-        left_out = {"replicas": None}
+        left_out |= {"replicas": None}
+    if config.is_pipeline:
+        left_out |= {"dp": replicas}
     return replace(config, ranks=ranks, **left_out).resolved()
 
 
@@ -371,6 +373,8 @@ def require_same_run(config: TrainConfig, folder: RunFolder) -> None:
     values = read_config(folder.config_file)
     for name, one in declared(TrainConfig).items():
         value = getattr(config, name)
+        if name == "shares" and value == config.layout[0] > values.get(name, value):
+            continue  # there are more ranks than shares, which each needs one
         if not one.setting.may_change and name != "out" and value != values.get(name, value):
             raise ConfigError(
                 f"{one.given(value)} would change the run in {folder.path}, which began with {values.get(name)}; "

@@ -80,10 +80,12 @@ def _without_arrays(value: Any) -> Any:
 
 
 def seed_generators(text: str) -> None:
-    """Seed all generators by a text."""
+    """Seed all generators by a text; of the GPUs, this process's own."""
     number = zlib.crc32(text.encode())
     random.seed(number)
     torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(number)
     if "numpy" in sys.modules:
         import numpy
 
@@ -94,6 +96,7 @@ def seed_generators(text: str) -> None:
 def own_randomness(text: str | None = None) -> Iterator[None]:
     """Within this block, draw from generators seeded by this text, if there is one; then put all back as they were."""
     before = random.getstate(), torch.get_rng_state()
+    gpus = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     numpys = None
     if "numpy" in sys.modules:
         import numpy
@@ -106,5 +109,7 @@ def own_randomness(text: str | None = None) -> Iterator[None]:
     finally:
         random.setstate(before[0])
         torch.set_rng_state(before[1])
+        if gpus is not None:
+            torch.cuda.set_rng_state(gpus)
         if numpys is not None:
             numpy.random.set_state(numpys)

@@ -15,8 +15,10 @@ from microparallel.course.naive import naive_data_parallel_step
 from microparallel.course.shortcuts import accumulate, accumulated_step
 from microparallel.data_parallel import DataParallel
 from microparallel.models.loss import mean_loss
+from microparallel.pipeline.layers import left_as_found
 from microparallel.program import LOSS, AllReduce
 from microparallel.train.batch import EMPTY, Batch, ModelWithLoss
+from microparallel.train.random_state import own_randomness
 from microparallel.train.shares import Shares
 
 # (this rank's micro-batches, samples of all ranks together) → the mean loss of the whole batch
@@ -81,10 +83,22 @@ def torch_ddp(model: nn.Module, comms: Comms) -> Step:
     wrapped = DistributedDataParallel(model, process_group=comms.process_group)
     last: list[Batch] = []  # kept for steps in which this rank has no samples
 
+    def arrange_buckets() -> None:
+        """Let a pass be seen, of which nothing stays: after its first, DDP arranges its buckets anew.
+
+        With three ranks and more the order in buckets decides the last bits of sums. So a run that goes on would not be
+        bit for bit what it would have been, if the first step of each start had other buckets than all others.
+        """
+        with own_randomness(), left_as_found([model]):
+            mean_loss(wrapped, *last[0].pair).backward()  # type: ignore[no-untyped-call]
+
     def step(batches: Sequence[Batch], samples: int) -> torch.Tensor:
         mine = len(_only(batches))
+        begins = not last
         if mine:
             last[:] = batches
+        if begins:
+            arrange_buckets()
         # DDP waits for every rank's backward: a rank without samples computes something, and weighs it nothing.
         # DDP divides by the number of ranks what we want summed.
         loss = mean_loss(wrapped, *last[0].pair) * (mine * comms.world_size / samples)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from microparallel.comms.wire import gather_json
 from microparallel.course.shortcuts import ParameterAveraging
 from microparallel.data_parallel import DataParallel, LossScale, replicas_are_identical
 from microparallel.errors import CheckpointError, GradientError
-from microparallel.pipeline import Pipeline
+from microparallel.pipeline import Pipeline, Share
 from microparallel.train import checkpoint
 from microparallel.train.batch import Batch, ModelSignature, ModelWithLoss, placed
 from microparallel.train.checkpoint_reader import Checkpoint
@@ -31,7 +32,7 @@ from microparallel.train.loader import Loaded, Loader
 from microparallel.train.metrics import Measurement, Metric, Validation
 from microparallel.train.mixed_precision import MixedModelWithLoss
 from microparallel.train.optimizer import LearningRate
-from microparallel.train.random_state import own_randomness, restore_random_state
+from microparallel.train.random_state import own_randomness, seed_generators
 from microparallel.train.replica_check import find_difference
 from microparallel.train.shares import Shares
 from microparallel.train.strategies import Step
@@ -61,6 +62,7 @@ class Training:
         loss_scale: of a run in float16.
         compressed: what keeps what was not sent of gradients, where they are compressed.
         wrapped: the model with its loss, where mp.DataParallel averages its gradients.
+        drawn: how random numbers are dealt out, in words.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Training:
         loss_scale: LossScale | None = None,
         compressed: KeepsResiduals | None = None,
         wrapped: DataParallel | None = None,
+        drawn: str = "",
     ) -> None:
         self.comms = comms
         self.model = model
@@ -111,6 +114,7 @@ class Training:
         self._dtype = dtype
         self._clip = clip
         self._on_nan = on_nan
+        self._drawn = drawn
         self._metrics = metrics or {}
         self._sharded = sharded
         self.held: WholeModel = ModelWithinLoss(
@@ -248,14 +252,18 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Where the run stands, beside the model and the optimizer; a collective, so every rank must call it."""
-        everyones = gather_json(self._shares.random_states(), self.comms)
         return {
             "loss": self.last_loss,
             "sampler": self.loader.state_dict(),
-            "random": [state for states in everyones for state in states],
+            "random": self._random_states(),
+            "drawn": self._drawn,
             "made_of": self.made_of,
             **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}),
         }
+
+    def _random_states(self) -> list[dict[str, Any]]:
+        """The state of the random generators of each share of all ranks."""
+        return [state for states in gather_json(self._shares.random_states(), self.comms) for state in states]
 
     def model_state(self) -> dict[str, torch.Tensor]:
         """The whole model's state on rank 0, to compare it with another's; every rank must call it."""
@@ -292,22 +300,23 @@ class Training:
             self.held.load(saved)
         except (RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(f"the checkpoint does not fit the model: {error}") from error
-        remark = self.loader.load_state_dict(saved.state["sampler"])
+        remarks = [self.loader.load_state_dict(saved.state["sampler"])]
         self.steps_done = saved.step
         self.last_loss = saved.state["loss"]
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(saved.state["loss_scale"])
         if self.averaging is not None:
             self.averaging.steps = saved.step
-        self._restore_random(saved.state["random"])
+        self._shares.restore_random_states(saved.state["random"])
+        then_drawn = saved.state.get("drawn", self._drawn)
+        if then_drawn != self._drawn:
+            remarks.append(
+                f"note: random numbers are not those of the undisturbed run from here on, which matters with dropout: "
+                f"there are {self._drawn}, and there were {then_drawn}"
+            )
         if changed:
-            warning = f"warning: the run goes on with something else than it was saved with: {'; '.join(changed)}"
-            remark = warning if remark is None else f"{remark}\n{warning}"
-        return remark
-
-    def _restore_random(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on with the random numbers of this rank's shares."""
-        self._shares.restore_random_states(states)
+            remarks.append(f"warning: the run goes on with something else than it was saved with: {'; '.join(changed)}")
+        return "\n".join(remark for remark in remarks if remark is not None) or None
 
 
 class PipelineTraining(Training):
@@ -318,12 +327,35 @@ class PipelineTraining(Training):
     """
 
     def __init__(
-        self, pipe: Pipeline, names: dict[str, str], compressed: KeepsResiduals | None = None, **rest: Any
+        self,
+        pipe: Pipeline,
+        names: dict[str, str],
+        microbatches: int,
+        compressed: KeepsResiduals | None = None,
+        **rest: Any,
     ) -> None:
-        super().__init__(model=pipe.own_layers, strategy=pipeline_step(pipe), **rest)
+        super().__init__(model=pipe.own_layers, strategy=self._step_of_pipeline, **rest)
         self.held = StagesOfModel(self.comms, pipe, self.optimizer, names, compressed)
         self._pipe = pipe
+        self._microbatches = microbatches  # of each share
         self._parameters = pipe.count_parameters()
+
+    def _not_finite(self, what: str, batches: Sequence[Batch]) -> GradientError:  # noqa: ARG002
+        return super()._not_finite(what, [])  # no rank can compute its share alone
+
+    def _step_of_pipeline(self, batches: Sequence[Batch], samples: int) -> torch.Tensor:
+        """Compute this replica's shares; the last of them, and it may be all, have no samples in a small batch."""
+        shares = [
+            Share(batch.arguments[0], batch.targets, partial(self._seed_layer, number))
+            for batch, number in zip(batches, self._shares.mine, strict=False)
+        ]
+        with own_randomness():  # what the data draws goes on where it was, on all ranks of the pipeline alike
+            return self._pipe.step_in_shares(shares, self._microbatches, samples=samples)
+
+    def _seed_layer(self, share: int, microbatch: int, layer: int) -> None:
+        """Let a layer draw the same for a micro-batch of a share, on whatever rank and at whatever time."""
+        seed, step = self._shares.seed, self.steps_done
+        seed_generators(f"seed {seed}, step {step}, share {share}, micro-batch {microbatch}, layer {layer}")
 
     # ── measuring ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -353,17 +385,7 @@ class PipelineTraining(Training):
         """The whole model's state on rank 0."""
         return self._pipe.whole_state_dict() or {}
 
-    def _restore_random(self, states: Sequence[dict[str, Any]]) -> None:
-        if len(states) == self.comms.world_size:  # each rank draws for its own stages
-            restore_random_state(states[self.comms.rank])
-
-
-def pipeline_step(pipe: Pipeline) -> Step:
-    """How a pipeline does a step; the last batch of an epoch may have fewer samples than micro-batches."""
-
-    def step(batches: Sequence[Batch], samples: int) -> torch.Tensor:
-        # A replica without samples passes none: the other replicas have some.
-        batch = (*batches[0].arguments, batches[0].targets) if batches else (None, None)
-        return pipe.step(*batch, samples=samples, allow_fewer=True)
-
-    return step
+    def _random_states(self) -> list[dict[str, Any]]:
+        """As the data draws for each share, which all ranks of a pipeline do alike."""
+        everyones = gather_json(self._shares.random_states(), self.comms)
+        return [state for states in everyones[:: self._pipe.mesh.pp] for state in states]

@@ -75,6 +75,7 @@ def launch(
     mps: str = "auto",
     restarts: int = 0,
     min_ranks: int | None = None,
+    in_groups_of: int = 1,
     on_restart: OnRestart | None = None,
     **named_arguments: Any,
 ) -> list[Any]:
@@ -105,6 +106,8 @@ def launch(
         restarts: how often the function is run again, from its beginning and in new processes, after a rank has
             failed. It should then go on from what it saved last: see `Checkpointer`.
         min_ranks: with how few ranks it may be run again, if the system cannot start as many; None for all of them.
+        in_groups_of: then it is run with so many fewer, or twice as many fewer, and so on: a pipeline needs all of its
+            ranks.
         on_restart: told of each restart instead of a line on stderr: (the error, the number of the restart, ranks).
         named_arguments: handed to the function by name (other than those above, which are `launch`'s own).
 
@@ -121,7 +124,7 @@ def launch(
         mp.launch(add_up, ranks=4)  # [6, 6, 6, 6]
         ```
     """
-    _require_restarts(restarts, min_ranks, ranks)
+    _require_restarts(restarts, min_ranks, ranks, in_groups_of)
     with contextlib.ExitStack() as stack:
         # A rank that is forked from a process which has imported torch is there at once.
         quick = stack.enter_context(ForkServer()) if restarts and can_fork() else None
@@ -140,6 +143,7 @@ def launch(
             mps=mps,
             restarts=restarts,
             min_ranks=min_ranks,
+            in_groups_of=in_groups_of,
             on_restart=on_restart,
             **named_arguments,
         )
@@ -188,11 +192,12 @@ class Pool:
         mps: str = "auto",
         restarts: int = 0,
         min_ranks: int | None = None,
+        in_groups_of: int = 1,
         on_restart: OnRestart | None = None,
         **named_arguments: Any,
     ) -> list[Any]:
         """Run `function(comms, *arguments, **named_arguments)` on every rank; see `launch`."""
-        _require_restarts(restarts, min_ranks, ranks)
+        _require_restarts(restarts, min_ranks, ranks, in_groups_of)
         if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
             raise UsageError(f"ranks={ranks!r}: a world needs a whole number of ranks, at least 1")
         require_cores(ranks, f"ranks={ranks}")
@@ -220,22 +225,31 @@ class Pool:
         with _memory_for_states(ranks) as memory:
             try:
                 job = replace(job, states=None if memory is None else memory.held)
-                return self._attempts(job, deadline, min_ranks or ranks, Restarts(restarts, on_restart), wanted)
+                least = max(min_ranks or ranks, in_groups_of)
+                return self._attempts(job, deadline, least, in_groups_of, Restarts(restarts, on_restart), wanted)
             except (LaunchError, KeyboardInterrupt):
                 with contextlib.suppress(Exception):  # what has ended the ranks matters more
                     if memory is not None:
                         memory.all_has_failed()
                 raise
 
-    def _attempts(self, job: Job, deadline: float | None, min_ranks: int, attempts: Restarts, mps: Wanted) -> list[Any]:
+    def _attempts(
+        self,
+        job: Job,
+        deadline: float | None,
+        min_ranks: int,
+        in_groups_of: int,
+        attempts: Restarts,
+        mps: Wanted,
+    ) -> list[Any]:
         """Run a job until it succeeds, or there is to be no other attempt."""
         while True:
             try:
                 self._start(job.world_size, job.debug, mps)
             except (LaunchError, OSError) as error:
-                if self._lifeline_write < 0 or job.world_size <= min_ranks:
+                if self._lifeline_write < 0 or job.world_size - in_groups_of < min_ranks:
                     raise
-                job = replace(job, world_size=job.world_size - 1)
+                job = replace(job, world_size=job.world_size - in_groups_of)
                 attempts.after(LaunchError(f"a process cannot be started ({error})"), None, job.world_size)
                 continue
             flights = _FlightFiles(new_folder())
@@ -387,11 +401,13 @@ def _dumps_call(function: Callable[..., Any], arguments: Sequence[Any], named_ar
     return pickled
 
 
-def _require_restarts(restarts: int, min_ranks: int | None, ranks: int) -> None:
+def _require_restarts(restarts: int, min_ranks: int | None, ranks: int, in_groups_of: int) -> None:
     if not isinstance(restarts, int) or isinstance(restarts, bool) or restarts < 0:
         raise UsageError(f"restarts={restarts!r}: give a whole number, 0 or more")
     if min_ranks is not None and not (isinstance(min_ranks, int) and 1 <= min_ranks <= ranks):
         raise UsageError(f"min_ranks={min_ranks!r}: give a whole number from 1 to ranks={ranks}")
+    if not isinstance(in_groups_of, int) or in_groups_of < 1 or ranks % in_groups_of:
+        raise UsageError(f"in_groups_of={in_groups_of!r}: ranks={ranks} cannot be cut into such groups; give a divisor")
 
 
 def _ignore_interrupts() -> Any:
