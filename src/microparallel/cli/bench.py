@@ -11,12 +11,14 @@ import typer
 from microparallel.bench.ranks import choose_ranks, run_benchmark
 from microparallel.bench.settings import (
     PREDICTED_REPLICAS,
+    TORCH_DDP_ON_OURS,
     AllReduceSettings,
     CompressSettings,
     DataParallelSettings,
     PipelineSettings,
     PredictSettings,
     ShardSettings,
+    with_usual,
 )
 from microparallel.cli import flags
 from microparallel.cli.flags import require_writable, takes
@@ -77,7 +79,7 @@ def all_reduce(
     where moving bytes is itself work for a core, or where several messages arrive at once, it is off, and shows by how
     much.
     """
-    settings = AllReduceSettings(**given)
+    settings = AllReduceSettings(**with_usual(AllReduceSettings, given))
     choose_ranks(settings)  # refuses --ranks that cannot be had
     from microparallel.bench.all_reduce import bench_all_reduce
     from microparallel.bench.all_reduce_report import plot_all_reduce, report_on
@@ -120,12 +122,12 @@ def data_parallel(given: dict[str, Any], *, quiet: flags.Quiet = False, json: fl
     same weights. At the end all that synchronise must have the same weights as torch-ddp but for rounding, and the
     same on all ranks bit for bit; if not, the exit code is 1.
     """
-    settings = DataParallelSettings(**given)
+    settings = DataParallelSettings(**with_usual(DataParallelSettings, given))
     choose_ranks(settings)  # refuses --ranks that cannot be had
-    if settings.transport not in ("auto", "shm") and "torch-ddp on shm" in settings.methods:
-        raise ConfigError(
-            f"--transport {settings.transport}: torch-ddp on shm needs shared memory; leave one of them out"
-        )
+    for name, needed in zip(TORCH_DDP_ON_OURS, ("shm", "cuda"), strict=True):
+        if settings.transport not in ("auto", needed) and name in settings.methods:
+            what = "shared memory" if needed == "shm" else "a GPU that ranks share"
+            raise ConfigError(f"--transport {settings.transport}: {name} needs {what}; leave one of them out")
     from microparallel.bench.data_parallel import bench_data_parallel
     from microparallel.bench.data_parallel_report import report_on
     from microparallel.bench.subjects import find_subject
@@ -176,7 +178,7 @@ def shard(
     synchronise must have the weights of torch-zero but for rounding, and at the end the same on all ranks bit for bit;
     if not, the exit code is 1.
     """
-    settings = ShardSettings(**(_QUICK_SHARD if quick else {}) | given)
+    settings = ShardSettings(**(_QUICK_SHARD | given if quick else with_usual(ShardSettings, given)))
     ranks = choose_ranks(settings)
     if ranks < 2:
         raise ConfigError(f"--ranks {ranks}: one rank has no other rank to share with; try --ranks 2")
@@ -285,7 +287,7 @@ def pipelines(given: dict[str, Any], *, quiet: flags.Quiet = False, json: flags.
     other steps, which are not timed. Loss and gradients of every schedule, torch's too, are compared with those of a
     single process on the whole batch; if one is wrong, the exit code is 1.
     """
-    settings = PipelineSettings(**given)
+    settings = PipelineSettings(**with_usual(PipelineSettings, given))
     ranks = choose_ranks(settings)
     from microparallel.bench.pipeline import bench_pipelines
     from microparallel.bench.pipeline_report import report_on
