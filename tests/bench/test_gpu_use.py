@@ -4,11 +4,11 @@ import threading
 
 import pytest
 import torch
+from tests.conftest import ON_ONE_GPU
 
 from microparallel.bench.gpu_use import Gpu, GpuUse, Watched, gpu_of, use_of
 from microparallel.bench.report import _gpu_lines, gpu_columns
 from microparallel.topology.nvml import NvmlError
-from tests.conftest import ON_ONE_GPU
 
 
 class Device:

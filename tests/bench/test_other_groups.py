@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from tests.conftest import ON_ONE_GPU
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from microparallel.bench.other_groups import nccl_group, staged_gloo
-from tests.conftest import ON_ONE_GPU
 
 
 def messages(comms, device):

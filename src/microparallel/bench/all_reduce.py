@@ -176,7 +176,7 @@ def calls_in_a_row(size: int) -> int:
 def _pattern(rank: int, ranks: int) -> torch.Tensor:
     """Whole numbers of one rank, so small that the sum over all ranks is exact too."""
     generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, max(2, _EXACT // ranks), (_PERIOD,), generator=generator)
+    return torch.randint(0, max(2, _EXACT // ranks), (_PERIOD,), generator=generator, device="cpu")
 
 
 def _repeat(pattern: torch.Tensor, length: int) -> torch.Tensor:

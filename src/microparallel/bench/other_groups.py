@@ -71,7 +71,7 @@ def _first_call(comms: Comms, group: dist.ProcessGroup) -> str | None:
 
 @contextmanager
 def staged_gloo(comms: Comms) -> Iterator[dist.ProcessGroup]:
-    """A group of these ranks whose messages are copied to main memory and sent by gloo; all ranks enter and leave it."""
+    """A group whose messages are copied to main memory and sent by gloo; all ranks enter and leave it."""
     if "staged" not in dist.Backend.backend_list:
         dist.Backend.register_backend("staged", _make, devices=["cpu", "cuda"])
     ranks = dist.get_process_group_ranks(comms.process_group)
@@ -94,7 +94,7 @@ class StagedGloo(CalledProcessGroup):
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         self._names = {"name": "", "description": ""}
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> dist.Work:
@@ -113,23 +113,23 @@ class StagedGloo(CalledProcessGroup):
 
     # ── what torch asks of a group ──────────────────────────────────────────────────────────────────────────────
 
-    def getBackendName(self) -> str:  # noqa: N802 (torch calls these so)
+    def getBackendName(self) -> str:
         """What torch calls its kind."""
         return "staged"
 
     def backend_of(self, device: torch.device) -> StagedGloo:  # noqa: ARG002
-        """This group itself."""
+        """The group itself."""
         return self
 
     def devices(self) -> list[torch.device]:
         """Where tensors may be."""
         return [torch.device("cpu"), torch.device("cuda")]
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         """Keep the name that torch gives it."""
         self._names["name"] = name
 
-    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+    def setGroupDesc(self, description: str) -> None:
         """Keep the description that torch gives it."""
         self._names["description"] = description
 

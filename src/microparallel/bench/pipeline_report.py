@@ -234,6 +234,8 @@ def _notes(measurements: Measurements, rows: list[Row]) -> list[str]:
                 f"{row.schedule} held {row.activations} activations on its ranks, and its program "
                 f"{row.activations_of_program}"
             )
+    if measurements.device == "cuda" and measurements.torch_group == "gloo":
+        notes.append("gloo sends from main memory alone: torch's activations go through pinned copies there")
     notes += compared_in_float64(measurements.model, measurements.in_float64, measurements.dtype_of_model)
     return notes + few_steps(measurements.model, rows[0].counted) + cores_are_shared(measurements)
 

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from microparallel.bench import report
+from microparallel.bench.engine import AGAIN
+from microparallel.bench.gpu_use import GpuUse
 from microparallel.bench.report import (
     Column,
     Times,
@@ -22,8 +24,6 @@ from microparallel.bench.report import (
     make_table,
     times_of,
 )
-from microparallel.bench.engine import AGAIN
-from microparallel.bench.gpu_use import GpuUse
 from microparallel.bench.shard import (
     DDP,
     GRADIENTS,

@@ -168,9 +168,7 @@ def _mlp(name: str, depth: int, width: int, outputs: int, batch: int) -> Subject
     )
 
 
-def _gpt(
-    name: str, depth: int, width: int, batch: int, head: int = _HEAD, context: int = _CONTEXT
-) -> Subject:
+def _gpt(name: str, depth: int, width: int, batch: int, head: int = _HEAD, context: int = _CONTEXT) -> Subject:
     return Subject(
         name,
         f"{count(depth, 'block')} of width {width}, {context} tokens a sample",

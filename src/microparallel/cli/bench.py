@@ -43,6 +43,7 @@ app = typer.Typer(
 ALL_REDUCE_EXAMPLES = flags.examples(
     ("microparallel bench allreduce", "every algorithm, 4 KB to 100 MB, in about a minute"),
     ("microparallel bench allreduce --algorithms none", "shared memory beside gloo, and what memory allows"),
+    ("microparallel bench allreduce --device cuda --ranks 2", "on one GPU, beside gloo and NCCL"),
     ("microparallel bench allreduce --ranks 4 --plot allreduce.svg", "and as a picture"),
     ("microparallel bench allreduce --algorithms ring,tree --sizes 64KB,1MB --repeats 50", "some of it, thoroughly"),
     ("microparallel bench allreduce --json > allreduce.json", "every number, for scripts"),
@@ -67,6 +68,10 @@ def all_reduce(
     them stand comms.all_reduce by itself, of an ordinary tensor and of one in shared memory, and
     torch.distributed.all_reduce on our backend, each with the share of the memory's bandwidth that it reaches. That
     bound, which is the time to add and copy the same bytes, is measured in the same run.
+
+    Where ranks share a GPU (--device cuda), torch's own runs on gloo and on NCCL in the same processes: NCCL takes two
+    ranks on one GPU if each says that it is on another host (NCCL_HOSTID). torch's on gloo and ours run twice there:
+    how far the same method is from itself says what chance does to a ratio.
 
     All methods take turns within each size, so that whatever else the machine does disturbs all of them alike. A call
     takes as long as its slowest rank; shown is the median with its quartiles. Up to 64 KiB, ten calls in a row count as
@@ -101,6 +106,7 @@ DATA_PARALLEL_EXAMPLES = flags.examples(
     ("microparallel bench dp", "four models, every method, in about two minutes"),
     ("microparallel bench dp --models mlp-1024 --buckets 0.5,1,2,4,8,16,32", "which bucket size is best?"),
     ("microparallel bench dp --models gpt --methods naive,ddp --steps 30", "some of it, thoroughly"),
+    ("microparallel bench dp --device cuda --ranks 2", "a GPT of 85 M parameters in bfloat16, ranks on one GPU"),
     ("microparallel bench dp --json > dp.json", "every number, for scripts"),
     ("torchrun --nproc-per-node=4 -m microparallel bench dp", "between ranks that torchrun started"),
 )
@@ -116,6 +122,10 @@ def data_parallel(given: dict[str, Any], *, quiet: flags.Quiet = False, json: fl
     gradient_as_bucket_view=False, and buckets of each of the sizes) and torch-ddp (torch's DistributedDataParallel with
     gradient_as_bucket_view=True, its faster way, on gloo in the same processes where ranks share memory; "torch-ddp on
     shm" has our backend beneath).
+
+    With --device cuda the model is a GPT of 85 million parameters in bfloat16, unless others are named. Where ranks
+    share the GPU, ddp and torch-ddp run twice, for what chance does; memory and how busy the GPU is come from other
+    steps, in which each method is alone.
 
     All methods take turns step by step, so that whatever else the machine does disturbs all of them alike. A step takes
     as long as its slowest rank; shown is the median with its quartiles. Each method trains a copy of its own from the
@@ -144,6 +154,7 @@ SHARD_EXAMPLES = flags.examples(
     ("microparallel bench shard", "two models beside torch's ZeroRedundancyOptimizer and FSDP2, in three minutes"),
     ("microparallel bench shard --quick", "does it run? small models, three steps of each"),
     ("microparallel bench shard --models gpt-256 --accumulate 4 --bucket-cap-mb 4", "micro-batches, small buckets"),
+    ("microparallel bench shard --device cuda --ranks 2", "a GPT of 85 M parameters in bfloat16, ranks on one GPU"),
     ("microparallel bench shard --json > shard.json", "every number, for scripts"),
     ("torchrun --nproc-per-node=4 -m microparallel bench shard", "between ranks that torchrun started"),
 )
@@ -166,7 +177,8 @@ def shard(
     shard parameters (mp.FullyShardedDataParallel; "kept" with reshard_after_forward=False), torch-zero (torch's
     DistributedDataParallel with ZeroRedundancyOptimizer, both with bucket views) and torch-fsdp (torch's fully_shard,
     which is FSDP2, with the units of shard parameters). Where ranks share memory, torch's own run on gloo in the same
-    processes; "on shm" they have our backend beneath. The optimizer is AdamW.
+    processes; "on shm" (on a GPU: "on cuda") they have our backend beneath. The optimizer is AdamW. With --device cuda
+    the model is a GPT of 85 million parameters in bfloat16, unless others are named.
 
     All methods take turns step by step, so that whatever else the machine does disturbs all of them alike. A step takes
     as long as its slowest rank; shown is the median with its quartiles. none, torch-zero and torch-fsdp run twice: how
@@ -266,6 +278,7 @@ PIPELINE_EXAMPLES = flags.examples(
     ("microparallel bench pp --schedules gpipe,1f1b,zb-h1 --steps 50", "some of it, thoroughly"),
     ("microparallel bench pp --ranks 4 --microbatches 32 --no-torch", "what 1f1b saves of gpipe's memory"),
     ("microparallel bench pp --model gpt", "stages of attention"),
+    ("microparallel bench pp --device cuda --ranks 4", "a GPT of 85 M parameters in bfloat16, stages on one GPU"),
     ("microparallel bench pp --json > pp.json", "every number, for scripts"),
     ("torchrun --nproc-per-node=4 -m microparallel bench pp", "between ranks that torchrun started"),
 )
@@ -277,7 +290,9 @@ def pipelines(given: dict[str, Any], *, quiet: flags.Quiet = False, json: flags.
     """Time a step (forward and backward, no optimizer) of every pipeline schedule, beside torch's own and the ideal.
 
     torch's is torch.distributed.pipelining's schedule of the same kind, with the same layers on the same ranks; naive
-    and zb-h2 it does not have. Where ranks share memory, it runs on gloo in the same processes.
+    and zb-h2 it does not have. Where ranks share memory, it runs on gloo in the same processes; on a GPU that ranks
+    share, its messages go through pinned main memory. With --device cuda the model is a GPT of 85 million parameters
+    in bfloat16, unless another is named.
 
     The ideal is what the simulator makes of the stages' computations if messages take no time. Those are measured in
     the same run: all ranks compute at the same time, and send nothing.
