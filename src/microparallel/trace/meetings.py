@@ -35,8 +35,8 @@ def met(events: Sequence[Event]) -> list[Event]:
     """Give recorded communication its start: the moment when all that it needs has come.
 
     A rank records when it asked for communication, and takes that as the start. Where it knows the real start of a
-    message, it has set `issued`, and the event stays as it is. Of a collective it may know when it began itself, as on a
-    GPU whose stream had other work before: then all begin when the last has.
+    message, it has set `issued`, and the event stays as it is. Of a collective it may know when it began itself, as on
+    a GPU whose stream had other work before: then all begin when the last has.
     """
     result = list(events)
     for places in meetings(events):
