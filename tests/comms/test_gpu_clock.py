@@ -8,10 +8,11 @@ import torch
 from tests.conftest import ON_ONE_GPU
 
 import microparallel as mp
-from microparallel.comms import gpu_clock
+from microparallel.comms import gpu_clock, record
 from microparallel.comms.gpu_clock import GpuClock
 from microparallel.comms.record import Recorder
 from microparallel.comms.work_queue import QueuedWork
+from microparallel.observe import observer
 
 CPU = torch.device("cpu")
 
@@ -184,10 +185,20 @@ def on_the_gpu(comms, gpu):
     queue._begin = lambda: setattr(gpu._of_thread, "stream", communication)
 
 
+honest = Recorder.__init__
+
+
+def as_on_one_gpu(recorder, comms, **named):
+    """What the ranks of these tests talk through stands for a GPU's memory."""
+    honest(recorder, comms, **named)
+    recorder._host_carries = False
+
+
 def recorded(comms, case, computes=3.0):
     gpu = Gpu()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_clock, "time", gpu)
+        patch.setattr(record.Recorder, "__init__", as_on_one_gpu)
         if case == "late":  # the queue's thread was quicker than the recorder
             patch.setattr(QueuedWork, "watch", lambda self, begins, ended: None)
         on_the_gpu(comms, gpu)
@@ -240,6 +251,29 @@ def test_a_collective_that_is_waited_for_runs_on_its_caller_s_stream(warm_ranks)
 def busy_for(seconds, device):
     """Keep this thread's stream at work for so long, more or less."""
     torch.cuda._sleep(int(seconds * 1e3 * torch.cuda.get_device_properties(device).clock_rate))
+
+
+def recorded_over_gloo(comms):
+    gpu = Gpu()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (gpu_clock, observer):
+            patch.setattr(module, "time", gpu)
+        recorder = Recorder(comms, memory=False, gpu=GpuClock(CPU, gpu))
+        recorder.start()
+        gpu.work(1.0)
+        gpu.synchronize(CPU)  # the tensor is copied to main memory
+        request = comms.all_reduce(torch.ones(3), async_op=True)
+        gpu.work(3.0)
+        request.wait()
+        recorder.stop()
+        trace = recorder.gather({})
+    [event] = trace.by_rank[comms.rank]
+    return event.end - event.asked
+
+
+def test_what_the_host_carries_ends_on_the_host_s_clock(warm_ranks):
+    for seconds in warm_ranks.run(recorded_over_gloo, 2, transport="gloo", device="cpu", timeout=20):
+        assert abs(seconds) < 0.01  # and not when the GPU has done what it was given meanwhile
 
 
 def recorded_on_a_gpu(comms):

@@ -39,14 +39,12 @@ def nccl_group(comms: Comms) -> Iterator[dist.ProcessGroup | str]:
         return
     before = os.environ.get(_HOST)
     os.environ[_HOST] = f"microparallel-{comms.rank}"
-    group: dist.ProcessGroup | None = None
+    groups: list[dist.ProcessGroup] = []
     try:
-        ranks = dist.get_process_group_ranks(comms.process_group)
-        group = dist.new_group(ranks, timeout=_PATIENCE, backend="nccl", use_local_synchronization=True)
-        problem = _first_call(comms, group)
-        yield group if problem is None else problem
+        problem = _connect(comms, groups)
+        yield groups[0] if problem is None else problem
     finally:
-        if group is not None:
+        for group in groups:
             dist.destroy_process_group(group)
         if before is None:
             del os.environ[_HOST]
@@ -54,11 +52,13 @@ def nccl_group(comms: Comms) -> Iterator[dist.ProcessGroup | str]:
             os.environ[_HOST] = before
 
 
-def _first_call(comms: Comms, group: dist.ProcessGroup) -> str | None:
-    """Let NCCL connect; what it says if it cannot, on any rank."""
+def _connect(comms: Comms, groups: list[dist.ProcessGroup]) -> str | None:
+    """Add a group, and let NCCL connect; what it says if it cannot, on any rank."""
     problem = ""
     try:
-        dist.all_reduce(torch.zeros(1, device=comms.device), group=group)
+        ranks = dist.get_process_group_ranks(comms.process_group)
+        groups.append(dist.new_group(ranks, timeout=_PATIENCE, backend="nccl", use_local_synchronization=True))
+        dist.all_reduce(torch.zeros(1, device=comms.device), group=groups[0])
         torch.cuda.synchronize(comms.device)
     except RuntimeError as error:
         problem = str(error).partition("\n")[0]

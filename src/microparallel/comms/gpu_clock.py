@@ -15,6 +15,7 @@ belong there:
 
     work queue    the thread that runs the collective records them, on its stream
     NCCL          its stream is its own; one of ours waits for the same works in the same order (`follow`)
+    gloo          no stream: the host itself carries the bytes, and its clock says when
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class GpuClock:
     def now(self) -> Moment:
         """The end of this thread's stream, as it is now."""
         event: torch.cuda.Event = self._cuda.Event(enable_timing=True)
-        event.record()  # type: ignore[no-untyped-call]
+        event.record()
         return event
 
     def seconds(self, moment: Moment) -> float:

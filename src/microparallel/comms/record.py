@@ -148,6 +148,7 @@ class Recorder:
         self._trace: Trace | None = None
         # A GPU runs behind the host: there, events on its streams say what it did.
         self._gpu = GpuClock(comms.device) if gpu is None and comms.device.type == "cuda" else gpu
+        self._host_carries = comms.transport_name not in ("cuda", "nccl")
         self._now: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.now
         self._to_be_waited_for: dict[Activity, Row] = {}  # on a GPU, collectives that the host has done
         self._last_of: dict[tuple[int, ...], Row] = {}  # of each group, the last collective on a GPU
@@ -234,7 +235,7 @@ class Recorder:
     def issued(self, activity: Activity, works: Sequence[Any]) -> None:
         """A collective was started: on a GPU, the stream that does it says when it begins and ends."""
         row = self._row_of.get(activity)
-        if self._gpu is None or row is None:
+        if self._gpu is None or self._host_carries or row is None:
             return
         if of_torch := works_of_torch(works):
             begun, row.done = self._gpu.follow(of_torch, row.group)
@@ -272,7 +273,7 @@ class Recorder:
         row.parts -= 1
         if row.parts:
             return
-        if self._gpu is not None and row.waited is None and row.group:
+        if self._gpu is not None and not self._host_carries and row.waited is None and row.group:
             self._to_be_waited_for[activity] = row
         row.arrived = activity.arrived if self._gpu is None else None  # the host saw it, not the GPU
         # To forget a value takes no time that a drawing could show.
@@ -289,7 +290,7 @@ class Recorder:
 
         On a GPU the stream knows it that has done it, or one that has waited for it: this thread's, say.
         """
-        if self._gpu is None:
+        if self._gpu is None or self._host_carries:  # of what is no call, no end is known
             return activity.ended if activity.ended is not None else self._now()
         works, row.works = row.works, []
         if row.done is not None and row.have_run == len(works):
@@ -354,7 +355,7 @@ class Recorder:
         start, *others = (self._seconds(moment) for moment in (row.start, row.end, row.waited, row.arrived))
         if row.previous is not None and row.previous.end is not None:
             start = max(start, min(self._seconds(row.previous.end), others[0]))
-        if self._gpu is not None and kind_of(row.op) == "collective":
+        if self._gpu is not None and not self._host_carries and kind_of(row.op) == "collective":
             end, waited, _ = others
             # A stream that came to wait when all was done has not waited.
             others = [end, math.nan if waited >= end else waited, self._begun(row)]
