@@ -18,10 +18,11 @@ import consoles
 import figures
 import plots
 import public_names
+import results
 import sources
 from pages import CONSOLES, Block, blocks_of
 
-OURS = ("draw", "step", "include", "output", "plot", "bits", *CONSOLES)
+OURS = ("draw", "step", "include", "output", "plot", "bits", "results", *CONSOLES)
 
 
 def on_config(config: Any) -> Any:
@@ -60,6 +61,8 @@ def made(block: Block) -> str:
         return figures.figures(block.text, stepped=block.kind == "step")
     if block.kind == "include":
         return sources.included(block.text)
+    if block.kind == "results":
+        return results.results(block)
     if block.kind in ("plot", "bits"):
         return plots.plot(block) if block.kind == "plot" else plots.bits(block)
     return consoles.output(block) if block.kind == "output" else consoles.console(block)

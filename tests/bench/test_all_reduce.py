@@ -6,15 +6,19 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from tests.conftest import ON_ONE_GPU
 
 import microparallel as mp
 from microparallel.bench.all_reduce import (
     ADD,
     BOUND,
     BOUND_IN_PLACE,
+    CUDA,
     SHM,
     SHM_IN_PLACE,
     TORCH,
+    TORCH_ON_CUDA,
+    TORCH_ON_NCCL,
     TORCH_ON_SHM,
     Case,
     Measurements,
@@ -30,13 +34,15 @@ from microparallel.bench.all_reduce import (
     touch_ordinary,
 )
 from microparallel.bench.all_reduce_report import bus_bandwidth, report_on
-from microparallel.bench.engine import Call, Rounds, Wrong, transport_of
+from microparallel.bench.engine import AGAIN, Call, Rounds, Wrong, transport_of
+from microparallel.bench.gpu_use import Gpu
 from microparallel.bench.settings import AllReduceSettings
 
 ALGORITHMS = ("naive", "ring", "tree")
 WITHOUT_ALGORITHMS = {
     "gloo": (TORCH,),
     "shm": (TORCH, TORCH_ON_SHM, SHM, SHM_IN_PLACE, BOUND, BOUND_IN_PLACE),
+    "cuda": (TORCH, TORCH + AGAIN, TORCH_ON_CUDA, CUDA, CUDA + AGAIN, BOUND),
 }
 
 
@@ -46,11 +52,12 @@ def bench_where_it_is(comms, settings):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64", "int32", "int64"])
 def test_every_method_is_measured_at_every_size_on_all_ranks_alike(any_pool, dtype):
-    settings = AllReduceSettings(algorithms=ALGORITHMS, sizes=(80_000, 8), dtype=dtype, repeats=2)
+    settings = AllReduceSettings(algorithms=ALGORITHMS, sizes=(80_000, 8), dtype=dtype, repeats=2, with_nccl=False)
     (transport, first), (_, second) = any_pool.run(bench_where_it_is, 2, settings)
     assert first == second
     assert first.wrong is None
-    assert (first.ranks, first.transport, first.device, first.dtype) == (2, transport, "cpu", dtype)
+    device = "cuda" if transport == "cuda" else "cpu"
+    assert (first.ranks, first.transport, first.device, first.dtype) == (2, transport, device, dtype)
     assert [(timing.method, timing.size) for timing in first.timings] == [
         (method, size) for size in (8, 80_000) for method in (*WITHOUT_ALGORITHMS[transport], *ALGORITHMS, ADD)
     ]
@@ -367,3 +374,54 @@ def test_an_algorithm_that_does_not_fit_is_named_with_the_reason():
     with pytest.raises(mp.errors.UsageError, match=r"--sizes"):
         budget.require(1_000_000_000)
     assert MemoryBudget(math.inf, ranks=4, tensors_held=3).too_large(programs, 10**12) == {}
+
+
+# ── on a GPU ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measured_on_a_gpu():
+    """Made up, as if two ranks shared a GPU."""
+    seconds = {
+        TORCH: 12e-3,
+        TORCH + AGAIN: 12.6e-3,
+        TORCH_ON_NCCL: 18e-3,
+        TORCH_ON_CUDA: 2e-3,
+        CUDA: 1e-3,
+        CUDA + AGAIN: 1.1e-3,
+        BOUND: 0.5e-3,
+    }
+    timings = tuple(Timing(method, 25_000_000, (time,) * 5) for method, time in seconds.items())
+    return Measurements(2, 2, 16, "cuda", "cuda", "float32", timings, gpu=Gpu("Some GPU", False, (1, 2)))
+
+
+def test_a_gpu_s_methods_stand_beside_gloo_and_nccl_and_each_beside_itself():
+    report = report_on(measured_on_a_gpu())
+    rows = {row.label: row for row in report.rows}
+    assert list(rows) == [
+        *("torch on gloo", "torch on gloo, again", "torch on nccl", "torch on cuda", "cuda", "cuda, again")
+    ]
+    assert rows["cuda"].ratio_to_torch == pytest.approx(1 / 12)
+    assert rows["torch on gloo, again"].ratio_to_torch == pytest.approx(1.05)
+    assert rows["cuda"].share_of_bound == pytest.approx(0.5) and rows["torch on nccl"].share_of_bound is None
+    [bound] = report.bounds
+    assert bound.seconds == 0.5e-3
+    words = {name for column in report.columns(200) for name in column.also}
+    assert words >= {"again", "cuda", "nccl"} and "shm" not in words
+    assert report.as_json()["gpu"] == {"name": "Some GPU", "mps": False, "process_bytes": (1, 2), "problem": None}
+
+
+def test_why_nccl_was_left_out_is_said():
+    report = report_on(dataclasses.replace(measured_on_a_gpu(), without="it is not there"))
+    assert "torch on nccl was left out: it is not there" in report.notes
+
+
+@ON_ONE_GPU
+@pytest.mark.timeout(300)
+def test_gloo_and_nccl_are_measured_in_the_same_run_as_ours(warm_ranks):
+    settings = AllReduceSettings(algorithms=(), sizes=(4_000, 1_000_000), repeats=3)
+    first, second = warm_ranks.run(bench_all_reduce, 2, settings, transport="cuda", timeout=250)
+    assert first == second and first.wrong is None
+    methods = {timing.method for timing in first.timings}
+    assert methods - {TORCH_ON_NCCL} == {*WITHOUT_ALGORITHMS["cuda"], ADD}
+    assert (TORCH_ON_NCCL in methods) == (first.without is None)
+    assert first.gpu.name

@@ -6,8 +6,10 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from tests.conftest import ON_ONE_GPU
 from torch.nn.parallel import DistributedDataParallel
 
+import microparallel as mp
 from microparallel.bench.data_parallel import (
     DDP,
     NONE,
@@ -26,7 +28,7 @@ from microparallel.bench.data_parallel import (
 )
 from microparallel.bench.data_parallel_report import report_on
 from microparallel.bench.engine import transport_of
-from microparallel.bench.settings import DataParallelSettings
+from microparallel.bench.settings import LARGE, DataParallelSettings, ShardSettings, with_usual
 from microparallel.errors import UsageError
 
 USUAL = ("naive", "hooks", "buckets", "ddp")
@@ -47,11 +49,12 @@ def test_every_method_is_measured_on_all_ranks_alike_and_trains_the_same_weights
     (transport, first, told), *others = results
     assert all(other[:2] == (transport, first) for other in others)
     assert first.wrong is None
-    assert (first.ranks, first.transport, first.device) == (ranks, transport, "cpu")
+    device, twice = ("cuda", ["ddp, 0.001 MB, again", "torch-ddp, again"]) if transport == "cuda" else ("cpu", [])
+    assert (first.ranks, first.transport, first.device) == (ranks, transport, device)
     assert tuple(result.model for result in first.results) == models
     for result in first.results:
         timings = {timing.method.label: timing for timing in result.timings}
-        assert list(timings) == LABELS
+        assert list(timings) == [*LABELS, *twice]
         assert all(len(timing.seconds) == 2 and min(timing.seconds) > 0 for timing in result.timings)
         assert result.steps == 8 and result.batch == 2 and result.gradient_bytes > 0  # two rounds warm up
         assert timings[NONE].apart > 0.1  # so this would have been found out, had it claimed to synchronise
@@ -67,6 +70,36 @@ def test_torch_s_own_may_run_on_our_backend_too(warm_ranks):
     assert measurements.wrong is None
     [result] = measurements.results
     assert [timing.method.name for timing in result.timings] == [NONE, TORCH_DDP_ON_SHM, TORCH_DDP]
+
+
+def test_in_bfloat16_weights_are_compared_without_rounding(warm_ranks):
+    settings = dataclasses.replace(SMALL, methods=("naive", "ddp"), buckets_mb=(25,), dtype="bfloat16")
+    [(_, measurements, _), *_] = warm_ranks.run(bench, 3, settings, transport="shm")
+    assert measurements.wrong is None and measurements.dtype_of_model == "bfloat16"
+    [result] = measurements.results
+    model = mp.models.FullMLP(8, 16, out_features=2)
+    assert result.gradient_bytes == 2 * sum(parameter.numel() for parameter in model.parameters())
+    report = report_on(measurements)
+    assert report.dtype == "bfloat16"
+    if result.in_float64:
+        assert any("elsewhere in bfloat16, so they were compared in float64" in note for note in report.notes)
+
+
+@ON_ONE_GPU
+@pytest.mark.timeout(200)
+def test_on_a_gpu_memory_is_counted_and_ddp_is_there_twice(warm_ranks):
+    settings = dataclasses.replace(
+        SMALL, models=("gpt-64",), methods=("ddp", "torch-ddp on cuda"), buckets_mb=(25,), dtype="bfloat16"
+    )
+    [(transport, measurements, _), _] = warm_ranks.run(bench, 2, settings, transport="cuda", timeout=150)
+    assert transport == "cuda" and measurements.wrong is None
+    [result] = measurements.results
+    uses = {timing.method.label: timing.use for timing in result.timings}
+    twice = ["ddp, 25 MB, again", "torch-ddp, again"]
+    assert list(uses) == ["none", "ddp, 25 MB", "torch-ddp on cuda", "torch-ddp", *twice]
+    for label, use in uses.items():
+        assert (use is None) == (label in twice)
+        assert use is None or min(use.bytes) > 2 * result.gradient_bytes  # weights and gradients, at least
 
 
 def test_a_single_rank_synchronises_with_nobody(pool):
@@ -274,3 +307,16 @@ def test_what_rounding_led_elsewhere_is_compared_again_in_float64(pool):
 def test_a_wrong_sum_is_as_wrong_in_float64(pool):
     (again, wrong), _ = pool.run(suspected, 2, True, timeout=30)
     assert again == ("naive",) and "naive" in str(wrong) and "of the way from where torch-ddp did" in str(wrong)
+
+
+# ── what is usual on a GPU ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_on_a_gpu_the_usual_model_is_large_and_what_was_given_stays():
+    assert with_usual(DataParallelSettings, {"ranks": 2}) == {"ranks": 2}
+    on_a_gpu = DataParallelSettings(**with_usual(DataParallelSettings, {"device": "cuda", "buckets_mb": (4.0,)}))
+    assert (on_a_gpu.models, on_a_gpu.dtype, on_a_gpu.buckets_mb) == ((LARGE,), "bfloat16", (4.0,))
+    assert "torch-ddp on cuda" in on_a_gpu.methods
+    over_gloo = with_usual(DataParallelSettings, {"device": "cuda", "transport": "gloo"})
+    assert over_gloo["methods"] == ("ddp",)
+    assert with_usual(ShardSettings, {"device": "cuda", "models": ("gpt",)})["models"] == ("gpt",)

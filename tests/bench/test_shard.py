@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from tests.conftest import ON_ONE_GPU
 
 from microparallel.bench.engine import transport_of
 from microparallel.bench.settings import ShardSettings
@@ -171,3 +172,34 @@ def test_the_report_works_everything_out():
     assert (model["none_to_itself"], model["torch_zero_to_itself"]) == pytest.approx((1.1, 1.05))
     assert model["torch_fsdp_to_itself"] == pytest.approx(1.1)
     assert report.notes == []
+
+
+# ── on a GPU ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@ON_ONE_GPU
+@pytest.mark.timeout(300)
+def test_on_a_gpu_everything_is_measured_that_torch_does_not_refuse(warm_ranks):
+    settings = dataclasses.replace(SMALL, models=("gpt-64",), dtype="bfloat16")
+    [(transport, measured, _), _] = warm_ranks.run(bench, 2, settings, transport="cuda", timeout=250)
+    assert transport == "cuda" and measured.wrong is None
+    [result] = measured.results
+    uses = {timing.method.name: timing.use for timing in result.timings}
+    refused = {reason.partition(":")[0] for reason in result.refused}
+    assert refused <= {"torch-fsdp"}  # gloo may not carry all that it asks of a GPU
+    assert uses.keys() | refused >= {*OURS, "torch-zero", "torch-zero on cuda", "torch-fsdp", "torch-fsdp on cuda"}
+    assert all(min(use.bytes) > 0 for name, use in uses.items() if not name.endswith(", again"))
+    assert report_on(measured).measurements.gpu.name
+
+
+def test_what_torch_refuses_is_left_out_and_named(pool):
+    """Made up: torch's fully_shard was refused."""
+    _, measured, _ = pool.run(bench, 2, dataclasses.replace(SMALL, models=("mlp-8",)))[0]
+    [result] = measured.results
+    kept = tuple(timing for timing in result.timings if not timing.method.name.startswith("torch-fsdp"))
+    left = dataclasses.replace(result, timings=kept, refused=("torch-fsdp: it cannot",))
+    report = report_on(dataclasses.replace(measured, results=(left,)))
+    assert "mlp-8: torch refuses torch-fsdp: it cannot" in report.notes
+    assert all(row.ratio_to_torch_fsdp is None for row in report.rows)
+    assert report.details()["models"][0]["torch_fsdp_to_itself"] is None
+    report.show()

@@ -87,3 +87,19 @@ def test_samples_to_learn_from_follow_the_same_rule_on_every_rank(name):
         means = torch.stack([inputs[targets == one].mean(0) for one in range(2)])
         nearest = (inputs[:, None] - means).norm(dim=2).argmin(1)
         assert (nearest == targets).float().mean() > 0.9
+
+
+def test_the_large_gpt_has_85_million_parameters_in_its_blocks():
+    subject = find_subject("gpt-85m")
+    with torch.device("meta"):
+        layers = subject.build().pipeline_layers()
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    assert sum(sizes[1:-1]) == pytest.approx(85e6, rel=0.002) and sum(sizes) < 86e6
+    assert subject.batch == 8 and find_subject("gpt-85m", 2).batch == 2
+    inputs, targets = subject.data(2)
+    assert inputs.shape == targets.shape == (2, 512)
+    assert (Size("gpt-85m").filled, Size("gpt-85m").layers) == ((12, 768, 32), 14)
+    with pytest.raises(ConfigError, match="--width 100: a head of gpt-85m takes 64 numbers; try 128"):
+        pipeline_subject(Size("gpt-85m", width=100))
+    with pytest.raises(ConfigError, match="nothing to learn"):
+        find_subject("gpt-85m", learnable=True)

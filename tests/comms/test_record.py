@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from tests.conftest import GpuPool
 from torch import nn
 from torch.nn.modules import module as torch_modules
 
@@ -35,11 +36,16 @@ def recorded_training(comms):
     return recorder.trace
 
 
+def doubt_of(pool):
+    """How far clocks may be apart on one machine: not at all, but for the time in which a GPU answers."""
+    return 1e-3 if isinstance(pool, GpuPool) else 0
+
+
 def test_a_data_parallel_program(any_pool):
     first, second = any_pool.run(recorded_training, 2, timeout=30)
     assert first == second  # every rank has all of it
     assert first.ranks == 2 and first.about == {"model": "small"} and first.steps == [0, 1]
-    assert first.clock_error == 0  # one machine, one clock
+    assert first.clock_error <= doubt_of(any_pool)  # one machine, one clock
     for rank, events in enumerate(first.by_rank):
         names = [event.name for event in events if event.computes]
         backward = [f"B{bucket}.{rank}" for bucket in (2, 1, 0)]  # one of each bucket

@@ -7,6 +7,7 @@ import blocks
 import comparing
 import pages
 import pytest
+import torch
 from blocks import Instead
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +128,9 @@ CHAOS = "microparallel chaos --faults 2 --kinds kill-rank,kill-launcher --seed 2
 TOO_LONG_IN_LESSONS = {
     CHAOS: Instead("it trains twice, in processes of its own; `make test-full` runs it as it stands, a guide in short"),
 }
+NEEDS_A_GPU = {"python examples/one_gpu.py": Instead("ranks that share a GPU need one")}
+LESSONS_ON_A_GPU = [page for page in PAGES if any(command in page.read_text() for command in NEEDS_A_GPU)]
+IN_LESSONS = TOO_LONG_IN_LESSONS | ({} if torch.cuda.is_available() else NEEDS_A_GPU)
 WITH_LONG_ONES = [page for page in PAGES if any(command in page.read_text() for command in TOO_LONG_IN_LESSONS)]
 
 
@@ -141,8 +145,15 @@ def troubles(page, forks, **options):
 @pytest.mark.timeout(MORE_TIME)
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT / "docs").with_suffix("")))
 def test_the_page_says_what_happens(page, forks):
-    found = troubles(page, forks, instead=TOO_LONG_IN_LESSONS)
+    found = troubles(page, forks, instead=IN_LESSONS)
     assert not found, f"{found}\n\nto write what it prints now: python docs/tools/blocks.py --write {page}"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="commands of lessons that need a GPU; run these tests on one")
+@pytest.mark.timeout(MORE_TIME)
+@pytest.mark.parametrize("page", LESSONS_ON_A_GPU, ids=lambda path: path.stem)
+def test_the_page_says_what_happens_on_a_gpu(page, forks):
+    assert not troubles(page, forks)
 
 
 @pytest.mark.slow
@@ -166,7 +177,7 @@ def test_the_guide_works_as_it_stands(page, forks):
 
 
 def test_what_is_replaced_is_in_a_guide():
-    for group, replaced in ((GUIDES, CANNOT | TOO_LONG), (PAGES, TOO_LONG_IN_LESSONS)):
+    for group, replaced in ((GUIDES, CANNOT | TOO_LONG), (PAGES, TOO_LONG_IN_LESSONS | NEEDS_A_GPU)):
         commands = {re.sub(r"\s+#.*$", "", step.command) for page in group for step in blocks.steps_of(page)}
         assert set(replaced) <= commands
 

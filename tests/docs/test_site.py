@@ -17,11 +17,11 @@ import microparallel as mp
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-TRACKS = ("data_parallel", "pipeline", "sharding", "fewer_bytes", "surviving", "seeing")
+TRACKS = ("data_parallel", "pipeline", "sharding", "fewer_bytes", "surviving", "one_gpu", "seeing")
 LESSONS = sorted(lesson for track in TRACKS for lesson in DOCS.glob(f"{track}/*.md"))
 PARTS = ["The picture", "The code", "Run it", "Try", "What goes wrong", "Exercise", "Quiz"]
 PREDICT_FIRST = ["Predict", "Attempt", "Reveal", "Run it", "Try", "What goes wrong", "Quiz"]
-PARTS_OF = dict.fromkeys(("sharding", "fewer_bytes", "surviving"), PREDICT_FIRST)
+PARTS_OF = dict.fromkeys(("sharding", "fewer_bytes", "surviving", "one_gpu"), PREDICT_FIRST)
 
 
 @pytest.mark.timeout(150)

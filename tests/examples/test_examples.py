@@ -28,6 +28,9 @@ SAME_BITS = "going on from step {}\n(.*\n)*conclusion: all weights are the same,
 LEFT_OUT = r"^conclusion: weights differ by up to \S+: something was not in the checkpoint$"
 SAVED = r"^conclusion: the saved model, whole in one process, has the pipeline's loss:\n"
 GPU = torch.cuda.is_available()
+WHERE_IT_LIES = (
+    r"^conclusion: where the tensor lies, by hand, it takes \d+\.\d+ of gloo's time,\n" if GPU else "torch sees no GPU"
+)
 
 # command as a learner types it → arguments that make it quick, exit code, what it says
 CALLS = {
@@ -68,6 +71,9 @@ CALLS = {
     "survive.py --every 10": ("--steps 5 --every 2 --kill 1:3", 0, SAME_BITS.format(2)),
     "survive.py --forget sampler": ("--steps 5 --kill 1:3", 0, LEFT_OUT),
     "survive.py --forget optimizer": ("--steps 5 --kill 1:3", 0, LEFT_OUT),
+    "one_gpu.py": ("--rounds 5", 0 if GPU else 1, WHERE_IT_LIES),
+    "one_gpu.py --ranks 4": ("--rounds 5", 0 if GPU else 1, WHERE_IT_LIES),
+    "one_gpu.py --size 0.004": ("--rounds 5", 0 if GPU else 1, WHERE_IT_LIES),
     "ping_pong.py": ("--rounds 5", 0, MESSAGE_COST),
     "ping_pong.py --rounds 100": ("--rounds 10", 0, MESSAGE_COST),
     "ping_pong.py --device cuda": ("--rounds 5", *((0, MESSAGE_COST) if GPU else (1, "torch sees no GPU"))),
@@ -80,6 +86,8 @@ WRONG_CALLS = {
     "hooks_demo.py --bucket 0": "above 0",
     "hooks_demo.py --link nan": "at least 0",
     "ping_pong.py --rounds 0": "at least 1",
+    "one_gpu.py --ranks 1": "at least 2",
+    "one_gpu.py --size nan": "from 0.001 to 4000",
     "survive.py --every 0": "at least 1",
     "pipeline_utilisation.py --batch 3": "4 micro-batches need a sample each",
     "pipeline_utilisation.py --play 0": "above 0 ms",

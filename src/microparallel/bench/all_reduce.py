@@ -12,12 +12,20 @@ there are more:
     shm, in place     the same, of a tensor that `comms.empty` made
     bound             no all-reduce: the bytes that one must touch, and nothing else (see `touch_ordinary`)
     bound, in place   the same, for a tensor in shared memory
+
+Where ranks share a GPU, each reads the others' tensors where they are, and there are:
+
+    torch on cuda     torch.distributed.all_reduce, with our backend beneath
+    torch on nccl     the same on NCCL, to which each rank says that it is on a host of its own
+    cuda              comms.all_reduce(tensor), with the algorithm that it chooses itself
+    bound             as above, on the GPU; all ranks share its time
+    torch, cuda again the same methods once more: how far they are from themselves is chance
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from microparallel.bench.engine import (
+    AGAIN,
     Call,
     Measured,
     Rounds,
@@ -37,8 +46,11 @@ from microparallel.bench.engine import (
     timed,
     torch_group,
     transport_of,
+    wait_for_gpu,
     where,
 )
+from microparallel.bench.gpu_use import gpu_of
+from microparallel.bench.other_groups import nccl_group
 from microparallel.bench.settings import AllReduceSettings, Progress
 from microparallel.collectives import all_reduce_program
 from microparallel.comms import Comms
@@ -48,10 +60,19 @@ from microparallel.text import show_size
 
 TORCH, ADD = "torch", "add"
 TORCH_ON_SHM, SHM, SHM_IN_PLACE = "torch on shm", "shm", "shm, in place"
+TORCH_ON_CUDA, TORCH_ON_NCCL, CUDA = "torch on cuda", "torch on nccl", "cuda"
 BOUND, BOUND_IN_PLACE = "bound", "bound, in place"
 
-# What limits each method that goes through shared memory.
-BOUNDS = {TORCH_ON_SHM: BOUND, SHM: BOUND, SHM_IN_PLACE: BOUND_IN_PLACE}
+# What limits each method that goes through memory which ranks share.
+BOUNDS = {
+    TORCH_ON_SHM: BOUND,
+    SHM: BOUND,
+    SHM_IN_PLACE: BOUND_IN_PLACE,
+    TORCH_ON_CUDA: BOUND,
+    CUDA: BOUND,
+    CUDA + AGAIN: BOUND,
+}
+_WARM_UP = {"cpu": 1, "cuda": 3}  # rounds: a GPU's memory is opened to other ranks when these first read it
 
 
 @dataclass(frozen=True)
@@ -70,6 +91,7 @@ class Measurements(Measured):
 
     dtype: str
     timings: tuple[Timing, ...]
+    without: str | None = None  # why NCCL was not measured, where it could have been
 
 
 def bench_all_reduce(comms: Comms, settings: AllReduceSettings, progress: Progress = lambda *_: None) -> Measurements:
@@ -83,7 +105,7 @@ def bench_all_reduce(comms: Comms, settings: AllReduceSettings, progress: Progre
     budget = TimeBudget(settings.seconds, len(sizes), settings.repeats)
     timings: list[Timing] = []
     wrong = None
-    with methods_for(comms, settings.algorithms) as methods:
+    with _nccl(comms, settings) as nccl, methods_for(comms, settings.algorithms, nccl) as methods:
         # The smallest of calls makes all connections: that may take seconds, and no size shall pay for it.
         rounds_of(comms, methods, Case(comms, dtype.itemsize, dtype)).warm_up()
         for size in sizes:
@@ -98,7 +120,9 @@ def bench_all_reduce(comms: Comms, settings: AllReduceSettings, progress: Progre
                 method, rank = rounds.wrong
                 wrong = Wrong(method.name, f"gave a wrong sum on rank {rank}, at {show_size(size)}")
                 break
-    return Measurements(*where(comms), settings.dtype, tuple(timings), wrong=wrong)
+        gpu = gpu_of(comms)
+    without = nccl if isinstance(nccl, str) else None
+    return Measurements(*where(comms), settings.dtype, tuple(timings), without, wrong=wrong, gpu=gpu)
 
 
 # ── tensors ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -152,7 +176,7 @@ def calls_in_a_row(size: int) -> int:
 def _pattern(rank: int, ranks: int) -> torch.Tensor:
     """Whole numbers of one rank, so small that the sum over all ranks is exact too."""
     generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, max(2, _EXACT // ranks), (_PERIOD,), generator=generator)
+    return torch.randint(0, max(2, _EXACT // ranks), (_PERIOD,), generator=generator, device="cpu")
 
 
 def _repeat(pattern: torch.Tensor, length: int) -> torch.Tensor:
@@ -191,7 +215,7 @@ class Method:
 
 def rounds_of(comms: Comms, methods: Sequence[Method], case: Case) -> Rounds[Method]:
     """Rounds in which each method is called on tensors of one size."""
-    return Rounds(comms, methods, partial(time_call, case=case))
+    return Rounds(comms, methods, partial(time_call, case=case), _WARM_UP[comms.device.type])
 
 
 def time_call(method: Method, case: Case) -> Call:
@@ -199,6 +223,8 @@ def time_call(method: Method, case: Case) -> Call:
     tensors = method.tensors_of(case)
     for tensor in tensors:
         case.refill(tensor)
+
+    wait_for_gpu(tensors[0].device)  # for the contributions
 
     def call_all() -> None:
         for tensor in tensors:
@@ -209,15 +235,27 @@ def time_call(method: Method, case: Case) -> Call:
     return replace(call, right=not method.sums or all(case.is_right(tensor) for tensor in tensors))
 
 
+def _nccl(comms: Comms, settings: AllReduceSettings) -> AbstractContextManager[dist.ProcessGroup | str | None]:
+    """NCCL's group, or why there is none; None where it is not wanted."""
+    wanted = settings.with_nccl and transport_of(comms) == "cuda" and comms.world_size > 1
+    return nccl_group(comms) if wanted else nullcontext()
+
+
 @contextmanager
-def methods_for(comms: Comms, algorithms: Sequence[str]) -> Iterator[list[Method]]:
+def methods_for(
+    comms: Comms, algorithms: Sequence[str], nccl: dist.ProcessGroup | str | None = None
+) -> Iterator[list[Method]]:
     """Everything to be timed in this world; the group of torch's own is closed at the end."""
     named = [algorithm_method(comms, name) for name in algorithms]
-    ours = _over_shared_memory(comms) if shares_memory(transport_of(comms)) else []
+    transport = transport_of(comms)
+    ours = _over_shared_memory(comms) if shares_memory(transport) else _on_one_gpu(comms) if transport == "cuda" else []
     with torch_group(comms) as group:
-        meet = partial(dist.all_reduce, torch.zeros(1), group=group) if ours else comms.barrier
+        meet = partial(dist.all_reduce, torch.zeros(1, device="cpu"), group=group) if ours else comms.barrier
         torchs = Method(TORCH, _run(partial(dist.all_reduce, group=group)), meet)
-        yield [torchs, *ours, *named, add_method(comms)]
+        others = [replace(torchs, name=TORCH + AGAIN)] if transport == "cuda" else []
+        if nccl is not None and not isinstance(nccl, str):
+            others.append(_nccl_method(comms, nccl))
+        yield [torchs, *others, *ours, *named, add_method(comms)]
 
 
 def algorithm_method(comms: Comms, name: str) -> Method:
@@ -244,6 +282,29 @@ def _over_shared_memory(comms: Comms) -> list[Method]:
         Method(BOUND_IN_PLACE, partial(touch_in_place, *place), comms.barrier, sums=False, alone=True),
     ]
     return [*ours, *bounds]
+
+
+def _on_one_gpu(comms: Comms) -> list[Method]:
+    """Where every rank reads the others' tensors where they are, a tensor is in place wherever it is."""
+    ours = [
+        Method(TORCH_ON_CUDA, _run(partial(dist.all_reduce, group=comms.process_group)), comms.barrier),
+        Method(CUDA, _run(comms.all_reduce), comms.barrier),
+        Method(CUDA + AGAIN, _run(comms.all_reduce), comms.barrier),
+    ]
+    if comms.world_size == 1:
+        return ours
+    touch = partial(touch_in_place, comms.rank, comms.world_size)
+    return [*ours, Method(BOUND, touch, comms.barrier, sums=False, alone=True)]
+
+
+def _nccl_method(comms: Comms, group: dist.ProcessGroup) -> Method:
+    token = torch.zeros(1, device=comms.device)
+
+    def meet() -> None:
+        dist.all_reduce(token, group=group)
+        wait_for_gpu(comms.device)
+
+    return Method(TORCH_ON_NCCL, _run(partial(dist.all_reduce, group=group)), meet)
 
 
 def _run(all_reduce: Callable[[torch.Tensor], object]) -> Action:

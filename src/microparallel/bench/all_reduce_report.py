@@ -12,9 +12,20 @@ from rich.console import Console
 from rich.table import Table
 
 from microparallel.bench import report
-from microparallel.bench.all_reduce import ADD, BOUNDS, TORCH, TORCH_ON_SHM, Measurements, Timing, calls_in_a_row
+from microparallel.bench.all_reduce import (
+    ADD,
+    BOUNDS,
+    CUDA,
+    TORCH,
+    TORCH_ON_CUDA,
+    TORCH_ON_NCCL,
+    TORCH_ON_SHM,
+    Measurements,
+    Timing,
+    calls_in_a_row,
+)
 from microparallel.bench.chart import Line, Panel, Point, draw_chart
-from microparallel.bench.engine import FEWEST_REPEATS, shares_memory
+from microparallel.bench.engine import AGAIN, FEWEST_REPEATS, has_gloo_beside
 from microparallel.bench.messages import MessageCosts, fit_messages, typical_factor
 from microparallel.bench.report import Column, cores_are_shared, fitting, legend, make_table, show_quartiles, spread
 from microparallel.collectives import ALL_REDUCES, all_reduce_program
@@ -90,7 +101,8 @@ class Report(report.Report[Measurements]):
 
     def columns(self, width: int) -> list[Column[Row]]:
         """The columns that a terminal of this width has room for."""
-        return fitting(_COLUMNS, [*self.rows, *self.bounds], width, _GAP)
+        columns = [_on_a_gpu(one) for one in _COLUMNS] if self.measurements.transport == "cuda" else _COLUMNS
+        return fitting(columns, [*self.rows, *self.bounds], width, _GAP)
 
     def table(self, width: int) -> Table:
         """One row for each method, under a heading for each size; the fastest is green, what limits it is dim."""
@@ -109,7 +121,7 @@ class Report(report.Report[Measurements]):
 
     def _in_order(self) -> list[Row]:
         """Size by size: torch's own, and what goes through shared memory; the bounds of that; the algorithms."""
-        order = [TORCH, *BOUNDS, *dict.fromkeys(BOUNDS.values())]
+        order = [TORCH, TORCH + AGAIN, TORCH_ON_NCCL, *BOUNDS, *dict.fromkeys(BOUNDS.values())]
         place = {method: index for index, method in enumerate(order)}
         return sorted([*self.rows, *self.bounds], key=lambda row: (row.size, place.get(row.algorithm, len(order))))
 
@@ -165,7 +177,7 @@ def _row(timing: Timing, measurements: Measurements, costs: MessageCosts | None)
     size, calls = timing.size, timing.seconds
     row = Row(
         algorithm=timing.method,
-        label="torch on gloo" if timing.method == TORCH and shares_memory(measurements.transport) else timing.method,
+        label=_label(timing.method, measurements.transport),
         size=size,
         repeats=len(calls),
         calls=calls,
@@ -181,6 +193,14 @@ def _row(timing: Timing, measurements: Measurements, costs: MessageCosts | None)
             predicted_seconds=None if costs is None else costs.predict(program, size),
         )
     return _with_times(row, measurements) if calls else row
+
+
+def _label(method: str, transport: str) -> str:
+    """What people read: torch's own is on gloo where ours share memory."""
+    plain = method.removesuffix(AGAIN)
+    if plain != TORCH or not has_gloo_beside(transport):
+        return method
+    return "torch on gloo" + method.removeprefix(plain)
 
 
 def _with_times(row: Row, measurements: Measurements) -> Row:
@@ -202,6 +222,8 @@ def _with_times(row: Row, measurements: Measurements) -> Row:
 
 def _notes(measurements: Measurements, rows: list[Row], costs: MessageCosts | None) -> list[str]:
     notes = [f"{row.label} at {show_size(row.size)} was left out: {row.left_out}" for row in rows if row.left_out]
+    if measurements.without is not None:
+        notes.append(f"{TORCH_ON_NCCL} was left out: {measurements.without}")
     for size, same_size in groupby(rows, key=lambda row: row.size):
         notes += _few_calls(show_size(size), list(same_size))
     of_model = "the algorithms, and the model behind the predictions gives each rank a core of its own"
@@ -291,6 +313,20 @@ _COLUMNS: list[Column[Row]] = [
 ]
 
 
+def _on_a_gpu(column: Column[Row]) -> Column[Row]:
+    """The same column, with words for what is measured on a GPU."""
+    if column.heading == "÷torch":
+        return replace(column, also={"again": "the same method once more: its ratio to itself is chance"})
+    if column.heading != "of bound":
+        return column
+    words = {
+        "bound": "what the GPU allows: each rank, by itself, adds and copies what cuda must",
+        "cuda": "comms.all_reduce: ranks read each other's tensors on the GPU",
+        "nccl": "each rank told NCCL that it is on a host of its own (NCCL_HOSTID)",
+    }
+    return replace(column, meaning="bound ÷ time: the share of the memory's bandwidth that is reached", also=words)
+
+
 def _calls(repeats: int, in_a_row: int) -> str:
     return count(repeats, "call") if in_a_row == 1 else f"{repeats} × {count(in_a_row, 'call')}"
 
@@ -333,7 +369,11 @@ def _times(rows: Sequence[Row]) -> Line:
         points,
         predicted=[(row.size, row.predicted_seconds) for row in rows if row.predicted_seconds],
         # Those of one kind have one bound, which is drawn once.
-        bound=[(row.size, row.bound_seconds) for row in rows if row.bound_seconds and algorithm != TORCH_ON_SHM],
+        bound=[
+            (row.size, row.bound_seconds)
+            for row in rows
+            if row.bound_seconds and algorithm not in (TORCH_ON_SHM, TORCH_ON_CUDA, CUDA + AGAIN)
+        ],
         emphasised=algorithm == TORCH,
         strong=algorithm in BOUNDS,
     )

@@ -9,6 +9,8 @@ Each method trains a copy of its own of the same model:
     ddp               mp.DataParallel as it is by default (gradients that are kept stay), with buckets of several sizes
     torch-ddp         torch's DistributedDataParallel on gloo, with gradient_as_bucket_view=True
     torch-ddp on shm  the same on our backend, where ranks share memory
+    torch-ddp on cuda the same where ranks share a GPU; there, ddp and torch-ddp are measured twice: what lies between
+                      a method and itself is chance
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -26,6 +29,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from microparallel.bench.engine import (
+    AGAIN,
     Measured,
     TimeBudget,
     Wrong,
@@ -34,9 +38,11 @@ from microparallel.bench.engine import (
     require_memory,
     step_rounds,
     torch_group,
+    transport_of,
     where,
     write_traces,
 )
+from microparallel.bench.gpu_use import GpuUse, gpu_of, use_of
 from microparallel.bench.settings import DataParallelSettings, Progress
 from microparallel.bench.subjects import Batch, Subject, bytes_of, find_subject, to_device
 from microparallel.comms import Comms
@@ -60,7 +66,10 @@ class Method:
     @property
     def label(self) -> str:
         """Its name in the table, where all sizes stand side by side."""
-        return self.name if self.bucket_cap_mb is None else f"{self.name}, {self.bucket_cap_mb:g} MB"
+        if self.bucket_cap_mb is None:
+            return self.name
+        name = self.name.removesuffix(AGAIN)
+        return f"{name}, {self.bucket_cap_mb:g} MB{self.name.removeprefix(name)}"
 
     @property
     def synchronises(self) -> bool:
@@ -75,6 +84,7 @@ class Timing:
     method: Method
     seconds: tuple[float, ...]
     apart: float  # from torch's DDP at the end, as a part of the way that one has come
+    use: GpuUse | None = None  # what it takes of the GPU
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,8 @@ def bench_data_parallel(
             gc.collect()  # modules and their hooks hold each other; the next model shall have the memory
             if wrong is not None:
                 break
-    return Measurements(*where(comms), tuple(results), wrong=wrong)
+        gpu = gpu_of(comms)
+    return Measurements(*where(comms), tuple(results), wrong=wrong, dtype_of_model=settings.dtype, gpu=gpu)
 
 
 def _bench_model(
@@ -131,16 +142,17 @@ def _bench_model(
     progress: Callable[[float, int], None],
 ) -> tuple[Result, Wrong | None, float]:
     """All methods on one model: what was measured, a wrong result, and how many seconds it took."""
-    start = subject.model().to(comms.device)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    start = subject.model().to(comms.device, dtype)
     size = bytes_of(start)
-    methods = methods_of(settings.methods, settings.buckets_mb, size)
+    methods = methods_of(settings.methods, settings.buckets_mb, size, twice=transport_of(comms) == "cuda")
     require_memory(
         comms,
         count_ranks_here() * len(methods) * _COPIES * size,
         f"{subject.name}: {len(methods)} copies of it on every rank",
         "choose fewer --methods or --buckets, or a smaller model",
     )
-    batch = to_device(subject.on_rank(comms.rank), comms.device)
+    batch = to_device(subject.on_rank(comms.rank), comms.device, dtype)
     replicas = [Replica(method, start, batch, comms, group) for method in methods]
     rounds = step_rounds(comms, replicas)
     rounds.fill(TimeBudget(seconds, repeats=settings.steps), progress)
@@ -152,14 +164,24 @@ def _bench_model(
         TORCH_DDP,
         lambda method, model, samples: Replica(method, model, samples, comms, group),
     )
-    timings = [Timing(one.method, tuple(rounds.seconds[one]), apart[one.method]) for one in replicas]
-    result = Result(subject.name, subject.text, subject.batch, size, 2 * rounds.rounds, tuple(timings), again)
     wrong = find_wrong(subject.name, replicas, apart, comms)
     if settings.trace is not None:
         write_traces(comms, {f"{subject.name} {one.method.label}": one for one in replicas}, settings.trace)
     for one in replicas:
         one.close()
-    return result, wrong, rounds.spent
+    seconds_of = {one.method: tuple(rounds.seconds[one]) for one in replicas}
+    steps, spent = 2 * rounds.rounds, rounds.spent
+    del one, replicas, rounds  # where memory is counted, each method is alone
+
+    def use(method: Method) -> GpuUse | None:
+        if method.name.endswith(AGAIN):
+            return None
+        seconds = statistics.median(seconds_of[method])
+        return use_of(comms, lambda: Replica(method, start, batch, comms, group), seconds)
+
+    timings = [Timing(method, seconds_of[method], apart[method], use(method)) for method in methods]
+    result = Result(subject.name, subject.text, subject.batch, size, steps, tuple(timings), again)
+    return result, wrong, spent
 
 
 # ── methods ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -202,7 +224,7 @@ class Replica:
         def backward(model: nn.Module) -> Callable[[], object]:
             return lambda: mean_loss(model, inputs, targets).backward()  # type: ignore[no-untyped-call]
 
-        match self.method.name:
+        match self.method.name.removesuffix(AGAIN):
             case "none":
                 return backward(self.model)
             case "naive":
@@ -217,16 +239,25 @@ class Replica:
                 return backward(DistributedDataParallel(self.model, process_group=torchs, gradient_as_bucket_view=True))
 
 
-def methods_of(names: tuple[str, ...], buckets_mb: tuple[float, ...], gradient_bytes: int) -> list[Method]:
+def methods_of(
+    names: tuple[str, ...], buckets_mb: tuple[float, ...], gradient_bytes: int, *, twice: bool = False
+) -> list[Method]:
     """The named methods for a model with so many bytes of gradients, between what they are compared with.
 
-    Buckets that hold the whole model are all alike, so only the smallest of those is tried.
+    Buckets that hold the whole model are all alike, so only the smallest of those is tried. With `twice`, ddp and
+    torch-ddp are there once more.
     """
     methods = [Method(NONE)]
     for name in names:
         sizes = _different(buckets_mb, gradient_bytes) if name == DDP else [None]
         methods += [Method(name, size) for size in sizes]
-    return [*methods, Method(TORCH_DDP)]
+    again = [next(one for one in methods if one.name == DDP)] if twice and DDP in names else []
+    return [
+        *methods,
+        Method(TORCH_DDP),
+        *(Method(one.name + AGAIN, one.bucket_cap_mb) for one in again),
+        *([Method(TORCH_DDP + AGAIN)] if twice else []),
+    ]
 
 
 def _different(buckets_mb: tuple[float, ...], gradient_bytes: int) -> list[float]:

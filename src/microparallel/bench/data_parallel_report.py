@@ -11,12 +11,14 @@ from rich.table import Table
 
 from microparallel.bench import report
 from microparallel.bench.data_parallel import DDP, NONE, TORCH_DDP, Measurements, Result, Timing
+from microparallel.bench.gpu_use import GpuUse
 from microparallel.bench.report import (
     Column,
     Times,
     compared_in_float64,
     cores_are_shared,
     few_steps,
+    gpu_columns,
     legend,
     make_table,
     times_of,
@@ -36,6 +38,7 @@ class Row(Times):
     ratio_to_none: float
     ratio_to_torch_ddp: float
     apart_from_torch_ddp: float  # at the end, as a part of the way that one has come
+    use: GpuUse | None = None  # what the method takes of the GPU
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ class Report(report.Report[Measurements]):
 
     def _columns(self) -> list[Column[Row]]:
         longest = max(len(f" {row.label}") for row in self.rows)
-        return [Column("method", lambda row: f" {row.label}", width=longest, on_the_left=True), *_COLUMNS]
+        name: Column[Row] = Column("method", lambda row: f" {row.label}", width=longest, on_the_left=True)
+        return [name, *_COLUMNS, *gpu_columns(self.rows)]
 
 
 def report_on(measurements: Measurements) -> Report:
@@ -107,7 +111,8 @@ def report_on(measurements: Measurements) -> Report:
     rows = [_row(timing, result) for result in results for timing in result.timings]
     best = {result.model: found for result in results if (found := _best_bucket(rows, result)) is not None}
     notes = [note for result in results for note in few_steps(result.model, len(result.timings[0].seconds))]
-    notes += [note for result in results for note in compared_in_float64(result.model, result.in_float64)]
+    dtype = measurements.dtype_of_model
+    notes += [note for result in results for note in compared_in_float64(result.model, result.in_float64, dtype)]
     return Report(measurements, notes + cores_are_shared(measurements), rows, best)
 
 
@@ -123,6 +128,7 @@ def _row(timing: Timing, result: Result) -> Row:
         ratio_to_none=seconds / medians[NONE],
         ratio_to_torch_ddp=seconds / medians[TORCH_DDP],
         apart_from_torch_ddp=timing.apart,
+        use=timing.use,
         **times_of(timing.seconds),
     )
 

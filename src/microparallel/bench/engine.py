@@ -27,6 +27,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
+from microparallel.bench.gpu_use import Gpu
 from microparallel.comms import Comms
 from microparallel.comms.record import Recorder
 from microparallel.errors import UsageError
@@ -57,9 +58,11 @@ class Measured:
         ranks: how many took part.
         ranks_here: how many of them run on this machine.
         cores: of this machine, as far as this process may use them.
-        transport: "shm", "shm+gloo", "nccl" or "gloo".
+        transport: "shm", "shm+gloo", "cuda", "nccl" or "gloo".
         device: "cpu" or "cuda".
         wrong: the first wrong result, which ended the run.
+        dtype_of_model: of weights, gradients and activations.
+        gpu: what was seen of the GPU, where the ranks compute on one.
     """
 
     ranks: int
@@ -68,11 +71,13 @@ class Measured:
     transport: str
     device: str
     wrong: Wrong | None = field(default=None, kw_only=True)
+    dtype_of_model: str = field(default="float32", kw_only=True)
+    gpu: Gpu | None = field(default=None, kw_only=True)
 
     @property
     def torch_group(self) -> str:
         """What torch's own talks through: where our ranks share memory, it runs on gloo beside."""
-        return "gloo" if shares_memory(self.transport) else self.transport
+        return "gloo" if has_gloo_beside(self.transport) else self.transport
 
 
 def where(comms: Comms) -> tuple[int, int, int, str, str]:
@@ -86,13 +91,18 @@ def count_ranks_here() -> int:
 
 
 def transport_of(comms: Comms) -> str:
-    """The transport between these ranks: "shm", "shm+gloo", "nccl" or "gloo"."""
+    """The transport between these ranks: "shm", "shm+gloo", "cuda", "nccl" or "gloo"."""
     return comms.transport_name.partition(":")[0]
 
 
 def shares_memory(transport: str) -> bool:
-    """Whether our collectives run in shared memory, at least inside of hosts, and torch's own on gloo beside them."""
+    """Whether our collectives run in shared memory of the CPU, at least inside of hosts."""
     return transport in ("shm", MIXED)
+
+
+def has_gloo_beside(transport: str) -> bool:
+    """Whether our collectives run in memory that ranks share, the CPU's or a GPU's, and torch's own on gloo beside."""
+    return shares_memory(transport) or transport == "cuda"
 
 
 # ── how long to measure ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -278,11 +288,15 @@ class Rounds(Generic[C]):
 
 
 def timed(work: Callable[[], object], device: torch.device, calls: int = 1) -> Call:
-    """Do some work, which is so many calls, and time it on this rank; the clock stops when the GPU is done."""
+    """Do some work, which is so many calls, and time it on this rank; the clock stops when the GPU is done.
+
+    A core that waits for a GPU counts as idle: what all ranks compute there takes no core's time.
+    """
     begun, busy_before = time.perf_counter(), time.process_time()
     work()
     wait_for_gpu(device)
-    return Call((time.perf_counter() - begun) / calls, (time.process_time() - busy_before) / calls)
+    busy = 0.0 if device.type == "cuda" else time.process_time() - busy_before
+    return Call((time.perf_counter() - begun) / calls, busy / calls)
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
@@ -369,9 +383,16 @@ def write_traces(comms: Comms, steppers: Mapping[str, Stepper], folder: str) -> 
 # ── memory, and the group of torch's own ────────────────────────────────────────────────────────────────────────────
 
 
+AGAIN = ", again"  # the same method once more: what lies between a method and itself is chance
+
+
 def free_memory(comms: Comms) -> float:
-    """Free bytes of main memory, on the machine that has least; infinite where no machine says. All ranks call this."""
-    free = available_memory()
+    """Free bytes where the ranks' tensors are, on the machine that has least; all ranks call this.
+
+    That is the memory of the GPU which all share, or else main memory; infinite where no machine says.
+    """
+    on_one_gpu = transport_of(comms) == "cuda"
+    free = torch.cuda.mem_get_info(comms.device)[0] if on_one_gpu else available_memory()
     [shortage] = largest(comms, [-math.inf if free is None else -free])
     return -shortage
 
@@ -386,14 +407,14 @@ def require_memory(comms: Comms, need: float, what: str, advice: str) -> None:
         advice: what to do about it, for the error message.
     """
     free = free_memory(comms)
-    if comms.device.type == "cpu" and need > free:
+    if (comms.device.type == "cpu" or transport_of(comms) == "cuda") and need > free:
         raise UsageError(f"{what} need {show_size(need)} of memory, and {show_size(free)} are free; {advice}")
 
 
 @contextmanager
 def torch_group(comms: Comms) -> Iterator[dist.ProcessGroup]:
     """The group that torch's own talks through: beside shared memory one on gloo, elsewhere the world's own."""
-    if not shares_memory(transport_of(comms)):
+    if not has_gloo_beside(transport_of(comms)):
         yield comms.process_group
         return
     ranks = dist.get_process_group_ranks(comms.process_group)

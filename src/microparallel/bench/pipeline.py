@@ -14,6 +14,9 @@
 Both have the same layers on the same ranks: torch's stages are copies of ours. All of them take turns step by step, and
 so do the stages' computations by themselves (`pipeline_costs`). After some of the timed steps one more is traced: what
 each rank did when. In the end one step more is watched for its memory.
+
+On a GPU that ranks share, torch's messages go through main memory by gloo (`StagedGloo`), and the first schedule that
+torch has runs twice there, by torch and by us: what lies between a method and itself is chance.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import copy
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +34,7 @@ from torch import nn
 from torch.distributed import pipelining
 
 from microparallel.bench.engine import (
+    AGAIN,
     Measured,
     TimeBudget,
     Wrong,
@@ -43,6 +47,8 @@ from microparallel.bench.engine import (
     where,
     write_traces,
 )
+from microparallel.bench.gpu_use import GpuUse, gpu_of, use_of
+from microparallel.bench.other_groups import staged_gloo
 from microparallel.bench.pipeline_costs import SavedBytes, StagesAlone, StageTimes, kinds_in
 from microparallel.bench.settings import PipelineSettings, Progress
 from microparallel.bench.subjects import Batch, bytes_of, describe, pipeline_subject, to_device
@@ -73,11 +79,13 @@ class Method:
 
     schedule: str
     by_torch: bool = False
+    again: bool = False
 
     @property
     def label(self) -> str:
         """Its name where it stands alone."""
-        return f"torch's {TORCH_SCHEDULES[self.schedule]}" if self.by_torch else self.schedule
+        name = f"torch's {TORCH_SCHEDULES[self.schedule]}" if self.by_torch else self.schedule
+        return name + AGAIN * self.again
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ class Timing:
     seconds: tuple[float, ...]
     saved_bytes: tuple[int, ...]  # for backward: the most at once, of each rank
     apart: Apart
+    use: GpuUse | None = None  # what it takes of the GPU
 
 
 @dataclass(frozen=True)
@@ -111,12 +120,14 @@ class Measurements(Measured):
     timings: tuple[Timing, ...]
     traced: dict[str, TracedSteps]  # by schedule
     refused: dict[str, str]  # what torch would not do, by schedule
+    in_float64: tuple[str, ...] = ()  # methods that rounding led elsewhere: these were compared without it
 
 
 def bench_pipelines(comms: Comms, settings: PipelineSettings, progress: Progress = lambda *_: None) -> Measurements:
     """Measure all schedules; every rank calls this, and all get the same numbers."""
     subject = pipeline_subject(settings)
-    with torch_group(comms) as group:
+    sends_from_gpu = comms.device.type == "cpu" or transport_of(comms) == "nccl"
+    with torch_group(comms) if sends_from_gpu else staged_gloo(comms) as group:
         bench = _Bench(comms, settings, group)
         budget = TimeBudget(settings.seconds, repeats=settings.steps)
         bench.rounds.fill(budget, lambda part, steps: progress(part, subject.name, steps))
@@ -124,6 +135,8 @@ def bench_pipelines(comms: Comms, settings: PipelineSettings, progress: Progress
         traced = bench.traced()
         if settings.trace is not None:
             write_traces(comms, {one.method.label: one for one in bench.contenders}, settings.trace)
+        timings = bench.with_use(timings)
+        gpu = gpu_of(comms)
     wrong = [
         Wrong(timing.method.label, f"computed something wrong: {problem}")
         for timing in timings
@@ -137,7 +150,10 @@ def bench_pipelines(comms: Comms, settings: PipelineSettings, progress: Progress
         timings,
         traced,
         bench.refused,
+        tuple(bench.in_float64),
         wrong=wrong[0] if wrong else None,
+        dtype_of_model=settings.dtype,
+        gpu=gpu,
     )
 
 
@@ -148,11 +164,13 @@ class _Bench:
         contenders: our pipelines, and torch's after them.
         rounds: in which they take turns, and the stages' computations with them.
         refused: why torch does not do a schedule, by its name.
+        in_float64: the methods that were compared once more without rounding.
     """
 
     def __init__(self, comms: Comms, settings: PipelineSettings, group: dist.ProcessGroup) -> None:
         subject = pipeline_subject(settings)
-        model = subject.model().to(comms.device)
+        dtype: torch.dtype = getattr(torch, settings.dtype)
+        model = subject.model().to(comms.device, dtype)
         schedules = len(settings.schedules)
         # All ranks together hold each schedule's model once, ours, torch's and for the computations alone; while a
         # pipeline is built, every rank holds the whole model twice.
@@ -162,15 +180,20 @@ class _Bench:
             f"{schedules} schedules of this model",
             "choose fewer --schedules, or a smaller --width or --depth",
         )
-        batch = to_device(subject.on_rank(0), comms.device)  # all ranks work on the same samples
+        batch = to_device(subject.on_rank(0), comms.device, dtype)  # all ranks work on the same samples
         count = settings.microbatches
         self._comms = comms
+        self._given = model, batch, count, group
         self._single = SingleProcess(model, batch)
+        self._exact: SingleProcess | None = None
         self.refused: dict[str, str] = {}
+        self.in_float64: list[str] = []
         self._ours = [OurPipeline(name, model, batch, count, comms) for name in settings.schedules]
         self.contenders: list[OurPipeline | TorchPipeline] = [*self._ours]
         for ours in self._ours if settings.with_torch else ():
             self._add_torchs(ours, batch, count, group)
+        if transport_of(comms) == "cuda":
+            self._add_again()
         self._alone = stages_alone(self._ours, model, batch, count)
         self._traces: dict[OurPipeline, list[Trace]] = {ours: [] for ours in self._ours}
         self.rounds = step_rounds(comms, [*self.contenders, *self._alone.values()], self._after_each)
@@ -182,18 +205,31 @@ class _Bench:
         if len(batch[0]) % count:
             self.refused[schedule] = "its micro-batches must be of one size, and these are not"
             return
-        if self._comms.device.type == "cuda" and transport_of(self._comms) != "nccl":
-            self.refused[schedule] = "between GPUs it needs nccl, and gloo sends from main memory alone"
-            return
         try:
             self.contenders.append(TorchPipeline(ours, batch, count, group))
         except TorchRefuses as error:
             self.refused[schedule] = str(error)
 
+    def _add_again(self) -> None:
+        """Once more the first schedule that both have: its ratio to itself is chance."""
+        torchs = next((one for one in self.contenders if one.method.by_torch), None)
+        schedule = self._ours[0].method.schedule if torchs is None else torchs.method.schedule
+        for method in (Method(schedule, again=True), *([replace(torchs.method, again=True)] if torchs else [])):
+            self.contenders.append(self._make(method, *self._given))
+
+    def _make(
+        self, method: Method, model: nn.Module, batch: Batch, count: int, group: dist.ProcessGroup
+    ) -> OurPipeline | TorchPipeline:
+        """A method's copy of a model; every rank calls this."""
+        ours = OurPipeline(method.schedule, model, batch, count, self._comms)
+        made = TorchPipeline(ours, batch, count, group) if method.by_torch else ours
+        made.method = method
+        return made
+
     def _after_each(self, stepper: OurPipeline | TorchPipeline | StagesAlone) -> None:
         if isinstance(stepper, StagesAlone):
             stepper.keep()
-        elif isinstance(stepper, OurPipeline) and len(self._traces[stepper]) < _TRACED:
+        elif isinstance(stepper, OurPipeline) and len(self._traces.get(stepper, [None] * _TRACED)) < _TRACED:
             self._traces[stepper].append(stepper.traced_step())
 
     def timings(self) -> tuple[Timing, ...]:
@@ -201,11 +237,37 @@ class _Bench:
         found = []
         for contender in self.contenders:
             apart = self._single.compare(contender, self._comms)  # what a timed step left
+            if apart.problem and math.isfinite(apart.loss) and math.isfinite(apart.gradient):
+                apart = self._without_rounding(contender.method)
             with SavedBytes(contender.parameters.values()) as saved:
                 contender.step()
             seconds = tuple(self.rounds.seconds[contender])
             found.append(Timing(contender.method, seconds, self._of_each_rank(saved.most), apart))
         return tuple(found)
+
+    def _without_rounding(self, method: Method) -> Apart:
+        """Do a step in float64 with a method that is too far from a single process; every rank calls this."""
+        model, (inputs, targets), count, group = self._given
+        exact = copy.deepcopy(model).double()
+        batch = to_device((inputs, targets), inputs.device, torch.float64)
+        if self._exact is None:
+            self._exact = SingleProcess(exact, batch)
+        made = self._make(method, exact, batch, count, group)
+        made.step()
+        self.in_float64.append(method.label)
+        return self._exact.compare(made, self._comms)
+
+    def with_use(self, timings: Sequence[Timing]) -> tuple[Timing, ...]:
+        """The same timings, with what each method takes of the GPU: the last thing to be done here."""
+        if self._comms.device.type == "cpu":
+            return tuple(timings)
+        self.contenders, self._ours, self._traces, self._alone = [], [], {}, {}
+        del self.rounds
+        return tuple(one if one.method.again else replace(one, use=self._use(one)) for one in timings)
+
+    def _use(self, timing: Timing) -> GpuUse | None:
+        seconds = statistics.median(timing.seconds)
+        return use_of(self._comms, lambda: self._make(timing.method, *self._given), seconds)
 
     def traced(self) -> dict[str, TracedSteps]:
         """What the traces of our schedules show."""

@@ -10,13 +10,17 @@ from rich.console import Console
 from rich.table import Table
 
 from microparallel.bench import report
+from microparallel.bench.engine import AGAIN
+from microparallel.bench.gpu_use import GpuUse
 from microparallel.bench.pipeline import Measurements, Timing
 from microparallel.bench.report import (
     Column,
     Times,
+    compared_in_float64,
     cores_are_shared,
     few_steps,
     fitting,
+    gpu_columns,
     legend,
     make_table,
     say,
@@ -47,6 +51,8 @@ class Row(Times):
     shares: tuple[Shares, ...] | None  # of each rank
     loss_apart: float  # from that of a single process
     gradient_apart: float
+    again: bool = False  # the same method once more
+    use: GpuUse | None = None  # what the method takes of the GPU
 
 
 @dataclass(frozen=True)
@@ -101,10 +107,10 @@ class Report(report.Report[Measurements]):
 
     def table(self, width: int) -> Table:
         """One row for each schedule, torch's below ours; our fastest one is green."""
-        fastest = min(row.seconds for row in self.rows if not row.by_torch)
+        fastest = min(row.seconds for row in self.rows if not row.by_torch and not row.again)
 
         def style(row: Row) -> str | None:
-            return "dim" if row.by_torch else "green" if row.seconds == fastest else None
+            return "dim" if row.by_torch or row.again else "green" if row.seconds == fastest else None
 
         return make_table(self._columns(width), self.rows, style)
 
@@ -113,7 +119,7 @@ class Report(report.Report[Measurements]):
         return legend(self._columns(width), group=self.measurements.torch_group)
 
     def _columns(self, width: int) -> list[Column[Row]]:
-        shown = fitting(_COLUMNS, self.rows, width)
+        shown = fitting([*_COLUMNS, *gpu_columns(self.rows)], self.rows, width)
         if all(column.heading != "ideal" for column in shown):  # then another column explains what that is
             shown = [replace(one, meaning=_OVER_IDEAL) if one.heading == "÷ideal" else one for one in shown]
         return shown
@@ -159,9 +165,12 @@ def report_on(measurements: Measurements) -> Report:
     """Work out everything that follows from what was measured."""
     ideals = {schedule: _ideal_of(schedule, measurements) for schedule in measurements.traced}
     schedules = list(measurements.traced)
-    timings = sorted(measurements.timings, key=lambda one: (schedules.index(one.method.schedule), one.method.by_torch))
+    timings = sorted(
+        measurements.timings,
+        key=lambda one: (schedules.index(one.method.schedule), one.method.by_torch, one.method.again),
+    )
     rows = [_row(timing, ideals[timing.method.schedule], measurements) for timing in timings]
-    ours = {row.schedule: row for row in rows if not row.by_torch}
+    ours = {row.schedule: row for row in rows if not row.by_torch and not row.again}
     return Report(measurements, _notes(measurements, rows), rows, _formula(ours, measurements), _zero_bubble(ours))
 
 
@@ -176,7 +185,7 @@ def _row(timing: Timing, ideal: Trace, measurements: Measurements) -> Row:
     torchs = [
         statistics.median(other.seconds)
         for other in measurements.timings
-        if other.method.by_torch and other.method.schedule == method.schedule
+        if other.method.by_torch and not other.method.again and other.method.schedule == method.schedule
     ]
     seconds = statistics.median(timing.seconds)
     return Row(
@@ -194,6 +203,8 @@ def _row(timing: Timing, ideal: Trace, measurements: Measurements) -> Row:
         shares=None if method.by_torch else seen.shares,
         loss_apart=timing.apart.loss,
         gradient_apart=timing.apart.gradient,
+        again=method.again,
+        use=timing.use,
         **times_of(timing.seconds),
     )
 
@@ -223,6 +234,9 @@ def _notes(measurements: Measurements, rows: list[Row]) -> list[str]:
                 f"{row.schedule} held {row.activations} activations on its ranks, and its program "
                 f"{row.activations_of_program}"
             )
+    if measurements.device == "cuda" and measurements.torch_group == "gloo":
+        notes.append("gloo sends from main memory alone: torch's activations go through pinned copies there")
+    notes += compared_in_float64(measurements.model, measurements.in_float64, measurements.dtype_of_model)
     return notes + few_steps(measurements.model, rows[0].counted) + cores_are_shared(measurements)
 
 
@@ -234,8 +248,12 @@ the same run, put through the simulator with messages that take
 no time"""
 
 
+def _name(row: Row) -> str:
+    return (" torch" if row.by_torch else row.schedule) + AGAIN * row.again
+
+
 def _over_torch(row: Row) -> str:
-    return "" if row.by_torch else "–" if row.ratio_to_torch is None else f"{row.ratio_to_torch:.2f}"
+    return "" if row.by_torch and not row.again else "–" if row.ratio_to_torch is None else f"{row.ratio_to_torch:.2f}"
 
 
 def _shares(row: Row) -> str:
@@ -254,7 +272,7 @@ def _held(row: Row) -> str:
 
 
 _COLUMNS: list[Column[Row]] = [
-    Column("schedule", lambda row: " torch" if row.by_torch else row.schedule, width=11, on_the_left=True),
+    Column("schedule", _name, width=11, on_the_left=True),
     Column(
         "step",
         lambda row: show_seconds(row.seconds),

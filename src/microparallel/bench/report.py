@@ -10,7 +10,7 @@ import platform
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -22,7 +22,8 @@ from rich.text import Text
 
 from microparallel import __version__
 from microparallel.bench.engine import FEWEST_REPEATS, Measured
-from microparallel.text import count, show_number, time_unit
+from microparallel.bench.gpu_use import Gpu, WithUse, show_busy, show_bytes
+from microparallel.text import count, show_number, show_size, time_unit
 
 M = TypeVar("M", bound=Measured)
 R = TypeVar("R")
@@ -48,7 +49,7 @@ class Report(Generic[M]):
     @property
     def dtype(self) -> str:
         """Of the tensors that were sent."""
-        return "float32"
+        return self.measurements.dtype_of_model
 
     def details(self) -> dict[str, Any]:
         """What this benchmark adds to the JSON."""
@@ -66,6 +67,7 @@ class Report(Generic[M]):
             "ranks": measured.ranks,
             "transport": measured.transport,
             "device": measured.device,
+            "gpu": None if measured.gpu is None else asdict(measured.gpu),
             **self.details(),
             "notes": self.notes,
         }
@@ -80,10 +82,22 @@ class Report(Generic[M]):
             f", {where}, {self.dtype} on {measured.device}, torch {torch.__version__}",
             heading=self.title,
         )
+        for line in _gpu_lines(measured.gpu):
+            say(console, line)
         console.print()
         self.show_body(console)
         for note in self.notes:
             say(console, note, heading="!", indent=2)
+
+
+def _gpu_lines(gpu: Gpu | None) -> list[str]:
+    """Which GPU the ranks used, how they shared it, and what their processes have there."""
+    if gpu is None:
+        return []
+    shared = "it is not known whether with MPS" if gpu.mps is None else "with MPS" if gpu.mps else "without MPS"
+    known = ["–" if size is None else show_size(float(f"{size:.3g}")) for size in gpu.process_bytes]
+    memory = f"; by NVML, at the end the ranks' processes had {', '.join(known)}" if set(known) != {"–"} else ""
+    return [f"{gpu.name}, {shared}{memory}", *([f"({gpu.problem})"] if gpu.problem else [])]
 
 
 def machine(cores: int) -> dict[str, Any]:
@@ -105,11 +119,11 @@ def few_steps(model: str, counted: int) -> list[str]:
     return [f"{model}: {steps} of each method, so chance speaks loudly; more --seconds or --steps would help"]
 
 
-def compared_in_float64(model: str, methods: Sequence[str]) -> list[str]:
+def compared_in_float64(model: str, methods: Sequence[str], dtype: str = "float32") -> list[str]:
     """A remark where rounding led methods to other weights than the one they are compared with."""
     if not methods:
         return []
-    return [f"{model}: rounding led {', '.join(methods)} elsewhere in float32, so they were compared in float64"]
+    return [f"{model}: rounding led {', '.join(methods)} elsewhere in {dtype}, so they were compared in float64"]
 
 
 def cores_are_shared(measured: Measured, methods: str = "the methods") -> list[str]:
@@ -233,6 +247,21 @@ def make_table(
     for row in rows:
         table.add_row(*(one.cell(row) for one in columns), style=style(row))
     return table
+
+
+def gpu_columns(rows: Sequence[WithUse]) -> list[Column[Any]]:
+    """What each method takes of the GPU; nothing where ranks are on the CPU."""
+    if all(row.use is None for row in rows):
+        return []
+    return [
+        Column(
+            "memory",
+            show_bytes,
+            "the most that torch's tensors take in a step, on the rank that takes most; alone on the GPU",
+            width=8,
+        ),
+        Column("busy", show_busy, "the share of the time in which some kernel of some rank ran, by NVML", width=6),
+    ]
 
 
 def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

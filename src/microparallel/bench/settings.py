@@ -24,7 +24,10 @@ Progress = Callable[[float, str, int], None]  # is told the fraction done, what 
 HOW, WHAT = "How to measure", "What to measure"  # the headings of `--help`
 WIDEST = 2**14  # numbers that go into a layer
 
-DATA_PARALLEL = ("naive", "hooks", "buckets", "ddp", "torch-ddp on shm")
+LARGE = "gpt-85m"  # a model that gives a GPU something to do
+DTYPES = ("float32", "bfloat16")  # of models
+TORCH_DDP_ON_OURS = tuple(f"torch-ddp on {transport}" for transport in ("shm", "cuda"))  # our backend beneath torch's
+DATA_PARALLEL = ("naive", "hooks", "buckets", "ddp", *TORCH_DDP_ON_OURS)
 ALWAYS = ("none", "torch-ddp")  # are measured whether they are named or not
 PREDICTED_REPLICAS = ("naive", "ddp")
 PREDICTED = (*PREDICTED_REPLICAS, *(name for name in PIPELINES if name not in PREDICTED_REPLICAS))
@@ -164,6 +167,8 @@ class StepSettings(BenchSettings):
 class RecordedSettings(StepSettings):
     """How to measure training steps of which one can be recorded."""
 
+    dtype: str = setting("float32", "Of weights, gradients and activations: float32 or bfloat16.", WHAT, choices=DTYPES)
+
     trace: str | None = setting(
         None, "Record one more step of each, as Chrome traces (for Perfetto).", HOW, metavar="FOLDER"
     )
@@ -202,6 +207,13 @@ class AllReduceSettings(BenchSettings):
         parse=_parse_algorithms,
     )
     dtype: str = setting("float32", group=WHAT, choices=tuple(_BYTES))
+    with_nccl: bool = setting(
+        True,
+        "Where ranks share a GPU, measure NCCL, too, with a host's name of its own for each rank.",
+        WHAT,
+        shown="nccl",
+        flag="--nccl/--no-nccl",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -223,7 +235,7 @@ class DataParallelSettings(RecordedSettings):
     seconds: float = _seconds(120.0)
     models: tuple[str, ...] = setting(
         ("mlp-1024", "mlp-512", "mlp-128", "gpt"),
-        "mlp-WIDTH (16 layers), gpt, or gpt-WIDTH.",
+        f"mlp-WIDTH (16 layers), gpt, gpt-WIDTH, or {LARGE}.",
         WHAT,
         metavar="NAMES",
         parse=_parse_names,
@@ -232,7 +244,7 @@ class DataParallelSettings(RecordedSettings):
         None, "Samples a rank.", WHAT, shown="32; mlp-512 64, gpt 8", within=AT_LEAST_ONE, example=32
     )
     methods: tuple[str, ...] = setting(
-        DATA_PARALLEL[:-1],
+        DATA_PARALLEL[:4],
         f"Some of {', '.join(DATA_PARALLEL)}; {' and '.join(ALWAYS)} are always there.",
         WHAT,
         metavar="NAMES",
@@ -254,7 +266,11 @@ class ShardSettings(RecordedSettings):
 
     seconds: float = _seconds(150.0)
     models: tuple[str, ...] = setting(
-        ("mlp-1024", "gpt"), "mlp-WIDTH (16 layers), gpt, or gpt-WIDTH.", WHAT, metavar="NAMES", parse=_parse_names
+        ("mlp-1024", "gpt"),
+        f"mlp-WIDTH (16 layers), gpt, gpt-WIDTH, or {LARGE}.",
+        WHAT,
+        metavar="NAMES",
+        parse=_parse_names,
     )
     batch: int | None = setting(
         None, "Samples a rank.", WHAT, shown="32; mlp-512 64, gpt 8", within=AT_LEAST_ONE, example=32
@@ -298,7 +314,7 @@ class CompressSettings(StepSettings):
     train_steps: int = setting(150, "Steps of training after which the loss is taken.", WHAT, within=AT_LEAST_ONE)
 
 
-_USUAL = {"mlp": (16, 512, 256), "gpt": (8, 128, 16)}  # depth, width, samples in a batch
+_USUAL = {"mlp": (16, 512, 256), "gpt": (8, 128, 16), LARGE: (12, 768, 32)}  # depth, width, samples in a batch
 _DEPTHS, _WIDTHS, _BATCHES = ([f"{model} {usual[part]}" for model, usual in _USUAL.items()] for part in range(3))
 
 
@@ -338,7 +354,7 @@ class Size:
     @property
     def layers(self) -> int:
         """Between how many layers a pipeline may cut."""
-        return self.filled[0] + 2 * (self.model == "gpt")  # the embedding, and the head
+        return self.filled[0] + 2 * (self.model != "mlp")  # the embedding, and the head
 
     @property
     def filled(self) -> tuple[int, int, int]:
@@ -385,3 +401,30 @@ class PredictSettings(Size, StepSettings):
         parse=_parse_names_of(PREDICTED, "method"),
     )
     bucket_cap_mb: float = setting(4.0, "Size of ddp's buckets, in megabytes.", WHAT, within=POSITIVE)
+
+
+# ── on a GPU ────────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# What keeps some cores busy is nothing to a GPU: there, starting operations would be all that is measured.
+
+_ON_A_GPU: dict[type[BenchSettings], dict[str, Any]] = {
+    AllReduceSettings: {"algorithms": ()},
+    DataParallelSettings: {
+        "models": (LARGE,),
+        "dtype": "bfloat16",
+        "methods": ("ddp", "torch-ddp on cuda"),
+        "buckets_mb": (25.0, 100.0),
+    },
+    ShardSettings: {"models": (LARGE,), "dtype": "bfloat16"},
+    PipelineSettings: {"model": LARGE, "dtype": "bfloat16", "schedules": ("gpipe", "1f1b", "zb-h1")},
+}
+
+
+def with_usual(settings: type[BenchSettings], given: dict[str, Any]) -> dict[str, Any]:
+    """What was given, and with `--device cuda` what is usual there; a name that needs another transport is left out."""
+    if given.get("device") != "cuda":
+        return given
+    usual = dict(_ON_A_GPU[settings])
+    if given.get("transport", "auto") not in ("auto", "cuda") and "methods" in usual:
+        usual["methods"] = tuple(name for name in usual["methods"] if name not in TORCH_DDP_ON_OURS)
+    return usual | given

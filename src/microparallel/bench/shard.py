@@ -13,6 +13,8 @@ Each method trains a copy of its own of the same model, with AdamW:
     torch-fsdp              torch's fully_shard (FSDP2) on gloo, with the units of `shard parameters`
     torch-fsdp on shm       the same on our backend
 
+Where ranks share a GPU, our backend is called "on cuda". What torch refuses to do there on gloo is left out, and named.
+
 `none`, `torch-zero` and `torch-fsdp`, to which the others are compared, run twice: what lies between a method and
 itself is chance.
 """
@@ -24,7 +26,7 @@ import gc
 import statistics
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -38,19 +40,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from microparallel.bench.data_parallel import Method, differences, find_wrong, without_rounding
 from microparallel.bench.engine import (
+    AGAIN,
     Measured,
     TimeBudget,
     Wrong,
     count_ranks_here,
+    has_gloo_beside,
     largest,
     require_memory,
-    shares_memory,
     step_rounds,
     torch_group,
     transport_of,
     where,
     write_traces,
 )
+from microparallel.bench.gpu_use import GpuUse, gpu_of, use_of
 from microparallel.bench.settings import Progress, ShardSettings
 from microparallel.bench.shard_memory import Watch, covered, own_part, span
 from microparallel.bench.subjects import Batch, Subject, bytes_of, find_subject, to_device
@@ -66,7 +70,7 @@ NONE, DDP, OPTIMIZER, GRADIENTS = "none", "ddp", "shard optimizer", "shard gradi
 PARAMETERS, PARAMETERS_KEPT = "shard parameters", "shard parameters, kept"
 TORCH_ZERO, TORCH_ZERO_ON_SHM = "torch-zero", "torch-zero on shm"
 TORCH_FSDP, TORCH_FSDP_ON_SHM = "torch-fsdp", "torch-fsdp on shm"
-AGAIN = ", again"  # the same method once more
+ON_SHM, ON_CUDA = " on shm", " on cuda"  # our backend beneath torch's own, by the transport
 LEARNING_RATE = 1e-3
 PREFETCH = 1  # units ahead, of `shard parameters`
 _COPIES = 6  # what a method needs at most, in models: weights, gradients, two moments, and buckets beside these
@@ -99,6 +103,7 @@ class Timing:
     sent: float | None  # bytes of a step, by the rank that sent most; None for torch's own, which does not tell
     parts: Parts | None  # where a recorded step's time went, as the mean over the ranks; None for torch's own
     apart: float  # from torch-zero after three steps, as a part of the way that one has come
+    use: GpuUse | None = None  # what it takes of the GPU
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,7 @@ class Result:
     accumulate: int
     timings: tuple[Timing, ...]
     in_float64: tuple[str, ...] = ()  # methods that rounding led elsewhere: these were compared without it
+    refused: tuple[str, ...] = ()  # what torch would not do, and why
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,8 @@ def bench_shard(comms: Comms, settings: ShardSettings, progress: Progress = lamb
             gc.collect()  # modules and their hooks hold each other; the next model shall have the memory
             if wrong is not None:
                 break
-    return Measurements(*where(comms), tuple(results), wrong=wrong)
+        gpu = gpu_of(comms)
+    return Measurements(*where(comms), tuple(results), wrong=wrong, dtype_of_model=settings.dtype, gpu=gpu)
 
 
 def _bench_model(
@@ -148,7 +155,8 @@ def _bench_model(
     progress: Callable[[float, int], None],
 ) -> tuple[Result, Wrong | None]:
     """All methods on one model: what was measured, and a wrong result."""
-    start = subject.model().to(comms.device)
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    start = subject.model().to(comms.device, dtype)
     size = bytes_of(start)
     methods = methods_of(transport_of(comms))
     require_memory(
@@ -157,11 +165,15 @@ def _bench_model(
         f"{subject.name}: {len(methods)} copies of it on every rank",
         "choose a smaller model with --models",
     )
-    batch = to_device(subject.on_rank(comms.rank), comms.device)
-    replicas = [Replica(method, start, batch, comms, group, settings) for method in methods]
-    for one in replicas:
-        for _ in range(_STEPS_COMPARED):
-            one.step()
+    batch = to_device(subject.on_rank(comms.rank), comms.device, dtype)
+    replicas: list[Replica] = []
+    refused: dict[Method, str] = {}
+    for method in methods:
+        replica, reason = _begin(method, start, batch, comms, group, settings)
+        if replica is None:
+            refused[method] = reason
+        else:
+            replicas.append(replica)
     apart, again = without_rounding(
         differences(replicas, start, comms, TORCH_ZERO),
         start,
@@ -178,18 +190,73 @@ def _bench_model(
         timings.append(Timing(one.method, tuple(rounds.seconds[one]), memory, sent, spent, apart[one.method]))
     if settings.trace is not None:
         write_traces(comms, {f"{subject.name} {one.method.label}": one for one in replicas}, settings.trace)
+    wrong = find_wrong(subject.name, replicas, apart, comms, TORCH_ZERO)
+    del one, replica, replicas, rounds  # where a GPU's memory is counted, each method is alone
+    timings = [_with_use(one, start, batch, comms, group, settings) for one in timings]
     units = tuple(_bytes_of_units(start))
-    result = Result(subject.name, subject.text, subject.batch, size, units, settings.accumulate, tuple(timings), again)
-    return result, find_wrong(subject.name, replicas, apart, comms, TORCH_ZERO)
+    result = Result(
+        subject.name,
+        subject.text,
+        subject.batch,
+        size,
+        units,
+        settings.accumulate,
+        tuple(timings),
+        again,
+        tuple(f"{method.label}: {reason}" for method, reason in refused.items() if not method.name.endswith(AGAIN)),
+    )
+    return result, wrong
+
+
+def _begin(
+    method: Method,
+    start: nn.Module,
+    batch: Batch,
+    comms: Comms,
+    group: dist.ProcessGroup,
+    settings: ShardSettings,
+) -> tuple[Replica | None, str]:
+    """A method that has done its first steps; or, where torch refuses them on a GPU, why. All ranks call this."""
+    may_refuse = comms.device.type == "cuda" and method.name.removesuffix(AGAIN) == TORCH_FSDP
+    replica, problem = None, ""
+    try:
+        replica = Replica(method, start, batch, comms, group, settings)
+        for _ in range(_STEPS_COMPARED):
+            replica.step()
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        if not may_refuse:
+            raise
+        problem = str(error).partition("\n")[0] or type(error).__name__
+    if may_refuse and largest(comms, [float(bool(problem))])[0]:
+        return None, problem or "another rank was refused"
+    return replica, ""
+
+
+def _with_use(
+    timing: Timing, start: nn.Module, batch: Batch, comms: Comms, group: dist.ProcessGroup, settings: ShardSettings
+) -> Timing:
+    """The same, with what the method takes of the GPU."""
+    if timing.method.name.endswith(AGAIN):
+        return timing
+    seconds = statistics.median(timing.seconds)
+    use = use_of(comms, lambda: Replica(timing.method, start, batch, comms, group, settings), seconds)
+    return replace(timing, use=use)
 
 
 def methods_of(transport: str) -> list[Method]:
     """Everything that can be measured where ranks talk through this transport."""
     ours = [NONE, DDP, OPTIMIZER, GRADIENTS, PARAMETERS, PARAMETERS_KEPT]
     zero, fsdp = [TORCH_ZERO, TORCH_ZERO_ON_SHM], [TORCH_FSDP, TORCH_FSDP_ON_SHM]
-    torchs = [*zero, *fsdp] if shares_memory(transport) else [TORCH_ZERO, TORCH_FSDP]
+    torchs = [*zero, *fsdp] if has_gloo_beside(transport) else [TORCH_ZERO, TORCH_FSDP]
+    if transport == "cuda":
+        torchs = [name.replace(ON_SHM, ON_CUDA) for name in torchs]
     again = [name + AGAIN for name in (NONE, TORCH_ZERO, TORCH_FSDP)]
     return [Method(name) for name in (*ours, *torchs, *again)]
+
+
+def plain_name(method: str) -> str:
+    """A method's name, whether it runs once more or not, on whatever transport of ours."""
+    return method.removesuffix(AGAIN).replace(ON_CUDA, ON_SHM)
 
 
 def _bytes_of_units(model: nn.Module) -> list[int]:
@@ -238,7 +305,7 @@ class Replica:
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """The model as this method calls it, and its optimizer."""
         module, parameters = self._module, list(self._module.parameters())
-        match self.method.name.removesuffix(AGAIN):
+        match plain_name(self.method.name):
             case "none":
                 return module, torch.optim.AdamW(parameters, lr=LEARNING_RATE)
             case "ddp":

@@ -11,18 +11,20 @@ from rich.console import Console
 from rich.table import Table
 
 from microparallel.bench import report
+from microparallel.bench.engine import AGAIN
+from microparallel.bench.gpu_use import GpuUse
 from microparallel.bench.report import (
     Column,
     Times,
     compared_in_float64,
     cores_are_shared,
     few_steps,
+    gpu_columns,
     legend,
     make_table,
     times_of,
 )
 from microparallel.bench.shard import (
-    AGAIN,
     DDP,
     GRADIENTS,
     NONE,
@@ -37,6 +39,7 @@ from microparallel.bench.shard import (
     Measurements,
     Result,
     Timing,
+    plain_name,
 )
 from microparallel.text import count, show_seconds, show_size
 from microparallel.trace.parts import Parts
@@ -62,7 +65,7 @@ class Row(Times):
     model: str
     method: str
     ratio_to_torch_zero: float
-    ratio_to_torch_fsdp: float
+    ratio_to_torch_fsdp: float | None  # None where torch refused it
     ratio_to_none: float
     parameter_bytes: float
     parameter_bytes_by_formula: float
@@ -74,6 +77,7 @@ class Row(Times):
     sent_bytes_by_formula: float
     parts: Parts | None  # where the time of a recorded step went, as the mean over the ranks
     apart_from_torch_zero: float  # after three steps, as a part of the way that one has come
+    use: GpuUse | None = None  # what the method takes of the GPU
 
     @property
     def repeats(self) -> bool:
@@ -112,7 +116,9 @@ class Report(report.Report[Measurements]):
                 "unit_bytes": list(result.units),
                 "none_to_itself": self._row(result, NONE + AGAIN).ratio_to_none,
                 "torch_zero_to_itself": self._row(result, TORCH_ZERO + AGAIN).ratio_to_torch_zero,
-                "torch_fsdp_to_itself": self._row(result, TORCH_FSDP + AGAIN).ratio_to_torch_fsdp,
+                "torch_fsdp_to_itself": next(
+                    (row.ratio_to_torch_fsdp for row in self._rows_of(result) if row.method == TORCH_FSDP + AGAIN), None
+                ),
             }
             for result in self.measurements.results
         ]
@@ -134,8 +140,11 @@ class Report(report.Report[Measurements]):
             console.print()
             console.print(self.bytes(result))
             console.print()
+            if (table := self.of_gpu(result)) is not None:
+                console.print(table)
+                console.print()
         group = self.measurements.torch_group
-        console.print(f"[dim]{legend([*_TIMES, *_SPENT, *_BYTES], group=group)}[/]")
+        console.print(f"[dim]{legend([*_TIMES, *_SPENT, *_BYTES, *gpu_columns(self.rows)], group=group)}[/]")
         apart = max(row.apart_from_torch_zero for row in self.rows if not row.method.startswith(NONE))
         console.print(
             "[bold]checked[/]  each method's ranks ended with the same weights, bit for bit;\n"
@@ -153,7 +162,14 @@ class Report(report.Report[Measurements]):
 
     def bytes(self, result: Result) -> Table:
         """What a rank keeps and sends, each beside its formula; a method that ran twice stands there once."""
-        return make_table([*self._name(), *_BYTES], [row for row in self._rows_of(result) if not row.repeats], _style)
+        rows = [row for row in self._rows_of(result) if not row.repeats]
+        return make_table([*self._name(), *_BYTES], rows, _style)
+
+    def of_gpu(self, result: Result) -> Table | None:
+        """What a method takes of the GPU; None where ranks are on the CPU."""
+        columns = gpu_columns(self.rows)
+        rows = [row for row in self._rows_of(result) if not row.repeats]
+        return make_table([*self._name("alone"), *columns], rows, _style) if columns else None
 
     def _heading(self, result: Result) -> str:
         parameters, samples = show_size(result.parameter_bytes), count(result.batch, "sample")
@@ -171,7 +187,9 @@ def report_on(measurements: Measurements) -> Report:
     results = measurements.results
     rows = [_row(timing, result, measurements.ranks) for result in results for timing in result.timings]
     notes = [note for result in results for note in few_steps(result.model, len(result.timings[0].seconds))]
-    notes += [note for result in results for note in compared_in_float64(result.model, result.in_float64)]
+    dtype = measurements.dtype_of_model
+    notes += [note for result in results for note in compared_in_float64(result.model, result.in_float64, dtype)]
+    notes += [f"{result.model}: torch refuses {what}" for result in results for what in result.refused]
     return Report(measurements, notes + cores_are_shared(measurements), rows)
 
 
@@ -179,14 +197,14 @@ def _row(timing: Timing, result: Result, ranks: int) -> Row:
     medians = {other.method.name: statistics.median(other.seconds) for other in result.timings}
     seconds = statistics.median(timing.seconds)
     size, memory = result.parameter_bytes, timing.memory
-    name = timing.method.name.removesuffix(AGAIN)
+    name = plain_name(timing.method.name)
     in_parts = {kind: size / ranks if kind in _PARTS[name] else size for kind in _KINDS}
     gathered, in_flight = _units_there(name, result.units)
     return Row(
         model=result.model,
         method=timing.method.name,
         ratio_to_torch_zero=seconds / medians[TORCH_ZERO],
-        ratio_to_torch_fsdp=seconds / medians[TORCH_FSDP],
+        ratio_to_torch_fsdp=seconds / medians[TORCH_FSDP] if TORCH_FSDP in medians else None,
         ratio_to_none=seconds / medians[NONE],
         parameter_bytes=memory.parameters,
         parameter_bytes_by_formula=in_parts["parameters"] + gathered,
@@ -198,6 +216,7 @@ def _row(timing: Timing, result: Result, ranks: int) -> Row:
         sent_bytes_by_formula=_times_sent(name, result.accumulate) * (ranks - 1) / ranks * size,
         parts=timing.parts,
         apart_from_torch_zero=timing.apart,
+        use=timing.use,
         **times_of(timing.seconds),
     )
 
@@ -254,7 +273,7 @@ _TIMES: list[Column[Row]] = [
     ),
     Column(
         "÷fsdp",
-        lambda row: f"{row.ratio_to_torch_fsdp:.2f}",
+        lambda row: "–" if row.ratio_to_torch_fsdp is None else f"{row.ratio_to_torch_fsdp:.2f}",
         "step ÷ the step of torch-fsdp: torch's fully_shard on {group}, with our units",
         {"kept": "parameters stay whole from forward to backward (reshard_after_forward=False)"},
         width=6,

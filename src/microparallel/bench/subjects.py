@@ -3,6 +3,7 @@
     mlp-1024   16 layers of that width: few samples, many gradients, so communication is what costs
     mlp-128    so small that starting operations and messages is what costs
     gpt        attention and many tokens: computing is what costs
+    gpt-85m    12 blocks of width 768, 512 tokens a sample: enough for a GPU to compute
 
 A pipeline cuts its model into stages. Its layers are all alike, so that stages can be: an `mlp` whose last layer is as
 wide as the others, or a `gpt` with an embedding, blocks of attention and a head.
@@ -21,7 +22,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from microparallel.bench.settings import WIDEST, Size
+from microparallel.bench.settings import LARGE, WIDEST, Size
 from microparallel.errors import ConfigError
 from microparallel.models import GPT, FullMLP
 from microparallel.pipeline.programs import Schedule
@@ -34,7 +35,8 @@ _CLASSES = 2
 _VOCABULARY = 256
 _CONTEXT = 64
 _HEAD = 32  # numbers of a vector that one attention head looks at
-_BATCHES = {"mlp-512": 64, "gpt-128": 8}
+_BATCHES = {"mlp-512": 64, "gpt-128": 8, LARGE: 8}
+_LARGE_WIDTH, _LARGE_DEPTH, _LARGE_HEAD, _LARGE_CONTEXT = 768, 12, 64, 512
 _USUAL_BATCH = 32
 _APART = 3.0  # of the two classes' means, as a multiple of a sample's spread
 _FOLLOWS = 0.8  # how often a token is followed by its successor, and not by any other
@@ -76,22 +78,27 @@ def bytes_of(model: nn.Module) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Inputs and targets on a device."""
-    return batch[0].to(device), batch[1].to(device)
+def to_device(batch: Batch, device: torch.device, dtype: torch.dtype = torch.float32) -> Batch:
+    """Inputs and targets on a device; those that are no whole numbers in this dtype."""
+    inputs, targets = (part.to(device, dtype if part.is_floating_point() else None) for part in batch)
+    return inputs, targets
 
 
 # ── for data parallelism ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def find_subject(name: str, batch: int | None = None, *, learnable: bool = False) -> Subject:
-    """The model with that name: `mlp-WIDTH`, `gpt` or `gpt-WIDTH`.
+    """The model with that name: `mlp-WIDTH`, `gpt`, `gpt-WIDTH` or `gpt-85m`.
 
     Args:
         name: of the model.
         batch: samples of a rank; as usual for the model, if None.
         learnable: whether its samples have something to learn, or are noise.
     """
+    if name == LARGE:
+        if learnable:
+            raise ConfigError(f"{name}: there is nothing to learn from its samples; try gpt")
+        return _large_gpt(_LARGE_DEPTH, _LARGE_WIDTH, _BATCHES[name] if batch is None else batch)
     found = re.fullmatch(r"(mlp|gpt)-([0-9]{1,5})", "gpt-128" if name == "gpt" else name)
     if found is None or not 1 <= int(found[2]) <= WIDEST:
         raise ConfigError(f"there is no model {name!r}; name it mlp-WIDTH, as in mlp-1024, or gpt, or gpt-WIDTH")
@@ -115,6 +122,11 @@ def pipeline_subject(size: Size) -> Subject:
     depth, width, batch = size.filled
     if size.model == "mlp":
         return _mlp("mlp", depth, width, width, batch)
+    if size.model == LARGE:
+        if width % _LARGE_HEAD:
+            wider = -(-width // _LARGE_HEAD) * _LARGE_HEAD
+            raise ConfigError(f"--width {width}: a head of {LARGE} takes {_LARGE_HEAD} numbers; try {wider}")
+        return _large_gpt(depth, width, batch)
     if (wider := _next_width(width)) != width:
         raise ConfigError(f"--width {width}: a head of gpt takes {_HEAD} numbers, so it is a multiple; try {wider}")
     return _gpt("gpt", depth, width, batch)
@@ -156,14 +168,18 @@ def _mlp(name: str, depth: int, width: int, outputs: int, batch: int) -> Subject
     )
 
 
-def _gpt(name: str, depth: int, width: int, batch: int) -> Subject:
+def _gpt(name: str, depth: int, width: int, batch: int, head: int = _HEAD, context: int = _CONTEXT) -> Subject:
     return Subject(
         name,
-        f"{count(depth, 'block')} of width {width}, {_CONTEXT} tokens a sample",
+        f"{count(depth, 'block')} of width {width}, {context} tokens a sample",
         batch,
-        lambda: GPT(_VOCABULARY, _CONTEXT, width, heads=width // _HEAD, depth=depth),
-        lambda samples: _next_tokens(torch.randint(_VOCABULARY, (samples, _CONTEXT + 1))),
+        lambda: GPT(_VOCABULARY, context, width, heads=width // head, depth=depth),
+        lambda samples: _next_tokens(torch.randint(_VOCABULARY, (samples, context + 1))),
     )
+
+
+def _large_gpt(depth: int, width: int, batch: int) -> Subject:
+    return _gpt(LARGE, depth, width, batch, _LARGE_HEAD, _LARGE_CONTEXT)
 
 
 def _clusters(width: int, samples: int) -> Batch:

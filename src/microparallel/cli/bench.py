@@ -11,12 +11,14 @@ import typer
 from microparallel.bench.ranks import choose_ranks, run_benchmark
 from microparallel.bench.settings import (
     PREDICTED_REPLICAS,
+    TORCH_DDP_ON_OURS,
     AllReduceSettings,
     CompressSettings,
     DataParallelSettings,
     PipelineSettings,
     PredictSettings,
     ShardSettings,
+    with_usual,
 )
 from microparallel.cli import flags
 from microparallel.cli.flags import require_writable, takes
@@ -41,6 +43,7 @@ app = typer.Typer(
 ALL_REDUCE_EXAMPLES = flags.examples(
     ("microparallel bench allreduce", "every algorithm, 4 KB to 100 MB, in about a minute"),
     ("microparallel bench allreduce --algorithms none", "shared memory beside gloo, and what memory allows"),
+    ("microparallel bench allreduce --device cuda --ranks 2", "on one GPU, beside gloo and NCCL"),
     ("microparallel bench allreduce --ranks 4 --plot allreduce.svg", "and as a picture"),
     ("microparallel bench allreduce --algorithms ring,tree --sizes 64KB,1MB --repeats 50", "some of it, thoroughly"),
     ("microparallel bench allreduce --json > allreduce.json", "every number, for scripts"),
@@ -66,6 +69,10 @@ def all_reduce(
     torch.distributed.all_reduce on our backend, each with the share of the memory's bandwidth that it reaches. That
     bound, which is the time to add and copy the same bytes, is measured in the same run.
 
+    Where ranks share a GPU (--device cuda), torch's own runs on gloo and on NCCL in the same processes: NCCL takes two
+    ranks on one GPU if each says that it is on another host (NCCL_HOSTID). torch's on gloo and ours run twice there:
+    how far the same method is from itself says what chance does to a ratio.
+
     All methods take turns within each size, so that whatever else the machine does disturbs all of them alike. A call
     takes as long as its slowest rank; shown is the median with its quartiles. Up to 64 KiB, ten calls in a row count as
     one, with their mean. Every result is compared with the exact sum, and a wrong one makes the exit code 1. What is
@@ -77,7 +84,7 @@ def all_reduce(
     where moving bytes is itself work for a core, or where several messages arrive at once, it is off, and shows by how
     much.
     """
-    settings = AllReduceSettings(**given)
+    settings = AllReduceSettings(**with_usual(AllReduceSettings, given))
     choose_ranks(settings)  # refuses --ranks that cannot be had
     from microparallel.bench.all_reduce import bench_all_reduce
     from microparallel.bench.all_reduce_report import plot_all_reduce, report_on
@@ -99,6 +106,7 @@ DATA_PARALLEL_EXAMPLES = flags.examples(
     ("microparallel bench dp", "four models, every method, in about two minutes"),
     ("microparallel bench dp --models mlp-1024 --buckets 0.5,1,2,4,8,16,32", "which bucket size is best?"),
     ("microparallel bench dp --models gpt --methods naive,ddp --steps 30", "some of it, thoroughly"),
+    ("microparallel bench dp --device cuda --ranks 2", "a GPT of 85 M parameters in bfloat16, ranks on one GPU"),
     ("microparallel bench dp --json > dp.json", "every number, for scripts"),
     ("torchrun --nproc-per-node=4 -m microparallel bench dp", "between ranks that torchrun started"),
 )
@@ -115,17 +123,21 @@ def data_parallel(given: dict[str, Any], *, quiet: flags.Quiet = False, json: fl
     gradient_as_bucket_view=True, its faster way, on gloo in the same processes where ranks share memory; "torch-ddp on
     shm" has our backend beneath).
 
+    With --device cuda the model is a GPT of 85 million parameters in bfloat16, unless others are named. Where ranks
+    share the GPU, ddp and torch-ddp run twice, for what chance does; memory and how busy the GPU is come from other
+    steps, in which each method is alone.
+
     All methods take turns step by step, so that whatever else the machine does disturbs all of them alike. A step takes
     as long as its slowest rank; shown is the median with its quartiles. Each method trains a copy of its own from the
     same weights. At the end all that synchronise must have the same weights as torch-ddp but for rounding, and the
     same on all ranks bit for bit; if not, the exit code is 1.
     """
-    settings = DataParallelSettings(**given)
+    settings = DataParallelSettings(**with_usual(DataParallelSettings, given))
     choose_ranks(settings)  # refuses --ranks that cannot be had
-    if settings.transport not in ("auto", "shm") and "torch-ddp on shm" in settings.methods:
-        raise ConfigError(
-            f"--transport {settings.transport}: torch-ddp on shm needs shared memory; leave one of them out"
-        )
+    for name, needed in zip(TORCH_DDP_ON_OURS, ("shm", "cuda"), strict=True):
+        if settings.transport not in ("auto", needed) and name in settings.methods:
+            what = "shared memory" if needed == "shm" else "a GPU that ranks share"
+            raise ConfigError(f"--transport {settings.transport}: {name} needs {what}; leave one of them out")
     from microparallel.bench.data_parallel import bench_data_parallel
     from microparallel.bench.data_parallel_report import report_on
     from microparallel.bench.subjects import find_subject
@@ -142,6 +154,7 @@ SHARD_EXAMPLES = flags.examples(
     ("microparallel bench shard", "two models beside torch's ZeroRedundancyOptimizer and FSDP2, in three minutes"),
     ("microparallel bench shard --quick", "does it run? small models, three steps of each"),
     ("microparallel bench shard --models gpt-256 --accumulate 4 --bucket-cap-mb 4", "micro-batches, small buckets"),
+    ("microparallel bench shard --device cuda --ranks 2", "a GPT of 85 M parameters in bfloat16, ranks on one GPU"),
     ("microparallel bench shard --json > shard.json", "every number, for scripts"),
     ("torchrun --nproc-per-node=4 -m microparallel bench shard", "between ranks that torchrun started"),
 )
@@ -164,7 +177,8 @@ def shard(
     shard parameters (mp.FullyShardedDataParallel; "kept" with reshard_after_forward=False), torch-zero (torch's
     DistributedDataParallel with ZeroRedundancyOptimizer, both with bucket views) and torch-fsdp (torch's fully_shard,
     which is FSDP2, with the units of shard parameters). Where ranks share memory, torch's own run on gloo in the same
-    processes; "on shm" they have our backend beneath. The optimizer is AdamW.
+    processes; "on shm" (on a GPU: "on cuda") they have our backend beneath. The optimizer is AdamW. With --device cuda
+    the model is a GPT of 85 million parameters in bfloat16, unless others are named.
 
     All methods take turns step by step, so that whatever else the machine does disturbs all of them alike. A step takes
     as long as its slowest rank; shown is the median with its quartiles. none, torch-zero and torch-fsdp run twice: how
@@ -176,7 +190,7 @@ def shard(
     synchronise must have the weights of torch-zero but for rounding, and at the end the same on all ranks bit for bit;
     if not, the exit code is 1.
     """
-    settings = ShardSettings(**(_QUICK_SHARD if quick else {}) | given)
+    settings = ShardSettings(**(_QUICK_SHARD | given if quick else with_usual(ShardSettings, given)))
     ranks = choose_ranks(settings)
     if ranks < 2:
         raise ConfigError(f"--ranks {ranks}: one rank has no other rank to share with; try --ranks 2")
@@ -264,6 +278,7 @@ PIPELINE_EXAMPLES = flags.examples(
     ("microparallel bench pp --schedules gpipe,1f1b,zb-h1 --steps 50", "some of it, thoroughly"),
     ("microparallel bench pp --ranks 4 --microbatches 32 --no-torch", "what 1f1b saves of gpipe's memory"),
     ("microparallel bench pp --model gpt", "stages of attention"),
+    ("microparallel bench pp --device cuda --ranks 4", "a GPT of 85 M parameters in bfloat16, stages on one GPU"),
     ("microparallel bench pp --json > pp.json", "every number, for scripts"),
     ("torchrun --nproc-per-node=4 -m microparallel bench pp", "between ranks that torchrun started"),
 )
@@ -275,7 +290,9 @@ def pipelines(given: dict[str, Any], *, quiet: flags.Quiet = False, json: flags.
     """Time a step (forward and backward, no optimizer) of every pipeline schedule, beside torch's own and the ideal.
 
     torch's is torch.distributed.pipelining's schedule of the same kind, with the same layers on the same ranks; naive
-    and zb-h2 it does not have. Where ranks share memory, it runs on gloo in the same processes.
+    and zb-h2 it does not have. Where ranks share memory, it runs on gloo in the same processes; on a GPU that ranks
+    share, its messages go through pinned main memory. With --device cuda the model is a GPT of 85 million parameters
+    in bfloat16, unless another is named.
 
     The ideal is what the simulator makes of the stages' computations if messages take no time. Those are measured in
     the same run: all ranks compute at the same time, and send nothing.
@@ -285,7 +302,7 @@ def pipelines(given: dict[str, Any], *, quiet: flags.Quiet = False, json: flags.
     other steps, which are not timed. Loss and gradients of every schedule, torch's too, are compared with those of a
     single process on the whole batch; if one is wrong, the exit code is 1.
     """
-    settings = PipelineSettings(**given)
+    settings = PipelineSettings(**with_usual(PipelineSettings, given))
     ranks = choose_ranks(settings)
     from microparallel.bench.pipeline import bench_pipelines
     from microparallel.bench.pipeline_report import report_on

@@ -11,10 +11,13 @@ recorder.trace.save("runs/mine")
 `DataParallel` and `Pipeline` follow a program, and the recorder is told its operations. Of everything else it keeps
 what can be seen from outside: an `Observed` forward, backward or call. `recorder.trace.step(0).followed` is the program
 that the ranks followed in one step, and `recorder.trace.step(0).memory` says what each rank held in it.
+
+Of ranks on a GPU a trace says what the GPU did, not what the host has asked of it: see `gpu_clock.py`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -34,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from microparallel.collectives import traffic
 from microparallel.comms.clocks import Clocks
 from microparallel.comms.comms import Comms
+from microparallel.comms.gpu_clock import GpuClock, Moment, works_of_torch
 from microparallel.comms.memory_meter import MemoryMeter, sizes_of
 from microparallel.comms.wire import gather_json
 from microparallel.errors import UsageError
@@ -83,15 +87,13 @@ def record(comms: Comms, *, memory: bool = True, **about: Any) -> Iterator[Recor
     recorder.gather(about)
 
 
-Moment = float | torch.cuda.Event  # on `time.perf_counter`, or on the GPU's own clock
-
-
 class Row:
     """One event that is being recorded."""
 
     __slots__ = (
-        *("after", "arrived", "before", "bytes", "end", "group", "number", "op", "opened", "parts"),
-        *("peer", "place", "previous", "replaced", "start", "step", "thread", "waited"),
+        *("after", "arrived", "before", "behind", "begun", "bytes", "done", "end", "group", "have_run"),
+        *("number", "op", "opened", "parts", "peer", "place", "previous", "replaced", "start", "step", "thread"),
+        *("waited", "works"),
     )
 
     def __init__(self, activity: Activity, start: Moment, step: int) -> None:
@@ -113,6 +115,12 @@ class Row:
         self.parts = 0  # calls that are under way
         self.opened = False  # a collective that began before its first call did: its calls are parts of it
         self.replaced = False  # a forward or backward of torch's, inside of which a program's own operations ran
+        # Of a collective on a GPU:
+        self.begun: Moment | None = None  # when the stream that does it came to it
+        self.behind: Row | None = None  # the collective before it in its group, which ends first
+        self.works: list[Any] = []  # what was started for it in the work queue
+        self.have_run = 0  # how many of these
+        self.done: Moment | None = None  # when the last of them, or NCCL, has
 
 
 class Recorder:
@@ -123,7 +131,7 @@ class Recorder:
         step: the number of the step that is under way; it counts up when an optimizer has updated the weights.
     """
 
-    def __init__(self, comms: Comms, *, memory: bool = True) -> None:
+    def __init__(self, comms: Comms, *, memory: bool = True, gpu: GpuClock | None = None) -> None:
         self.step = 0
         self._meter = MemoryMeter() if memory else None
         self._optimizers: RemovableHandle | None = None  # torch calls the meter when one has made a step
@@ -138,9 +146,12 @@ class Recorder:
         self._ended: Moment | None = None
         self._waited_for: dict[int, Row] = {}  # for each thread, the row whose end it has waited for last
         self._trace: Trace | None = None
-        self._now: Callable[[], Moment] = time.perf_counter if comms.device.type == "cpu" else self._gpu_moment
-        self._zero: torch.cuda.Event | None = None
-        self._zero_time = 0.0
+        # A GPU runs behind the host: there, events on its streams say what it did.
+        self._gpu = GpuClock(comms.device) if gpu is None and comms.device.type == "cuda" else gpu
+        self._host_carries = comms.transport_name not in ("cuda", "nccl")
+        self._now: Callable[[], Moment] = time.perf_counter if self._gpu is None else self._gpu.now
+        self._to_be_waited_for: dict[Activity, Row] = {}  # on a GPU, collectives that the host has done
+        self._last_of: dict[tuple[int, ...], Row] = {}  # of each group, the last collective on a GPU
         self._clocks: Clocks | None = None
 
     @property
@@ -156,11 +167,9 @@ class Recorder:
         if self._meter is not None:  # before the hooks that count the step
             self._optimizers = torch_optimizers.register_optimizer_step_post_hook(self._optimizer_ends)
         self._torch_hooks.start()
+        if self._gpu is not None:
+            self._gpu.begin()
         self._comms.observers.append(self)
-        if self._comms.device.type == "cuda":
-            torch.cuda.synchronize(self._comms.device)
-            self._zero = self._gpu_moment()
-        self._zero_time = time.perf_counter()
 
     def stop(self) -> None:
         """Observe no longer."""
@@ -181,6 +190,7 @@ class Recorder:
             row.bytes += activity.bytes
             if not row.group:
                 row.group, row.number = activity.group, number
+                self._line_up(row)
         row.parts += 1
         self._row_of[activity] = row
 
@@ -211,12 +221,44 @@ class Recorder:
                 around.replaced = True
         elif kind == "collective":
             self._ended = row.start  # if another thread does it, this one goes on
+        if row.group:
+            self._line_up(row)
         self._rows.append(row)
         return row
 
+    def _line_up(self, row: Row) -> None:
+        """A group's collectives run one after another, also on a GPU."""
+        if self._gpu is not None:
+            row.behind = self._last_of.get(row.group)
+            self._last_of[row.group] = row
+
+    def issued(self, activity: Activity, works: Sequence[Any]) -> None:
+        """A collective was started: on a GPU, the stream that does it says when it begins and ends."""
+        row = self._row_of.get(activity)
+        if self._gpu is None or self._host_carries or row is None:
+            return
+        if of_torch := works_of_torch(works):
+            begun, row.done = self._gpu.follow(of_torch, row.group)
+            row.begun = begun if row.begun is None else row.begun
+            return
+        for work in works:
+            if (watch := getattr(work, "watch", None)) is not None:
+                row.works.append(work)
+                watch(functools.partial(self._runs, row), functools.partial(self._has_run, row))
+
+    def _runs(self, row: Row) -> None:
+        """Note where this thread's stream is: the thread runs the collective now."""
+        if row.begun is None:
+            row.begun = self._now()
+
+    def _has_run(self, row: Row) -> None:
+        """Note where this thread's stream is: the thread has run the collective, which ends there."""
+        row.have_run += 1
+        row.done = self._now()
+
     def waits(self, activity: Activity) -> None:
         """The rank has nothing left to do but to wait for this operation."""
-        row = self._row_of.get(activity)
+        row = self._row_of.get(activity) or self._to_be_waited_for.pop(activity, None)
         if row is not None and row.waited is None:
             row.waited = self._now()
             self._waited_for[threading.get_ident()] = row
@@ -231,9 +273,11 @@ class Recorder:
         row.parts -= 1
         if row.parts:
             return
-        row.arrived = activity.arrived
+        if self._gpu is not None and not self._host_carries and row.waited is None and row.group:
+            self._to_be_waited_for[activity] = row
+        row.arrived = activity.arrived if self._gpu is None else None  # the host saw it, not the GPU
         # To forget a value takes no time that a drawing could show.
-        row.end = row.start if isinstance(row.op, Free) else self._end_of(activity)
+        row.end = row.start if isinstance(row.op, Free) else self._end_of(row, activity)
         if row.waited is not None or row.thread == threading.get_ident():
             self._ended = row.end
         if not isinstance(row.op, Observed) and kind_of(row.op) in ("forward", "backward"):
@@ -241,10 +285,19 @@ class Recorder:
         if self._meter is not None and row.before is not None:
             row.after = self._meter.ends(activity)
 
-    def _end_of(self, activity: Activity) -> Moment:
-        """When it ended: of a call on the CPU that is known, even if the thread that tells it waited for a core."""
-        on_cpu = self._comms.device.type == "cpu"
-        return activity.ended if on_cpu and activity.ended is not None else self._now()
+    def _end_of(self, row: Row, activity: Activity) -> Moment:
+        """When it ended: of a call on the CPU that is known, even if the thread that tells it waited for a core.
+
+        On a GPU the stream knows it that has done it, or one that has waited for it: this thread's, say.
+        """
+        if self._gpu is None or self._host_carries:  # of what is no call, no end is known
+            return activity.ended if activity.ended is not None else self._now()
+        works, row.works = row.works, []
+        if row.done is not None and row.have_run == len(works):
+            return row.done
+        if works and all(work.done for work in works):  # some ran before this recorder was told of them
+            return self._gpu.end_of(works, row.group)
+        return self._now()
 
     # ── what torch's hooks tell ─────────────────────────────────────────────────────────────────────────────────
 
@@ -279,19 +332,21 @@ class Recorder:
 
     def gather(self, about: dict[str, Any]) -> Trace:
         """Bring all ranks' events together, on one clock; every rank calls this."""
-        if self._comms.device.type == "cuda":
-            torch.cuda.synchronize(self._comms.device)
         if self._clocks is None:
             raise UsageError("gather: nothing was recorded; call start() first")
+        if self._gpu is not None:
+            self._gpu.end()
         clocks = self._clocks.align()
         clock = clocks[self._comms.rank]
         mine = [self._written(row, clock) for row in self._rows if row.end is not None and not row.replaced]
         sizes = {} if self._meter is None else self._meter.written()
-        by_rank = gather_json({"rows": mine, "sizes": sizes}, self._comms)
+        doubt = 0.0 if self._gpu is None else self._gpu.doubt
+        by_rank = gather_json({"rows": mine, "sizes": sizes, "doubt": doubt}, self._comms)
         begun = min((row[2] for recorded in by_rank for row in recorded["rows"]), default=0.0)
         events = met([_event(rank, row, begun) for rank, recorded in enumerate(by_rank) for row in recorded["rows"]])
         events = [_counted(event, self._comms.transport_name) for event in events]
         worst, about = self._clocks.worst(clocks), about | self._clocks.about(clocks)
+        worst += 2 * max(recorded["doubt"] for recorded in by_rank)
         known = sizes_of([recorded["sizes"] for recorded in by_rank])
         self._trace = Trace(events, None, self._comms.world_size, worst, about, sizes=known or None)
         return self._trace
@@ -300,6 +355,10 @@ class Recorder:
         start, *others = (self._seconds(moment) for moment in (row.start, row.end, row.waited, row.arrived))
         if row.previous is not None and row.previous.end is not None:
             start = max(start, min(self._seconds(row.previous.end), others[0]))
+        if self._gpu is not None and not self._host_carries and kind_of(row.op) == "collective":
+            end, waited, _ = others
+            # A stream that came to wait when all was done has not waited.
+            others = [end, math.nan if waited >= end else waited, self._begun(row)]
         moments = (start, *others)
         times = [None if math.isnan(moment) else clock.at(moment) for moment in moments]
         file, line = row.place
@@ -308,18 +367,17 @@ class Recorder:
         activations = None if row.before is None or row.after is None else [row.before, row.after]
         return [str(row.op), kind, *times, row.step, row.bytes, row.group, row.number, row.peer, place, activations]
 
-    def _gpu_moment(self) -> torch.cuda.Event:
-        """Now, in the order of the GPU's own work: an operation is booked when it ran, not when it was asked for."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def _begun(self, row: Row) -> float:
+        """When the stream that does a collective came to it; before that, it does those before it in the group."""
+        if row.begun is not None:
+            return self._seconds(row.begun)
+        behind = None if row.behind is None else row.behind.end
+        return self._seconds(row.start if behind is None else behind)
 
     def _seconds(self, moment: Moment | None) -> float:
         if moment is None:
             return math.nan
-        if isinstance(moment, float) or self._zero is None:
-            return float(moment)  # type: ignore[arg-type]
-        return self._zero_time + float(self._zero.elapsed_time(moment)) / 1e3
+        return float(moment) if self._gpu is None else self._gpu.seconds(moment)  # type: ignore[arg-type]
 
 
 def _event(rank: int, row: list[Any], begun: float) -> Event:

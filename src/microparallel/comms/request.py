@@ -160,12 +160,10 @@ class Caller:
         with named_failures(call, self._group, entry):
             works = start()
         entry.started()
-        if (
-            isinstance(entry, ObservedCall)
-            and len(works) == 1
-            and (then := getattr(works[0], "then", None)) is not None
-        ):
-            then(entry.completes)
+        if isinstance(entry, ObservedCall):
+            entry.issued(works)
+            if len(works) == 1 and (then := getattr(works[0], "then", None)) is not None:
+                then(entry.completes)
         return Request(call, works, finish, self._group, entry)
 
     def _content(self, wire: torch.Tensor) -> str:

@@ -52,6 +52,7 @@ class QueuedWork:
         self.missing = missing
         self._joined = joined
         self._lock = threading.Lock()
+        self._watched = _nothing, _nothing
         self._callbacks: list[Callable[[], None]] = []
         self.error: BaseException | None = None
         self.done = False
@@ -65,6 +66,13 @@ class QueuedWork:
             raise self.error
         self._joined()
 
+    def watch(self, begins: Callable[[], None], ended: Callable[[], None]) -> None:
+        """Call these in the thread that runs the collective, just before and just after; not, if one has begun to.
+
+        What is called then comes before whatever the queue's threads do next.
+        """
+        self._watched = begins, ended
+
     def then(self, callback: Callable[[], None]) -> None:
         """Call this when the collective has run: at once if it has, else in the thread that runs it."""
         with self._lock:
@@ -77,6 +85,7 @@ class QueuedWork:
         """Run the collective in this thread, and keep the error that it raised, if any."""
         error: BaseException | None = None
         try:
+            self._watched[0]()
             if self._action is not None:
                 self._action(_earlier(deadline, _deadline(self._timeout)))
         except TransportTimeout as late:
@@ -87,6 +96,7 @@ class QueuedWork:
             if not isinstance(raised, Exception):
                 raise
         finally:
+            self._watched[1]()
             self.end(error)
 
     def end(self, error: BaseException | None) -> None:

@@ -73,7 +73,11 @@ class Activity:
 
 
 class Observer(Protocol):
-    """Is told of every operation of one rank, in the thread that does it."""
+    """Is told of every operation of one rank, in the thread that does it.
+
+    One that also has `issued(activity, works)` gets what was started for a call, and is told that the rank waits even
+    if the call has ended: on a GPU, what the host has done may still be under way.
+    """
 
     def begins(self, activity: Activity) -> None:
         """The rank begins an operation."""
@@ -115,12 +119,13 @@ UNOBSERVED = Observation((), Activity(Observed("nothing", "other")))  # where th
 class ObservedCall:
     """A call that observers are told of and the flight recorder writes down. Callers use it as they use an `Entry`."""
 
-    __slots__ = ("_activity", "_entry", "_observers", "ended_at")
+    __slots__ = ("_activity", "_entry", "_late", "_observers", "ended_at")
 
     def __init__(self, entry: Entry | NoEntry, observers: Sequence[Observer], activity: Activity) -> None:
         self.ended_at: float | None = None  # on `time.perf_counter`, if that is known before somebody tells the end
         self._entry = entry
         self._observers = tuple(observers)
+        self._late: tuple[Observer, ...] = ()  # those that were told of the end, and still want to know who waits
         self._activity = activity
         for observer in self._observers:
             observer.begins(activity)
@@ -129,14 +134,22 @@ class ObservedCall:
         """The call has been made; only waiting for it remains."""
         self._entry.started()
 
+    def issued(self, works: Sequence[Any]) -> None:
+        """These works were started for the call."""
+        for observer in self._observers:
+            if (issued := getattr(observer, "issued", None)) is not None:
+                issued(self._activity, works)
+
     def waits(self) -> None:
         """The calling thread waits for the call from now on."""
         self._entry.waits()
-        for observer in self._observers:
+        late, self._late = self._late, ()
+        for observer in self._observers or late:
             observer.waits(self._activity)
 
     def completes(self) -> None:
         """The call is complete, and no thread has waited for it yet: the thread that ran it calls this."""
+        self._late = tuple(observer for observer in self._observers if hasattr(observer, "issued"))
         self._tell_end()
 
     def ends(self) -> None:

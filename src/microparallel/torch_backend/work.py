@@ -220,6 +220,8 @@ class CollectiveWork(StartedWork):
         super().__init__(group, call, entry, result)
         self._works = works
         self._dropped = dropped
+        if isinstance(self._entry, ObservedCall):
+            self._entry.issued(works)
 
     def __del__(self) -> None:
         if self._entry is not None:

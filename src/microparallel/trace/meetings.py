@@ -34,17 +34,18 @@ def needed(events: Sequence[Event], places: Iterable[int]) -> list[int]:
 def met(events: Sequence[Event]) -> list[Event]:
     """Give recorded communication its start: the moment when all that it needs has come.
 
-    A rank records when it asked for communication, and takes that as the start. Where it knows the real start, it has
-    set `issued`, and the event stays as it is.
+    A rank records when it asked for communication, and takes that as the start. Where it knows the real start of a
+    message, it has set `issued`, and the event stays as it is. Of a collective it may know when it began itself, as on
+    a GPU whose stream had other work before: then all begin when the last has.
     """
     result = list(events)
     for places in meetings(events):
-        latest = max((events[place].asked for place in needed(events, places)), default=-math.inf)
+        latest = max((events[place].start for place in needed(events, places)), default=-math.inf)
         for place in places:
             event = events[place]
-            if event.issued is not None:
+            if event.issued is not None and event.kind != "collective":
                 continue
-            result[place] = event._replace(issued=event.asked, start=min(event.end, max(latest, event.asked)))
+            result[place] = event._replace(issued=event.asked, start=min(event.end, max(latest, event.start)))
     return result
 
 
