@@ -23,7 +23,7 @@ from microparallel.collectives import is_compressed
 from microparallel.comms import Comms
 from microparallel.comms.rounds import Rounds
 from microparallel.compression import Compressor, Shape, compressed_sum, parse
-from microparallel.data_parallel.bucket import FlatBucket
+from microparallel.data_parallel.bucket import FlatBucket, numbers_of
 from microparallel.errors import UsageError
 from microparallel.program import AllReduce, ReduceScatter
 
@@ -81,8 +81,9 @@ class CompressedBucket(FlatBucket):
         if not self._compressed:
             super().start(comms, operation, overlap)
             return
+        self._move_together()
         if not self.compressor.sends_not_finite:
-            self.unsendable = [index for index in self._chosen if not _is_finite(self.views[index])]
+            self.unsendable = self._not_finite()
             self.not_finite = max(self.not_finite, len(self.unsendable))
         count = sum(self._sizes) + sum(self.views[index].numel() for index in self._rest)
         words = f"{operation.algorithm} of {count} numbers"
@@ -92,6 +93,12 @@ class CompressedBucket(FlatBucket):
             )
         else:
             comms.exchange_rounds(self._rounds(), words, size=4 * count, operation=operation)
+
+    def _not_finite(self) -> list[int]:
+        """The chosen parameters whose gradients are not finite: their sums are not, which takes half the time to find."""
+        sums = [self.views[index].sum(dtype=torch.float64) for index in self._chosen]
+        doubtful = [index for index, total in zip(self._chosen, numbers_of(sums), strict=True) if not math.isfinite(total)]
+        return [index for index in doubtful if not bool(self.views[index].isfinite().all())]
 
     def _rounds(self) -> Rounds[torch.Tensor]:
         """Run by the thread that runs the exchange: the sum is in the buffer when it ends."""
@@ -125,7 +132,7 @@ class CompressedBucket(FlatBucket):
 
     def presence(self) -> list[float]:
         """What all ranks must know: for each parameter, whether this rank has a gradient; how many are not finite."""
-        return [*map(float, self.ready), float(self.not_finite)]
+        return [*map(float, self.ready), float(max(self.not_finite, len(self.found_not_finite())))]
 
     def take_presence(self, counts: torch.Tensor) -> None:
         """Take the sums of what all ranks said in `presence`."""
@@ -248,11 +255,6 @@ def load_compression_state(
         kept = methods.get(names[bucket.parameters[0]])
         if isinstance(bucket, CompressedBucket) and kept is not None:
             bucket.compressor.load_state_dict(kept)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all numbers are: their sum is not if one is not, and takes half the time to find."""
-    return bool(tensor.sum(dtype=torch.float64).isfinite()) or bool(tensor.isfinite().all())
 
 
 def as_compressor(given: str | Compressor | None, module: nn.Module) -> Compressor | None:
