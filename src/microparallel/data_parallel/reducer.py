@@ -631,7 +631,7 @@ class Reducer:
 
     def _refuse(self, what: str, mine: list[str], fix: str = "") -> NoReturn:
         parts = [
-            f"rank {rank}: {', '.join(names[:_MOST_NAMES])}{', …' * (len(names) > _MOST_NAMES)}"
+            names_of_rank(rank, names)
             for rank, names in enumerate(gather_json(mine, self._comms))
             if names and rank in self.participants.ranks
         ]
@@ -683,6 +683,11 @@ class Reducer:
         self._local_backward = self._local_gradients = False
         self.microbatch = self._turn  # at level 2, what comes next may be another micro-batch of the same step
         self.running = False
+
+
+def names_of_rank(rank: int, names: Sequence[str]) -> str:
+    """A rank and the first of its parameters that an error names."""
+    return f"rank {rank}: {', '.join(names[:_MOST_NAMES])}{', …' * (len(names) > _MOST_NAMES)}"
 
 
 class ArrivalHook:
