@@ -165,9 +165,7 @@ def measure(comms: mp.Comms, settings: argparse.Namespace) -> list[str]:
         lines += ["", f"{title:40}{'ms a step':>10}   {'ratio (quartiles)':22}   of processor time"]
         base = times[names[0]]
         for name, found in times.items():
-            clock, processor = (
-                ratio([one[which] for one in found], [one[which] for one in base]) for which in (0, 1)
-            )
+            clock, processor = (ratio([one[which] for one in found], [one[which] for one in base]) for which in (0, 1))
             lines.append(f"{name:40}{statistics.median(one[0] for one in found) * 1e3:10.3f}   {clock}   {processor}")
     return lines
 

@@ -122,7 +122,7 @@ def copy_all(into: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> N
     Without it: on a GPU each gradient would be copied into its bucket by a call of its own, which takes the host longer
     than the GPU.
     """
-    torch._foreach_copy_(into, tensors)
+    torch._foreach_copy_(list(into), list(tensors))
 
 
 def largest_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -130,7 +130,7 @@ def largest_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Without it: `check_finite=True` would look at each gradient by a call of its own.
     """
-    return torch.stack(torch._foreach_norm(tensors, math.inf))
+    return torch.stack(torch._foreach_norm(list(tensors), math.inf))
 
 
 def current_stream_address(device: torch.device) -> int:

@@ -90,8 +90,8 @@ def everything(comms, check):
         tensor = torch.arange(size, dtype=torch.float32) * (rank + 1)
         for op in OPERATIONS:
             for algorithm in ("auto", "ring", "tree", "gather-add"):
-                mine, theirs = tensor.clone(), tensor.clone()
-                same(f"all_reduce {op} {algorithm}", other.all_reduce(mine, op, algorithm), comms.all_reduce(theirs, op))
+                found = other.all_reduce(tensor.clone(), op, algorithm)
+                same(f"all_reduce {op} {algorithm}", found, comms.all_reduce(tensor.clone(), op))
         parts = [tensor + other_rank for other_rank in range(ranks)]
         same("reduce_scatter", other.reduce_scatter(parts), comms.reduce_scatter([one.clone() for one in parts]))
         flat = torch.arange(ranks * size, dtype=torch.float32) * (rank + 1)
@@ -103,7 +103,8 @@ def everything(comms, check):
         for mine, theirs in zip(other.all_gather(tensor), comms.all_gather(tensor), strict=True):
             same("all_gather", mine, theirs)
         halves = tensor.to(torch.bfloat16)
-        same("bf16", other.all_reduce(halves.clone(), algorithm="ring"), comms.all_reduce(halves.clone(), algorithm="ring"))
+        rings = [one.all_reduce(halves.clone(), algorithm="ring") for one in (other, comms)]
+        same("bf16", *rings)
         request = other.isend(tensor, next_rank(comms))
         same("isend", other.recv(size, prev_rank(comms)), torch.arange(size) * (prev_rank(comms) + 1.0))
         request.wait()

@@ -7,7 +7,8 @@ another thread                               waits for that copy ▓ gloo ▓
 ```
 
 torch's gloo does this itself in the collectives that it has for GPUs. This adds messages, programs and what runs as a
-program. Pinned memory is torch's: it keeps what was freed for the next tensor of that size, once the GPU is done with it.
+program. Pinned memory is torch's: it keeps what was freed for the next tensor of that size, when the GPU is done with
+it.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class PinnedCopies:
         return self._copied(hosts, tensors, self._outward).synchronize
 
     def back(self, hosts: Tensors, tensors: Tensors) -> Waits:
-        """Copy back. A thread has waited for `out`, so the caller's stream was past the call, and past all before it."""
+        """Copy back. A thread has waited for `out`, so the caller's stream has done all that came before the call."""
         there = self._copied(tensors, hosts, self._homeward)
         return lambda: torch.cuda.current_stream(self._device).wait_event(there)
 
@@ -96,7 +97,8 @@ class PinnedCopies:
                 place.copy_(tensor, non_blocking=True)
                 on_the_gpu = tensor if place.device.type == "cpu" else place
                 on_the_gpu.record_stream(stream)  # torch gives its memory away only after this copy
-        there = torch.cuda.Event(blocking=True)  # a thread that waits for it leaves the core to others
+        # A thread that waits for this event leaves its core to others.
+        there = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         there.record(stream)
         return there
 
@@ -162,7 +164,7 @@ class StagedGroup(TorchGroup):
         return StagedSend(self._last_send, started)
 
     def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:  # type: ignore[override]
-        """Start receiving into a contiguous tensor; the stream that copies it there is that of the thread that waits."""
+        """Start receiving into a contiguous tensor; it is copied there on the stream of the thread that waits."""
         if not self._is_elsewhere(tensor):
             return super().irecv(tensor, source, tag)
         host = self.copies.room(tensor)
@@ -228,7 +230,10 @@ class StagedGroup(TorchGroup):
                     work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
             joins.append(self.copies.back(*back))
 
-        return self._calls.append(run, joined=lambda: joins[0]())
+        def joined() -> None:
+            joins[0]()
+
+        return self._calls.append(run, joined=joined)
 
     def run_in_background(self) -> None:
         """Let the calls' thread run the programs that have been started; torch's threads run what is torch's own."""

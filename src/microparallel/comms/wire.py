@@ -47,7 +47,7 @@ def as_bytes(wire: torch.Tensor) -> torch.Tensor:
 def from_wire(wire: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Copy what arrived into the caller's tensor, unless it arrived there in the first place."""
     if wire.device != tensor.device or wire.data_ptr() != tensor.data_ptr() or wire.dtype != tensor.dtype:
-        tensor.detach().copy_(wire, non_blocking=tensor.is_cuda)  # after what this thread has started on the GPU
+        tensor.detach().copy_(wire)  # the host waits: which stream reads the tensor next is not known here
     return tensor
 
 

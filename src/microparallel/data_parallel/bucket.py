@@ -31,8 +31,8 @@ class FlatBucket:
     gradient 0 │ gradient 1 │ … │ for each: how many ranks have one │ how many are not finite
     ```
 
-    On a CPU a gradient is moved into the buffer when it comes, since it is in the cache then. On a GPU those of a bucket
-    are moved together when it leaves, by few kernels: there the host has no time for one each.
+    On a CPU a gradient is moved into the buffer when it comes, since it is in the cache then. On a GPU all are moved
+    together when the bucket leaves, by few kernels: there the host has no time for one each.
 
     `parameter.grad` becomes a view of the buffer, so nothing is copied when the sum arrives. A gradient that
     the user keeps stays as it is: if something still holds one of the last pass when gradients begin anew
@@ -68,7 +68,7 @@ class FlatBucket:
         self.request: Request[Any] | None = None
         self._together = moves_together(parameters[0].device)
         self._came: list[int] = []  # whose gradients have come and are not in the buffer
-        self._scale = 1.0  # by which these are multiplied
+        self._multiplied_by = 1.0  # by which these are multiplied
         self._streams: set[int] = set()  # on which they were made
         self._looked_at: tuple[list[int], torch.Tensor] | None = None  # of which gradients, whether each is finite
         self._lay_out()
@@ -125,7 +125,7 @@ class FlatBucket:
         self.missing -= 1
         if self._together:
             self._came.append(index)
-            self._scale = scale
+            self._multiplied_by = scale
             self._streams.add(current_stream(self.buffer.device))
             return
         if not self._open:
@@ -152,8 +152,8 @@ class FlatBucket:
         if given:
             with torch.no_grad():
                 copy_all([self.views[index] for index, _ in given], [gradient for _, gradient in given])
-        if self._scale != 1.0:
-            self.buffer[: self._stop].mul_(self._scale)
+        if self._multiplied_by != 1.0:
+            self.buffer[: self._stop].mul_(self._multiplied_by)
         for index, _ in given:
             self.hand_out(index)
 

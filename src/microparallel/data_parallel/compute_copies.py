@@ -142,7 +142,7 @@ class ComputeCopies:
         else:
             copy = Converted.apply(parameter, dtype, 1 / self._scale)  # type: ignore[no-untyped-call]
             if copy.requires_grad:
-                copy.register_hook(self._require_scaled)  # type: ignore[no-untyped-call]
+                copy.register_hook(self._require_scaled)
         copy.copied_from = Source(parameter, 1 / self._scale)  # type: ignore[attr-defined]
         return copy
 

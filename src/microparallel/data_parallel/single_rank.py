@@ -1,7 +1,7 @@
 """A world of one rank: nothing is averaged, so no gradient has a hook, and a step costs what the bare model's costs.
 
-Observers are told of forward and backward, and what was asked for is checked when backward has ended: gradients that are
-missing, or not finite.
+Observers are told of forward and backward, and what was asked for is checked when backward has ended: gradients that
+are missing, or not finite.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class GradientChecks:
         unused: raise `GradientError` for parameters that got no gradient.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter], guard: StepGuard | None, *, finite: bool, unused: bool) -> None:
+    def __init__(
+        self, named: Mapping[str, nn.Parameter], guard: StepGuard | None, *, finite: bool, unused: bool
+    ) -> None:
         self.passes = 0
         self._named = named
         self._guard = guard

@@ -40,7 +40,6 @@ from microparallel.observe import UNOBSERVED, Activity, Observation
 from microparallel.program import BUFFERS, Broadcast, ForwardStages, Program
 from microparallel.schedules import data_parallel_step
 from microparallel.torch_private import (
-    at_end_of_backward,
     leave_uncompiled,
     not_compiled,
     not_compiled_itself,
